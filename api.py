@@ -1,7 +1,7 @@
-"""The public functions: each is one command of the command line, with the same names and defaults.
+"""The public functions: one for each command of the command line, with the same names and defaults.
 
-They join the stages; the work is in the folders. Every function takes a `Reporter` for its notes and progress (silent
-by default), and does nothing that a finished stage of the same inputs, options and version has done already.
+Every function takes a `Reporter` for its notes and progress (silent by default), and skips stages that are finished
+with the same inputs, options and version.
 
     from fp8q.api import calibrate, build_engine, validate
 """
@@ -146,13 +146,15 @@ def calibrate(
     export_options: ExportOptions = ExportOptions(),
     progress: Reporter = SILENT,
 ) -> Run:
-    """Measure `model` on `data`, choose scales, write the FP8 checkpoint and its ONNX graphs into the run directory
+    """Measure `model` on `data`, choose scales, and write the FP8 checkpoint and its ONNX graphs into the run directory
     `out`.
 
-    `model`: a directory or a hub name; `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets`
-    directory, or a hub data set; several of these, each `TEXT` or `TEXT=WEIGHT`, make one corpus in which each has its
-    share. Without `eval_data` the last tenth of `data` is held out. Raises InputError for whatever is wrong with these.
-    In each of several processes that torchrun started, all measure and the first alone does the rest.
+    `model`: a directory or a hub name. `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets`
+    directory, or a hub data set; a list of these, each `TEXT` or `TEXT=WEIGHT`, makes one corpus in which each has its
+    share. Without `eval_data` the last tenth of `data` is held out.
+
+    Raises InputError for any fault of these. In several processes that torchrun started, all measure and the first
+    alone does the rest.
     """
     what = Calibration(model, data, eval_data, RunOptions(options, export_options))
     return calibrate_command.calibrate(out, what, progress)
@@ -162,12 +164,11 @@ def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
     export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
 ) -> Run:  # fmt: skip
-    """Add what `runs` measured, choose scales, and write FP8 checkpoint and graphs into the run directory `out`; the
-    model is not run.
+    """Add the measurements of `runs`, choose scales, and write FP8 checkpoint and graphs into the run directory `out`.
 
-    The source checkpoint is read, for the weights: from `model`, or where one of the runs says it is. Raises InputError
-    for runs that cannot be added: of different models, tokenizers, or sizes of windows or batches, or with a batch in
-    common.
+    The model is not run; its weights are read from the source checkpoint, at `model` or at the path in the runs'
+    records. Raises InputError for runs that cannot be added: of different models, tokenizers, or sizes of windows or
+    batches, or with a batch in common.
     """
     return merge_command.merge(runs, out, model, (options, export_options), progress)
 
@@ -175,28 +176,26 @@ def merge(
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
-    With `options.precision` bf16 or int8: the same model in that precision, made of the source checkpoint, into
-    `baselines/`.
+    With `options.precision` bf16 or int8: export the source checkpoint in that precision, into `baselines/`.
     """
     return rescale_command.export_precision.at(path, progress, options)
 
 
 def lint(path: Path, run: Path | None = None) -> lint_command.Linted | lint_command.LintedRun:
-    """Hold what is at `path` against the rules of `docs/lint.md`: an ONNX file, whoever exported it, a Triton
-    repository, an FP8 checkpoint, or all that a run holds; what is found is returned, and nothing is raised for it.
+    """Check an ONNX file, a Triton repository, an FP8 checkpoint or a whole run against the rules of `docs/lint.md`.
 
-    The graph of a run, in its `model/`, is also held against what the run promises; `run` names the run for a graph
-    that lies elsewhere. Needs no torch and no server.
+    The files may come from any exporter. The graph of a run, in its `model/`, is also checked against the run's scales;
+    `run` names the run of a graph that lies elsewhere. The findings are returned, and raise no error. Needs no torch
+    and no server.
     """
     return lint_command.lint(Path(path), open_run(run) if run else None)
 
 
 def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
-    """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew; the
-    model is not run.
+    """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew.
 
-    What `options` are not given stays as the run has it. The source checkpoint is read, for the weights. Raises
-    InputError when it is no longer there, or not the same.
+    The model is not run; its weights are read from the source checkpoint. Omitted `options` keep the run's values.
+    Raises InputError when the source checkpoint is missing or has changed.
     """
     return rescale_command.scales.at(path, progress, options)
 
@@ -204,22 +203,20 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
 def build_engine(
     path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
 ) -> "list[EngineInfo]":
-    """Build an engine of `model.onnx` for each target and prove from the engine which promised products take FP8 on
-    both sides.
+    """Build an engine of `model.onnx` for each target, and prove from the engine which promised products run in FP8.
 
-    With `options.precision` bf16 or int8: of that graph, into `engines/<precision>/`; nothing is promised of it, and
-    the engine says what it runs. Raises GateError when fewer than `options.min_fp8_share` of them do, or when that
-    cannot be told; BackendError when the runtime is missing.
+    With `options.precision` bf16 or int8: build that graph, into `engines/<precision>/`; no product is promised in it.
+    Raises GateError when the share of products in FP8 is below `options.min_fp8_share` or unknown; BackendError when
+    the runtime is missing.
     """
     return build_engine_stage.build_engine.at(path, progress, options)
 
 
 def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engine_command.EngineView]:
-    """List what the engines of the run at `path` run, read from them: each matrix product, the kernels around it,
-    attention, what stayed wide and why.
+    """Read the kernels of the run's engines: each matrix product, the kernels around it, attention, and wide products.
 
-    `plan`: read this file instead, as an engine for the one target (what `engines/<target>.sh` built, say). Raises
-    nothing for what it finds.
+    `targets`: the targets to read (none: all). `plan`: read this file instead, as an engine for the one target, such as
+    `engines/<target>.sh` builds. Findings raise no error.
     """
     return engine_command.view_engines(open_run(path), tuple(targets), plan)
 
@@ -230,7 +227,7 @@ def validate(
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
     Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction),
-    and UnfinishedError for a runtime that failed: the others' numbers are written first.
+    and UnfinishedError for a runtime that failed; the results of the others are written first.
     """
     return validate_stage.validate.at(path, progress, data, options)
 
@@ -238,18 +235,18 @@ def validate(
 def sensitivity(
     path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
 ) -> "Sensitivity":
-    """Measure the loss that each quantized tensor of the run at `path` causes alone, on its calibration windows, worst
-    first; written to `sensitivity.json`.
+    """Measure the loss that each quantized tensor of the run at `path` causes alone, on calibration windows.
+
+    The result is sorted, worst first, and written to `sensitivity.json`.
     """
     return sensitivity_stage.sensitivity.at(path, progress, options)
 
 
 def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = SILENT) -> "Checkup":
-    """The stability checklist of the run at `path`: a verdict for everything that is known to go wrong, the worst
-    first, from its files and from a few calibration windows through its BF16 and FP8 models.
+    """Run the stability checklist on the run at `path`: a verdict for each known failure, the worst first.
 
-    What needs the source model is `unknown` where that is gone. Raises nothing for what is bad (`refuse_bad` in
-    `validate.advice.checkup` does).
+    It checks the run's files, and runs a few calibration windows through its BF16 and FP8 models. Checks that need a
+    missing source model are `unknown`. Bad verdicts raise no error (`refuse_bad` in `validate.advice.checkup` does).
     """
     return doctor_command.doctor.at(path, progress, options)
 
@@ -257,11 +254,12 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
 def tune(
     path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = SILENT
 ) -> "Tuning":
-    """The cheapest mix of one term, two terms and BF16, of rounding and of the cache's form, for the budget of
-    `options`: chosen on the calibration windows of the run at `path`, measured on its evaluation text, written to
-    `tune.json`. `apply`: make checkpoint and graphs anew by it, where it meets the budget (`met`).
+    """Find the cheapest mix of one term, two terms and BF16, of rounding and of the cache's form, within the budget of
+    `options`.
 
-    Raises InputError for `apply` without a budget, and where the source checkpoint is no longer there.
+    It is chosen on calibration windows of the run at `path`, measured on its evaluation text, and written to
+    `tune.json`. `apply`: make checkpoint and graphs anew with it, if it meets the budget (`met`). Raises InputError for
+    `apply` without a budget, and where the source checkpoint is missing.
     """
     return tune_stage.tune.at(path, progress, options, apply)
 
@@ -282,7 +280,7 @@ def generate(
 
 
 def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_stage.Chat:
-    """A conversation with the model of the run at `path`, by the chat template of its tokenizer."""
+    """Open a conversation with the model of the run at `path`, by the chat template of its tokenizer."""
     return generate_stage.open_chat(open_run(path), options)
 
 
@@ -294,10 +292,10 @@ def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions(
 def serve(
     path: Path, options: ServeOptions = ServeOptions(), ready: "Callable[[Server], object]" = lambda _: None
 ) -> int:
-    """Serve the model of the run at `path` by OpenAI's API until it is told to end; returns how many requests were
-    broken off then.
+    """Serve the model of the run at `path` by OpenAI's API until it is stopped; return the number of requests it cut
+    off.
 
-    `ready` is called in the thread that serves once requests are taken in, with the server: its `url`, and `stop()`,
+    `ready` is called once the server accepts requests, in the serving thread, with the server: its `url`, and `stop()`,
     which any thread and any signal handler may call.
     """
     return serve_command.serve(open_run(path), options, ready)
@@ -310,54 +308,56 @@ def bench(
     plot: Path | None = None,
     progress: Reporter = SILENT,
 ) -> "Bench":
-    """Time answers of the models that the run at `path` holds (BF16, INT8, FP8), and of the FP8 models of the runs
-    `against` it; write `bench.json`, and a picture of it at `plot`.
+    """Measure the time of answers of the run at `path` in BF16, INT8 and FP8, and of the FP8 models of the runs
+    `against`.
 
-    Raises InputError for runs of different models, and for sizes that the model does not take.
+    Writes `bench.json`, and a plot at `plot`. Raises InputError for runs of different models, and for sizes beyond the
+    model's limits.
     """
     return bench_stage.bench.at(path, progress, against, options, plot)
 
 
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
-    """Write the Triton model repository of the run at `path`, in RUN/triton or at `options.out`; returns its files.
+    """Write the Triton model repository of the run at `path`, to RUN/triton or `options.out`; return its files.
 
-    Raises InputError for a directory there that is not empty and that fp8q did not write.
+    Raises InputError for a directory with files that fp8q did not write.
     """
     return triton_stage.triton.at(path, progress, options)
 
 
 def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = SILENT) -> list[Path]:
-    """Write `report.html` and `report.ipynb` of the run at `path`, beside the runs that `options.compare` names;
-    returns their paths.
+    """Write `report.html` and `report.ipynb` of the run at `path`, compared with the runs in `options.compare`.
 
-    Where the source model is here, both models go on from words of the evaluation text first.
+    Returns their paths. Where the source model is available, both models first continue prompts of the evaluation text.
     """
     return report_stage.report.at(path, progress, options)
 
 
 def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
-    """The report's tables of the run at `path`, beside the runs at `compare`; each shows itself in a notebook."""
+    """The report's tables of the run at `path`, compared with the runs at `compare`; a notebook displays each."""
     from .validate.report.report import report_tables
 
     return report_tables(open_run(path), [open_run(other) for other in compare])
 
 
 def report_verdict(path: Path) -> "Verdict":
-    """Is the model of the run at `path` still the same? It shows itself in a notebook."""
+    """The verdict on whether the model of the run at `path` is still the same; a notebook displays it."""
     from .validate.report.report import report_verdict
 
     return report_verdict(open_run(path))
 
 
 def report_continuations(path: Path) -> "Continuations":
-    """Load the texts that BF16 and FP8 of the run at `path` write after the same words; a notebook shows them."""
+    """Load the continuations that BF16 and FP8 of the run at `path` wrote from the same prompts; a notebook displays
+    them.
+    """
     from .validate.report.report import report_continuations
 
     return report_continuations(open_run(path))
 
 
 def report_plots(path: Path) -> "dict[str, Plot]":
-    """The report's plots of the run at `path`; each shows itself in a notebook."""
+    """The report's plots of the run at `path`; a notebook displays each."""
     from .validate.report.report import report_plots
 
     return report_plots(open_run(path))
@@ -366,13 +366,12 @@ def report_plots(path: Path) -> "dict[str, Plot]":
 def inspect(
     path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT
 ) -> Inspection:
-    """Every matrix product and cache tensor of the run at `path` (its scale and what that does, or why it stays in
-    BF16), and what stands out.
+    """List every matrix product and cache tensor of the run at `path`, with its scale and loss, and the outliers.
 
-    A cache tensor in BF16 is shown at the scale that the run's own method would choose, so that what FP8 would do to it
-    is seen before.
-    `delayed`: also how often each tensor would have saturated under that amax history. `against`: also measure this
-    text with the float model, as many windows as were calibrated on, and hold it against the chosen scales.
+    A tensor that stays in BF16 has the reason. A cache tensor in BF16 is shown at the scale that the run's method would
+    choose. `delayed`: also simulate this amax history, and count how often each tensor would have saturated. `against`:
+    also measure this text with the float model, as many windows as in calibration, and compare it with the chosen
+    scales.
     """
     return inspect_command.inspect.at(path, progress, delayed, against)
 
@@ -385,8 +384,9 @@ def run(
     options: RunOptions = RunOptions(),
     progress: Reporter = SILENT,
 ) -> Run:
-    """All stages, one after the other: the arguments are those of `calibrate`.
+    """Run all stages, one after the other; the arguments are those of `calibrate`.
 
-    A gate that is not met, and a runtime that failed beside others, are raised when all is written.
+    GateError for a gate that is not met, and UnfinishedError for a runtime that failed, are raised after everything is
+    written.
     """
     return run_command.run_all(out, Calibration(model, data, eval_data, options, whole_run=True), progress)

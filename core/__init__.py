@@ -1,1 +1,3 @@
-"""What every folder needs: the run directory and its record, files, errors, findings, the reporter, columns."""
+"""The parts that every folder needs: the run directory and its record, files, errors, findings, the reporter,
+columns.
+"""

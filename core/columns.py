@@ -1,8 +1,7 @@
-"""Declare tables: columns that take a quantity out of a row and write it, the same on the command line, in HTML and in
-notebooks.
+"""Tables with typed columns, the same on the command line, in HTML and in notebooks.
 
-Numbers keep three or four significant digits, the precision with which they are known; shares are written in percent,
-sizes in decimal units, and what does not apply is left empty rather than zero.
+Numbers have three or four significant digits, the precision with which they are known; shares are in percent, sizes in
+decimal units, and a value that does not apply is empty, not zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +14,9 @@ Row = TypeVar("Row")
 
 
 def share(fraction: float) -> str:
-    """A fraction as percent: 0.9712 -> `97.12 %`, 0.00416 -> `0.42 %`, 3e-5 -> `0.003 %`, 0 -> `0`; above zero never
-    written as zero.
+    """Format a fraction in percent: 0.9712 -> `97.12 %`, 0.00416 -> `0.42 %`, 3e-5 -> `0.003 %`, 0 -> `0`.
+
+    A fraction above zero is never written as zero.
     """
     percent = 100 * fraction
     if percent in {0, 100}:
@@ -27,37 +27,37 @@ def share(fraction: float) -> str:
 
 
 def increase(fraction: float) -> str:
-    """A relative change with its sign: 0.0031 -> `+0.31 %`."""
+    """Format a relative change with its sign: 0.0031 -> `+0.31 %`."""
     return f"{100 * fraction:+.2f} %".replace("-", "−")
 
 
 def decibels(value: float) -> str:
-    """A ratio in dB, one decimal; an error of zero is `exact`."""
+    """Format a ratio in dB with one decimal; an infinite ratio is `exact`."""
     return "exact" if value == float("inf") else f"{value:.1f}".replace("-", "−")
 
 
 def noise(value: float | None) -> str:
-    """Format decibels in a sentence, for a tensor that has a scale: None where nothing is lost."""
+    """Format the decibels of a tensor that has a scale, for a sentence; None is `exact`."""
     return "exact" if value is None else f"{decibels(value)} dB"
 
 
 def magnitude(value: float) -> str:
-    """A non-negative number with four significant digits."""
+    """Format a non-negative number with four significant digits."""
     return f"{value:.4g}"
 
 
 def nats(value: float) -> str:
-    """A divergence in nats with three significant digits."""
+    """Format a divergence in nats with three significant digits."""
     return f"{value:.3g}"
 
 
 def count(value: int) -> str:
-    """A whole number with separators."""
+    """Format a whole number with separators."""
     return f"{value:,}"
 
 
 def size(value: float) -> str:
-    """Bytes in decimal units: 8_130_000 -> `8.13 MB`."""
+    """Format bytes in decimal units: 8_130_000 -> `8.13 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:
             return f"{value:.3g} {unit}"
@@ -66,7 +66,7 @@ def size(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: `0.4 s`, `2 min 5 s`, `1 h 3 min`."""
+    """Format seconds for reading: `0.4 s`, `2 min 5 s`, `1 h 3 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -75,8 +75,9 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """`value` takes the quantity out of a row (None: does not apply here), `write` makes it text; numbers are aligned
-    right.
+    """One column of a table: `value` gets a quantity from a row (None: does not apply), `write` formats it.
+
+    Numbers are aligned right.
     """
 
     title: str
@@ -87,7 +88,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class Cell:
-    """The text of one cell, and the value it stands for, by which a reader may sort."""
+    """The text of one cell, and the value that it is sorted by."""
 
     text: str
     value: str | float | None
@@ -106,7 +107,10 @@ def text_column(title: str, field: str | None = None) -> Column[Any]:
 
 @dataclass(frozen=True)
 class Table(Generic[Row]):
-    """Rows of one kind; `missing` says what to run where there are none, `note` what must be read with them."""
+    """Rows and columns under a title.
+
+    `missing`: the text in place of an empty table, with the command to run; `note`: a remark below the table.
+    """
 
     title: str
     rows: Sequence[Row]
@@ -120,7 +124,7 @@ class Table(Generic[Row]):
         return tuple(column for column in self.all_columns if any(column.value(row) is not None for row in self.rows))
 
     def cells(self) -> list[list[Cell]]:
-        """Each row's cells, in the order of `columns`."""
+        """The cells of each row, in the order of `columns`."""
         columns = self.columns
         return [[_cell(column, row) for column in columns] for row in self.rows]
 

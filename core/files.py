@@ -1,6 +1,4 @@
-"""Write and read files: under a temporary name and then renamed, JSON validated on reading, the disk's refusals in one
-line.
-"""
+"""Write and read files: atomic replacement, locks, validated JSON, and errors of the disk in one line."""
 
 import errno
 import fcntl
@@ -23,21 +21,22 @@ from safetensors import SafetensorError
 
 from .errors import InputError
 
-#: How the temporary name ends that a file or folder has until it is whole.
+#: The ending of the temporary name of a file or folder that is not complete.
 PARTIAL = ".partial"
-#: Linux's request to share the blocks of one file with another (linux/fs.h).
+#: Linux's ioctl that makes one file share the blocks of another (linux/fs.h).
 FICLONE = 0x40049409
 
 
 class Strict(BaseModel):
-    """A JSON object of the run directory: frozen, unknown keys refused; infinity and NaN, which JSON lacks, are
-    strings.
+    """A JSON object of the run directory: frozen, unknown keys refused.
+
+    JSON has no infinity and no NaN: these are strings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 
-#: What may bear a file's name and must not be opened for one: reading it may never end.
+#: Things other than files that may be at a path; to read from one may never end.
 NO_FILES = (
     (stat.S_ISDIR, "directory"),
     (stat.S_ISFIFO, "pipe"),
@@ -49,7 +48,7 @@ NO_FILES = (
 Document = TypeVar("Document", bound=BaseModel)
 
 
-#: What the operating system refuses, and what helps; of any other refusal fp8q knows neither.
+#: Errors of the operating system, with a remedy each; other errors are not translated.
 REFUSALS = {
     errno.ENOENT: "is not there, or no longer; restore it, and run the same command again",
     errno.ENOSPC: "no space left on the disk; free some or name another directory",
@@ -70,8 +69,10 @@ REFUSALS = {
 
 
 def refusal(error: OSError | SafetensorError, where: Path | None = None) -> InputError | None:
-    """Turn a refusal of the operating system into an error that names the file (or else `where`) and the remedy; None
-    for what is no refusal of its.
+    """Translate an error of the operating system into an InputError that names the file (or else `where`) and the
+    remedy.
+
+    None for an error that is not in `REFUSALS`.
     """
     number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
     if number not in REFUSALS:
@@ -83,21 +84,23 @@ def refusal(error: OSError | SafetensorError, where: Path | None = None) -> Inpu
 
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into an InputError that names the file, or else `where`, and the remedy."""
+    """Raise errors of the operating system in this block as InputError that names the file, or else `where`, and the
+    remedy.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if (told := refusal(error, where)) is None:
+        if (translated := refusal(error, where)) is None:
             raise
-        raise told from error
+        raise translated from error
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` to write a file or directory at; rename it over `path` when the block ends
-    well. Raises InputError, naming `path`, for what the disk refuses.
+    """Yield a temporary path to write a file or directory at; rename it to `path` when the block ends without an error.
 
-    A directory that is there is renamed first and removed last: between the two renames alone is there none.
+    An old directory is renamed first and removed last, so `path` is missing only between the two renames. Raises
+    InputError, naming `path`, for errors of the disk.
     """
     partial, old = (path.parent / f".{path.name}{part}{PARTIAL}" for part in ("", ".old"))
     with disk_errors(path):
@@ -121,17 +124,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _readable(path: Path) -> None:
-    """Give files the permissions that the umask allows: safetensors writes them for the owner alone, and a server is
-    often another user.
+    """Give files the permissions that the umask allows.
+
+    safetensors writes them for the owner alone, and a server often runs as another user.
     """
     mask = os.umask(0)
     os.umask(mask)
-    for file in [path] if path.is_file() else [found for found in path.rglob("*") if found.is_file()]:
+    for file in [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]:
         file.chmod(0o666 & ~mask)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with what is in it, or nothing."""
+    """Remove a file or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -142,8 +146,7 @@ def clone_file(source: Path, target: Path) -> None:
     """Copy a file; where the file system can (Btrfs, XFS) the copy shares its blocks with the original and takes no
     room.
 
-    Not a hard link, which takes none anywhere: ONNX's own checker refuses external data with several links, as an
-    attack.
+    A hard link would take no space anywhere, but ONNX's checker refuses external data with several links, as an attack.
     """
     with open(source, "rb") as read, open(target, "wb") as written:
         try:
@@ -152,13 +155,13 @@ def clone_file(source: Path, target: Path) -> None:
             shutil.copyfileobj(read, written, 16 << 20)
 
 
-#: The locks that this thread keeps until `keeping_locks` ends; none where it does not keep them.
+#: The locks that this thread holds until `keeping_locks` ends; None outside such a block.
 _kept: ContextVar[dict[Path, TextIO] | None] = ContextVar("kept locks", default=None)
 
 
 @contextmanager
 def keeping_locks() -> Iterator[None]:
-    """Keep every lock that the block takes until it ends: between two stages no other process comes in."""
+    """Hold every lock that is taken in this block until it ends, so no other process can enter between two stages."""
     if _kept.get() is not None:
         yield
         return
@@ -174,16 +177,17 @@ def keeping_locks() -> Iterator[None]:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold the lock on `file`, which is made, against other processes, for the block or as long as `keeping_locks`
-    does; on a file system without locks, against none.
+    """Hold the lock on `file` against other processes, during the block or until `keeping_locks` ends.
 
-    Raises BlockingIOError where another holds it, InputError where it is a link: to open that would make, or empty,
-    what it leads to.
+    The file is created. On a file system without locks nothing is locked. Raises BlockingIOError where another process
+    holds the lock, InputError where the file is a link: opening it would create or empty its target.
     """
     if file.is_symlink():
         raise InputError(f"{file}: is a link, and a lock is a file of its own; remove it")
     kept, key = _kept.get(), file.resolve()
-    if kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink:  # else it went with its folder
+    if (
+        kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink
+    ):  # else it was removed with its folder
         yield
         return
     handle = open(file, "w", opener=_not_followed)  # noqa: SIM115  # who keeps it closes it
@@ -203,39 +207,39 @@ def locked(file: Path) -> Iterator[None]:
 
 
 def _not_followed(name: str, flags: int) -> int:
-    """Open a file itself, and nothing that a link leads to; a pipe is not waited for."""
+    """Open a file without following links, and without waiting for the other end of a pipe."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def regular_file(path: Path, remedy: str = "") -> int:
-    """The size of a file in bytes, links followed, before any of it is read.
+    """The size of a file in bytes, links followed; nothing of it is read.
 
-    Raises InputError, which ends with `remedy`, for one that is not there, may not be read, or is a directory, pipe,
-    socket or device.
+    Raises InputError, which ends with `remedy`, for a path that does not exist, may not be read, or is a directory,
+    pipe, socket or device.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
         raise InputError(f"{path}: {what}{remedy and f'; {remedy}'}") from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error, remedy) from None
     for is_one, kind in NO_FILES:
-        if is_one(found.st_mode):
+        if is_one(status.st_mode):
             raise InputError(f"{path}: is a {kind}; {remedy or 'name a file'}")
     if not os.access(path, os.R_OK):
         raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), remedy)
-    return found.st_size
+    return status.st_size
 
 
 def unreadable(path: Path, error: OSError | ValueError, remedy: str = "") -> InputError:
-    """Make the error for a file that the system does not give."""
+    """Make the error for a file that cannot be read."""
     why = getattr(error, "strerror", None) or error
     return InputError(f"{path}: cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
 
 
 def write_document(path: Path, document: BaseModel) -> None:
-    """Write a pydantic model as indented JSON, atomically. Raises InputError for a name that is no text in UTF-8."""
+    """Write a pydantic model as indented JSON, atomically; raise InputError for a name that is not valid UTF-8."""
     try:
         text = document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n"
     except ValueError:  # pydantic_core.PydanticSerializationError
@@ -249,7 +253,7 @@ def write_document(path: Path, document: BaseModel) -> None:
 def read_document(path: Path, kind: type[Document]) -> Document:
     """Read and validate one of fp8q's JSON files.
 
-    Raises InputError naming the file, the first field that is wrong and what it holds.
+    Raises InputError that names the file and its first wrong field, with the fault.
     """
     regular_file(path)
     try:
@@ -269,7 +273,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-#: What readers of safetensors, npz, JSON and ONNX raise for a file that is not what it should be.
+#: The exceptions that readers of safetensors, npz, JSON and ONNX raise for a malformed file.
 DAMAGE = (
     ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError, RuntimeError,
     SafetensorError, TypeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error,
@@ -280,14 +284,14 @@ DAMAGE = (
 def reading(
     path: Path, what: str, remedy: str = "restore it, or calibrate again into a new directory"
 ) -> Iterator[None]:
-    """Turn whatever a reader raises for `path`, which should hold `what`, into an InputError that names it.
+    """Raise any error of a reader of `path`, which should contain `what`, as InputError that names the file.
 
-    For files of a run: their SHA-256 is in the record, and a record can be written by whoever writes the file.
+    For files of a run: although their SHA-256 is in the record, whoever wrote the file could write the record too.
     """
     try:
         yield
     except InputError:
         raise
     except DAMAGE as error:
-        told = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"{path}: does not read as {what} ({told}); {remedy}") from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{path}: does not read as {what} ({reason}); {remedy}") from None

@@ -1,5 +1,5 @@
-"""The findings of a lint: a rule that is broken, where, and what to do, in one line; the same of graphs, repositories
-and checkpoints.
+"""The findings of a lint, of graphs, repositories and checkpoints alike: a broken rule, its place, and the remedy, in
+one line.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -9,19 +9,20 @@ from typing import Literal
 
 from .errors import visible
 
-#: The longest name of a node, value or tensor in characters (F314), of what a line shows of one, and of a message.
+#: The most characters of a name of a node, value or tensor (F314), of a name in a line, and of a message.
 LONGEST_TEXT, LONGEST_SHOWN, LONGEST_MESSAGE = 4096, 200, 1000
-#: How many places of one rule are listed: a file may break it a million times.
+#: The most places that are listed for one rule: a file may break it a million times.
 MOST_PLACES = 1000
 Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a graph breaks: at which `node` (or tensor, or the graph: ""), of which `module`, and what to do.
+    """A broken rule: its `node` (a tensor, or "" for the whole file), its `module`, and a `message` with the remedy.
 
-    `message` is one line of printable characters, and node and module are no longer than names are (F314), whatever
-    the file holds. `places`: how many this finding stands for, 1 but for the last of a rule that is broken everywhere.
+    `message` is one line of printable characters; node and module are at most as long as names may be (F314), whatever
+    the file contains. `places`: the number of places that this finding counts; 1, except for the last finding of a rule
+    that is broken too often to list.
     """
 
     rule: str
@@ -33,24 +34,24 @@ class Finding:
     places: int = 1
 
     def __str__(self) -> str:
-        """As one line."""
+        """Format the finding in one line."""
         node = shortened(visible(self.node), LONGEST_SHOWN)
         return f"{self.rule} {self.name}: {node}{': ' if node else ''}{self.message}"
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text without its middle where it has more than `longest` characters."""
+    """Cut the middle out of a text of more than `longest` characters."""
     if len(text) <= longest:
         return text
     return f"{text[: longest // 2]} … ({len(text):,} characters) … {text[-longest // 4 :]}"
 
 
 def places(findings: Iterable[Finding]) -> int:
-    """In how many places rules are broken."""
+    """The number of places at which rules are broken."""
     return sum(finding.places for finding in findings)
 
 
-#: A place where a rule is broken: node (or tensor) and message.
+#: Places where a rule is broken: node (or tensor) and message of each.
 Broken = Iterator[tuple[str, str]]
 
 

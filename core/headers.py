@@ -1,8 +1,9 @@
-"""The headers of safetensors files: which tensors lie where, told without reading one, and without torch.
+"""Read the headers of safetensors files: names, types, shapes and positions of the tensors, without their data and
+without torch.
 
-The format is 8 bytes of length, JSON, data. Its own library, which looks through a whole file when it opens one and so
-judges what users give (`calibrate.checkpoint.weights`), tells names, types and shapes, but not at which byte a tensor
-begins: a graph that points into the file must know that, and the lint speaks of files that are cut short.
+The format is 8 bytes of length, JSON, data. The safetensors library validates a whole file when it opens one, and is
+used for files of users (`calibrate.checkpoint.weights`). But it does not give the byte at which a tensor begins, which
+a graph that points into the file needs; and the lint reports files that are cut short.
 """
 
 import json
@@ -12,13 +13,13 @@ from pathlib import Path
 from .errors import InputError
 from .files import regular_file
 
-#: The longest header, in bytes: what safetensors' own library takes.
+#: The longest header in bytes: the limit of the safetensors library.
 LONGEST = 100_000_000
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its type in safetensors' words, its shape, and its bytes, from `start` to `end`."""
+class StoredTensor:
+    """A tensor in a file: its type as safetensors spells it, its shape, and its bytes, from `start` to `end`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,9 +28,7 @@ class Stored:
 
 
 def header_bytes(file: Path) -> bytes:
-    """The header of a file as it is written, without its length. Raises InputError, naming the file, where there is
-    none.
-    """
+    """Read the raw header of a file, without its length; raise InputError, naming the file, where there is none."""
     size = regular_file(file)
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
@@ -38,16 +37,16 @@ def header_bytes(file: Path) -> bytes:
         return handle.read(length)
 
 
-def read_header(file: Path) -> dict[str, Stored]:
-    """Name -> place, of the tensors of a file. Whether the data are all there is not looked at.
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Read the header of a file: name -> tensor. It does not check that the file contains all the data.
 
-    Raises InputError, naming the file, for a header that does not read.
+    Raises InputError, naming the file, for a header that does not parse.
     """
     raw = header_bytes(file)
     try:
         entries = json.loads(raw)
         return {
-            name: Stored(
+            name: StoredTensor(
                 str(entry["dtype"]),
                 tuple(map(int, entry["shape"])),
                 *(8 + len(raw) + int(offset) for offset in entry["data_offsets"]),
@@ -60,5 +59,5 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def damaged(file: Path, why: object) -> InputError:
-    """Make the error for a file that does not read."""
+    """Make the error for a file that is damaged or cut short."""
     return InputError(f"{file}: is damaged or cut short ({why}); copy or download it again")

@@ -1,6 +1,4 @@
-"""The record of a run's stages: the files that each read and wrote, its options, versions and machine, and the command
-that makes its files again.
-"""
+"""The record of a run's stages: for each stage its inputs, outputs, options, versions and machine."""
 
 import resource
 from contextlib import suppress
@@ -14,7 +12,7 @@ from pydantic import AfterValidator, Field, JsonValue
 from .errors import InputError
 from .files import Strict
 
-#: The distributions whose versions are written beside what they helped to make.
+#: The distributions whose versions are recorded with each stage.
 DISTRIBUTIONS = [
     "torch",
     "transformers",
@@ -28,8 +26,7 @@ DISTRIBUTIONS = [
     "tensorrt-rtx",
     "numpy",
 ]
-#: The command that runs a stage, where it does not bear the stage's name: `calibrate` measures, then quantizes, then
-#: exports.
+#: The command that runs a stage, if its name differs from the stage's: `calibrate` measures, quantizes and exports.
 COMMANDS = {
     "corpus": "calibrate",
     "measure": "calibrate",
@@ -40,7 +37,7 @@ COMMANDS = {
     for stage in ("export", "build-engine")
     for precision in ("bf16", "int8")
 }
-#: What the files of the FP8 runtimes come from, in the order of work.
+#: The stages that write the files of the FP8 runtimes, in the order of work.
 FP8_STAGES = ("measure", "quantize", "export")
 
 
@@ -48,12 +45,12 @@ Value = TypeVar("Value")
 
 
 class Recorded(dict[str, Value]):
-    """A mapping in a record; a key that it lacks is an error that names the file."""
+    """A mapping in a record; a missing key is an error that names the file."""
 
     file: Path | None = None
 
     def __missing__(self, key: str) -> Value:
-        """Raise InputError, naming the file and what it lacks."""
+        """Raise InputError, naming the file and the missing key."""
         raise InputError(
             f"{self.file or 'run.json'}: does not say `{key}`, which every run's does; restore it, or calibrate again "
             "into a new directory"
@@ -91,14 +88,14 @@ class StageRecord(Strict):
 
 
 class RunRecord(Strict):
-    """`run.json`."""
+    """The contents of `run.json`."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     model: Texts = Field(default_factory=dict, description="what identifies the source model")
     stages: Annotated[dict[str, StageRecord], AfterValidator(Recorded)] = Field(default_factory=dict)
 
     def of(self, file: Path) -> Self:
-        """Let errors about this record name `file`."""
+        """Make errors about this record name `file`."""
         parts = (part for stage in self.stages.values() for part in (stage.inputs, stage.options, stage.outputs))
         for part in (self.model, self.stages, *parts):
             if isinstance(part, Recorded):
@@ -108,8 +105,10 @@ class RunRecord(Strict):
 
 @dataclass
 class StageLog:
-    """Facts that a running stage notes for its record; `outputs` are hashed when it ends. The next call goes on with
-    the parts that are `unfinished`; `refused` says why it cannot be done of this model.
+    """Facts that a running stage notes for its record; `outputs` are hashed when it ends.
+
+    `unfinished`: the parts that failed, and that the next call tries again; `refused`: the reason why the stage is
+    impossible for this model.
     """
 
     outputs: list[Path] = field(default_factory=list)
@@ -126,24 +125,24 @@ def stage_command(stage: str, root: Path) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the installed distributions that fp8q works with."""
-    found: dict[str, str] = {}
+    """The versions of the installed distributions that fp8q works with."""
+    versions: dict[str, str] = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def reset_peak_memory() -> None:
-    """Begin to measure the peak of memory anew, where the system allows it."""
+    """Restart the measurement of peak memory, where the system allows it."""
     with suppress(OSError):  # not Linux, or not allowed: the peak is then that of the process so far
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process, in bytes: since the stage began on Linux, since the process began
+    """The peak resident memory of this process, in bytes: since the stage began on Linux, since the process began
     elsewhere.
     """
     try:

@@ -1,7 +1,7 @@
-"""Report notes and progress of the stages: a `Reporter` takes notes and progress; the command line draws them.
+"""Report notes and progress of the stages to a `Reporter`; the command line displays them.
 
-The library itself prints nothing. Notes are decisions the user should know of (a default lowered, a module
-kept in BF16); the run directory remembers them with the stage that made them.
+The library itself prints nothing. Notes are decisions that the user should know (a default lowered, a module kept in
+BF16); the run's record keeps them with the stage.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,21 +13,21 @@ class Reporter(Protocol):
     """The receiver of a stage's notes and progress."""
 
     def note(self, line: str) -> None:
-        """Take one line that the user should read."""
+        """Report one line that the user should read."""
 
     def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
-        """Show progress towards `total` units; the value of the `with` is called with each number of units done."""
+        """Report progress towards `total` units; call the yielded function with each number of units done."""
 
 
 class Silent:
-    """The reporter of the Python API: says nothing."""
+    """The reporter of the Python API: it discards everything."""
 
     def note(self, line: str) -> None:
-        """Drop the line."""
+        """Discard the line."""
 
     @contextmanager
     def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
-        """Count nothing."""
+        """Discard the progress."""
         yield lambda done: None
 
 

@@ -1,10 +1,10 @@
-"""The run directory: what one model's stages read and write, and the record of how each file came about.
+"""The run directory: the files that the stages of one model read and write, and the record of how each file was made.
 
-A stage is a type: "not calibrated yet" is a missing file. Every file is written under a temporary name and
-renamed, so whatever a killed process leaves is either the last good state, a `*.partial` that the next call
-removes, or a `*.work` folder that it goes on from. `run.json` keeps, for each stage, the hashes of what it read and
-wrote and the options it was given: a stage is done again when any of these, or the version of fp8q, has changed, and a
-file that is not the one its stage wrote is refused instead of used.
+A stage is a type: "not calibrated yet" is a missing file. Every file is written under a temporary name and renamed. So
+a killed process leaves the last complete state, and perhaps a `*.partial`, which the next call removes, or a `*.work`
+folder, with which it goes on. `run.json` has, for each stage, the hashes of its inputs and outputs and its options. A
+stage runs again when any of these, or the version of fp8q, has changed, and a file that its stage did not write is
+refused.
 """
 
 import json
@@ -33,14 +33,14 @@ from .record import (
 )
 from .undo import undoing
 
-#: How the folder ends that a killed stage goes on from.
+#: The ending of the folder with which a killed stage goes on.
 WORK = ".work"
-#: What the graph is called beside its weights, and the same graph computing in FP32.
+#: The file names of the graph, and of the same graph computing in FP32.
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 
 
 def graph_names(adapter: str | None) -> tuple[str, str]:
-    """Return the names of the two graphs of the model with an adapter beside it; None: without."""
+    """Return the file names of the two graphs of the model, with `adapter` on or (None) without one."""
     return (f"model.{adapter}.onnx", f"model.{adapter}.fp32.onnx") if adapter else (GRAPH, GRAPH_FP32)
 
 
@@ -49,14 +49,14 @@ Facts_co = TypeVar("Facts_co", covariant=True)
 
 
 class Readable(Protocol[Choices_co, Facts_co]):
-    """A stage whose record is read back typed (`stages.shared.stage.Stage`)."""
+    """A stage whose record can be read back with types (`stages.pipeline.stage.Stage`)."""
 
     @property
     def name(self) -> str:
-        """Return the name that `run.json` has the stage under."""
+        """The name of the stage in `run.json`."""
 
     def read(self, recorded: Mapping[str, JsonValue], file: Path) -> tuple[Choices_co, Facts_co]:
-        """Return the options and facts `recorded` in `file`; raises InputError where they do not read."""
+        """Return the options and facts of the object `recorded` in `file`; raises InputError for malformed ones."""
 
 
 class _Path:
@@ -71,7 +71,7 @@ class _Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory. Paths only: nothing is read or made until asked for."""
+    """The paths of a run directory, and its record; nothing is read or created until asked for."""
 
     root: Path
 
@@ -100,13 +100,13 @@ class Run:
     report_ipynb = _Path("report.ipynb")
 
     def exists(self) -> bool:
-        """Tell whether a stage was begun here."""
+        """Tell whether the directory has a record, so that at least one stage has begun."""
         return self.record_file.is_file()
 
     def record(self) -> RunRecord:
         """Read `run.json`; an empty record where there is none yet.
 
-        Raises InputError when the directory holds other things than a run, or the file does not read.
+        Raises InputError for a directory that contains other files than a run, and for a malformed record.
         """
         if self.exists():
             return read_document(self.record_file, RunRecord).of(self.record_file)
@@ -119,21 +119,21 @@ class Run:
         return RunRecord()
 
     def options(self, stage: "Readable[Choices_co, Facts_co]") -> Choices_co:
-        """Read back the options that `stage` was run with.
+        """Read back the options of `stage`.
 
-        Raises InputError where it was not run, or its record does not read.
+        Raises InputError for a stage that was not run, and for a malformed record.
         """
         return stage.read(self.record().stages[stage.name].options, self.record_file)[0]
 
     def facts(self, stage: "Readable[Choices_co, Facts_co]") -> Facts_co:
-        """Read back what `stage` found beside its options. Raises InputError as `options` does."""
+        """Read back the facts of `stage`; raises InputError as `options` does."""
         return stage.read(self.record().stages[stage.name].options, self.record_file)[1]
 
     def require(self, path: Path, stage: str) -> Path:
-        """Return `path` when it is the file that `stage` wrote.
+        """Return `path`, if it is the file that `stage` wrote.
 
-        Raises InputError, naming the command to run, when the stage has not been run or the file has been changed, and
-        with the reason where it cannot be done of this model.
+        Raises InputError with the command to run, when the stage was not run or the file has changed since, and with
+        the reason, when the stage is impossible for this model.
         """
         if not self.exists():
             raise InputError(
@@ -154,10 +154,9 @@ class Run:
         return path
 
     def is_current(self, stage: str, inputs: Mapping[str, str], options: Mapping[str, object]) -> bool:
-        """Tell whether all of `stage` was run with just these inputs and options by this version, and its outputs are
-        there.
+        """Tell whether `stage` was completed with these inputs and options by this version, and its outputs exist.
 
-        Raises InputError when an output is there but is not what the stage wrote.
+        Raises InputError for an output that is not the file that the stage wrote.
         """
         recorded = self.record().stages.get(stage)
         asked = (dict(inputs), json.loads(json.dumps(dict(options))), __version__)
@@ -179,10 +178,10 @@ class Run:
         options: Mapping[str, object],
         model: Mapping[str, str] | None = None,
     ) -> Iterator[StageLog]:
-        """Run one stage: lock the directory, clear what a killed process left, and record the outputs at the end.
+        """Run one stage: lock the directory, remove leftovers of a killed process, and record the outputs at the end.
 
-        The record of the stage is dropped first, so that a stage that dies half-way does not count as done. `model` is
-        kept as the identity of the source model. A directory that was made for a stage that failed is removed.
+        The old record of the stage is removed first, so that a stage that dies does not count as done. `model`: the
+        identity of the source model, to record. If the stage fails, a directory that was created for it is removed.
         """
         self.record()  # refuses a directory that is no run before anything is written
         with disk_errors(self.root):
@@ -215,7 +214,7 @@ class Run:
                     remove(self._work_folder(name))
 
     def _create(self) -> bool:
-        """Make the directory; whether it was not there before."""
+        """Create the directory; tell whether it is new."""
         try:
             self.root.mkdir(parents=True)
         except FileExistsError:
@@ -223,11 +222,11 @@ class Run:
         return True
 
     def _give_up(self, before: RunRecord, name: str, created: bool) -> None:
-        """Leave nothing half-written of a stage that failed; what it had made another time still counts, where it has
-        not been touched.
+        """Remove the half-written files of a failed stage; keep the record of its earlier outputs if they are
+        unchanged.
         """
         with suppress(OSError, InputError):
-            if name in self.record().stages:  # it was recorded in the very moment
+            if name in self.record().stages:  # it was recorded at that moment
                 return
         if created:
             shutil.rmtree(self.root, ignore_errors=True)
@@ -252,17 +251,15 @@ class Run:
             raise InputError(no_graph(self.root, reason))
 
     def is_stale(self, stage: str) -> bool:
-        """Tell whether a file that the finished `stage` read has been made anew since: what it wrote is of another
-        checkpoint then.
-        """
+        """Tell whether an input of the finished `stage` has been written again since."""
         stages = self.record().stages
         outputs = {name: digest for record in stages.values() for name, digest in record.outputs.items()}
         files = {name: digest for name, digest in stages[stage].inputs.items() if "." in name}
         return any(outputs.get(name) != digest for name, digest in files.items())
 
     def refuse_stale(self, *stages: str) -> None:
-        """Raise InputError, naming the command to run, when one of `stages` was done with files that have been made
-        anew since: parts that do not belong together.
+        """Raise InputError, with the command to run, when one of `stages` is stale: its outputs belong to older
+        inputs.
         """
         for stage in stages:
             if stage in self.record().stages and self.is_stale(stage):
@@ -296,13 +293,13 @@ class Run:
         try:
             yield folder
         except (InputError, OSError, SafetensorError):
-            if rank:  # rank 0's goes with its stage
+            if rank:  # rank 0's is removed with its stage
                 self.leave_work(name, rank)
             raise
 
     @contextmanager
     def _blamed(self, name: str) -> Iterator[None]:
-        """Remove what the stage `name` would go on from when the user, or the disk, is to blame."""
+        """Remove the work folder of the stage `name` when the user, or the disk, caused the failure."""
         try:
             with disk_errors(self.root):
                 yield
@@ -312,7 +309,7 @@ class Run:
             raise
 
     def leave_work(self, name: str, rank: int) -> None:
-        """Remove the folder of a rank above 0, and, where it was alone on its machine, the directories around it."""
+        """Remove the folder of a rank above 0 and, where it was alone on its machine, the directories around it."""
         shutil.rmtree(self._work_folder(name, rank), ignore_errors=True)
         with suppress(OSError):
             self._work_folder(name).rmdir()
@@ -324,9 +321,9 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Work here alone, as long as `files.locked` says.
+        """Hold the lock on this run, as long as `files.locked` says.
 
-        Raises InputError where another process works here, or the directory cannot be written to.
+        Raises InputError where another process holds it, or the directory cannot be written to.
         """
         with disk_errors(self.root), ExitStack() as held:
             try:
@@ -338,8 +335,10 @@ class Run:
             yield
 
     def sweep(self, current: str | None = None) -> None:
-        """Remove what killed calls left: all that is half-written, and the folders that finished stages went on from,
-        but for the `current` one's. For who holds the lock.
+        """Remove leftovers of killed calls: half-written files, and work folders of finished stages; not the `current`
+        stage's.
+
+        The caller holds the lock.
         """
         self._clear_partial()
         for name, done in self.record().stages.items():
@@ -352,7 +351,7 @@ class Run:
 
 
 LOCK = ".lock"
-#: Facts of a work folder's key that are the machine's, and how each is told.
+#: The facts of a work folder's key that describe the machine, and the text for each.
 _ARITHMETIC: dict[str, Callable[[object], str]] = {
     "threads": lambda count: f"{count} threads",
     "device": lambda name: f"device {str(name).upper()}",
@@ -361,8 +360,9 @@ _ARITHMETIC: dict[str, Callable[[object], str]] = {
 
 
 def _changed(before: str, wanted: str) -> str:
-    """Name the machine's facts in which two keys of a work folder differ, as the first has them; empty where they agree
-    in these, or do not read.
+    """List the facts of the machine that differ between two keys of a work folder, with the values of the first.
+
+    Empty where none differ, or a key does not parse.
     """
     try:
         old, new = ({"bf16_products": "bf16"} | json.loads(key) for key in (before, wanted))

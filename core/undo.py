@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-#: What the blocks that are open now would undo, the innermost last.
+#: The undo functions of the open blocks, the innermost last.
 _open: list[Callable[[], object]] = []
 
 
 @contextmanager
 def at_end(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` when the program ends inside the block; it may come in the middle of itself."""
+    """Call `undo` when the program ends inside the block; a signal may interrupt `undo` itself and call it again."""
     _open.append(undo)
     try:
         yield
@@ -28,7 +28,7 @@ def at_end(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def undoing(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` when the block raises, or the program ends inside of it."""
+    """Call `undo` when the block raises, or when the program ends inside it."""
     with at_end(undo):
         try:
             yield
@@ -38,7 +38,7 @@ def undoing(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def all_open() -> None:
-    """Undo what all open blocks would, the innermost first: the program ends, and nothing else may keep it."""
+    """Undo all open blocks, the innermost first, at the end of the program; errors are ignored."""
     for undo in reversed(_open):
         with suppress(Exception):
             undo()
@@ -46,7 +46,7 @@ def all_open() -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary directory, removed whichever way the block ends."""
+    """Make a temporary directory that is removed however the block ends."""
     folder = Path(mkdtemp(prefix="fp8q-"))
 
     def clear() -> None:

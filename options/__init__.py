@@ -1,6 +1,7 @@
-"""Every option of every command, written once: its field has type, default, help, panel, unit and rule (`declare`).
+"""Every option of every command, defined once: a field has the type, default, help, panel, unit and rule (`declare`).
 
-Frozen; nonsense is refused when they are made. Nothing heavy is imported here: `--help` must answer at once.
+Options are frozen, and refuse invalid values when they are created. Nothing heavy is imported here: `--help` must
+answer at once.
 """
 
 from .calibrate import (

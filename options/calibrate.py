@@ -1,4 +1,4 @@
-"""Options of measuring and of choosing scales: those of `calibrate`, `merge` and `scales`."""
+"""Options of calibration and of choosing scales: those of `calibrate`, `merge` and `scales`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,22 +34,22 @@ ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
-#: How many codes stand for one activation.
+#: The number of codes for one activation.
 Terms = Literal[1, 2]
 WeightRounding = Literal["nearest", "gptq", "sequential"]
-#: What becomes of an adapter: part of the weights, or a sum beside them.
+#: The ways to use an adapter: merge it into the weights, or add its product beside them.
 AdapterMode = Literal["merge", "beside"]
-#: Whether each window begins as the tokenizer begins a text.
+#: The choices for the tokenizer's prefix of each window.
 Bos = Literal["auto", "never"]
-#: What `--allow-overlap` says, to `calibrate` and to `validate`.
+#: The help of `--allow-overlap`, of `calibrate` and `validate`.
 ALLOW_OVERLAP = "Evaluate on text that was calibrated on, too; accuracy.json says so."
 
-#: What stands for a default of `fp8q scales`.
+#: The default of options of `fp8q scales`, in words.
 AS_THE_RUN_HAS_IT = "as the run has it"
 
 
 def octaves(option: str, value: int) -> int:
-    """The rule of a power of two that scales are multiplied by."""
+    """The rule of a power of two by which scales are multiplied."""
     if abs(value) > LARGEST_MARGIN:
         raise InputError(
             f"{option} {value}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 "
@@ -60,10 +60,9 @@ def octaves(option: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class Clipping(Options):
-    """The choice of the scale of an activation or cache tensor: the method's clip, 2^margin times it, on the grid of
-    scales.
+    """Options of the scale of an activation or cache tensor: the method's clip times 2^margin, on the grid of scales.
 
-    The last three have Transformer Engine's names.
+    The last three fields have Transformer Engine's names.
     """
 
     method: Annotated[Method, option(SCALES, "How the scales of activations and of an FP8 cache are chosen.")] = "amax"
@@ -88,7 +87,7 @@ class Clipping(Options):
     ] = 1
 
     def __post_init__(self) -> None:
-        """Refuse also the numbers of a method that is not the one asked for."""
+        """Refuse also options of a method other than the chosen one."""
         super().__post_init__()
         for name in self.idle:
             if given := first_given(self, [name]):
@@ -99,7 +98,7 @@ class Clipping(Options):
 
     @property
     def idle(self) -> list[str]:
-        """The fields that belong to another method than the one asked for."""
+        """The fields that belong to a method other than the chosen one."""
         return [name for name, field in self.declared().items() if field.of not in (None, self.method)]
 
 
@@ -112,8 +111,8 @@ class History(Clipping):
 
 @dataclass(frozen=True)
 class ScaleOptions(Options):
-    """Options of choosing scales from statistics, without running the model: those of `fp8q merge`, and of `calibrate`
-    too.
+    """Options of choosing scales from statistics, without running the model: those of `fp8q merge`, and also of
+    `calibrate`.
     """
 
     clip: Annotated[Clipping, Parameter(show_default=True)] = Clipping()
@@ -180,11 +179,11 @@ class ScaleOptions(Options):
 
     @property
     def needs_moments(self) -> bool:
-        """Tell whether weights are rounded by second moments of their inputs, which `measure` gathers."""
+        """Tell whether weights are rounded with second moments of their inputs, which `measure` gathers."""
         return self.weight_rounding == "gptq"
 
     def __post_init__(self) -> None:
-        """Refuse to name some modules where all are meant, and to choose what is inherited."""
+        """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""
         super().__post_init__()
         own = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
         own = own or (f"--two-terms {self.two_terms[0]}" if self.two_terms else None)
@@ -227,7 +226,7 @@ class RescaleOptions(ScaleOptions):
 class CorpusOptions(Options):
     """Options of cutting texts into windows. None is a default that is lowered to the limits of model and text.
 
-    `seed` None: windows evenly over the text.
+    None is a default that is lowered to the limits of model and text. `seed` None: windows evenly over the text.
     """
 
     samples: Annotated[
@@ -264,7 +263,7 @@ class CorpusOptions(Options):
 
 @dataclass(frozen=True)
 class SourceOptions(Options):
-    """Options of opening the source model: its fingerprint, which is an input of the stages, follows from them."""
+    """Options of opening the source model; its fingerprint, an input of the stages, follows from them."""
 
     revision: Annotated[str | None, option(MODEL, "Branch, tag or commit of a model on the hub.", "NAME")] = None
     trust_remote_code: Annotated[
@@ -284,7 +283,7 @@ class SourceOptions(Options):
     ] = "merge"
 
     def __post_init__(self) -> None:
-        """Refuse also a way to take adapters where there are none."""
+        """Refuse also an adapter mode without adapters."""
         super().__post_init__()
         if self.adapter_mode != "merge" and not self.adapter:
             raise InputError(f"--adapter-mode {self.adapter_mode}: there is no --adapter; give one, or leave it out")
@@ -294,8 +293,8 @@ class SourceOptions(Options):
 class MeasureOptions(Options):
     """Options of measuring the float model on the windows.
 
-    `stream` None: when memory does not hold the model; `batches`: measure those from the first up to the second alone,
-    to be merged with others, and choose nothing.
+    `stream` None: stream when the model does not fit in memory. `batches`: measure only the batches from the first up
+    to the second, to be merged later, and choose no scales.
     """
 
     batch_size: Annotated[int, option(TEXT, "Windows run together.", "N"), between(1)] = 8

@@ -20,7 +20,7 @@ from ..core.errors import InputError
 
 #: The largest dimension that a runtime takes: int32.
 LARGEST_SIZE = 2**31 - 1
-# How the help groups them, in this order.
+# The panels of the help, in this order.
 OPTIONS, TEXT, SCALES, MODEL, ENGINE, EVALUATION, GENERATION, SERVING, MEASUREMENT = map(
     Group.create_ordered,
     (
@@ -42,18 +42,19 @@ Rule = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class FromText:
-    """Reads an option that is written as text, such as a share (1%), by its rule."""
+    """Read an option that is written as text, such as a share (1%), by its rule."""
 
     rule: Rule
 
     def __call__(self, _: type, tokens: Sequence[Any]) -> Any:
-        """The value that one word of the command line stands for; raises InputError."""
+        """Convert one word of the command line to a value; raises InputError."""
         return self.rule(tokens[0].keyword, tokens[0].value)
 
 
 def as_written(hint: Any, tokens: Sequence[Any]) -> Any:
-    """The value of an option as cyclopts reads it, but for whole numbers: it takes 3.7 for 4, and `none` for nothing
-    given.
+    """Convert an option's text as cyclopts does, but accept only whole numbers for an int.
+
+    cyclopts reads 3.7 as 4, and `none` as no value.
     """
     if hint is int and not re.fullmatch(r"[+-]?[0-9]{1,99}", tokens[0].value):
         raise InputError(f"{tokens[0].keyword} {tokens[0].value}: is no whole number; give one such as 8")
@@ -68,29 +69,31 @@ def option(
     text: Rule | None = None,
     **more: Any,
 ) -> Parameter:
-    """Describe an option for the help: in which panel of the help, with which words, and what stands for its value.
+    """Describe an option for the help: its panel, text and unit.
 
-    `default`: in words, where it depends on something. `text`: the rule that reads
-    it, where it is written as text and held as something else. `more`: what cyclopts' Parameter takes, such as a `name`
-    that is not the field's.
+    `default`: the default in words, where it depends on other values. `text`: the rule that reads the value, where its
+    text and its stored form differ. `more`: further arguments of cyclopts' Parameter, such as a `name` other than the
+    field's.
     """
-    if default is not None:  # what is left out, a class may say for all its fields
+    if default is not None:  # without it, a class may set `show_default` for all its fields
         more |= {"show_default": default}
     more |= {"converter": FromText(text), "n_tokens": 1} if text else {"converter": as_written}
     return Parameter(group=panel, help=help, metavar=unit, **more)
 
 
 def between(least: int, most: int | None = LARGEST_SIZE) -> Rule:
-    """The rule of a number that is at least `least`, and at most what a runtime takes (None: has no end)."""
+    """Make the rule of a number from `least` to `most`; the default is the largest size of a runtime, None is
+    unlimited.
+    """
 
-    def held(option: str, value: int) -> int:
+    def check(option: str, value: int) -> int:
         if value < least:
             raise InputError(f"{option} {value}: must be at least {least}")
         if most is not None and value > most:
             raise InputError(f"{option} {value:,}: is more than {most:,}, the most that a runtime takes")
         return value
 
-    return held
+    return check
 
 
 def percentage(option: str, value: float) -> float:
@@ -119,12 +122,12 @@ def increase_rule(option: str, value: float | str) -> float:
 def nats_rule(option: str, value: float | str) -> float:
     """The rule of a KL: a number of nats, which text may give too."""
     try:
-        found = float(value)
+        number_of_nats = float(value)
     except ValueError:
-        found = float("nan")
-    if not 0 <= found < float("inf"):
+        number_of_nats = float("nan")
+    if not 0 <= number_of_nats < float("inf"):
         raise InputError(f"{option} {value}: is no number of nats; give one such as 0.001")
-    return found
+    return number_of_nats
 
 
 def part_of_all(option: str, value: float | str) -> float:
@@ -137,14 +140,14 @@ def part_of_all(option: str, value: float | str) -> float:
 
 
 def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
-    """The rule of an interval of batches, A:B as text."""
+    """The rule of an interval of batches; as text A:B."""
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)
-        if not found:
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)
+        if not match:
             raise InputError(
                 f"{option} {value}: is no interval; give the first batch and the one after the last, as in 0:8"
             )
-        value = int(found[1]), int(found[2])
+        value = int(match[1]), int(match[2])
     if not 0 <= value[0] < value[1]:
         raise InputError(
             f"{option} {value[0]}:{value[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8"
@@ -153,20 +156,22 @@ def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
 
 
 def not_empty(_: str, value: Sequence[str]) -> tuple[str, ...]:
-    """The rule of patterns: the empty one matches nothing, and stands for none."""
+    """The rule of a list of patterns: empty patterns are dropped, since they match nothing."""
     return tuple(pattern for pattern in value if pattern)
 
 
 @dataclass(frozen=True)
 class Of:
-    """Marks an option that belongs to one method of choosing scales."""
+    """Mark an option that belongs to one method of choosing scales."""
 
     method: str
 
 
 @dataclass(frozen=True)
 class Unkeyed:
-    """Marks an option that no recorded output of a stage depends on: it is no part of the stage's key; `why` not."""
+    """Mark an option that changes no recorded output of a stage, so it is no part of the stage's key; `why` is the
+    reason.
+    """
 
     why: str
 
@@ -187,7 +192,7 @@ class Options:
     """The base of all option classes: each value is checked against its field's type, choices and rules."""
 
     def __post_init__(self) -> None:
-        """Read every value by its rules; raise InputError for the first that breaks one."""
+        """Convert every value by its rules; raise InputError for the first invalid one."""
         for name, field in self.declared().items():
             value = getattr(self, name)
             if field.choices and value not in field.choices:
@@ -199,7 +204,7 @@ class Options:
     @classmethod
     @cache
     def declared(cls) -> dict[str, Declared]:
-        """The fields by name; those that hold option classes themselves are left out."""
+        """The declarations of the fields by name, without those whose type is an option class."""
         found = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
@@ -232,18 +237,18 @@ class Options:
 
 
 def first_given(options: Options, names: Iterable[str]) -> str | None:
-    """The first of the fields `names` that is not its default, as the command line has it: `--interval 5`; None where
+    """The first of the fields `names` that is not its default, as on the command line: `--interval 5`; None if
     all are.
     """
-    given = (name for name in names if getattr(options, name) != getattr(type(options), name))
-    return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in given), None)
+    changed = (name for name in names if getattr(options, name) != getattr(type(options), name))
+    return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in changed), None)
 
 
 def without(*names: str) -> Parameter:
-    """An option class less the fields `names`, which keep their defaults."""
+    """Make the command-line parameter of an option class without the fields `names`, which keep their defaults."""
     return Parameter(name="*", parse=re.compile(f"^(?!({'|'.join(names)})$)"))
 
 
 def only(*names: str) -> Parameter:
-    """The fields `names` of an option class, in a parameter called `options`; the others keep their defaults."""
+    """Make the command-line parameter, called `options`, of only the fields `names`; the others keep their defaults."""
     return Parameter(name="*", parse=re.compile(f"^({'|'.join(('options', *names))})$"))

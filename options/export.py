@@ -1,4 +1,4 @@
-"""The graph and its engine: options of `export` and `build-engine`."""
+"""Options of the graph and its engine: those of `export` and `build-engine`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,7 +10,7 @@ from .declare import ENGINE, Options, Unkeyed, between, first_given, option, par
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20
 WeightScale = Literal["dq", "mul"]
-#: What FP8 is compared with.
+#: The precisions that FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
 PrecisionOption = Annotated[
@@ -22,7 +22,7 @@ PrecisionOption = Annotated[
 class ExportOptions(Options):
     """Options of `fp8q export`.
 
-    `dtype`: the type the FP8 graph computes in outside its products; the graphs of other precisions compute in BF16.
+    `dtype`: the compute type of the FP8 graph outside its products; graphs of other precisions compute in BF16.
     """
 
     dtype: Annotated[
@@ -43,7 +43,7 @@ class ExportOptions(Options):
     ] = "dq"
 
     def __post_init__(self) -> None:
-        """Refuse a type for graphs that have no other, and FP8's attention and form in what is compared with FP8."""
+        """Refuse a compute type, FP8 attention or a form of scales for graphs of another precision than FP8."""
         super().__post_init__()
         for name in ("attention", "weight_scale"):
             if self.precision != "fp8" and (given := first_given(self, [name])):
@@ -61,12 +61,11 @@ class ExportOptions(Options):
 class EngineOptions(Options):
     """Options of `fp8q build-engine`.
 
-    No target: this machine's GPU, or every RTX target; `max_seq_len` None: 2048, or the model's positions.
-
-    `max_prompt`: tokens taken in one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels are
-    chosen for (None: see `export.engine.profiles`). `workspace`: MiB that the engine's kernels may use for intermediate
-    results (None: the runtime's own limit). `min_fp8_share` is held as a fraction (None: all promised products), and
-    may be given as text, `"96%"`.
+    No target: this machine's GPU, or every RTX target. `max_seq_len` None: 2048, or the model's positions.
+    `max_prompt`: the most tokens of one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels
+    are chosen for (None: see `export.engine.profiles`). `workspace`: MiB that the engine's kernels may use for
+    intermediate results (None: the runtime's own limit). `min_fp8_share` is stored as a fraction (None: all promised
+    products), and may be given as text, `"96%"`.
     """
 
     runtime: Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], option(ENGINE, "The builder of the engine.")] = (
@@ -127,7 +126,7 @@ class EngineOptions(Options):
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not fit together, and a share of nothing."""
+        """Refuse sizes that do not fit together, and a minimal share for an engine without FP8."""
         super().__post_init__()
         for name, limit in (("max_prompt", "max_seq_len"), ("opt_seq_len", "max_seq_len"), ("opt_batch", "max_batch")):
             value, most = getattr(self, name), getattr(self, limit)

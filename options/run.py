@@ -1,4 +1,4 @@
-"""Options of all stages of a run: those of `fp8q run`."""
+"""The options of `fp8q run`, for all stages."""
 
 from dataclasses import dataclass
 from typing import Annotated

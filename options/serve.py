@@ -1,4 +1,4 @@
-"""Options of using the result: those of `generate`, `serve`, `bench` and `triton`."""
+"""Options of running the FP8 model: those of `generate`, `serve`, `bench` and `triton`."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .declare import (
     option,
 )
 
-#: The longest name of a Triton model in characters: it becomes a folder's name, with `_engine` behind it.
+#: The most characters of a Triton model's name: a folder has this name, with `_engine` added.
 LONGEST_MODEL_NAME = 200
 RuntimeOption = Annotated[
     Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
@@ -36,7 +36,7 @@ def temperature_of(option: str, value: float) -> float:
 
 
 def nucleus_of(option: str, value: float) -> float:
-    """The rule of the share of probability that is drawn from."""
+    """The rule of top-p, the share of probability to sample from."""
     if not 0 <= value <= 1:
         raise InputError(f"{option} {value}: must lie in [0, 1]")
     return value
@@ -77,7 +77,7 @@ def port_of(option: str, value: int) -> int:
 
 
 def plain_of(option: str, value: str) -> str:
-    """The rule of what goes into an HTTP header or a metric's label."""
+    """The rule of a text for an HTTP header or a metric's label."""
     if not value.isascii() or not value.isprintable() or not value or " " in value:
         raise InputError(f"{option} {value!r}: must be of printable ASCII characters, without spaces")
     return value
@@ -123,7 +123,7 @@ class ServeOptions(Options):
 
 
 def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
-    """The rule of a list of sizes, separated by commas as text: ascending, each once."""
+    """The rule of a list of sizes, as text separated by commas: ascending, without duplicates."""
     words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
     sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
     if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
@@ -135,7 +135,7 @@ def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
 
 
 def above_zero(option: str, value: float) -> float:
-    """The rule of a quantity that there is some of."""
+    """The rule of a quantity above zero."""
     if not 0 < value < float("inf"):
         raise InputError(f"{option} {value}: must be above 0, and finite")
     return value
@@ -186,15 +186,16 @@ class BenchOptions(Options):
 
 
 def model_name(text: str) -> str:
-    """The last part of a path or hub name, as a name for a Triton model: other characters than letters, digits, '.',
-    '_' and '-' become '-'.
+    """Make a name for a Triton model of the last part of a path or hub name.
+
+    Characters other than letters, digits, '.', '_' and '-' become '-'.
     """
     named = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text).name).lstrip(".-")
     return named[:LONGEST_MODEL_NAME].rstrip(".-") or "model"
 
 
 def name_of_a_model(option: str, value: str) -> str:
-    """The rule of a Triton model's name: one part of a path, and of a URL."""
+    """The rule of a Triton model's name, which is one part of a path and of a URL."""
     if value != model_name(value):
         raise InputError(
             f"{option} {value}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "

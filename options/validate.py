@@ -1,4 +1,4 @@
-"""The proof: options of `validate`, `sensitivity` and `tune`."""
+"""Options of measuring the loss: those of `validate`, `sensitivity` and `tune`, and of reports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from .export import Baseline
 RUNTIMES = (
     "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",
 )  # fmt: skip
-#: The float model, in its types.
+#: The runtimes of the float model.
 FLOAT = frozenset({"bf16", "fp32", "original"})
-#: What runs no FP8: the float model, and what FP8 is compared with.
+#: The runtimes without FP8: of the float model, and of the precisions that FP8 is compared with.
 WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
-#: What runs the checkpoint, or the source model, and no graph.
+#: The runtimes that need no graph: they run the checkpoint or the source model.
 WITHOUT_GRAPH = FLOAT | {"reference"}
-#: How the products of codes are added: `quantize.reference.adder`.
+#: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
-#: Which cost `tune` spares: the bytes that a decode step reads, or the operations of a prompt.
+#: The costs that `tune` minimizes: bytes read by a decode step, or operations of a prefill.
 Prefer = Literal["memory", "prefill"]
 
 
 def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
-    """The rule of a list of runtimes, separated by commas as text."""
+    """The rule of a list of runtimes, as text separated by commas."""
     names = value.split(",") if isinstance(value, str) else value
     found = tuple(name.strip() for name in names if name.strip())
     unknown = [name for name in found if name not in RUNTIMES]
@@ -92,14 +92,16 @@ class ValidateOptions(Options):
 
     @property
     def baselines(self) -> "tuple[Baseline, ...]":
-        """The precisions beside FP8 that the runtimes need the graphs of."""
+        """The precisions other than FP8 whose graphs the runtimes need."""
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.chosen)
 
 
 @dataclass(frozen=True)
 class SensitivityOptions(Options):
-    """Options of `fp8q sensitivity`. `measure` None: as many as a pass over the first 1,024 tokens pays
-    for, and there, none with `stream`; `stream` None: when memory does not hold the model.
+    """Options of `fp8q sensitivity`.
+
+    `measure` None: as many sites as one pass over the first 1,024 tokens pays for, measured on these; none with
+    `stream`. `stream` None: stream when the model does not fit in memory.
     """
 
     windows: Annotated[int, option(EVALUATION, "Calibration windows to run, evenly spaced.", "N"), between(1)] = 16
@@ -137,7 +139,7 @@ class PageOptions(Options):
 
 @dataclass(frozen=True)
 class ContinueOptions(Options):
-    """Options of the texts that BF16 and FP8 write after the same words, for the report."""
+    """Options of the report's continuations, which BF16 and FP8 write from the same prompts."""
 
     continuations: Annotated[
         int,
@@ -162,9 +164,9 @@ class DoctorOptions(Options):
 
 @dataclass(frozen=True)
 class TuneOptions(Options):
-    """Options of `fp8q tune`. With neither budget nothing is chosen: the frontier is all there is to say.
+    """Options of `fp8q tune`; without a budget only the frontier is computed.
 
-    `max_ppl_increase` is held as a fraction, and may be given as text, `"0.5%"`; `max_kl` in nats a token.
+    `max_ppl_increase` is stored as a fraction, and may be given as text, `"0.5%"`; `max_kl` in nats a token.
     """
 
     max_ppl_increase: Annotated[

@@ -7,37 +7,37 @@ share is in `shared`.
 
 In the order of work:
 
-    corpus           texts to the windows that are calibrated on, and those held out
+    corpus           from texts to calibration windows and evaluation tokens
     measure          the float model on the windows, by one process or several ranks; and on other text
     quantize         scales from statistics, and the checkpoint they make
     queries          `export --attention fp8`: the queries of attention, measured
-    export           both graphs beside the checkpoint, linted
+    export           both ONNX graphs of the checkpoint, linted
     export_baseline  the same model in BF16 or INT8, to compare with
-    build_engine     engines, also of those, and the proof of what they run
-    validate         the held-out text through the runtimes, and the gate on what is lost
-    triton           the model repository, and in it the plain model of an engine
+    build_engine     engines of all graphs, and the proof of their FP8 products
+    validate         the held-out text through the runtimes, and the gate on the loss
+    triton           the Triton model repository, with a plain model of an engine
     sensitivity      the loss that each tensor causes alone
-    tune             the cheapest mix that meets a budget of loss, and the run made anew by it
+    tune             the cheapest mix within a budget of loss, and the run made anew with it
     tune_candidates  its choices: their scales, codes and predicted losses
-    bench            the time that answers take, in each precision and beside other runs
-    continuations    text that BF16 and FP8 write after the same words, for the report
-    report           the run as a page and a notebook, beside other runs
+    bench            the time of answers, in each precision and of other runs
+    continuations    continuations of the same prompts by BF16 and FP8, for the report
+    report           the run as a page and a notebook, compared with other runs
 
 They write nothing:
 
-    generate         text from the FP8 model, from the BF16 model it was made of, or from both
-    other_text       text that the run was not calibrated on, read as its own was
+    generate         text from the FP8 model, from its source model in BF16, or from both
+    other_text       text other than the calibration text, read with the run's options
 
 The commands that join stages, or only read what they wrote, in `commands`:
 
     calibrate        model and text to checkpoint and graphs, by one process or several ranks
     run              all stages, one after the other
-    merge            runs that were measured apart, added: corpus and measurement, and what follows
-    rescale          scales chosen again, or graphs in another precision
-    preflight        what later stages would refuse, told before the first one writes
-    inspect          every module, and what stands out
-    doctor           the stability checklist, a verdict each
-    engine           what engines run, read from them anew
-    serve            the FP8 model behind OpenAI's API, and the BF16 model beside it
+    merge            add separately measured runs, then choose scales and export
+    rescale          choose scales again, or export in another precision
+    preflight        refuse, before the first stage writes, what later ones would refuse
+    inspect          every module, and the outliers
+    doctor           the stability checklist with its verdicts
+    engine           the kernels of engines, read from the engines
+    serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
 """

@@ -34,15 +34,15 @@ from .shared.model_files import files_of
 from .shared.opening import command, open_run
 from .shared.sources import source_of
 
-#: A model that is measured: its name in the tables, its run and precision.
+#: A measured model: its name in the tables, its run and precision.
 Named = tuple[str, Run, Precision]
-#: Sizes that are measured where none are named.
+#: The default sizes.
 BATCH_SIZES, PROMPT_LENGTHS = (1, 8), (32, 256)
 #: The runtimes that multiply FP8 codes by FP8 codes.
 FP8_RUNTIMES = ("tensorrt", "tensorrt-rtx")
 #: A model of nothing.
 EMPTY = '<ir_version: 10, opset_import: ["" : 21]> empty (float[1] x) => (float[1] y) { y = Identity (x) }'
-#: What --memory counts in.
+#: The unit of --memory.
 GB = 1e9
 METHOD = (
     "Each round times one answer of each model, in turns, another one first each time; before them each gives one that "
@@ -54,7 +54,7 @@ METHOD = (
 
 @command(modules=())
 def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions, plot: Path | None) -> Bench:
-    """Measure, write `bench.json`, and draw it at `plot`.
+    """Measure, write `bench.json`, and draw a plot at `plot`.
 
     Raises InputError for runs or models that cannot be compared, BackendError for a missing runtime.
     """
@@ -97,7 +97,7 @@ def _draw(found: Bench, plot: Path) -> None:
 
 
 def check_plot(plot: Path | None) -> None:
-    """Raise InputError for what is no name of an SVG file, BackendError where nothing is here to draw it."""
+    """Raise InputError for a name that is no SVG file, BackendError where the plotting library is missing."""
     if plot is None:
         return
     if plot.suffix != ".svg" or plot.is_dir():
@@ -114,9 +114,9 @@ def on_gpu(runtime: str) -> bool:
 
 
 def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]:
-    """List the models to measure on `runtime`: of `run` all the precisions that it holds, and of the other runs FP8.
+    """List the models to measure on `runtime`: all precisions of `run`, and FP8 of the other runs.
 
-    Raises InputError for a run of another model, and for one that is named twice.
+    Raises InputError for a run of another model, and for a run that is named twice.
     """
     if runtime == "bf16":
         if against:
@@ -136,7 +136,7 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
 
 
 def check_same_model(run: Run, others: Sequence[Run]) -> None:
-    """Raise InputError, naming them, for `others` that are of another model than `run`, or that are named twice."""
+    """Raise InputError, naming them, for `others` of another model than `run`, and for runs that are named twice."""
     seen, mine = {run.root.resolve()}, run.record().model
     for other in others:
         if other.root.resolve() in seen:
@@ -220,7 +220,7 @@ def sizes(
 
 
 def lowered(option: str, wanted: tuple[int, ...], most: int | None, notes: Notes) -> tuple[int, ...]:
-    """Sizes that nobody named, those above `most` lowered to it, with a note."""
+    """Lower default sizes above `most` to it, with a note."""
     found = tuple(sorted({size if most is None else min(size, most) for size in wanted}))
     if found != wanted:
         notes.note(f"{option}: lowered from {','.join(map(str, wanted))} to {','.join(map(str, found))}")
@@ -234,7 +234,7 @@ def _footprint(named: Named, contender: Contender, runtime: str) -> Footprint:
 
 
 def check_fits(rows: int, length: int, taken: Sequence[tuple[str, Footprint]], meter: Meter) -> None:
-    """Raise InputError for more sequences than the memory here can ever hold."""
+    """Raise InputError for more sequences than fit in the memory here."""
     for name, each in taken:
         most = largest_batch(meter.whole_bytes, each.weight_bytes, length * each.cost.cache_bytes)
         if rows > most:
@@ -280,7 +280,7 @@ def _rows(
 def rows_of_size(
     names: Sequence[str], answers: Sequence[Answers], size: tuple[int, int, int], price: float | None, emulated: bool
 ) -> list[BenchRow]:
-    """The rows of one size: rows, tokens of each prompt, tokens of each answer."""
+    """Make the rows of one `size`: batch size, tokens of each prompt, tokens of each answer."""
     rows, length, tokens = size
     timings = [timing(each.each, rows) for each in answers]
     return [

@@ -1,4 +1,4 @@
-"""The stage `continue` of a report: what BF16 and FP8 write after words of the evaluation text."""
+"""The stage `continue` of a report: let BF16 and FP8 continue prompts from the evaluation text."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from .shared.model_files import fp8_files
 if TYPE_CHECKING:
     from ..validate.accuracy.continuations import Continuations
 
-#: Tokens of text that are gone on from, and tokens that are written.
+#: Tokens of a prompt, and tokens of a continuation.
 PROMPT_TOKENS, TOKENS = 32, 48
 
 

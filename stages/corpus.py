@@ -1,4 +1,4 @@
-"""The stage `corpus`: from texts to the windows of tokens that are calibrated on, and those that are held out."""
+"""The stage `corpus`: cut texts into the windows to calibrate on and the tokens to evaluate on."""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from ..calibrate.model.source import Source
     from ..calibrate.text.packing import Packing
 
-#: Bytes of text that are read for each token asked for, where that is more than is read anyway: the tokens of code and
-#: of Chinese have some five.
+#: Bytes of text to read for each token asked for, if that exceeds the default limit: a token of code or Chinese has
+#: about five.
 BYTES_PER_TOKEN = 16
 
 
 class Opening(Strict):
-    """The beginning of a run's windows, and what its texts share."""
+    """The beginning of a run's windows, and the overlap of its texts."""
 
     bos: Bos
     prefix: Prefix = Field(default=[])
@@ -41,8 +41,10 @@ class Opening(Strict):
 
 @dataclass(frozen=True)
 class Collected:
-    """The tokens of one run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] held out;
-    `sources`: what the windows were cut from.
+    """The tokens of a run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] to evaluate
+    on.
+
+    `names`: of the calibration text and the evaluation text; `sources`: the texts that the windows were cut from.
     """
 
     windows: Tokens
@@ -61,7 +63,7 @@ def collect(
     options: CorpusOptions,
     report: Reporter,
 ) -> Collected:
-    """Read and cut the texts. Raises InputError for all that can be wrong with them."""
+    """Read the texts and cut them into windows; raise InputError for every fault of theirs."""
     from ..calibrate.text import corpus, mixture
     from ..calibrate.text.chat import renderer
     from ..calibrate.text.packing import Packing
@@ -94,8 +96,9 @@ def collect(
 def prefix_for(
     tokenizer: "PreTrainedTokenizerBase", texts: list[Text], options: CorpusOptions, report: Reporter
 ) -> tuple[int, ...]:
-    """Return the tokens that each window begins with: those that the tokenizer puts in front of a text, unless
-    `options` say never, or a chat template writes chats that begin without.
+    """Return the tokens that each window begins with: those that the tokenizer puts in front of a text.
+
+    Empty if `options` say never, or if a chat template renders chats without them.
     """
     from ..calibrate.text.packing import prefix_of
 
@@ -119,7 +122,7 @@ def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report
 
     if other is None:
         return check_apart(texts, report, options.allow_overlap) or None
-    found = check_disjoint(
+    measured = check_disjoint(
         [document for text in texts for document in text.documents.texts],
         other.documents.texts,
         " and ".join(text.name for text in texts),
@@ -127,7 +130,7 @@ def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report
         report,
         options.allow_overlap,
     )
-    return found.share if found.too_much else None
+    return measured.share if measured.too_much else None
 
 
 def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, Tokens], packing: "Packing") -> None:
@@ -149,7 +152,7 @@ def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, 
 
 
 def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes) -> None:
-    """The stage `corpus`: `calibration.npz` and `evaluation.npz`."""
+    """The stage `corpus`: write `calibration.npz` and `evaluation.npz`."""
     inputs = {"tokens": digest(collected.windows), "evaluation": digest(collected.evaluation)}
     data, eval_data = collected.names
     facts = CorpusFacts(
@@ -166,7 +169,7 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
 def save_corpus(
     run: Run, source: "Source", key: Key[CorpusOptions, CorpusFacts], tokens: tuple[Tokens, Tokens], notes: Notes
 ) -> None:
-    """Write the `tokens` to calibrate and to evaluate on, where they are not there, and the identity of the `source`
+    """Write the `tokens` to calibrate and to evaluate on, unless they are current, and the identity of the `source`
     model.
     """
     if CORPUS.is_current(run, key):
@@ -184,7 +187,7 @@ def save_corpus(
 
 
 def opening_of(run: Run) -> Opening:
-    """Read how the windows of `run` begin. Raises InputError where its record does not say it as it should."""
+    """Read the beginning of the windows of `run`; raise InputError for a malformed record."""
     facts = run.facts(CORPUS)
     return Opening(bos=run.options(CORPUS).bos, prefix=facts.prefix, overlap=facts.overlap)
 
@@ -201,9 +204,9 @@ def save_tokens(path: Path, tokens: Tokens) -> None:
 
 
 def load_tokens(run: Run, path: Path) -> Tokens:
-    """Read the `input_ids` of a file the stage `corpus` wrote: windows [windows, seq_len], or tokens held out [tokens].
+    """Read the `input_ids` of a file of the stage `corpus`: windows [windows, seq_len], or tokens held out [tokens].
 
-    Raises InputError for a file that is missing, damaged, or holds something else.
+    Raises InputError for a file that is missing, damaged, or has other contents.
     """
     run.require(path, "corpus")
     with reading(path, "token ids"), open(path, "rb") as handle, np.load(handle, allow_pickle=False) as arrays:

@@ -1,4 +1,4 @@
-"""The stage `export`: both ONNX graphs beside the checkpoint."""
+"""The stage `export`: write both ONNX graphs of the checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..core.findings import Finding
     from ..quantize.scales.decisions import AttentionScales, TensorScale
 
-#: The stages that make something of an ONNX graph.
+#: The stages that read an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")
 
 
@@ -31,7 +31,7 @@ class NoGraphError(InputError):
 
 
 def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """The stage `export`, which ends well where no graph can be made of the model, with a note that says why."""
+    """Run the stage `export`; where no graph can be made of the model, note the reason instead of raising an error."""
     from ..export.graph.trace import UntraceableError
 
     try:
@@ -41,7 +41,7 @@ def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """The stage `export`: both ONNX graphs beside the checkpoint, linted.
+    """The stage `export`: write and lint both ONNX graphs of the checkpoint.
 
     Raises NoGraphError, or the exception of torch's exporter, where no graph can be made, and records that.
     """
@@ -91,14 +91,15 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 
 def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
-    """Return the form of the weights' scales in the graphs that `run` has, where these were traced as `asked`; None
-    where they have to be traced.
+    """The form of the weights' scales in the run's graphs, if these were traced with the options `asked`.
+
+    None where the model has to be traced again.
     """
     if not has_graphs(run):
         return None
     try:
         before = run.options(EXPORT)
-    except InputError:  # whatever is recorded, it is made again
+    except InputError:  # a malformed record: export again
         return None
     return before.weight_scale if replace(before, weight_scale=asked.weight_scale) == asked else None
 
@@ -119,7 +120,7 @@ def why_no_graph(run: Run) -> str | None:
 
 @contextmanager
 def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterator[None]:
-    """Record that no graph can be made where torch's exporter finds that out in the block."""
+    """Record that no graph can be made if torch's exporter fails in this block."""
     from ..export.graph.trace import UntraceableError
 
     try:
@@ -130,7 +131,7 @@ def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterat
 
 
 def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes) -> None:
-    """Record the stage `export` as one that cannot be done, and why: whatever needs the graph says so from there."""
+    """Record the stage `export` as impossible, with the reason, which commands that need the graph then report."""
     notes.lines.append(f"no ONNX graph: {reason}")  # the report shows a stage's notes
     with EXPORT.writing(run, key, notes) as log:
         log.refused = reason
@@ -182,5 +183,5 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
 
 
 def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
-    """The findings that are errors."""
+    """The findings of severity error."""
     return [finding for finding in findings if finding.severity == "error"]

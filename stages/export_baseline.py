@@ -1,6 +1,4 @@
-"""The stages `export-bf16` and `export-int8`: the same model in the precisions that FP8 is compared with, beside it in
-the run.
-"""
+"""The stages `export-bf16` and `export-int8`: export the source model in the precisions that FP8 is compared with."""
 
 from collections.abc import Mapping
 
@@ -14,16 +12,15 @@ from .pipeline.stages import EXPORT_BASELINE, QUANTIZE
 from .pipeline.steps import Notes
 from .shared.sources import source_of
 
-#: The rules of the lint that say nothing of FP8: of the graph's form, and of its external data.
+#: The rules of the lint that apply without FP8: of the graph's form, and of its external data.
 APPLYING = ("F3", "F4")
 
 
 def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
-    """Write `baselines/<precision>/` of the run: weights, and both graphs, which compute in BF16 and in FP32 outside
-    the products.
+    """Write `baselines/<precision>/` of the run: weights and two graphs, which compute in BF16 and in FP32 outside the
+    products.
 
-    Raises InputError when the source checkpoint is no longer there, or not the same: neither precision can be had from
-    FP8 codes.
+    Raises InputError when the source checkpoint is missing or has changed: neither precision can be made of FP8 codes.
     """
     from ..calibrate.measure.statistics import load_statistics
     from ..export.graph.trace import export_baseline_graphs, promised_groups
@@ -39,7 +36,7 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
         for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
             inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
     stage, directory = EXPORT_BASELINE[precision], checkpoint_of(run, precision)
-    key = Key(inputs, clip, NO_FACTS)  # of which BF16 takes nothing
+    key = Key(inputs, clip, NO_FACTS)  # BF16 has no clip
     if stage.is_current(run, key):
         return
     source = source_of(run)

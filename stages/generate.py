@@ -1,4 +1,4 @@
-"""`fp8q generate`: text from a run's FP8 model, from the BF16 model it was made of, or from both, side by side."""
+"""`fp8q generate`: generate text with a run's FP8 model, with its source model in BF16, or with both to compare."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from .shared.adapters import check_adapter
 from .shared.model_files import fp8_files
 from .shared.sources import source_of
 
-#: What needs torch.
+#: The runtimes that need torch.
 TORCH_RUNTIMES = ("reference", "bf16")
 
 
@@ -40,7 +40,7 @@ def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None =
 
 
 def session_of(run: Run, runtime: str, precision: Precision = "fp8", adapter: str | None = None) -> Session:
-    """The model in `run` of a precision on a runtime (`bf16`: the model it was made of), with that adapter on."""
+    """Open a session of the run's model in a precision on a runtime, with an adapter on; `bf16` is the source model."""
     if runtime in TORCH_RUNTIMES:
         return _torch_session(run, runtime, adapter)
     return open_run_session(run, runtime_here(runtime), precision, adapter)
@@ -52,7 +52,9 @@ def runtime_here(runtime: str) -> str:
 
 
 def _check(run: Run, *names: str) -> None:
-    """Raise InputError for a file of the model that is not what its stage wrote; one that no stage wrote may be any."""
+    """Raise InputError for a file of the model that changed after its stage wrote it; files of no stage are not
+    checked.
+    """
     written = run.record().stages["quantize"].outputs if "quantize" in run.record().stages else {}
     for path in (run.model / name for name in names):
         if str(path.relative_to(run.root)) in written:
@@ -77,7 +79,7 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
 
 
 def asked(prompt: str, options: GenerateOptions) -> Request:
-    """Make the request that `options` ask of the loop; raises InputError for what it does not take."""
+    """Make the request that `options` describe; raise InputError for values that the generation loop refuses."""
     try:
         return Request(prompt, options.max_tokens, options.stop, options.temperature, options.top_p, seed=options.seed)
     except RequestError as error:
@@ -86,7 +88,7 @@ def asked(prompt: str, options: GenerateOptions) -> Request:
 
 @dataclass
 class Chat:
-    """A conversation with a model: `messages` are what was said, by `user` and `assistant`."""
+    """A conversation with a model; `messages`: the messages so far, by `user` and `assistant`."""
 
     generator: Generator
     template: ChatTemplate
@@ -111,7 +113,7 @@ def open_template(run: Run) -> ChatTemplate:
 
 
 def open_chat(run: Run, options: GenerateOptions) -> Chat:
-    """A conversation with the model in `run`; raises InputError where it has no template for one."""
+    """Open a conversation with the model of `run`; raise InputError where it has no chat template."""
     template = open_template(run)
     return Chat(open_model(run, options.runtime, adapter=options.adapter), template, options)
 
@@ -136,9 +138,9 @@ def compare_answers(run: Run, prompt: str, options: GenerateOptions) -> Comparis
 
 
 def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> list[Comparison]:
-    """Let FP8, on the runtime that `options` name, and BF16 answer `prompts`, one after another.
+    """Let FP8, on the runtime of `options`, and BF16 answer `prompts`, one after the other.
 
-    Raises InputError where that runtime is BF16 itself, or the source model is gone.
+    Raises InputError where that runtime is BF16 itself, and where the source model is missing.
     """
     if options.runtime == "bf16":
         raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
@@ -162,6 +164,6 @@ def _comparison(fp8: GeneratedAnswer, bf16: GeneratedAnswer, generator: Generato
 
 
 def parting(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two sequences differ, None where they are equal."""
+    """The first index at which two sequences differ; None for equal sequences."""
     differs = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differs, None if len(one) == len(other) else min(len(one), len(other)))

@@ -1,5 +1,7 @@
-"""The stage `measure`: the float model on the calibration windows, in memory or streamed, by one process or several
-ranks, and on other text.
+"""The stage `measure`: run the float model on the calibration windows, in memory or streamed, in one process or several
+ranks.
+
+`measure_text` runs it on other text.
 """
 
 from contextlib import nullcontext
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 class MeasureTask(Strict):
     """The measurement that rank 0 tells the others to make: their shares of `batches`.
 
-    `key`: what the result depends on.
+    `key`: the inputs and options that the result depends on.
     """
 
     model: ModelIdentity
@@ -45,8 +47,10 @@ class MeasureTask(Strict):
 
 
 def check_batches(options: CalibrateOptions, windows: int, world: "World") -> None:
-    """Raise InputError when `options.batches` are not there, when a rank would have none, when they fill no interval of
-    `delayed`, and for what cannot be measured in parts.
+    """Raise InputError when `options.batches` do not exist, when a rank would have none, and when they fill no interval
+    of `delayed`.
+
+    So also for rounding that cannot be measured in parts.
     """
     from ..quantize.scales.delayed import no_scale
 
@@ -81,7 +85,7 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
 
 
 def check_experts(source: "Source", products: "Products", options: MeasureOptions) -> None:
-    """Raise InputError for --all-experts of a model that has none."""
+    """Raise InputError for --all-experts of a model without experts."""
     if options.all_experts and not products.routers:
         raise InputError(f"--all-experts: {source.name} ({source.architecture}) has no experts; leave it out")
 
@@ -94,10 +98,10 @@ def measure(
     world: "World | None" = None,
     moments: bool = False,
 ) -> None:
-    """Run the float model on the calibration windows, and write `statistics.*`, which are the same streamed or not, by
-    one rank or many.
+    """Run the float model on the calibration windows, and write `statistics.*`.
 
-    Of the ranks in `world` this is the first; the others `take_part`. `moments`: gather second moments for GPTQ.
+    The statistics are the same streamed or not, by one rank or many. This runs in the first rank of `world`; the others
+    call `take_part`. `moments`: gather second moments for GPTQ.
     """
     from ..calibrate.measure.moments import gathering
     from ..calibrate.ranks.world import World
@@ -113,7 +117,7 @@ def measure(
         )
     key, with_moments = (Key(inputs, options, facts.model_copy(update={"moments": each})) for each in (moments, True))
     if MEASURE.is_current(run, key, with_moments):
-        world.gathered({})  # the others have nothing to do
+        world.gathered({})  # the other ranks have nothing to do
         return
     windows = load_tokens(run, run.calibration)
     stream = streamed(source, options.stream, notes, world.process.local_ranks)
@@ -145,10 +149,10 @@ def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
 
     It writes nothing but the folder that a killed rank continues from.
     """
-    told = world.gathered({})[0]
-    if not told:
+    sent = world.gathered({})[0]
+    if not sent:
         return
-    task, windows = MeasureTask.model_validate(told), world.sent(None)
+    task, windows = MeasureTask.model_validate(sent), world.sent(None)
     with (
         disk_errors(run.root),
         run.work("measure", work_key(task, world), world.rank) if task.stream else nullcontext() as folder,
@@ -223,14 +227,14 @@ def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path 
     It runs decoder layer by decoder layer with hidden states in `folder`, or in memory without one. Second moments are
     those of the base alone, whose weights they are for.
     """
-    found = _run_one(source, what, notes, folder)
+    statistics = _run_one(source, what, notes, folder)
     for variant in source.variants[1:]:
         assert variant.on, "what is beside the base is an adapter"
         inside = folder / f"adapter-{variant.on.name}" if folder else None
         if inside:
             inside.mkdir(exist_ok=True)
-        found = found.with_variant(variant.on, _run_one(variant, replace(what, moments=None), notes, inside))
-    return found
+        statistics = statistics.with_variant(variant.on, _run_one(variant, replace(what, moments=None), notes, inside))
+    return statistics
 
 
 def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
@@ -261,8 +265,9 @@ def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1)
 
 
 def beyond(size: int, ranks: int = 1) -> str:
-    """That `size` bytes are more than may be taken of the memory available, which `ranks` on a CPU share; empty where
-    they are not.
+    """Explain that `size` bytes are more than the usable share of the available memory; empty where they fit.
+
+    On a CPU several `ranks` share the memory.
     """
     from ..calibrate.model.memory import SHARE, available_bytes
 
@@ -275,10 +280,9 @@ def beyond(size: int, ranks: int = 1) -> str:
 
 
 def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
-    """The run's float model on other text: windows of the calibration's length, that begin as its own, as many at
-    most.
+    """Run the run's float model on other text: windows of the calibration's length and prefix, at most as many.
 
-    Raises InputError where the text fills none.
+    Raises InputError for a text that fills no window.
     """
     from ..calibrate.measure.measurement import Measurement
     from ..calibrate.model.tokenizer import load_tokenizer

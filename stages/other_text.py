@@ -1,6 +1,6 @@
-"""Other text than a run was calibrated on: to evaluate on, or to hold against its scales.
+"""Read other text than the calibration text, to evaluate on or to compare with the scales.
 
-Read as the run read its own.
+It is read with the run's own options.
 """
 
 import json
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, report: Reporter) -> Text:
-    """The text `spec`; chats are rendered by the tokenizer's template where the run's were, and where a table holds
-    nothing else. Raises InputError.
+    """Read the text `spec`; raises InputError.
+
+    Chats are rendered by the tokenizer's template if the run's were, and where a table contains nothing else.
     """
     from ..calibrate.text import corpus
     from ..calibrate.text.chat import renderer
 
-    def render(where: str, value: object) -> str:  # a tokenizer without a template matters only where there are chats
+    def render(where: str, value: object) -> str:  # only chats need a template
         return renderer(tokenizer, str(run.model))(where, value)
 
     chats_first = run.options(CORPUS).chat_template
@@ -67,10 +68,10 @@ def cut_for(
     limit: int | None,
     report: Reporter,
 ) -> "Evaluation":
-    """Tokens `ids` int64 [tokens] of the text `name`, cut into windows of the context and the stride that are `asked`
-    for; None stands for the window that was `calibrated` on, and for all of its text. `limit`: the model's positions.
+    """Cut tokens `ids` int64 [tokens] of the text `name` into windows of the context and stride that are `asked` for.
 
-    Raises InputError for more than the positions, and as `cut` does.
+    A context of None is the `calibrated` window; a stride of None scores all tokens of the text in a window. `limit`:
+    the model's positions. Raises InputError for a context beyond these, and as `cut` does.
     """
     from ..calibrate.text.corpus import lower_default
     from ..validate.accuracy.perplexity import cut
@@ -119,7 +120,7 @@ def check_other(
 
 
 def positions(run: Run) -> int | None:
-    """Return the number of positions that the run's checkpoint, and its graph, can tell apart, by its config.json.
+    """The number of positions of the run's checkpoint, and of its graph, by its config.json.
 
     Raises InputError where that is missing or does not parse.
     """

@@ -1,4 +1,4 @@
-"""The stage `quantize`: scales from statistics, and the checkpoint they make. The model is not run."""
+"""The stage `quantize`: choose scales from statistics and write the checkpoint; the model is not run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,8 +54,10 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
 def _note_choices(
     source: "Source", statistics: "Statistics", scales: "Scales", options: ScaleOptions, notes: Notes
 ) -> None:
-    """Note the choices that a user would not expect: modules left in BF16, two terms by kinship, starved experts, and
-    modules that stand apart from others which servers fuse them with.
+    """Note choices that a user would not expect.
+
+    These are modules left in BF16, two terms because of a related module, experts with too few tokens, and modules in
+    another precision than those that servers fuse them with.
     """
     from ..quantize.reading.inherited_scales import inherited_remarks
     from ..quantize.scales import expert_scales
@@ -80,7 +82,7 @@ def _note_choices(
 
 
 def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
-    """The files that the stage reads, as far as it depends on `options` which."""
+    """The files that the stage reads; they depend on `options`."""
     written = {name: record.outputs for name, record in run.record().stages.items()}
     moments = options.weight_rounding == "gptq"
     inputs = {name: digest for name, digest in written["measure"].items() if moments or not name.startswith("moments/")}
@@ -93,8 +95,9 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
 def _rounding(
     run: Run, source: "Source", scales: "Scales", key: Key[ScaleOptions, QuantizeFacts], notes: Notes
 ) -> "Iterator[Rounding]":
-    """Prepare the rounding of weights; `sequential` is done here, on the run's windows, in a folder that depends on
-    `key`.
+    """Prepare the rounding of weights.
+
+    `sequential` rounding is done here, on the run's windows, in a work folder whose key contains `key`.
     """
     from ..calibrate.measure.statistics import load_statistics
     from ..quantize.reading.inherited_scales import inherited_codes
@@ -140,12 +143,14 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
 
 
 def scale_options(run: Run) -> ScaleOptions:
-    """Read back the options that chose the scales of `run`; the defaults where a killed run does not tell."""
+    """Read back the options that chose the scales of `run`; the defaults after a killed run."""
     return run.options(QUANTIZE) if QUANTIZE.name in run.record().stages else ScaleOptions()
 
 
 def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
-    """Decide every tensor of `products`; the weights' part is filled in when they are written."""
+    """Decide the scale and precision of every tensor in `products`; the weights' scales follow when they are
+    written.
+    """
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
     from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
     from ..quantize.scales.expert_scales import starved

@@ -18,7 +18,8 @@ from .shared.sources import source_of
 def measure_queries(run: Run, notes: Notes) -> None:
     """Run the float model on the calibration windows once more, and write `queries.safetensors`.
 
-    Raises InputError when the source checkpoint is gone, or memory does not hold it: this is not done layer by layer.
+    Raises InputError when the source checkpoint is missing, and when it does not fit in memory: queries are not
+    streamed.
     """
     import torch
 

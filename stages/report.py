@@ -1,4 +1,4 @@
-"""The stage `report`: the run as a page and a notebook, beside other runs."""
+"""The stage `report`: describe the run in a page and a notebook, and compare it with other runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from .shared.opening import command, open_run
 
 @command(modules=())
 def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:
-    """Let both models go on from words of the evaluation text, and write the page and the notebook of `run`."""
+    """Let both models continue prompts of the evaluation text, and write the page and the notebook of `run`."""
     others = [open_run(other) for other in options.compare]
     write_continuations(run, options, notes)
     return write_report(run, others, notes)
@@ -45,7 +45,7 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
 
 
 def outputs(run: Run) -> dict[str, str]:
-    """Name -> SHA-256 of what all stages but this one wrote."""
+    """Name -> SHA-256 of the outputs of all stages but this one."""
     return {
         name: digest
         for stage, record in run.record().stages.items()

@@ -1,4 +1,4 @@
-"""The stage `sensitivity`: which tensor the loss comes from."""
+"""The stage `sensitivity`: find the tensors that cause the loss."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
     from ..validate.sensitivity.site import Predicted, Site
     from ..validate.sensitivity.site_quantizers import Quantizer
 
-#: Tokens that go through the model at a time, whole windows.
+#: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024
-#: What a pass forward and back with all errors takes, and second moments of half of it, in passes forward
+#: The time of a forward and backward pass with all errors, and of second moments of half of it, in forward passes
 #: (`benchmarks/sensitivity.py`).
 GRADIENT_PASSES = 5.0
-#: The model in FP32 and its codes as FP32 numbers, in times what it takes in BF16.
+#: The memory of the model and of its codes, both in FP32, as a multiple of the model's in BF16.
 COPIES = 4
-#: The batches that the worst are measured on where the user does not say how many, and the passes forward over these
-#: that measuring them may take.
+#: By default the worst sites are measured on this many batches, in the time of this many forward passes over them.
 MEASURED_BATCHES = 1
 MEASURING_PASSES = 1.0
 
@@ -55,7 +54,7 @@ class SensitivityProgress(Saved):
 
 @command(writes=False)  # but for its own stage
 def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> "Sensitivity":
-    """Measure the loss that each tensor of `run` causes alone, where that is not known, and `sensitivity.json`."""
+    """Measure the loss that each tensor of `run` causes alone, unless that is known, and write `sensitivity.json`."""
     from ..validate.sensitivity.document import load_sensitivity
 
     run.refuse_stale("measure", "quantize")
@@ -180,7 +179,7 @@ def _tell(
     measure: int | None,
     notes: Notes,
 ) -> None:
-    """Say beforehand what it is going to take, by one window."""
+    """Note the expected time, extrapolated from one window."""
     from ..validate.sensitivity.single_site import Float
 
     begun = time.perf_counter()
@@ -206,7 +205,7 @@ def _predict(
     moments: Path,
     notes: Notes,
 ) -> None:
-    """Predict all sites on the batches that are not done, and gather `moments` on the way."""
+    """Predict the loss of all sites on the remaining batches, and gather `moments` in the same pass."""
     import torch
 
     from ..validate.sensitivity.gptq_prediction import Gathered
@@ -214,7 +213,7 @@ def _predict(
 
     gathered = Gathered(moments)
     if gathered.batches != len(progress.predicted):
-        progress.predicted.clear()  # a killed call has added part of a batch
+        progress.predicted.clear()  # a killed call added a part of a batch
     remaining = range(len(progress.predicted), len(batches))
     with notes.track(f"Predicting {len(sites)} tensors", len(remaining), "batches") as advance:
         for batch in remaining:
@@ -257,7 +256,7 @@ def _measure(
     progress: SensitivityProgress,
     notes: Notes,
 ) -> None:
-    """Measure the chosen sites on the batches that are not done."""
+    """Measure the chosen sites on the remaining batches."""
     from ..validate.sensitivity.single_site import Float
 
     remaining = range(len(progress.measured), len(batches) if worst else 0)

@@ -1,4 +1,4 @@
-"""The stage `triton`: the model repository, in the run or elsewhere, and in it the plain model of an engine."""
+"""The stage `triton`: write the model repository, in the run or elsewhere, with a plain model of an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +115,7 @@ def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
 
 
 def note_left_out(run: Run, notes: Notes) -> None:
-    """Say why the engines that the run has are no plain models, or not in the repository at all."""
+    """Note why engines of the run are no plain models, or not in the repository."""
     built = run.record().stages.get(BUILT)
     if built is None:
         return

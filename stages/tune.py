@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from ..validate.tuning.joint import Measured
     from ..validate.tuning.solve import Correction, Problem
 
-#: The share of the budget that a mix may be predicted to take: texts differ.
+#: The share of the budget that a mix may use by prediction: texts differ.
 AIM = 0.9
-#: A mix that takes so much of what it may is not improved on.
+#: A mix that uses this share of the aim is not improved further.
 CLOSE = 0.95
-#: Mixes that are measured at most on the way to the one that is chosen.
+#: The most mixes that are measured in the search.
 ROUNDS = 5
 
 
@@ -61,7 +61,7 @@ def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
 
 
 def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
-    """Find the cheapest mix for the budget of `options`, where that is not known, and write `tune.json`."""
+    """Find the cheapest mix for the budget of `options`, unless that is known, and write `tune.json`."""
     from ..validate.tuning.document import load_tuning
 
     run.refuse_stale("measure", "quantize")
@@ -75,7 +75,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)
-        depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # on no budget
+        depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
         with TUNE.writing(run, key, notes) as log, run.work(TUNE.name, depends, note=notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
@@ -83,7 +83,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
 
 
 def check_budget(options: TuneOptions, apply: bool) -> None:
-    """Raise InputError where there is nothing to `apply`."""
+    """Raise InputError where there is no budget, and so no mix to `apply`."""
     if apply and options.max_kl is None and options.max_ppl_increase is None:
         raise InputError("--apply: there is no budget to choose for; give --max-ppl-increase or --max-kl")
 
@@ -135,7 +135,7 @@ def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
 
 @dataclass
 class Search:
-    """The state of the search: the measured mixes, and what follows."""
+    """The state of the search: the measured mixes, and the correction of predictions that follows from them."""
 
     prepared: PredictedCandidates
     problem: "Problem"
@@ -143,7 +143,7 @@ class Search:
     notes: Notes
 
     def measured(self, mix: "Mix") -> "Measured":
-        """Measure the loss of `mix` on the windows that are chosen by; measured once."""
+        """Measure the loss of `mix` on the windows for choosing; each mix is measured once."""
         return self.prepared.measured("choosing", mix, self.batches, self.notes)
 
     def correction(self, *mixes: "Mix") -> "Correction":
@@ -217,7 +217,7 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
 
 
 def _aim(options: TuneOptions, factor: float) -> float | None:
-    """The KL in nats that is aimed at; None without a budget. `factor`: rise of NLL over KL."""
+    """The KL in nats to aim at; None without a budget. `factor`: the rise of NLL for each nat of KL."""
     if options.max_kl is not None:
         return AIM * options.max_kl
     return None if options.max_ppl_increase is None else AIM * log1p(options.max_ppl_increase) / factor
@@ -238,7 +238,7 @@ def _judged(
     within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
 
     def interval(middle: float, half: float) -> Interval:
-        known = isfinite(half)  # which one window does not tell
+        known = isfinite(half)  # infinite for a single window
         return Interval(
             increase=expm1(middle),
             low=expm1(middle - half) if known else None,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-#: Tokens that go through the model at a time, whole windows.
+#: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024
 
 
@@ -61,10 +61,10 @@ class PredictedCandidates:
     shape: "Shape"
     losses: "Losses"
     own: "Mix"
-    kept: TuneProgress
+    progress: TuneProgress
 
     def measured(self, where: str, mix: "Mix", batches: "Batches", notes: Notes) -> "Measured":
-        """Measure the loss of `mix` on `batches`, which are known as `where`; measured once."""
+        """Measure the loss of `mix` on `batches`, once; `where` names the batches in the saved results."""
         name = json.dumps([where, asdict(mix)], sort_keys=True)
         return self._measured(name, lambda: self.candidates.runner(mix), batches, notes)
 
@@ -73,7 +73,7 @@ class PredictedCandidates:
         return self._measured(json.dumps([where, "as it is"]), self._own_runner, batches, notes)
 
     def rescaled(self, mix: "Mix") -> list[str]:
-        """The tensors whose form `mix` leaves as it is, and whose scale is not the one that would be chosen."""
+        """The tensors that keep their form in `mix`, but whose scale differs from the one that would be chosen now."""
         from ..quantize.scales.decisions import CACHE_PARTS
 
         found = [
@@ -93,12 +93,12 @@ class PredictedCandidates:
     def _measured(self, name: str, runner: "Callable[[], Runner]", batches: "Batches", notes: Notes) -> "Measured":
         from ..validate.tuning.joint import Measured, measure_mixes
 
-        if name not in self.kept.measured:
+        if name not in self.progress.measured:
             exact = self.candidates.exact
             what = "as it is" if name.endswith('"as it is"]') else "a mix"
-            self.kept.measured[name] = asdict(measure_mixes(exact, {what: runner()}, batches, notes)[what])
-            self.kept.save()
-        return Measured(**self.kept.measured[name])
+            self.progress.measured[name] = asdict(measure_mixes(exact, {what: runner()}, batches, notes)[what])
+            self.progress.save()
+        return Measured(**self.progress.measured[name])
 
     def _own_runner(self) -> "Runner":
         import torch
@@ -131,17 +131,17 @@ def predicted_candidates(
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
     round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
-    kept = TuneProgress.of(folder / "found.json")
-    _predict(candidates, choosing, kept, notes)
+    progress = TuneProgress.of(folder / "found.json")
+    _predict(candidates, choosing, progress, notes)
     tokens = sum(ids.numel() - len(ids) for ids in choosing)
     parts = {
         name: {which: nats / tokens for which, nats in variants.items()}
-        for name, variants in summed(kept.predicted).items()
+        for name, variants in summed(progress.predicted).items()
     }
     caches = CACHES if candidates.cache else CACHES[:1]
     own = own_mix(scales, candidates.groups)
     return PredictedCandidates(
-        run, scales, candidates, _shape(candidates, kept.values), Losses(parts, roundings, caches), own, kept
+        run, scales, candidates, _shape(candidates, progress.values), Losses(parts, roundings, caches), own, progress
     )
 
 
@@ -175,7 +175,7 @@ def _candidates(
 
 
 def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes) -> dict[str, float]:
-    """The scale of every cache tensor; none, with a note, where one of them has none."""
+    """The scale of every cache tensor; empty, with a note, where one of them has none."""
     from ..quantize.scales.decisions import kv_cache_scales
 
     try:
@@ -186,31 +186,33 @@ def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes)
 
 
 def _can_compensate(run: Run, notes: Notes) -> bool:
-    """Tell whether `--apply` could round by `gptq`."""
+    """Tell whether `--apply` could round weights by `gptq`."""
     merged = run.facts(MEASURE).runs is not None
     if merged:
         notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")
     return not merged
 
 
-def _predict(candidates: "Candidates", choosing: "Sequence[torch.Tensor]", kept: TuneProgress, notes: Notes) -> None:
+def _predict(
+    candidates: "Candidates", choosing: "Sequence[torch.Tensor]", progress: TuneProgress, notes: Notes
+) -> None:
     """Predict all choices on the batches that are not done."""
     import torch
 
     from ..validate.tuning.gradients import predict_choices
 
-    remaining = range(len(kept.predicted), len(choosing))
+    remaining = range(len(progress.predicted), len(choosing))
     with notes.track("Predicting what each choice loses", len(remaining), "batches") as advance:
         for batch in remaining:
             draw = torch.Generator(choosing[batch].device).manual_seed(batch)
-            found, kept.values = predict_choices(candidates, choosing[batch], draw)
-            kept.predicted.append(found)
-            kept.save()
+            found, progress.values = predict_choices(candidates, choosing[batch], draw)
+            progress.predicted.append(found)
+            progress.save()
             advance(1)
 
 
 def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
-    """Return the sizes that costs are computed from."""
+    """Return the sizes from which costs are computed."""
     import torch
 
     from ..calibrate.model.products import matrix_products, output_channel_axis
@@ -231,7 +233,7 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
 
 
 def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
-    """The mix that a run has."""
+    """The mix of a run with these `scales`."""
     from ..quantize.scales.decisions import CACHE_PARTS
     from ..validate.tuning.choices import Mix, form_of
 
@@ -244,10 +246,11 @@ def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
 
 
 def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
-    """Split `count` calibration windows into those that round weights, choose the mix, and check the prediction: of the
-    last two so many `windows` each, a quarter of all at most, spread evenly.
+    """Split `count` calibration windows into those for rounding weights, for choosing the mix, and for checking the
+    prediction.
 
-    Raises InputError for less than four.
+    The last two have `windows` each, but at most a quarter of all, spread evenly. Raises InputError for fewer than four
+    windows.
     """
     if count < 4:
         raise InputError(
@@ -263,7 +266,7 @@ def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
 def batches_of(
     windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
 ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-    """Windows int64 [windows, seq_len] and which of their tokens are `scored` (None: all), some at a time."""
+    """Split windows int64 [windows, seq_len], and the mask of their `scored` tokens (None: all), into batches."""
     import torch
 
     where = device()

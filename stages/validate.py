@@ -1,4 +1,4 @@
-"""The stage `validate`: the held-out text, or another, through the runtimes; and the gate on what is lost."""
+"""The stage `validate`: run the held-out text, or another, through the runtimes; check the loss against its limit."""
 
 from dataclasses import replace
 from math import isfinite
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @command()
 def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
-    """Run the held-out text, or `data`, through `options.runtimes`, where that is not done, and return what was found.
+    """Run the held-out text, or `data`, through `options.runtimes`, unless that is done, and return the results.
 
-    Raises UnfinishedError, when what the others found is written, for runtimes that failed, and GateError for one that
-    loses more than `options.max_ppl_increase`.
+    After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses
+    more than `options.max_ppl_increase`.
     """
     from ..validate.accuracy.document import load_accuracy, save_accuracy
 
@@ -60,7 +60,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
 
 
 def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:
-    """Return the key of evaluating `tokens`: with defaults replaced by what they stand for here."""
+    """Return the key of evaluating `tokens`, with defaults replaced by their values."""
     protocol = tokens.protocol
     resolved = replace(
         options,
@@ -74,8 +74,10 @@ def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation")
 
 
 def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
-    """`options` with the runtimes that `run` has: where no graph can be made of the model, the default leaves out what
-    runs one, which a note says. Raises InputError for one of these that is asked for.
+    """Return `options` with the runtimes that `run` has.
+
+    Where no graph can be made of the model, the default omits runtimes that need it, with a note. Raises InputError for
+    one of these that is asked for.
     """
     if not (reason := run.without_graph()):
         return options
@@ -89,7 +91,7 @@ def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateO
 
 
 def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:
-    """Raise InputError for a runtime that is asked for by name and runs the graph that the run cannot have."""
+    """Raise InputError for a named runtime that needs the graph, where the run can have none."""
     asked = [name for name in runtimes or () if name not in WITHOUT_GRAPH]
     if asked:
         raise InputError(
@@ -99,9 +101,9 @@ def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> N
 
 
 def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes) -> "Outcome":
-    """Run `tokens` through what was asked for; `folder` keeps what a killed call has found.
+    """Run `tokens` through the runtimes; `folder` has the results of a killed call.
 
-    Raises BackendError where no runtime runs.
+    Raises BackendError where no runtime works.
     """
     from ..validate.accuracy.adder_cost import compare_sums, cost, sample
     from ..validate.accuracy.compare import BASELINE, Workplace, compare_in_turn
@@ -124,7 +126,9 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
 def _with_adapters(
     run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
 ) -> "tuple[Found, dict[str, str]]":
-    """Evaluate each adapter beside the run's model, and why a runtime failed; nothing where there is none."""
+    """Evaluate each adapter of the run's model; return also the errors of runtimes that failed. Empty without
+    adapters.
+    """
     if not adapters_of(run):
         return {}, {}
     from ..validate.accuracy.adapters import compare_adapted
@@ -134,7 +138,9 @@ def _with_adapters(
 
 
 def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
-    """Explain what was found: by the frequency of tokens in the calibration text, and the place where numbers stop."""
+    """Explain the loss: by the frequency of tokens in the calibration text, and the first layer without finite
+    numbers.
+    """
     from ..validate.accuracy.compare import BASELINE
     from ..validate.accuracy.nonfinite import blamed
     from ..validate.report.token_frequency import by_frequency
@@ -155,7 +161,7 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
 
 
 def unfinished(found: "Outcome") -> UnfinishedError:
-    """Why runtimes failed, and what becomes of the others."""
+    """Make the error for runtimes that failed, with their reasons and what happens to the results of the others."""
     again = " and ".join(found.failed)
     return UnfinishedError(
         f"{'; '.join(found.failed.values())}; what {', '.join(found.nll)} gave is written, and the same command tries "
@@ -164,7 +170,7 @@ def unfinished(found: "Outcome") -> UnfinishedError:
 
 
 def check_accumulator(options: ValidateOptions) -> None:
-    """Raise InputError for sums of a reference that is not asked for."""
+    """Raise InputError for an accumulator of a reference that is not asked for."""
     if options.accumulator and "reference" not in options.chosen:
         raise InputError(
             f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "
@@ -173,7 +179,7 @@ def check_accumulator(options: ValidateOptions) -> None:
 
 
 def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
-    """Raise InputError when `runtimes` leave nothing to hold against the `limit`."""
+    """Raise InputError when `runtimes` include nothing to compare with the `limit`."""
     if limit is not None and ("bf16" not in runtimes or WITHOUT_FP8.issuperset(runtimes)):
         raise InputError(
             f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
@@ -182,8 +188,9 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
 
 
 def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
-    """Raise InputError for a float model whose perplexity is no finite number, which its files are to blame for, and
-    GateError for another runtime of which that is so; `what` stands behind a runtime's name.
+    """Raise InputError for a float model without a finite perplexity, and GateError for another runtime without one.
+
+    The files of the float model are at fault then. `what` follows the runtime's name in the message.
     """
     for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
         if isfinite(runtime.perplexity):
@@ -206,10 +213,10 @@ def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
 
 
 def check_increase(accuracy: "Accuracy", limit: float | None, what: str = "") -> None:
-    """Raise GateError when the perplexity of a runtime that ran all windows is more than `limit` (a fraction) above
-    BF16's, or is no number.
+    """Raise GateError when the perplexity of a complete runtime is over BF16's by more than `limit` (a fraction), or
+    not finite.
 
-    Raises InputError when there is nothing to hold against the limit.
+    Raises InputError when there is nothing to compare with the limit.
     """
     if limit is None:
         return

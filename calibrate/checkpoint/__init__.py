@@ -1,1 +1,1 @@
-"""The files of a checkpoint, before any model is made of them: config.json, weights, tokenizer, adapters."""
+"""Read the files of a checkpoint, before any model is built: config.json, weights, tokenizer, adapters."""

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 #: PEFT's file of an adapter's tensors, what their names begin with, and how those of a module end.
 TENSORS, PREFIX, ENDS = "adapter_model.safetensors", "base_model.model.", (".lora_A.weight", ".lora_B.weight")
-#: Types of tensors that are read.
+#: The supported types of tensors.
 TYPES = ("F32", "F16", "BF16")
-#: How a fresh adapter may have been begun; others change the base's weights too, and loading them does so again.
+#: The supported initializations of an adapter; others change the base's weights too, also when they are loaded.
 BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 #: Keys of adapter_config.json that say how it was trained, or where: nothing of them is in the sum.
 #: `fan_in_fan_out` says how the base stores its weights, which the base itself says.
@@ -51,7 +51,7 @@ REFUSED = {
     "use_qalora": "pooled inputs (use_qalora)",
     "use_bdlora": "block-diagonal matrices (use_bdlora)",
 }
-#: What to do instead of what is refused.
+#: The remedy for refused adapters.
 MERGE_YOURSELF = "merge it with PEFT's merge_and_unload, save the result with save_pretrained, and give that"
 Value = TypeVar("Value")
 Rank = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -72,11 +72,11 @@ class LoraConfig(BaseModel):
     base_model_name_or_path: str | None = None
 
     def rank(self, module: str) -> int:
-        """Its rank at `module`."""
+        """The rank of `module`."""
         return matched(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        """The s of `module`."""
+        """The factor s of `module`."""
         rank = self.rank(module)
         return matched(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -98,7 +98,7 @@ class LoraPart:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been looked through; `parts` by module. `name`: the last part of its path."""
+    """A checked adapter; `parts` by module. `name`: the last part of its path."""
 
     path: Path
     name: str
@@ -109,7 +109,7 @@ class Adapter:
 
     @property
     def files(self) -> tuple[Path, Path]:
-        """Its two files."""
+        """The two files of the adapter."""
         return self.path / ADAPTER, self.path / TENSORS
 
     @property
@@ -118,14 +118,14 @@ class Adapter:
         return bool(self.config.rank_pattern or self.config.alpha_pattern)
 
     def read(self, module: str) -> "tuple[torch.Tensor, torch.Tensor]":
-        """A [rank, in] and B [out, rank] of `module`, as they are stored."""
+        """Read A [rank, in] and B [out, rank] of `module`, in their stored type."""
         from safetensors import safe_open
 
         with safe_open(self.path / TENSORS, framework="pt") as opened:
             return opened.get_tensor(self.parts[module].a), opened.get_tensor(self.parts[module].b)
 
     def added(self, module: str) -> "torch.Tensor":
-        """s · B A of `module`, float32 [out, in]."""
+        """Compute s · B A of `module`, float32 [out, in]."""
         a, b = self.read(module)
         product: torch.Tensor = self.parts[module].scale * (b.float() @ a.float())
         return product
@@ -155,7 +155,7 @@ def open_adapter(directory: str | Path) -> Adapter:
 
 
 def read_lora(path: Path) -> LoraConfig:
-    """adapter_config.json in the directory `path`. Raises InputError as `open_adapter` does."""
+    """Read adapter_config.json in the directory `path`; raises InputError as `open_adapter` does."""
     file = path / ADAPTER
     if not exists(file):
         raise InputError(f"--adapter {path}: has no {ADAPTER}; give the directory that PEFT's save_pretrained wrote")
@@ -188,7 +188,7 @@ def one_line_of(error: Mapping[str, Any]) -> str:
 
 
 def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> None:
-    """Raise InputError for what makes it anything but y + s · B(A x)."""
+    """Raise InputError for options that change the sum y + s · B(A x)."""
     for key, value in raw.items():
         if key in OF_TRAINING or key in LoraConfig.model_fields or not value:
             continue
@@ -207,7 +207,7 @@ def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> Non
 
 
 def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) -> dict[str, LoraPart]:
-    """The modules that the tensors are of. Raises InputError for others, and for an A without its B."""
+    """Find the modules of the adapter's tensors; raise InputError for other tensors, and for an A without its B."""
     file = path / TENSORS
     for name, header in headers.items():
         if not (name.startswith(PREFIX) and name.endswith(ENDS)):
@@ -238,7 +238,7 @@ def _part(file: Path, config: LoraConfig, headers: Mapping[str, TensorHeader], m
 
 
 def _check_values(adapter: Adapter) -> None:
-    """Raise InputError for NaN or Inf, or what becomes Inf in BF16."""
+    """Raise InputError for NaN or Inf, and for values that become Inf in BF16."""
     import torch
 
     for module, part in adapter.parts.items():

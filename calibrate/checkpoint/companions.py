@@ -38,9 +38,9 @@ VOCABULARY = (
     "merges.txt",
     "added_tokens.json",
 )
-#: Bytes that the files of a tokenizer may have; the largest published tokenizer.json has 34 MB.
+#: The most bytes of a tokenizer's files; the largest published tokenizer.json has 34 MB.
 COMPANION_BYTES = 512 << 20
-#: Token ids that a tokenizer may have beyond the rows of the model's embedding: tokenizers lists every hole.
+#: The most token ids beyond the rows of the model's embedding: the tokenizers library lists every gap.
 HOLES = 1 << 20
 REMEDY = "copy the files of the tokenizer it was trained with beside config.json"
 
@@ -56,7 +56,7 @@ def companions(path: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The vocabulary files in a checkpoint's directory, tokenizer.json first."""
+    """List the vocabulary files in a checkpoint's directory, tokenizer.json first."""
     return [path / name for name in VOCABULARY if exists(path / name)]
 
 
@@ -104,7 +104,7 @@ def _check_json(file: Path, content: Any, vocabulary: int) -> None:
 
 
 def _ids(name: str, content: dict[str, Any]) -> Iterator[tuple[object, object]]:
-    """Tokens and the ids that a file gives them; what has another form is the library's to refuse."""
+    """Yield tokens with the ids that a file gives them; other forms of entries are left for the library to refuse."""
     if name in ("vocab.json", "added_tokens.json"):
         yield from content.items()
     model, decoder = content.get("model"), content.get("added_tokens_decoder")

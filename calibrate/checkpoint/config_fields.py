@@ -15,12 +15,12 @@ from typing import Any
 from ...core.errors import InputError
 from ..input.untrusted import AGAIN
 
-#: What configurations call the number of positions.
+#: The keys of the number of positions.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-#: What configurations call the number of layers.
+#: The keys of the number of layers.
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-#: Keys that have transformers read other files, or build another model, than config.json and the weights beside it.
+#: Keys that make transformers read other files, or build another model, than config.json and its weights.
 ELSEWHERE = {
     "configuration_files": "has transformers read another file in its place",
     "fusion_config": "has transformers replace parts of the model",
@@ -34,7 +34,7 @@ _EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
 
 
 def check_fields(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise InputError, naming `file`, the key and what it holds, for a value of `config` that is of the wrong kind."""
+    """Raise InputError, naming `file`, the key and the value, for a value of `config` of the wrong type."""
     for key, why in ELSEWHERE.items():
         if config.get(key):
             raise InputError(f"{file}: {key} {why}, which fp8q does not do; take it out, or give another model")
@@ -47,7 +47,7 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
-    """Check the ids of special tokens, as `check_fields` does, in generation_config.json."""
+    """Check the ids of special tokens in generation_config.json, as `check_fields` does."""
     for key in TOKEN_IDS:
         if config.get(key) is not None and not _ids(config[key]):
             raise InputError(
@@ -75,7 +75,7 @@ def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[
 
 
 def abbreviated(value: object) -> str:
-    """A value for an error, cut where it is long."""
+    """Shorten a long value for an error."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
 

@@ -11,10 +11,10 @@ from typing import Any
 from ...core.errors import InputError
 from .weights import Coding, TensorHeader
 
-#: Under which keys of config.json it says how a checkpoint is quantized, and the file in which ModelOpt says it.
+#: The keys of config.json that describe a quantization, and ModelOpt's file of it.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
-#: The beginnings of safetensors' words for types that are codes.
+#: The prefixes of safetensors' types of codes.
 CODES = ("F8_", "F6_", "F4")
 
 #: Directory, what the user calls it, config.json, headers -> what the tensors stand for; None where they are numbers.
@@ -23,7 +23,7 @@ Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, TensorHeader]]
 
 
 def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
-    """Raise InputError for a checkpoint that says that it is quantized, or holds tensors in FP8 or narrower types."""
+    """Raise InputError for a checkpoint that declares a quantization, or has tensors in FP8 or narrower types."""
     quantization = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), None)
     if quantization or (path / MODELOPT_FILE).is_file():
         method = (

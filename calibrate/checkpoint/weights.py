@@ -23,13 +23,13 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_END, INDEX_END = ".safetensors", ".safetensors.index.json"
 ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: Values looked at together when offending ones are counted.
+#: Values in one step of counting those that are not finite.
 CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The entry of a safetensors header for one tensor: its file, its type in safetensors' words, its shape."""
+    """The entry of a safetensors header for one tensor: its file, its type as safetensors spells it, its shape."""
 
     file: Path
     dtype: str
@@ -123,9 +123,9 @@ def _instead(directory: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor -> file name.
+    """Read `weight_map` of an index: tensor -> file name.
 
-    Raises InputError when it does not read, or points out of the directory.
+    Raises InputError when it does not parse, or points out of the directory.
     """
     content = read_json(path)
     shards = content.get("weight_map") if isinstance(content, dict) else None
@@ -173,25 +173,25 @@ class Coding(Protocol):
 
     @property
     def other_files(self) -> tuple[Path, ...]:
-        """The files that were read for it beside config.json and the weights."""
+        """The files that were read for it besides config.json and the weights."""
 
     def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """The numbers that the `stored` tensors stand for: scales are left out, and codes have the type of numbers."""
+        """The headers of the decoded tensors: without scales, and with a type of numbers for codes."""
 
     def decoded(self, name: str, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor | None":
-        """The numbers of a tensor that is stored as codes, float32; None for one that is not. `read` gives what the
-        files hold.
-        """
+        """Decode a tensor that is stored as codes to float32; None for other tensors. `read` reads a stored tensor."""
 
 
 class Weights:
-    """The tensors of a source checkpoint, by the names they have in the files, in the order they lie there."""
+    """The tensors of a source checkpoint, by their names in the files, in the order of the files' data."""
 
     def __init__(
         self, files: tuple[Path, ...], coding: Coding | None = None, parts: Mapping[str, TensorPart] | None = None
     ):
-        """Read the headers of `files`; no tensor yet. `parts`: what to take the tensors for, by name, where some are
-        several in one. Raises InputError for files that have been damaged since.
+        """Read the headers of `files`, but no tensor.
+
+        `parts`: by name, the tensors that are parts of a stored one. Raises InputError for files that have been damaged
+        since they were checked.
         """
         self._coding, self._stored = coding, read_headers(files)
         self._headers = coding.headers(self._stored) if coding else self._stored
@@ -200,15 +200,15 @@ class Weights:
             self._headers = {name: _header(self._headers[part.tensor], part) for name, part in parts.items()}
 
     def names(self) -> KeysView[str]:
-        """All names."""
+        """The names of all tensors."""
         return self._headers.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """The shape of a tensor."""
         return self._headers[name].shape
 
     def dtype(self, name: str) -> str:
-        """Type of a tensor, in safetensors' words: `BF16`, `F16`, `F32` …."""
+        """The type of a tensor as safetensors spells it: `BF16`, `F16`, `F32` …."""
         return self._headers[name].dtype
 
     def coded(self, name: str) -> bool:
@@ -217,7 +217,7 @@ class Weights:
         return self._headers[name].dtype != self._stored[part.tensor].dtype
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """The file of a tensor."""
         return self._headers[name].file
 
     def tensor(self, name: str) -> "torch.Tensor":
@@ -230,7 +230,7 @@ class Weights:
         return tensor if part.index is None else tensor[part.index, part.start : part.end]
 
     def stored(self, name: str) -> "torch.Tensor":
-        """A tensor as it is stored, by its name in the files, codes and scales included."""
+        """Read a stored tensor by its name in the files; this includes codes and scales."""
         from safetensors import safe_open
 
         file = self._stored[name].file
@@ -240,14 +240,14 @@ class Weights:
 
 
 def _header(stored: TensorHeader, part: TensorPart) -> TensorHeader:
-    """The header of a part of a tensor."""
+    """Make the header of a part of a tensor."""
     shape = stored.shape if part.index is None else (part.end - part.start, *stored.shape[2:])
     return TensorHeader(stored.file, stored.dtype, shape)
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:
-    """Raise InputError for the first weight that holds NaN or Inf, or a finite value that becomes Inf in BF16, saying
-    how many.
+    """Raise InputError for the first weight with NaN or Inf, or with values that become Inf in BF16, and count
+    these.
     """
     with report.track("Checking weights", len(weights.names()), "tensors") as advance:
         for name in weights.names():
@@ -261,7 +261,9 @@ def check_finite(weights: Weights, report: Reporter = SILENT) -> None:
 
 
 def _all_finite(tensor: "torch.Tensor") -> bool:
-    """`aminmax` runs at memory speed and passes NaN and Inf on; rounding to BF16 is monotone, so the extremes tell of
+    """Tell whether all values are finite in BF16.
+
+    `aminmax` runs at memory speed and propagates NaN and Inf. Rounding to BF16 is monotone, so the extremes decide for
     all values.
     """
     import torch

@@ -1,1 +1,1 @@
-"""Files and downloads that nobody here wrote: read within bounds, refused in one line, libraries kept quiet."""
+"""Open untrusted files and downloads: bounded reading, errors in one line, quiet libraries."""

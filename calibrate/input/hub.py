@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_hub_name(text: str) -> bool:
-    """Tell whether `text` reads as a hub name (`name` or `owner/name`) rather than as a path."""
+    """Tell whether `text` looks like a hub name (`name` or `owner/name`) and not like a path."""
     return bool(_NAME.fullmatch(text)) and "--" not in text and ".." not in text and len(text) <= 96
 
 
@@ -59,8 +59,9 @@ def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Itera
 
 
 def network_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that mean that the network does not answer: of the hub's client that is its own library's,
-    httpx up to version 1, httpx2 from 2 on.
+    """Return the exceptions for a network that does not answer.
+
+    The hub's client uses httpx up to version 1, and httpx2 from version 2 on.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -70,7 +71,7 @@ def network_errors() -> tuple[type[BaseException], ...]:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep the hub's client from logging its retries; the level before is restored."""
+    """Keep the hub's client from logging its retries in this block; restore the level after it."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -81,7 +82,9 @@ def quiet_hub() -> Iterator[None]:
 
 
 def fetch_model(name: str, revision: str | None, with_code: bool, report: Reporter = SILENT) -> Path:
-    """Directory of the hub model `name` at `revision` in the local cache, downloaded if need be. Raises InputError."""
+    """Fetch the hub model `name` at `revision` into the local cache, if necessary, and return its directory; raises
+    InputError.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import DryRunError
 
@@ -95,7 +98,7 @@ def fetch_model(name: str, revision: str | None, with_code: bool, report: Report
             )
             size = sum(file.file_size or 0 for file in files if file.will_download)
         except DryRunError:
-            size = 0  # no network, or no such model: the next call finds it in the cache, or says which
+            size = 0  # no network or no such model: the next call uses the cache or raises the error
         with report.track(f"Downloading {name}", size, "bytes") as advance:
             bar = _silent_bar(advance)
             return Path(
@@ -106,9 +109,7 @@ def fetch_model(name: str, revision: str | None, with_code: bool, report: Report
 
 
 def _silent_bar(advance: Callable[[int], None]) -> type[Any]:
-    """A progress bar class for the hub's client that draws nothing and tells `advance` of the bytes that reached the
-    disk.
-    """
+    """Make a progress bar class for the hub's client that draws nothing and calls `advance` with the bytes written."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class SilentBar(tqdm):

@@ -11,7 +11,7 @@ from ...core.undo import at_end
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep transformers from logging, warning and drawing bars; the settings before are restored."""
+    """Keep transformers from logging, warning and drawing bars in this block; restore its settings after it."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -33,7 +33,7 @@ def muted() -> Iterator[None]:
     """
     try:
         kept = os.dup(2)
-    except OSError:  # closed: nothing to keep quiet
+    except OSError:  # standard error is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -20,16 +20,16 @@ from ...core.files import regular_file, unreadable
 #: Bytes that a JSON file may have, and how deep its values may be nested. The largest of a published checkpoint, an
 #: index of some 100,000 tensors, has 10 MB.
 JSON_BYTES, JSON_DEPTH = 64 << 20, 64
-#: Characters of another library's message that are worth repeating.
+#: The most characters of another library's message.
 MESSAGE = 400
-#: What is to be done about a file that is not as it should be: it came from elsewhere.
+#: The remedy for a malformed file, which came from elsewhere.
 AGAIN = "copy or download it again"
 #: Bytes that are asked for beyond a file's size: all that is asked for is taken of memory at once.
 SPARE = 1 << 20
 
 
 def local_path(text: str | Path) -> Path:
-    """The path that the user means by `text`, should it be one. Raises InputError for what no file can be called."""
+    """The path of `text`; raises InputError for text that is no valid path."""
     try:
         path = Path(text).expanduser()
         os.stat(path)
@@ -44,13 +44,13 @@ def local_path(text: str | Path) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Tell whether there is anything at `path`, a link to nothing included."""
+    """Tell whether anything is at `path`, a broken link included."""
     return os.path.lexists(path)
 
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor of the regular file at `path`; InputError, naming it, for all that keeps it from being read."""
+    """Open the regular file at `path` and return its descriptor; raises InputError, naming it, where that fails."""
     regular_file(path, AGAIN)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -63,7 +63,7 @@ def open_regular(path: Path) -> Iterator[int]:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """The content of the file at `path`. Raises InputError as `opened` does, and for more than `limit` bytes."""
+    """Read the file at `path`; raises InputError as `open_regular` does, and for more than `limit` bytes."""
     with open_regular(path) as handle, open(handle, "rb", closefd=False) as file:
         size = os.fstat(handle).st_size
         content = file.read(min(limit, size + SPARE) + 1) if size <= limit else b""
@@ -76,10 +76,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
-    """The JSON value in the file at `path`, of at most `limit` bytes, nested at most `JSON_DEPTH` deep.
+    """Parse the JSON file at `path`, of at most `limit` bytes, nested at most `JSON_DEPTH` deep.
 
-    Raises InputError, naming the file and the place, also for NaN and infinities, which JSON lacks and Python reads;
-    `finite` False leaves out the walk that finds them, and with it the measure of the depth.
+    Raises InputError, naming the file and the place, also for NaN and infinities, which JSON lacks and Python accepts.
+    `finite` False skips this search, and with it the check of the depth.
     """
     try:
         value = json.loads(read_bytes(path, limit).decode())
@@ -103,8 +103,9 @@ def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
 
 
 def walk(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every value inside a JSON value with its place, the keys and indices on the way joined by NUL; without recursion,
-    and never deeper than one beyond `JSON_DEPTH`.
+    """Yield every value inside a JSON value with its path of keys and indices, joined by NUL.
+
+    It does not recurse, and goes at most one level beyond `JSON_DEPTH`.
     """
     waiting = [("", 0, value)]
     while waiting:

@@ -1,1 +1,1 @@
-"""Measure tensors while the model runs, in memory or layer by layer: exact histograms, and the sums beside them."""
+"""Measure a model's tensors while it runs, in memory or layer by layer: exact histograms, amax, second moments."""

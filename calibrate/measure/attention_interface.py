@@ -1,4 +1,4 @@
-"""transformers' interface of attention: what a model attends by, and another function in its place for a while."""
+"""Read and replace the attention function that a model calls through transformers' interface."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ Attention = Callable[..., Any]
 
 
 def attention_of(model: PreTrainedModel) -> Attention | None:
-    """Return the attention function of `model`; None where it does not go through the interface.
+    """Return the attention function of `model`; None for a model that does not use the interface.
 
-    The eager attention is not in it: each model's own is called where the interface has no other of that name.
+    The interface does not list eager attention: for a name that it does not know, a model calls its own eager function.
     """
     code, name = vars(code_of(model)), model.config._attn_implementation
     if "ALL_ATTENTION_FUNCTIONS" not in code:
         return None
-    found: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))
-    return found
+    function: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))
+    return function
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from .statistics import Statistics
 
 @dataclass(frozen=True)
 class Coverage:
-    """The experts of one layer: the module that holds them, their last products, and the tokens that each saw."""
+    """The experts of one layer: their module, the last product of each, and the tokens that each got."""
 
     experts: str
     products: tuple[str, ...]
@@ -17,9 +17,7 @@ class Coverage:
 
 
 def coverage(statistics: Statistics) -> list[Coverage]:
-    """Return the coverage of each layer that has experts, in order; a mixture that was measured before there were any
-    has none.
-    """
+    """The coverage of each layer that has experts, in order; none for statistics of a version without experts."""
     return [
         Coverage(experts, tuple(products), tuple(tokens_of(statistics, product) for product in products))
         for experts, products in (statistics.record.experts or {}).items()
@@ -27,6 +25,6 @@ def coverage(statistics: Statistics) -> list[Coverage]:
 
 
 def tokens_of(statistics: Statistics, product: str) -> int:
-    """The tokens that reached a product whose input no other reads."""
+    """The number of tokens that reached `product`, whose input no other module reads."""
     tensor = statistics.tensors.get(f"{product}.input")
     return tensor.histogram.samples // len(tensor.amax_channels) if tensor else 0

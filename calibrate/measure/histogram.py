@@ -1,9 +1,9 @@
 """The exact histogram of a BF16 tensor's magnitudes.
 
-|x| in BF16 has 2^15 = 32,768 bit patterns, and read as integers they are ordered as the magnitudes are. Counting each
-is a histogram without bins: amax, every percentile and the error of any quantizer follow from it exactly, afterwards,
-and two histograms merge by addition, whatever the order. An ordinary histogram (ModelOpt, TensorRT: 2,048 bins to the
-amax seen so far) has to choose its range before it has seen the data, and rounds each value to its bin.
+A magnitude in BF16 has 2^15 = 32,768 bit patterns, which as integers have the order of the magnitudes. Counting each
+pattern gives a histogram without bins: amax, every percentile and the error of any quantizer follow from it exactly,
+afterwards, and two histograms merge by addition in any order. An ordinary histogram (ModelOpt, TensorRT: 2,048 bins up
+to the amax so far) chooses its range before it has seen the data, and rounds each value to its bin.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,9 @@ def magnitudes(bits: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """The number of times that each magnitude occurred: `bits` int16 [patterns that occur], ascending; `counts` int64
-    of the same length.
+    """The number of times that each magnitude occurred.
+
+    `bits`: the patterns that occur, int16, ascending; `counts`: int64 of the same length.
     """
 
     bits: npt.NDArray[np.int16]
@@ -34,7 +35,7 @@ class Histogram:
 
     @classmethod
     def from_dense(cls, counts: npt.NDArray[np.int64]) -> "Histogram":
-        """Make one from the counts of all 32,768 patterns."""
+        """Make a histogram of the counts of all patterns, int64 [32768]."""
         bits = np.flatnonzero(counts)
         return cls(bits.astype(np.int16), counts[bits].astype(np.int64))
 
@@ -45,7 +46,7 @@ class Histogram:
         return counts
 
     def __add__(self, other: "Histogram") -> "Histogram":
-        """The histogram of both tensors together."""
+        """Add the counts of two histograms."""
         return Histogram.from_dense(self.dense() + other.dense())
 
     def __eq__(self, other: object) -> bool:

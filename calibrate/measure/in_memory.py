@@ -1,4 +1,4 @@
-"""Measure a model on windows of tokens: the stage between the corpus and the statistics."""
+"""Measure a model that fits in memory on windows of tokens."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from .statistics import Statistics
 
 
 def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
-    """Run `model` on `what`, watching every tensor that could be quantized. The output head is not run."""
+    """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head."""
     modules = observed_products(model)
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, what.corpus.batches, what.moments, what.all_experts)
@@ -27,7 +27,7 @@ def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporte
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:
-    """Largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
+    """The largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
     amax: npt.NDArray[np.float32] = weight.detach().abs().amax(1 - output_channel_axis(module)).float().cpu().numpy()

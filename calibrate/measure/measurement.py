@@ -1,4 +1,4 @@
-"""Describe a measurement as one value, which measuring in memory and layer by layer both take."""
+"""The description of one measurement, which both ways to measure (in memory and streamed) take."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, Ten
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """The model `identity` on `windows` int64 [windows, seq_len], those of `corpus`, in batches of its size.
+    """A measurement of the model `identity` on `windows` int64 [windows, seq_len] of `corpus`, in batches of its size.
 
-    `batches`: indices of the batches to run, in that order; None for all. `moments`: where to add up the second moments
-    of the inputs too. `all_experts`: show every expert every token.
+    `batches`: indices of the batches to run, in that order; None for all. `moments`: the store that second moments of
+    the inputs are added to; None for none. `all_experts`: run every expert on every token.
     """
 
     windows: npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ class Measurement:
 
     @cached_property
     def parts(self) -> dict[int, npt.NDArray[np.int64]]:
-        """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order of work."""
+        """Index of a batch -> its windows int64 [at most batch_size, seq_len], in the order in which they run."""
         size = self.corpus.batch_size
         chosen = range(self.corpus.batches) if self.batches is None else self.batches
         return {batch: self.windows[batch * size : (batch + 1) * size] for batch in chosen}
@@ -45,7 +45,9 @@ class Measurement:
         weights: Mapping[str, npt.NDArray[np.float32]],
         experts: dict[str, list[str]],
     ) -> Statistics:
-        """Join what was measured and its record into statistics; `experts`: as the record has them."""
+        """Make statistics of the measured `tensors` and `weights`, with their record; `experts` as in
+        `StatisticsRecord`.
+        """
         record = StatisticsRecord(
             model=self.identity,
             corpus=self.corpus,

@@ -22,11 +22,10 @@ from ...core.run import Run
 
 @contextmanager
 def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
-    """Open the store in which a stage of `run` adds up second moments, None unless they are `wanted`; `run.moments`
-    holds them when the block ends well, and no older ones.
+    """Open the store of second moments for a stage of `run`; yields None unless they are `wanted`.
 
-    `folder`: where they are added up when a killed stage is to go on from it; it stays, and shares its files with
-    `run.moments`.
+    Older moments are removed first, and `run.moments` appears when the block ends without an error. `folder`: add them
+    up there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard links to its files.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
@@ -41,17 +40,18 @@ def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[S
 
 
 class SecondMoments:
-    """Adds up x xᵀ of the tensors it is shown, in files of one folder."""
+    """Add up x xᵀ of named tensors in files of one folder."""
 
     def __init__(self, folder: Path):
-        """Write into `folder`, which is made."""
+        """Create `folder` and write into it."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Add the tokens `x` [..., width], any float type, to the moments `name`; the first ones since `close` begin
-        anew.
+        """Add the tokens `x` [..., width], of any float type, to the moments `name`.
+
+        The first call for a name since `close` starts again from zero.
         """
         tokens = x.detach().flatten(0, -2).float()
         if name not in self._files:
@@ -68,8 +68,9 @@ class SecondMoments:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add Σ left rightᵀ over all tokens, of `left` [tokens, in] and `right` [tokens, out], to `total` float32 [in, out]
-    in memory; tokens on the CPU take no further matrix.
+    """Add Σ left rightᵀ over all tokens to `total`, float32 [in, out] in memory.
+
+    `left` [tokens, in], `right` [tokens, out]. Tokens on the CPU need no temporary matrix.
     """
     if left.device.type == "cpu":
         total.addmm_(left.T, right)
@@ -78,13 +79,15 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def moments_file(folder: Path, name: str) -> Path:
-    """Return the file that keeps the second moments of the group whose first module is `name`."""
+    """Return the file of the second moments of the group whose first module is `name`."""
     return folder / f"{name}.npy"
 
 
 def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[np.float32]]":
-    """Zeros [width, width] in a new file, mapped; its space is taken at once, for a full disk can only kill whoever
-    writes to a mapped page.
+    """Create a file of zeros [width, width] and map it into memory.
+
+    Its disk space is allocated at once: a disk that fills up later could only kill the process that writes to a mapped
+    page.
     """
     matrix: np.memmap[tuple[int, int], np.dtype[np.float32]] = np.lib.format.open_memmap(
         path, "w+", np.float32, (width, width)
@@ -95,7 +98,7 @@ def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[n
 
 
 def load_moments(folder: Path, name: str) -> torch.Tensor:
-    """The moments `name`, float32 [width, width], in memory."""
+    """Load the moments `name` into memory, float32 [width, width]."""
     path = moments_file(folder, name)
     with reading(path, "second moments"):
         return torch.from_numpy(np.load(path, allow_pickle=False))

@@ -25,15 +25,15 @@ from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments
 from .statistics import TensorStatistics
 
-#: Fewer values a thread than these are counted sooner than shared out.
+#: With fewer values for each thread than this, one thread counts faster than several.
 WORTH_SHARING = 1 << 17
 
 
 def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """First module -> all modules that receive the same tensor object, from a forward pass of two tokens (on any
-    device, meta too).
+    """Group `modules` by the tensor object that they receive: first module -> all modules of its group.
 
-    A module that two tokens do not reach is a group of its own.
+    Runs a forward pass of two tokens, on any device, the meta device included. A module that the two tokens do not
+    reach is a group of its own.
     """
     with recorded_groups(modules) as groups, show_tokens(experts_of(model).values(), "all"), torch.inference_mode():
         model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=True)
@@ -42,9 +42,9 @@ def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> di
 
 @contextmanager
 def recorded_groups(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[str]]]:
-    """The groups of `modules` in the forward pass that runs in the block: empty until it ends."""
+    """Record the groups of `modules` during the forward pass in this block; the mapping is empty until it ends."""
     received: dict[int, list[str]] = {}
-    alive: list[torch.Tensor] = []  # an object that is kept cannot share its id with a later one
+    alive: list[torch.Tensor] = []  # a living object cannot share its id with a later one
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -66,7 +66,7 @@ Hook = Callable[[nn.Module, tuple[torch.Tensor, ...]], None]
 
 @contextmanager
 def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Attach forward pre-hooks, and detach them."""
+    """Attach forward pre-hooks in this block, and remove them after it."""
     handles = [modules[name].register_forward_pre_hook(hook) for name, hook in hooks.items()]
     try:
         yield
@@ -76,10 +76,10 @@ def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Itera
 
 
 def count_patterns(patterns: torch.Tensor) -> torch.Tensor:
-    """Count each of the 32,768 patterns in `patterns` int16 [values], int64 [32768].
+    """Count how often each of the 32,768 patterns occurs in `patterns` int16 [values]; int64 [32768].
 
-    torch counts on one thread; on a CPU the values are shared out to as many as its products use. Sums do not depend on
-    how.
+    `torch.bincount` uses one thread. On a CPU the values are split among as many threads as torch uses for products;
+    the sums do not depend on the split.
     """
     threads = torch.get_num_threads()
     if patterns.device.type != "cpu" or threads == 1 or patterns.numel() < WORTH_SHARING * threads:
@@ -90,29 +90,29 @@ def count_patterns(patterns: torch.Tensor) -> torch.Tensor:
 
 @cache
 def counters(threads: int) -> ThreadPoolExecutor:
-    """The threads that count; they sleep between tensors."""
+    """The thread pool that counts; its threads sleep between tensors."""
     return ThreadPoolExecutor(threads, thread_name_prefix="fp8q-count")
 
 
 class Observer:
-    """Counts one tensor's magnitudes.
+    """Count the magnitudes of one tensor.
 
-    Invariant: everything it holds is a sum or a maximum, so order does not matter.
+    Invariant: all state is a sum or a maximum, so the order of updates does not matter.
     """
 
     def __init__(self, batches: int):
-        """Ready for `batches` batches."""
+        """Make an observer without values, for `batches` batches."""
         self.amax_batches = np.full(batches, np.nan, np.float32)
         self._counts: torch.Tensor | None = None
         self._channels: torch.Tensor | None = None
 
     def update(self, x: torch.Tensor, batch: int) -> None:
-        """Take `x` [..., width], any float type (rounded to BF16), measured in batch number `batch`."""
+        """Add the values `x` [..., width], any float type (rounded to BF16), of batch number `batch`."""
         patterns = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten(0, -2)
         counts = count_patterns(patterns.flatten())
         channels = patterns.amax(0)
         largest = int(channels.amax())
-        if largest >= INFINITY:  # then the largest finite one is found among all patterns, which takes longer
+        if largest >= INFINITY:  # search all patterns for the largest finite one, which is slower
             finite = torch.nonzero(counts[:INFINITY])
             largest = int(finite[-1]) if len(finite) else 0
         self.amax_batches[batch] = np.fmax(self.amax_batches[batch], magnitudes(largest))
@@ -135,7 +135,7 @@ class Observer:
 
 
 class ObservedLayer(DynamicLayer):
-    """A cache layer that shows what is written to it and keeps nothing."""
+    """A cache layer that passes keys and values to a callback and stores nothing."""
 
     def __init__(self, see: Callable[[torch.Tensor, torch.Tensor], None]):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
@@ -144,13 +144,13 @@ class ObservedLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Show keys and values [batch, heads, seq, head_size]; return them as they are."""
+        """Pass keys and values [batch, heads, seq, head_size] to the callback, and return them unchanged."""
         self.see(key_states, value_states)
         return key_states, value_states
 
 
 class Watch:
-    """All observers of one model: `<module>.input` for each group, `<attention>.k` and `.v` for each layer."""
+    """All observers of a model: `<module>.input` for each group, `<attention>.k` and `.v` for each layer."""
 
     def __init__(
         self,
@@ -161,8 +161,10 @@ class Watch:
         moments: SecondMoments | None = None,
         all_experts: bool = False,
     ):
-        """Watch `groups` of `modules` and the cache of `model` for `batches` batches; `moments`: where to add up the
-        second moments of the inputs too; `all_experts`: show every expert every token.
+        """Prepare to observe `groups` of `modules` and the cache of `model`, for `batches` batches.
+
+        `moments`: the store that second moments of the inputs are added to; `all_experts`: run every expert on every
+        token.
         """
         self.model, self.groups, self.moments = model, groups, moments
         self.modules = {first: whole_input_module(model, first) for first in groups}
@@ -183,7 +185,7 @@ class Watch:
 
     @contextmanager
     def observing(self, batch: int) -> Iterator[DynamicCache]:
-        """Attach the observers while batch number `batch` runs with the cache that this gives; it stores nothing."""
+        """Attach the observers for batch number `batch`; yields the cache to run it with, which stores nothing."""
 
         def see_input(name: str) -> Hook:
             def see(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -209,8 +211,10 @@ class Watch:
             yield cache
 
     def statistics(self) -> dict[str, TensorStatistics]:
-        """Tensor name -> statistics, of the tensors that were reached; and of all experts, since others may have been
-        reached elsewhere.
+        """Tensor name -> statistics, of the tensors that were reached.
+
+        Inputs of experts are included even where no token was routed there: another rank or batch may have reached
+        them.
         """
         measured = {name: observer.statistics(self.widths.get(name)) for name, observer in self.observers.items()}
         return {name: tensor for name, tensor in measured.items() if tensor is not None}

@@ -1,9 +1,8 @@
-"""Watch the queries of attention, which nothing but attention in FP8 needs: a run's statistics have keys and values,
-where the cache is written, and no queries.
+"""Observe the queries of attention, which only attention in FP8 needs.
 
-Queries are recorded after the rotary embedding, where transformers calls its attention function: that function is
-wrapped while a batch runs, and computes what it always did. So this works for every architecture whose attention goes
-through transformers' interface, which is all that can be exported.
+The statistics of a run have keys and values, from the cache, but no queries. Queries are observed after the rotary
+embedding, at transformers' attention function, which is wrapped while a batch runs. This works for every architecture
+whose attention uses transformers' interface, and only such models can be exported.
 """
 
 from collections.abc import Iterator
@@ -27,9 +26,9 @@ from .statistics import TensorStatistics
 def query_statistics(
     model: PreTrainedModel, windows: npt.NDArray[np.int64], batch_size: int, report: Reporter
 ) -> dict[str, TensorStatistics]:
-    """Run `model` on `windows` int64 [windows, seq_len]; `<attention>.q` -> what was measured of its queries.
+    """Run `model` on `windows` int64 [windows, seq_len]; return `<attention>.q` -> statistics of its queries.
 
-    Raises InputError for an attention without interface.
+    Raises InputError for a model whose attention does not use the interface.
     """
     parts = [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
     names = {id(model.get_submodule(name)): name for name in attention_modules(model).values()}
@@ -47,7 +46,10 @@ def query_statistics(
 
 @contextmanager
 def recorded_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, torch.Tensor]]]:
-    """The attention modules that run in the block, and their queries [batch, seq, heads · size]."""
+    """Record each attention module that runs in this block, with its queries [batch, seq, heads · size].
+
+    Raises InputError for a model whose attention does not use the interface.
+    """
     plain, queries = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
     if plain is None:
         raise InputError(

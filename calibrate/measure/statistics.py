@@ -1,11 +1,10 @@
-"""Hold the statistics of the float model: values that merge by addition and say nothing of FP8.
+"""The statistics of the float model: values that merge by addition and are independent of FP8.
 
-`statistics.safetensors` holds the arrays, `statistics.json` what they belong to. For each distinct tensor T
-(`<module>.input`, `<module>.k`, `<module>.v`): `T.bits` int16 and `T.counts` int64 (the exact histogram),
-`T.amax_batches` float32 [batches] under the batch's index in the corpus (NaN: not measured here), `T.amax_channels`
-float32 [width]; for each weight
-`<module>.weight.amax_channels` float32 [output channels]. Tensors are written in name order and nothing depends on time
-or on the order of work, so equal measurements are equal bytes.
+`statistics.safetensors` holds the arrays, `statistics.json` their record. For each distinct tensor T (`<module>.input`,
+`<module>.k`, `<module>.v`): `T.bits` int16 and `T.counts` int64 (the exact histogram), `T.amax_batches` float32
+[batches], indexed by the batch's number in the corpus (NaN: not measured here), `T.amax_channels` float32 [width]. For
+each weight: `<module>.weight.amax_channels` float32 [output channels]. Tensors are written in name order and nothing
+depends on time or on the order of work, so equal measurements give equal bytes.
 """
 
 import hashlib
@@ -27,12 +26,12 @@ from .histogram import Histogram
 if TYPE_CHECKING:
     from ..checkpoint.adapter import Adapter
 
-#: How the name of a weight's statistics ends.
+#: The ending of a weight's array name.
 WEIGHT = ".weight.amax_channels"
 
 
 class ModelIdentity(Strict):
-    """The identity of the model that was measured."""
+    """The identity of the measured model."""
 
     name: str = Field(description="the directory's name or the hub's name")
     revision: str | None = None
@@ -56,9 +55,7 @@ class TextSource(Strict):
 
 
 class Corpus(Strict):
-    """The identity of the tokens that were measured: those of one text, or of several that `merge` put one after the
-    other.
-    """
+    """The identity of the measured tokens, of one text or of several that `merge` joined."""
 
     name: str
     fingerprint: str = Field(
@@ -79,7 +76,7 @@ class Corpus(Strict):
 
     @property
     def parts(self) -> "list[Corpus]":
-        """The texts; the corpus itself where it is one."""
+        """The texts of a joined corpus; for a single text, itself."""
         return self.texts or [self]
 
     @property
@@ -88,21 +85,22 @@ class Corpus(Strict):
         return sum(-(-text.windows // text.batch_size) for text in self.parts)
 
     def numbered(self) -> "list[tuple[Corpus, int]]":
-        """Each batch, by its text and its index in that text."""
+        """All batches in order, each as its text and its index in that text."""
         return [(text, batch) for text in self.parts for batch in range(text.batches)]
 
     def merge(self, other: "Corpus") -> "Corpus":
-        """All texts of both, once each, ordered by fingerprint: the same corpus in whatever order runs are added.
+        """Join the texts of both, without duplicates and ordered by fingerprint, so that the order of merging has no
+        effect.
 
-        Sizes of windows and batches, and what windows begin with, are the same.
+        Both have windows and batches of the same size, and the same prefix.
         """
-        found: dict[str, Corpus] = {}
+        distinct: dict[str, Corpus] = {}
         for text in sorted(
             [*self.parts, *other.parts], key=lambda text: (text.fingerprint, text.name, text.model_dump_json())
         ):
-            # two machines may call one text by two names: always the same of them is kept
-            found.setdefault(text.fingerprint, text)
-        texts = list(found.values())
+            # two machines may name one text differently: always keep the same name
+            distinct.setdefault(text.fingerprint, text)
+        texts = list(distinct.values())
         if len(texts) == 1:
             return texts[0]
         fingerprint = hashlib.sha256("".join(f"{text.fingerprint}\n" for text in texts).encode()).hexdigest()
@@ -119,7 +117,7 @@ class Corpus(Strict):
 
 
 def _named_by_a_member(groups: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Every group bears the name of one of its members."""
+    """Check that every group has the name of one of its members."""
     if foreign := next((first for first, members in groups.items() if first not in members), None):
         raise ValueError(f"{foreign} is none of the modules that it stands for")
     return groups
@@ -145,14 +143,14 @@ class StatisticsRecord(Strict):
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """One activation or cache tensor: histogram, amax_batches float32 [batches], amax_channels float32 [width]."""
+    """The statistics of one tensor: histogram, amax_batches float32 [batches], amax_channels float32 [width]."""
 
     histogram: Histogram
     amax_batches: npt.NDArray[np.float32]
     amax_channels: npt.NDArray[np.float32]
 
     def check(self, name: str) -> None:
-        """Raise ValueError where the arrays are not of the types and shapes above, or the histogram is none."""
+        """Raise ValueError, naming the tensor `name`, for arrays of wrong type, shape or content."""
         bits, counts = self.histogram.bits, self.histogram.counts
         for array, dtype in (
             (bits, np.int16), (counts, np.int64), (self.amax_batches, np.float32), (self.amax_channels, np.float32),
@@ -163,15 +161,15 @@ class TensorStatistics:
             raise ValueError(f"{name}: its histogram's patterns do not ascend, or their counts are not positive")
 
     def merge(self, other: "TensorStatistics") -> "TensorStatistics":
-        """The statistics of both; a batch measured in both is the caller's to refuse."""
-        # by bits NaN wins, and one NaN over another
+        """Add the statistics of other batches of this tensor; the caller checks that no batch is in both."""
+        # as integers NaN is the largest, and NaNs have an order
         channels = np.maximum(self.amax_channels.view(np.int32), other.amax_channels.view(np.int32)).view(np.float32)
         return TensorStatistics(
             self.histogram + other.histogram, np.fmax(self.amax_batches, other.amax_batches), channels
         )
 
     def renumbered(self, places: Sequence[int], batches: int) -> "TensorStatistics":
-        """Return these statistics with batch i at `places[i]` of `batches`."""
+        """Return a copy in which batch i is number `places[i]` of `batches`."""
         amax_batches = np.full(batches, np.nan, np.float32)
         amax_batches[list(places)] = self.amax_batches
         return replace(self, amax_batches=amax_batches)
@@ -179,9 +177,9 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Everything measured of one model.
+    """All statistics of one model.
 
-    `tensors` by name (see the module), `weights`: module -> amax_channels float32 [output channels].
+    `tensors`: tensor name -> statistics; `weights`: module -> amax_channels float32 [output channels].
     """
 
     record: StatisticsRecord
@@ -191,10 +189,8 @@ class Statistics:
     def merge(self, other: "Statistics") -> "Statistics":
         """Add two measurements of one model: of different batches of one text, of different texts, or of both.
 
-        Which is added to which makes no difference.
-
-        Raises InputError when models, tokenizers, groups, or sizes of windows and batches differ, and when a batch was
-        measured in both.
+        The result does not depend on which is added to which. Raises InputError when models, tokenizers, groups, or
+        sizes of windows and batches differ, and when a batch was measured in both.
         """
         for what, mine, theirs in self._must_agree(other):
             if mine != theirs:
@@ -213,7 +209,7 @@ class Statistics:
             )
         record = replace_record(
             self.record,
-            # of one model's names, always the same
+            # whichever is added to which, the same name of the model
             model=min(self.record.model, other.record.model, key=lambda model: (model.name, model.revision or "")),
             corpus=corpus,
             tokens=self.record.tokens + other.record.tokens,
@@ -225,7 +221,7 @@ class Statistics:
         )
 
     def with_variant(self, adapter: "Adapter", other: "Statistics") -> "Statistics":
-        """Add the statistics of the same batches measured with `adapter` on, so that they stand for both."""
+        """Add statistics of the same batches, measured with `adapter` on; scales from the sum serve both."""
         adapters = {**(self.record.model.adapters or {}), adapter.name: adapter.fingerprint}
         record = replace_record(
             self.record,
@@ -236,7 +232,7 @@ class Statistics:
         return Statistics(record, tensors, self.weights)
 
     def _must_agree(self, other: "Statistics") -> Iterator[tuple[str, object, object]]:
-        """Yield each property that two statistics must share to be added: its name and its two values."""
+        """Yield the name and both values of each property that must be equal in statistics that are added."""
         for part, fields in (
             ("model", ("architecture", "fingerprint", "tokenizer", "adapters")),
             ("corpus", ("seq_len", "batch_size", "prefix")),
@@ -260,7 +256,7 @@ class Statistics:
         return {name: len(tensor.amax_channels) for name, tensor in self.tensors.items()}
 
     def _placed(self, corpus: Corpus) -> "Statistics":
-        """Return these statistics with batches numbered as in `corpus`, which has all of them."""
+        """Return these statistics with batches numbered as in `corpus`, which contains all of them."""
         numbers = {(text.fingerprint, batch): place for place, (text, batch) in enumerate(corpus.numbered())}
         places = [numbers[text.fingerprint, batch] for text, batch in self.record.corpus.numbered()]
         return replace(
@@ -269,13 +265,13 @@ class Statistics:
 
     @property
     def batches_measured(self) -> set[int]:
-        """Indices of the batches that are in these statistics: of one, an expert may have seen nothing."""
+        """The indices of all measured batches. An expert may have got no token in one of them."""
         measured = [np.flatnonzero(~np.isnan(tensor.amax_batches)) for tensor in self.tensors.values()]
         return set(np.concatenate(measured).tolist()) if measured else set()
 
 
 def replace_record(record: StatisticsRecord, **changes: object) -> StatisticsRecord:
-    """A validated copy of `record` with `changes`."""
+    """Return a validated copy of `record` with `changes`."""
     return StatisticsRecord.model_validate({**record.model_dump(by_alias=True), **changes})
 
 
@@ -289,7 +285,7 @@ def save_statistics(run: Run, statistics: Statistics) -> list[Path]:
 def save_arrays(
     path: Path, tensors: Mapping[str, TensorStatistics], weights: Mapping[str, npt.NDArray[np.float32]]
 ) -> None:
-    """Write what was measured to `path`, atomically, in the form that the module's docstring gives."""
+    """Write tensors and weights to `path`, atomically, in the form that this module's docstring describes."""
     arrays: dict[str, npt.NDArray[np.generic]] = {f"{module}{WEIGHT}": amax for module, amax in weights.items()}
     for name, tensor in tensors.items():
         arrays |= {
@@ -303,7 +299,7 @@ def save_arrays(
 
 
 def load_arrays(path: Path) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
-    """Tensors and weights as `save_arrays` wrote them, in name order. Raises InputError for a file that is damaged."""
+    """Load the tensors and weights that `save_arrays` wrote, in name order; raise InputError for a damaged file."""
     with reading(path, "statistics", "delete it and run `fp8q calibrate` again"):
         arrays = load_file(path)
         tensors = {
@@ -320,14 +316,14 @@ def load_arrays(path: Path) -> tuple[dict[str, TensorStatistics], dict[str, npt.
 
 
 def load_record(run: Run) -> StatisticsRecord:
-    """Read `statistics.json`. Raises InputError as `load_statistics` does."""
+    """Read `statistics.json`; raise InputError as `load_statistics` does."""
     return read_document(run.require(run.statistics_json, "measure"), StatisticsRecord)
 
 
 def load_statistics(run: Run) -> Statistics:
-    """Read what `save_statistics` wrote.
+    """Read the statistics of a run.
 
-    Raises InputError when a file is missing, damaged, or not the one `fp8q calibrate` wrote.
+    Raises InputError for a file that is missing, damaged, or other than `fp8q calibrate` wrote it.
     """
     record = load_record(run)
     tensors, weights = load_arrays(run.require(run.statistics, "measure"))

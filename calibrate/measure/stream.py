@@ -67,24 +67,23 @@ def measure_streamed(
 
 
 def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
-    """Tensors and weights of all steps; a tensor of two steps is added."""
+    """Load tensors and weights of all steps; a tensor that occurs in two steps is added."""
     tensors: dict[str, TensorStatistics] = {}
     weights: dict[str, npt.NDArray[np.float32]] = {}
     for step in steps:
-        found, amax = load_arrays(step)
-        tensors |= {name: tensors[name].merge(tensor) if name in tensors else tensor for name, tensor in found.items()}
+        loaded, amax = load_arrays(step)
+        tensors |= {name: tensors[name].merge(tensor) if name in tensors else tensor for name, tensor in loaded.items()}
         weights |= amax
     return tensors, weights
 
 
 class HiddenStates:
-    """The hidden states of all batches, one after the other, in a mapped file: its pages are the disk's, and can be
-    dropped from memory.
-    """
+    """The hidden states of all batches, one after the other, in a memory-mapped file, whose pages can leave memory."""
 
     def __init__(self, path: Path, batches: Batches, output: LayerOutput):
-        """Map the file at `path`; one that is not there, or has another size, is made, its blocks taken from the disk
-        at once: a mapped write cannot fail politely.
+        """Map the file at `path`, or create it if it is missing or of another size.
+
+        Its disk space is allocated at once: a write to a mapped page cannot report a full disk.
         """
         self.path, self.dtype = path, output.dtype
         self.shapes = {batch: (*ids.shape, output.width) for batch, ids in batches.items()}
@@ -102,17 +101,18 @@ class HiddenStates:
         return torch.from_numpy(values).view(self.dtype).view(shape)
 
     def read(self, batch: int, device: str) -> torch.Tensor:
-        """A copy of one batch's hidden states [windows, seq_len, width] on `device`."""
+        """Copy the hidden states [windows, seq_len, width] of one batch to `device`."""
         return self._mapped(batch).to(device, copy=True)
 
     def write(self, batch: int, hidden: torch.Tensor) -> None:
-        """Keep one batch's hidden states."""
+        """Store the hidden states of one batch."""
         assert (tuple(hidden.shape), hidden.dtype) == (self.shapes[batch], self.dtype), "a chain keeps shape and type"
         self._mapped(batch).copy_(hidden)
 
     def flush(self) -> None:
-        """Bring all of it to the disk. mmap's own flush would hold Python's lock meanwhile, and silence the heartbeat
-        of a rank.
+        """Write all of it to the disk.
+
+        mmap's own flush would hold Python's lock meanwhile, and so stop the heartbeat of a rank.
         """
         with open(self.path, "rb+") as handle:
             os.fsync(handle.fileno())
@@ -122,7 +122,8 @@ class Chain:
     """A model without weights whose layers are a chain, proven by two tokens, and the form of their output."""
 
     def __init__(self, source: Source, device: str, dtype: torch.dtype = torch.bfloat16, rounded: bool = True):
-        """Make it, to compute in `dtype`, with weights as `Materializer` has them, and look.
+        """Build the model, to compute in `dtype` with weights as `Materializer` has them, and trace two tokens through
+        it.
 
         Raises InputError for a model that is no chain of layers.
         """
@@ -143,7 +144,9 @@ class Chain:
         self.groups, self.layer_output = self._probe()
 
     def _probe(self) -> tuple[dict[str, list[str]], LayerOutput]:
-        """The groups of modules that receive the same tensor, and what layers return, without any layer's weights."""
+        """Find the groups of modules that receive the same tensor, and the form of a layer's output, without the
+        weights of any layer.
+        """
         meta = meta_model(self.source)
         inside = observed_products(meta)
         modules = {
@@ -186,9 +189,9 @@ class Chain:
 
 
 class Stream(Chain):
-    """All steps of one measurement.
+    """The steps of one measurement.
 
-    Invariant: the hidden states that step n+1 reads are complete when the statistics of step n are there.
+    Invariant: if the statistics of step n exist, the hidden states that step n+1 reads are complete.
     """
 
     def __init__(self, source: Source, what: Measurement, folder: Path, device: str):
@@ -204,7 +207,7 @@ class Stream(Chain):
         self.hidden = [HiddenStates(file, what.parts, self.layer_output) for file in files]
 
     def run(self, report: Reporter) -> None:
-        """Do the steps that are not done."""
+        """Run all steps that are not finished."""
         done = next(
             step for step in range(self.layers.count + 2) if not self._file(step).is_file() or step > self.layers.count
         )
@@ -227,7 +230,10 @@ class Stream(Chain):
         return {first: members for first, members in self.groups.items() if self.layers.index(first) == layer}
 
     def _watch(self, layer: int | None, again: bool = False) -> Watch:
-        """The observers of one layer, or of what is outside all; `again`: its moments are added up already."""
+        """Make the observers of one layer, or (None) of the modules outside all layers.
+
+        `again`: their moments are complete already.
+        """
         moments = None if again else self.what.moments
         watched, batches = self._watched(layer), self.what.corpus.batches
         return Watch(self.model, self.products, watched, batches, moments, self.what.all_experts)
@@ -241,7 +247,7 @@ class Stream(Chain):
     def _before(self, done: bool) -> dict[tuple[int, ...], list[LayerCall]]:
         """Step 0: write the hidden states that enter the first layer; return the arguments of all layers by shape.
 
-        `done`: the hidden states are written, and one batch of each shape is run. Raises InputError when the arguments
+        `done`: the hidden states are complete, and one batch of each shape is run. Raises InputError when the arguments
         depend on the text.
         """
         watch = self._watch(None, again=done)
@@ -256,7 +262,7 @@ class Stream(Chain):
     def _layer(
         self, step: int, calls: Mapping[tuple[int, ...], list[LayerCall]], advance: Callable[[int], None]
     ) -> None:
-        """Step n: all batches through decoder layer n - 1."""
+        """Step n: run all batches through decoder layer n - 1."""
         index = step - 1
         before, after = self.hidden[index % 2], self.hidden[step % 2]
         layer = self.layers.of(self.model)[index]
@@ -274,7 +280,7 @@ class Stream(Chain):
         self._save(step, watch, amax)
 
     def _after(self) -> None:
-        """The last step, for models that multiply by a matrix after their layers."""
+        """The last step, for models with matrix products after their layers."""
         leaving = self.hidden[self.layers.count % 2]
         watch = self._watch(None)
         with self.weights.filled(self.outside, resident=False):
@@ -290,14 +296,14 @@ class Stream(Chain):
         self._save(self.layers.count + 1, watch, {})
 
     def _save(self, step: int, watch: Watch, amax: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """End a step: its moments are complete before its statistics say so."""
+        """End a step: write its moments first, then its statistics."""
         if self.what.moments is not None:
             self.what.moments.close()
         save_arrays(self._file(step), watch.statistics(), amax)
 
 
 def going_on(report: Reporter, layer: int, count: int) -> None:
-    """Say which of `count` layers is the first that an earlier call did not finish."""
+    """Note the first of `count` layers that an earlier call did not finish."""
     report.note(f"going on at decoder layer {layer} of {count}, where an earlier call stopped")
 
 
@@ -308,8 +314,9 @@ def check_space(
     option: str,
     remedy: str = "name another directory with --out, or ask for fewer --samples",
 ) -> None:
-    """Raise InputError when the disk has no room for `files` of `size` bytes each, which `option` needs; `remedy`:
-    what else helps than to free some.
+    """Raise InputError when the disk has no room for `files` of `size` bytes each.
+
+    `option`: the option that needs them; `remedy`: advice for the message, besides freeing space.
     """
     needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file in files)
     free = shutil.disk_usage(folder).free

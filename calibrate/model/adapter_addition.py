@@ -25,13 +25,13 @@ class Addition:
     scale: float
 
     def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        """`output` [..., out] of `module` with it."""
+        """Add the adapter's part to `output` [..., out] of `module`."""
         with widened_products():
             return add_lora_product(output, inputs[0], self.a, self.b, self.scale)
 
 
 def add_lora_product(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """y + B (s · (A x)), of `x` [..., in] and `y` [..., out]."""
+    """Compute y + B (s · (A x)), of `x` [..., in] and `y` [..., out]."""
     return y + torch.matmul(torch.matmul(x, a.t()) * scale, b.t())
 
 

@@ -24,7 +24,7 @@ Mode = Literal["merge", "beside"]
 
 @dataclass(frozen=True)
 class Merging:
-    """A `Coding` of a checkpoint whose weights are numbers: those that `adapter` is of come with it merged.
+    """A `Coding` that merges an adapter into the weights of a checkpoint without codes.
 
     `modules`: stored name -> module, and the axis of its output channels.
     """
@@ -34,14 +34,14 @@ class Merging:
     other_files: tuple[Path, ...] = ()
 
     def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """Return the headers of the same tensors; those merged into others than BF16 they are F32."""
+        """Return the headers of the same tensors; merged ones that are not stored in BF16 become F32."""
         return {
             name: replace(header, dtype="F32") if name in self.modules and header.dtype != "BF16" else header
             for name, header in stored.items()
         }
 
     def decoded(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-        """W + s · B A; None for a tensor that the adapter leaves alone."""
+        """Compute W + s · B A; None for a tensor that the adapter does not change."""
         if name not in self.modules:
             return None
         module, axis = self.modules[name]
@@ -78,7 +78,7 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
 
 
 def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging:
-    """Plan how the stored weights of `source`, whose modules are those of `model`, take `adapter`."""
+    """Plan the merging of `adapter` into the stored weights of `source`, whose modules are those of `model`."""
     axes = {module: output_channel_axis(model.get_submodule(module)) for module in adapter.parts}
     return Merging(adapter, {source.stored(f"{module}.weight"): (module, axis) for module, axis in axes.items()})
 
@@ -112,8 +112,9 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
 
 
 def adapter_remarks(source: Source) -> list[str]:
-    """List remarks for the user about the adapters of `source`: whose base has another name, and what vLLM would make
-    of ranks and alphas that single modules have, which it does not read.
+    """List notes about the adapters of `source`: another name of the base, and settings that vLLM ignores.
+
+    vLLM does not read ranks and alphas of single modules.
     """
     of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     found = [remark for adapter in of if (remark := foreign_base(adapter, source))]
@@ -126,8 +127,9 @@ def adapter_remarks(source: Source) -> list[str]:
 
 
 def foreign_base(adapter: Adapter, source: Source) -> str | None:
-    """A note where adapter_config.json names another base than `source`, which may have moved since; None where it
-    names it, or none.
+    """A note where adapter_config.json names another base than `source`; None otherwise.
+
+    The base may have been moved since.
     """
     named = (adapter.config.base_model_name_or_path or "").rstrip("/").rpartition("/")[2]
     known = {source.title.rpartition("/")[2], source.path.resolve().name, source.name.rstrip("/").rpartition("/")[2]}

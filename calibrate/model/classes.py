@@ -19,20 +19,22 @@ if TYPE_CHECKING:
 
 
 def own_attention(config: "PreTrainedConfig") -> str | None:
-    """The attention that computes what `config` says; None for transformers' default."""
+    """The attention function that `config` needs; None for transformers' default."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def nested(config: "PreTrainedConfig") -> bool:
-    """Tell whether the language model is a part of what `config` makes."""
+    """Tell whether the language model is only a part of the model of `config`."""
     return config.get_text_config() is not config
 
 
 def new_model(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedModel":
-    """The model of `config` (changed in place: its type, its attention) in `dtype`, evaluating, on the default device:
-    a causal language model, or one of more than text that holds one.
+    """Build the model of `config` in `dtype`, in eval mode, on the default device; sets the type and attention in
+    `config`.
+
+    It is a causal language model, or a model of more than text that contains one.
     """
-    # what it was trained with may not be installed
+    # the attention of its training may not be installed
     config._attn_implementation = own_attention(config)
     model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     model.eval()
@@ -47,7 +49,9 @@ def auto_class(config: "PreTrainedConfig") -> Any:
 
 
 def decoder(model: "nn.Module") -> str:
-    """Return the prefix of the language model's modules, `model.language_model.`; nothing where it is all."""
+    """Return the prefix of the language model's modules, such as `model.language_model.`; empty where it is the whole
+    model.
+    """
     config = getattr(model, "config", None)
     if config is None or not nested(config):
         return ""
@@ -57,14 +61,15 @@ def decoder(model: "nn.Module") -> str:
 
 
 def code_of(model: "PreTrainedModel") -> ModuleType:
-    """The Python module that has the language model's classes. Of what is no part of another, `get_decoder` may give
-    any layer (ModernBERT's: its head).
+    """The Python module with the language model's classes.
+
+    For a model that is no part of another, `get_decoder` is not used: it may return any layer (ModernBERT's: its head).
     """
     return sys.modules[type(model.get_decoder() if nested(model.config) else model).__module__]
 
 
 def non_text_modules(model: "PreTrainedModel") -> dict[str, "nn.Module"]:
-    """The modules of `model` that text does not reach: of a vision tower, of what projects images; by name."""
+    """The modules of `model` that text does not reach, by name: vision towers and projections of images."""
     if not (inside := decoder(model)):
         return {}
     head = model.get_output_embeddings()

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def expert_names(model: "PreTrainedModel", stored: Iterable[str]) -> dict[str, str]:
-    """The name that `model`, whose experts are modules of their own, has for each weight of an expert -> its name among
-    those that are `stored`.
+    """The name of each expert's weight in `model`, whose experts are unfolded -> its name among the `stored`
+    tensors.
     """
     return Conversions(model).stored_names(stored)
 
 
 def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorPart]:
-    """The name of each tensor -> the part of a stored one (of these `shapes`) that it is, where experts of `model` are
-    stored fused; empty where none are.
+    """Tensor name -> the part of a stored tensor (of these `shapes`), where experts of `model` are stored fused; else
+    empty.
     """
     conversions = Conversions(model)
     fused = {name: own for name in shapes if (own := conversions.own(name)[0]) in conversions.fused}
@@ -48,10 +48,10 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
 
 
 class Conversions:
-    """transformers' table for one model."""
+    """transformers' table of conversions for one model."""
 
     def __init__(self, model: "PreTrainedModel"):
-        """Of `model`, whose experts are modules of their own."""
+        """Get the table for `model`, whose experts are unfolded."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -87,8 +87,9 @@ class Conversions:
         return found
 
     def _product(self, tensor: str, pattern: str) -> str | None:
-        """Name the product of an expert that the tensors of this `pattern` hold, which transformers joins into
-        `tensor`; None where it does more than to stack them.
+        """The product of an expert whose weights match `pattern`, and are stacked into `tensor`.
+
+        None where the conversion does more than stacking.
         """
         made = self._maker(tensor)
         if made is None or pattern not in made.source_patterns:
@@ -96,7 +97,7 @@ class Conversions:
         return FUSED[tensor][made.source_patterns.index(pattern)]
 
     def _maker(self, tensor: str) -> "WeightConverter | None":
-        """The conversion that stacks the tensors of all experts, and lays gate on up, to `tensor`."""
+        """The conversion to `tensor` that stacks all experts and concatenates gate and up."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         kinds: list[type] = [MergeModulelist] if len(FUSED[tensor]) == 1 else [MergeModulelist, Concatenate]
@@ -112,12 +113,14 @@ class Conversions:
         return None
 
     def beside_experts(self, stored: str) -> bool:
-        """Tell whether the tensor that is `stored` under a name is in a block of experts: a router, a shared one."""
+        """Tell whether the `stored` tensor is in a block of experts without being an expert's: a router or a shared
+        expert.
+        """
         own = self.own(stored)[0]
         return any(own.startswith(f"{name.rpartition('.')[0]}.") for name in self.experts)
 
     def original(self, own: str) -> str:
-        """The name under which files hold what transformers calls `own`."""
+        """The stored name of the tensor that transformers calls `own`."""
         name = self._renamed_back(own)
         return name if self.own(name)[0] == own else own
 
@@ -127,8 +130,8 @@ class Conversions:
         return name
 
     def original_of(self, experts: str, number: int, product: str) -> str:
-        """The name under which files hold a `product` of the expert `number` in the module `experts`; our own where
-        transformers knows none.
+        """The stored name of a `product` of expert `number` in the module `experts`; our own name if transformers has
+        none.
         """
         ours = f"{experts}.{number}.{product}.weight"
         tensor = next(tensor for tensor, products in FUSED.items() if product in products)

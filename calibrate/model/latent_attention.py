@@ -15,7 +15,7 @@ from torch import nn
 
 
 def cache_heads(model: nn.Module) -> None:
-    """Let each attention of `model` (changed in place) that would write latents to its cache write keys and values."""
+    """Make each attention of `model` that would write latents to its cache write keys and values instead, in place."""
     for module in model.modules():
         if hasattr(type(module), "expand_kv"):
             vars(module)["forward"] = MethodType(_forward, module)
@@ -23,7 +23,7 @@ def cache_heads(model: nn.Module) -> None:
 
 
 class _Expanding:
-    """A cache to which an attention writes latents, and which keeps heads; of none, it keeps nothing."""
+    """A cache that takes latents from an attention and stores heads in another cache, if there is one."""
 
     def __init__(self, attention: nn.Module, cache: Any):
         self.attention = attention
@@ -50,12 +50,12 @@ def _forward(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) 
 
 
 def _as_they_are(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the place of `expand_kv`, behind a cache that gives keys and values."""
+    """Replace `expand_kv` behind a cache that returns keys and values already."""
     return keys, values
 
 
 def _expanded(attention: Any, latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute what `expand_kv` does, without writing into parts of a tensor, which a graph would have as scatters."""
+    """Compute `expand_kv` without writing into parts of a tensor, which would be scatters in a graph."""
     sizes = [attention.qk_nope_head_dim, attention.v_head_dim]
     heads = attention.kv_b_proj(latent.squeeze(1)).unflatten(-1, (-1, sum(sizes))).transpose(1, 2)
     keys, values = torch.split(heads, sizes, dim=-1)

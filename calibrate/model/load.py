@@ -24,8 +24,10 @@ def load_tensors(
     dtype: torch.dtype,
     device: str,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The model of `config` with `tensors`, by the names that files have for them, as `dtype` on `device`; and what of
-    these it lacks, does not know, or has in another shape. `skeleton`: the same model on the meta device.
+    """Build the model of `config` with `tensors`, by their names in files, as `dtype` on `device`.
+
+    `skeleton`: the same model on the meta device. Returns also the tensors that are missing, unknown, or of another
+    shape.
     """
     experts = experts_of(skeleton)
     names = expert_names(skeleton, tensors)
@@ -66,7 +68,7 @@ def load_tensors(
 
 
 def _without_experts(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class `kind` with nothing where it holds experts fused, of the same name: transformers' rules go by that."""
+    """Make a subclass of `kind` without fused experts, of the same name, by which transformers finds its rules."""
 
     def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)

@@ -16,7 +16,7 @@ from .source import Source
 
 
 class Materializer:
-    """Gives modules of a skeleton their weights for a while, and takes them back."""
+    """Fill modules of a skeleton with weights for a while, and empty them again."""
 
     def __init__(
         self,
@@ -26,9 +26,7 @@ class Materializer:
         dtype: torch.dtype = torch.bfloat16,
         rounded: bool = True,
     ):
-        """Take the weights of `source` for `model`, onto `device`, as numbers of type `dtype`, `rounded` to BF16 or as
-        they are stored.
-        """
+        """Read the weights of `source` for `model`, onto `device`, as type `dtype`, `rounded` to BF16 or as stored."""
         self.model, self.weights, self.device, self.dtype = model, source.weights(), device, dtype
         self.first = torch.bfloat16 if rounded else dtype
         self.name, self.stored = source.name, source.stored
@@ -39,10 +37,10 @@ class Materializer:
 
     @contextmanager
     def filled(self, names: Sequence[str], resident: bool = True) -> Iterator[None]:
-        """Fill the named modules' own parameters and buffers; `resident` False leaves BF16 weights on the CPU in their
-        mapped files.
+        """Fill the parameters and buffers of the named modules themselves in this block.
 
-        Raises InputError for a weight that the checkpoint has under another name.
+        `resident` False leaves BF16 weights on the CPU in their mapped files. Raises InputError for a weight that the
+        checkpoint has under another name.
         """
         modules = [(name, self.model.get_submodule(name)) for name in names]
         before = [dict(module._parameters) for _, module in modules]

@@ -1,23 +1,23 @@
-"""Tell whether a checkpoint fits into memory: what decides that it is streamed when nobody says."""
+"""Measure whether a checkpoint fits into memory, which decides on streaming by default."""
 
 from math import prod
 from pathlib import Path
 
 from .source import Source
 
-#: Share of the memory available that weights may take; activations, and whatever else is running, need the rest.
+#: The share of the available memory for weights; activations and other processes need the rest.
 SHARE = 0.8
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def weight_bytes(source: Source) -> int:
-    """Bytes of the checkpoint's weights in BF16."""
+    """The bytes of the checkpoint's weights in BF16."""
     weights = source.weights()
     return sum(2 * prod(weights.shape(name)) for name in weights.names())
 
 
 def available_bytes(device: str) -> int | None:
-    """Memory that can still be had on `device`, in bytes; None where the system does not say."""
+    """The available memory on `device`, in bytes; None where the system does not report it."""
     if device != "cpu":
         import torch
 
@@ -27,7 +27,7 @@ def available_bytes(device: str) -> int | None:
 
 
 def _machine() -> int | None:
-    """MemAvailable of Linux: free memory and what caches can give back."""
+    """MemAvailable of Linux: free memory and reclaimable caches."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
@@ -36,8 +36,8 @@ def _machine() -> int | None:
 
 
 def container_bytes(cgroup: Path = CGROUP) -> int | None:
-    """Return the memory that the control group (version 2) leaves, in bytes: its limit less what is in use and cannot
-    be dropped.
+    """Return the memory left in the control group (version 2), in bytes: its limit less what is in use and not
+    reclaimable.
     """
     try:
         limit, used = int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())

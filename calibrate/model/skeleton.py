@@ -1,8 +1,7 @@
-"""A model without its weights: parameters on the meta device, and the buffers that no checkpoint holds (rotary
-frequencies) computed.
+"""Build a model without weights: parameters on the meta device, and computed buffers that no checkpoint has (rotary
+frequencies).
 
-transformers builds models on the meta device when it loads them, and computes such buffers in `_init_weights`; so does
-this.
+transformers too builds models on the meta device when it loads them, and computes such buffers in `_init_weights`.
 """
 
 import torch
@@ -13,12 +12,12 @@ from .classes import new_model
 from .expert_modules import unfold
 from .latent_attention import cache_heads
 
-#: Values of computed buffers that are let be, however small the weights.
+#: The values of computed buffers that are always allowed, however small the weights.
 BUFFERS = 1 << 28
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of `config` in `dtype`, evaluating, its parameters on the meta device, its buffers on
+    """Build the causal language model of `config` in `dtype`, in eval mode: parameters on the meta device, buffers on
     the CPU.
     """
     model = empty(config, dtype)
@@ -27,7 +26,7 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the model of `config` without values, in buffers either. Experts are modules of their own."""
+    """Build the model of `config` without values, also in buffers; experts are unfolded."""
     with torch.device("meta"):
         model = new_model(config, dtype)
     unfold(model)
@@ -37,7 +36,7 @@ def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
-    """Give the buffers of `model` that no checkpoint holds their values, on the CPU."""
+    """Compute the values of the buffers of `model` that no checkpoint has, on the CPU."""
     for module in model.modules():
         held = computed_buffers(module)
         for name, buffer in held.items():
@@ -68,7 +67,7 @@ def check_buffers(model: PreTrainedModel, values: int) -> str | None:
 
 
 def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of `module` itself that no checkpoint holds."""
+    """The buffers of `module` itself that no checkpoint has."""
     return {
         name: buffer
         for name, buffer in module._buffers.items()

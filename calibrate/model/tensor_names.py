@@ -22,16 +22,15 @@ HEADER_TYPE = torch.float32
 
 
 def headers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """A tensor on the meta device for each stored one: no values, no memory."""
+    """Make a meta tensor for each stored one, without values or memory."""
     return {name: torch.empty(shape, dtype=HEADER_TYPE, device="meta") for name, shape in shapes.items()}
 
 
 def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The model's own name -> the stored name, of the tensors of `loaded` that `stored`, which it was loaded from, has
-    under another name.
+    """The model's own name -> the stored name, of the tensors of `loaded` that have another name in `stored`.
 
-    A tied tensor that is stored once, under a name that the model has too, is not among them; nor is a part of a
-    stored tensor that transformers cuts up.
+    A tied tensor that is stored once, under a name that the model has too, is not included; nor is a part of a stored
+    tensor that transformers splits.
     """
     names = {tensor.untyped_storage()._cdata: name for name, tensor in stored.items()}
     own = loaded.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""The checkpoint's tokenizer, loaded: it must come out whole, and be able to read."""
+"""Load the checkpoint's tokenizer, and check that it can tokenize."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -12,12 +12,12 @@ from .source import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Read once to see whether the tokenizer can: rules that cannot be applied end in a panic at the first letters.
+#: Tokenized once as a test: rules that cannot be applied end in a panic at the first letters.
 SAMPLE = "The 2 quick foxes' names: Zoë & 狐.\n\tdef f(x): return x**2  # ok\n"
 
 
 def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
-    """The checkpoint's own tokenizer. Raises InputError when its files do not make one, or one that reads nothing."""
+    """Load the checkpoint's own tokenizer; raises InputError when its files make none, or one that cannot tokenize."""
     from transformers import AutoTokenizer
 
     def refusal(error: BaseException) -> InputError:
@@ -37,6 +37,6 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
         quiet_transformers(),
         muted(),
         suppress(Exception),
-    ):  # one without a word for this may have one for the text
+    ):  # a vocabulary without these tokens may have those of the text
         tokenizer([SAMPLE], verbose=False)
     return tokenizer

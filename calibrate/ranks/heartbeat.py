@@ -19,15 +19,15 @@ from typing import Any
 from ...core.errors import INTERRUPTED, TERMINATED, BackendError, Fp8qError
 from ...core.files import Strict
 
-#: Between two beats, and after which silence rank 0 takes a rank for lost; the others allow rank 0 `PATIENCE_S` more,
-#: for it may be waiting itself.
+#: Seconds between two beats, and seconds of silence after which rank 0 counts a rank as lost; the others wait
+#: `PATIENCE_S` longer for rank 0, since it may be waiting itself.
 INTERVAL_S, SILENCE_S, PATIENCE_S = 1.0, 30.0, 10.0
-#: A beat's bytes, and the most characters of a message in it.
+#: The bytes of a beat, and the most characters of a message in it.
 BEAT_BYTES, LONGEST_MESSAGE = 4096, 900
 
 
 class RankFailure(Strict):
-    """The rank that failed; `message` None: it said nothing."""
+    """The rank that failed; `message` is None if it died without one."""
 
     rank: int
     name: str
@@ -36,14 +36,16 @@ class RankFailure(Strict):
 
 
 class Beat(Strict):
-    """The state that a rank tells rank 0 of itself, and rank 0 tells each of all."""
+    """The state of one rank, sent to rank 0, or of all ranks, sent by rank 0."""
 
     done: bool = False
     failure: RankFailure | None = None
 
 
 class RankError(Fp8qError):
-    """Another rank failed; the exit code is that rank's. `reported`: it has said why on its own standard error."""
+    """Another rank failed; the exit code is that rank's. `reported`: it has printed the reason on its own standard
+    error.
+    """
 
     def __init__(self, failure: RankFailure):
         """Name the rank, and the cause where it is known."""
@@ -61,15 +63,15 @@ class Stopped(BaseException):
     """
 
     def __init__(self, error: Fp8qError):
-        """Carry `error`."""
+        """Store `error`."""
         super().__init__(str(error))
         self.error = error
 
 
 class Heartbeat:
-    """The beats of one rank.
+    """The heartbeat of one rank.
 
-    Invariant: all ranks end in the same round, with the same verdict, but for those that are gone.
+    Invariant: all living ranks end in the same round, with the same verdict.
     """
 
     def __init__(self, rank: int, names: Sequence[str], group: Any):
@@ -87,22 +89,20 @@ class Heartbeat:
         self._thread.start()
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the others that this rank is done, or what made it fail, and wait until all are.
+        """Report that this rank is done, or the `error` it failed with, and wait until all ranks have ended.
 
-        Raises RankError when it was another that failed.
+        Raises RankError when another rank failed.
         """
-        if (
-            error is not None and self._handler is not None
-        ):  # what fails is on its way out: nothing may interrupt what it has to say
+        if error is not None and self._handler is not None:  # nothing may interrupt the report of a failure
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
         code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
-        told = (
+        failure = (
             None
             if error is None
             else RankFailure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=code)
         )
-        self.own = Beat(done=error is None, failure=told)
+        self.own = Beat(done=error is None, failure=failure)
         self._changed.set()
         self._thread.join()
         if self._handler is not None:
@@ -111,19 +111,19 @@ class Heartbeat:
             self.check()
 
     def check(self) -> None:
-        """Raise RankError when it is known that another rank failed."""
+        """Raise RankError when another rank is known to have failed."""
         if self.failure is not None:
             raise RankError(self.failure)
 
     def explain(self, seconds: float = SILENCE_S + 2 * PATIENCE_S) -> None:
-        """Wait for the verdict that must come when a connection broke. Raises RankError when it is a failure."""
+        """Wait for the verdict that follows a broken connection; raises RankError when it is a failure."""
         deadline = time.monotonic() + seconds
         while not self.ended and time.monotonic() < deadline:
             time.sleep(0.05)
         self.check()
 
     def _stopped(self, number: int, frame: object) -> None:
-        """SIGTERM: from our own thread, from torchrun because another rank died, or from who wants the memory back."""
+        """Handle SIGTERM: from our own thread, from torchrun because another rank died, or from outside."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self.explain(3 * INTERVAL_S)
@@ -142,7 +142,7 @@ class Heartbeat:
         self.failure = failure if failure and failure.rank != self.rank else None
         self.ended = True
         if self.failure and self.own == Beat() and self._handler is not None:
-            # a real signal: it ends waits that Python's own would not
+            # a real signal ends waits that `_thread.interrupt_main` would not
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _lead(self) -> Beat:
@@ -151,7 +151,7 @@ class Heartbeat:
         failures = [beat.failure for beat in beats if beat.failure]
         verdict = Beat(done=all(beat.done for beat in beats), failure=failures[0] if failures else None)
         for rank in range(1, len(self.names)):
-            with suppress(RuntimeError):  # it is the one that died
+            with suppress(RuntimeError):  # this rank died
                 self._say(verdict, rank)
         return verdict
 
@@ -169,7 +169,7 @@ class Heartbeat:
         )
 
     def _heard(self, rank: int, deadline: float) -> Beat:
-        """The beat of `rank`; one of its death when its connection is closed, or silent up to the deadline."""
+        """Receive the beat of `rank`; a failure where its connection is closed, or silent until the deadline."""
         import torch
 
         content = torch.empty(BEAT_BYTES, dtype=torch.uint8)
@@ -181,7 +181,7 @@ class Heartbeat:
 
 
 def line_of(error: BaseException) -> str:
-    """An exception as one line of a message."""
+    """Format an exception in one line."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     text = (
@@ -195,5 +195,5 @@ def line_of(error: BaseException) -> str:
 
 
 def rank_name(rank: int, host: str) -> str:
-    """Name this process by its `rank` and `host`, for messages."""
+    """The name of this process in messages, by its `rank` and `host`."""
     return f"rank {rank} (process {os.getpid()} on {host})"

@@ -1,6 +1,4 @@
-"""Find the rank of this process from the variables that torchrun sets: the command line asks before anything heavy is
-imported.
-"""
+"""Find the rank of this process from the variables of torchrun, without heavy imports."""
 
 import os
 import re
@@ -21,7 +19,7 @@ class ProcessRank:
 
 
 def process_rank(environment: Mapping[str, str] | None = None) -> ProcessRank:
-    """This process's place, by the variables that torchrun sets; alone where there are none.
+    """The rank of this process by torchrun's variables; a single rank where there are none.
 
     Raises InputError for variables that make no sense.
     """
@@ -34,16 +32,16 @@ def process_rank(environment: Mapping[str, str] | None = None) -> ProcessRank:
             f"RANK is {env['RANK']} of {env['WORLD_SIZE']}, and {missing[0]} is not set; start the ranks with "
             "torchrun, or unset RANK"
         )
-    told = {
+    values = {
         name: env.get(name, default)
         for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
     }
-    wrong = next((name for name, value in told.items() if not re.fullmatch(r"\d{1,9}", value)), None)
+    wrong = next((name for name, value in values.items() if not re.fullmatch(r"\d{1,9}", value)), None)
     if wrong:
         raise InputError(
-            f"{wrong} is {told[wrong]!r}, which is no number; start the ranks with torchrun, or unset RANK"
+            f"{wrong} is {values[wrong]!r}, which is no number; start the ranks with torchrun, or unset RANK"
         )
-    rank, ranks, local_rank, local_ranks = map(int, told.values())
+    rank, ranks, local_rank, local_ranks = map(int, values.values())
     if rank >= ranks:
         raise InputError(
             f"RANK is {rank} of {ranks}, and the last is {ranks - 1}; start the ranks with torchrun, or unset RANK"

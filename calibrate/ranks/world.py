@@ -30,8 +30,8 @@ from .torchrun import ProcessRank, process_rank
 if TYPE_CHECKING:
     import torch
 
-#: How long ranks wait for each other to come, and for a collective: a rank may read a checkpoint for hours; who died is
-#: the heartbeat's to find.
+#: The time that ranks wait for each other to start, and for a collective: a rank may read a checkpoint for hours, and
+#: the heartbeat finds ranks that died.
 MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
 
 
@@ -39,7 +39,7 @@ class World:
     """All ranks of one measurement, as seen from one of them; with one rank every method is the identity."""
 
     def __init__(self, process: ProcessRank = ProcessRank(), device: str = "cpu", group: Any = None):
-        """The ranks of the process `group`, this one being `process`, whose products run on `device`."""
+        """Describe the ranks of the process `group`; this one is `process`, and computes on `device`."""
         self.process, self.device, self.group = process, device, group
         self.rank, self.size = process.rank, process.ranks
         self.heartbeat: Heartbeat | None = None
@@ -73,7 +73,7 @@ class World:
         return list(batches[self.rank :: self.size])
 
     def gathered(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Each rank's `document`, by rank: a collective."""
+        """Collect the `document` of every rank, in the order of ranks; a collective."""
         import torch
 
         if self.size == 1:
@@ -81,14 +81,14 @@ class World:
         own = _bytes(document)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._settle(self._dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group, async_op=True))
-        padded = torch.full((max(map(int, sizes)),), ord(" "), dtype=torch.uint8)  # JSON does not mind blanks behind it
+        padded = torch.full((max(map(int, sizes)),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
         padded[: len(own)] = own
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         self._settle(self._dist.all_gather(parts, padded, group=self.group, async_op=True))
         return [json.loads(part.numpy().tobytes()) for part in parts]
 
     def sent(self, tokens: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
-        """Rank 0's `tokens` int64 [windows, seq_len], on every rank: a collective."""
+        """Send rank 0's `tokens` int64 [windows, seq_len] to every rank; a collective."""
         import torch
 
         if self.size == 1:
@@ -125,8 +125,10 @@ class World:
         return Statistics(record, tensors, statistics.weights)
 
     def _added_tensor(self, tensor: TensorStatistics) -> TensorStatistics:
-        """Counts are summed; for the rest the maximum is taken of the bits: magnitudes are ordered as their bits are,
-        NaN above all.
+        """Add the statistics of one tensor over all ranks.
+
+        Counts are summed. Of amax and channels the maximum of the bit patterns is taken: these have the order of the
+        magnitudes, with NaN as the largest.
         """
         import torch
 
@@ -153,7 +155,7 @@ class World:
         return torch.distributed
 
     def _settle(self, work: Any) -> None:
-        """Wait for a collective, in Python: in C++ no signal would be seen.
+        """Wait for a collective in Python, where signals are handled.
 
         Raises RankError when it broke because a rank died.
         """
@@ -172,10 +174,9 @@ class World:
 
 @contextmanager
 def joined_ranks() -> Iterator[World]:
-    """Meet the other ranks that were started with this one, and watch over them until the block ends, on all of them.
+    """Meet the other ranks that were started with this one, and watch over them until the block ends on all of them.
 
-    Raises InputError when they are not alike, BackendError when they do not meet, RankError when another fails, then or
-    in the block.
+    Raises InputError when they are not alike, BackendError when they do not meet, RankError when another rank fails.
     """
     import torch
 
@@ -214,7 +215,7 @@ def joined_ranks() -> Iterator[World]:
 
 
 def _device(here: ProcessRank) -> str:
-    """The GPU of this rank, made the current one; the CPU where there is none.
+    """Choose the GPU of this rank and make it the current one; the CPU where there is no GPU.
 
     Raises InputError when the machine has fewer GPUs than ranks.
     """
@@ -271,7 +272,7 @@ def _bytes(document: Mapping[str, Any]) -> "torch.Tensor":
 
 
 def _give_up(heartbeat: Heartbeat, error: BaseException) -> None:
-    """Tell the other ranks, and torchrun, for its report, what this rank failed of: in a line, without a traceback."""
+    """Report the failure of this rank to the other ranks and to torchrun, in a line without a traceback."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, RankError):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

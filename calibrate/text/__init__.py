@@ -1,4 +1,4 @@
-"""Words to windows: texts of any form, chats and mixtures of them, as windows of tokens.
+"""From texts of any form, chats and mixtures of them to windows of tokens.
 
-Knows of a model only its tokenizer.
+Of a model only the tokenizer is used.
 """

@@ -17,7 +17,7 @@ from .template import Template, TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: ShareGPT's names for who speaks, which no template knows.
+#: ShareGPT's names of roles -> the names that templates know.
 ROLES = {"human": "user", "gpt": "assistant"}
 FORM = 'a list of messages like {"role": "user", "content": "…"}'
 
@@ -52,10 +52,9 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
 
 
 def messages(where: str, value: object) -> list[Message]:
-    """The messages of one row, in the form templates read: `role`, `content` and whatever else they hold; ShareGPT's
-    `from` and `value` are renamed.
+    """The messages of one row, in the form that templates read: `role`, `content` and further keys.
 
-    Raises InputError naming the row, the message and what is wrong with it.
+    ShareGPT's `from` and `value` are renamed. Raises InputError naming the row, the message and the fault.
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"{where} holds no chat but {_shown(value)}; it must hold {FORM}")
@@ -67,9 +66,9 @@ def _message(where: str, value: object) -> Message:
         raise InputError(f"{where}: is no message but {_shown(value)}; a chat is {FORM}")
     message = {key: entry for key, entry in value.items() if entry is not None}  # tables fill in what a row lacks
     if "role" not in message and "from" in message:
-        said = message.pop("from")
+        speaker = message.pop("from")
         message = {
-            "role": ROLES.get(said, said) if isinstance(said, str) else said,
+            "role": ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker,
             "content": message.pop("value", None),
             **message,
         }

@@ -1,9 +1,9 @@
-"""Text to windows of tokens. Knows nothing of a model but its tokenizer.
+"""Tokenize texts and cut them into windows; of a model only the tokenizer is used.
 
 Windows are packed: documents follow each other, each with the tokenizer's own special tokens, and are cut into windows
-(`packing`), so there is no padding to keep out of the statistics. Where there are more windows than asked for,
-they are taken evenly over the whole text: corpora are sorted by source and topic, and their first megabyte speaks for
-neither. A seed draws them instead, from Philox's raw output, which NumPy keeps the same in every version.
+(`packing`), so statistics contain no padding. If there are more windows than asked for, they are taken evenly over the
+whole text: corpora are sorted by source and topic, so their beginning does not represent them. With a seed they are
+drawn instead, by Philox's raw output, which NumPy keeps the same in every version.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ __all__ = [
     "windows",
 ]
 
-#: Documents tokenized together, in parallel, and characters: the tokenizer takes some 450 bytes for each while it
-#: works.
+#: The most documents, and characters, that are tokenized in one call: the tokenizer needs some 450 bytes of memory for
+#: each character.
 DOCUMENTS = 1024
 CHARACTERS = 2_000_000
 Tokens = npt.NDArray[np.int64]
@@ -61,11 +61,10 @@ def encode_texts(
     special_tokens: bool = True,
     report: Reporter = SILENT,
 ) -> Tokens:
-    """Token ids of all documents one after the other, int64 [tokens], each with the special tokens the tokenizer gives
-    a text.
+    """Tokenize documents; returns their ids one after the other, int64 [tokens], each with its special tokens.
 
-    `special_tokens` False: it gives none, for texts that hold theirs (rendered chats). Raises InputError when an id is
-    not below `vocabulary`, the number of rows of the model's embedding.
+    `special_tokens` False: add none, for texts that contain theirs already (rendered chats). Raises InputError when an
+    id is not below `vocabulary`, the number of rows of the model's embedding.
     """
     pieces = [np.zeros(0, np.int64)]
     with report.track("Tokenizing", sum(map(len, texts)), "characters") as advance:
@@ -102,8 +101,9 @@ def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_t
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
-    """Yield the texts that are tokenized together, in order, and whether with special tokens: a document longer than
-    `CHARACTERS` goes in parts, which have them at its beginning alone.
+    """Yield lists of texts to tokenize together, in order, and whether they get special tokens.
+
+    A document longer than `CHARACTERS` is split, and only its first part gets special tokens.
     """
     batch, characters = list[str](), 0
     for text in texts:
@@ -122,8 +122,9 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[list[str], bool]]:
 
 
 def _parts(text: str) -> list[str]:
-    """`text` in parts of at most `CHARACTERS`, cut after lines that something other than white space follows, where no
-    tokenizer joins what is on both sides.
+    """Split `text` into parts of at most `CHARACTERS`.
+
+    It is cut at ends of lines that are not followed by white space, where no tokenizer joins the two sides.
     """
     parts, start = list[str](), 0
     while len(text) - start > CHARACTERS:

@@ -1,8 +1,8 @@
-"""Reading text: a file, a saved data set or a hub data set becomes a list of documents.
+"""Read text: a file, a saved data set or a hub data set becomes a list of documents.
 
-A `.txt` is one document; a line of `.jsonl` or a row of a table is one each. Files are read strictly: an error names
-the byte or the line. What is larger than `Reading.limit` is read in parts that are evenly spread over it (`excerpts`),
-never whole.
+A `.txt` file is one document; so is each line of a `.jsonl` file and each row of a table. Files are read strictly: an
+error names the byte or the line. Of a file larger than `Reading.limit` parts are read that are evenly spread over it
+(`excerpts`).
 """
 
 import json
@@ -27,15 +27,15 @@ FORMS = (
 
 
 def load_texts(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> list[str]:
-    """The documents of `spec`, as `load_documents` reads them."""
+    """The texts of the documents that `load_documents` reads."""
     return load_documents(spec, reading, report).texts
 
 
 def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> Documents:
-    """The documents of `spec` in their order: a `.txt`, `.jsonl` or `.parquet` file, a saved `datasets` directory, or a
+    """Read the documents of `spec`, in order: a `.txt`, `.jsonl` or `.parquet` file, a saved `datasets` directory, or a
     hub data set.
 
-    Raises InputError when there is no such thing, it does not read, or it holds nothing but white space.
+    Raises InputError when it does not exist, cannot be read, or has no text but white space.
     """
     path = local_path(spec)
     reader = _READERS.get(path.suffix.lower())
@@ -44,21 +44,21 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
             raise InputError(
                 f"{path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORMS}"
             )
-        found = read_saved(path, str(path), reading, report)
+        loaded = read_saved(path, str(path), reading, report)
     elif exists(path):
         if reader is None:
             raise InputError(
                 f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}"
             )
         regular_file(path, AGAIN)
-        found = reader(path, str(path), reading, report)
+        loaded = reader(path, str(path), reading, report)
     elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
-        found = read_hub(spec, reading, report)
+        loaded = read_hub(spec, reading, report)
     else:
         raise InputError(f"{spec}: there is no such file; give {FORMS}")
-    if not any(text.strip() for text in found.texts):
-        raise InputError(f"{spec}: holds no text{' but white space' if any(found.texts) else ''}; give {FORMS}")
-    return found
+    if not any(text.strip() for text in loaded.texts):
+        raise InputError(f"{spec}: holds no text{' but white space' if any(loaded.texts) else ''}; give {FORMS}")
+    return loaded
 
 
 def _decode(path: Path, piece: Excerpt) -> str:
@@ -81,8 +81,9 @@ def _decode(path: Path, piece: Excerpt) -> str:
 
 
 def _likely(content: bytes) -> str:
-    """Guess the encoding of bytes with NULs among them, and say what to do: of UTF-16 without its mark every other is
-    one.
+    """Guess the encoding of bytes that contain NULs, and give a remedy.
+
+    In UTF-16 without a byte order mark, every other byte of English text is a NUL.
     """
     even, odd = content[::2].count(0), content[1::2].count(0)
     if 10 * max(even, odd) < len(content):
@@ -107,7 +108,7 @@ def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documen
 
 
 def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tuple[str, str]]:
-    """The lines of the file that are read, each with what the user calls it."""
+    """The lines of the file that are read, each with its name in errors."""
     if not is_larger(path, reading.limit):
         lines = _decode(path, Excerpt(0, read_bytes(path, reading.limit))).split("\n")
         return [(f"line {number:,}", line) for number, line in enumerate(lines, 1)]
@@ -127,7 +128,7 @@ def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str,
             raise InputError(
                 f"{path}: {where} is not JSON ({error.msg} at column {error.colno}); each line must be one object"
             ) from None
-        except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, deeply nested brackets
             raise InputError(
                 f"{path}: {where} is no JSON that can be read ({error_text(error)}); each line must be one object"
             ) from None

@@ -17,7 +17,7 @@ PIECES = 1024
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Bytes of a file from `offset` on."""
+    """The bytes `content` of a file, which begin at `offset`."""
 
     offset: int
     content: bytes
@@ -29,7 +29,7 @@ def is_larger(path: Path, limit: int) -> bool:
 
 
 def excerpt_note(spec: str, read: int, size: int, unit: str = "bytes") -> str:
-    """The note for the user that not all of `spec` is read."""
+    """The note that only a part of `spec` is read."""
     return f"{spec}: {read:,} of its {size:,} {unit} are read, evenly spread over it"
 
 
@@ -40,8 +40,9 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def text_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
-    """Pieces of a text file, some `limit` bytes together, that begin and end with lines, or between two characters
-    where a line has no end in sight.
+    """Pieces of a text file, together about `limit` bytes.
+
+    They begin and end with lines, or between two characters where a line is too long.
     """
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
@@ -53,7 +54,10 @@ def text_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
 
 
 def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
-    """Whole lines of a file, some `limit` bytes together. Raises InputError for a line longer than `limit`."""
+    """Whole lines of a file, together about `limit` bytes.
+
+    Raises InputError for a line longer than `limit`.
+    """
     size, share = path.stat().st_size, max(limit // PIECES, 1)
     with open(path, "rb") as handle:
         for start in _seek_lines(handle, size, limit):
@@ -70,8 +74,8 @@ def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
 def _seek_lines(handle: BinaryIO, size: int, reach: int) -> Iterator[int]:
     """Seek to the beginning of a line at each of `PIECES` offsets, evenly spread over `size` bytes; yield its offset.
 
-    A line may begin up to `reach` bytes behind the offset; where none does, reading begins there in the middle of one.
-    Offsets that were read past already are left out.
+    The line may begin up to `reach` bytes behind the offset; where none does, reading begins in the middle of a line.
+    Offsets that were read past already are skipped.
     """
     for start in spread(size, PIECES):
         if start >= handle.tell():
@@ -82,7 +86,7 @@ def _seek_lines(handle: BinaryIO, size: int, reach: int) -> Iterator[int]:
 
 
 def _whole_characters(piece: Excerpt, at_end: bool) -> Excerpt:
-    """The piece without the parts of UTF-8 characters that it was cut through."""
+    """Remove the parts of UTF-8 characters at both ends of `piece`."""
     content = piece.content
     skipped = next((number for number, byte in enumerate(content[:4]) if byte & 0xC0 != 0x80), 0)
     if not at_end and not content.endswith(b"\n"):

@@ -28,11 +28,10 @@ class WeightedText:
 
 
 def parse(data: str | Sequence[str]) -> list[WeightedText]:
-    """The parts that --data names: each `TEXT` or `TEXT=WEIGHT`.
+    """Parse the values of --data, each `TEXT` or `TEXT=WEIGHT`.
 
-    What exists under the whole name, equals sign and all, is a text without a weight.
-
-    Raises InputError for no text, a weight that is not above 0, and a text given twice.
+    If a file exists under the whole value, equals sign included, it is a text without a weight. Raises InputError for
+    no text, a weight that is not above 0, and a text that is given twice.
     """
     parts = [_part(spec) for spec in ([data] if isinstance(data, str) else data)]
     if not parts:
@@ -45,36 +44,35 @@ def parse(data: str | Sequence[str]) -> list[WeightedText]:
 
 
 def _part(text: str) -> WeightedText:
-    found = None if local_path(text).exists() else _WEIGHT.fullmatch(text)
-    if found is None:
+    match = None if local_path(text).exists() else _WEIGHT.fullmatch(text)
+    if match is None:
         return WeightedText(text)
-    spec, weight = found[1], Fraction(found[2])
+    spec, weight = match[1], Fraction(match[2])
     if weight <= 0:
-        raise InputError(f"--data {text}: its weight is {found[2]}; give one above 0, or leave the text out")
+        raise InputError(f"--data {text}: its weight is {match[2]}; give one above 0, or leave the text out")
     return WeightedText(spec, weight)
 
 
 def apportion(total: int, weights: Sequence[Fraction]) -> list[int]:
-    """`total` given out in proportion to `weights`, by the largest remainder; of equal ones the earlier comes first."""
+    """Divide `total` in proportion to `weights`, by the largest remainder; ties go to the earlier part."""
     quotas = [total * weight / sum(weights) for weight in weights]
-    given = [int(quota) for quota in quotas]
-    order = sorted(range(len(quotas)), key=lambda part: given[part] - quotas[part])
-    for part in order[: total - sum(given)]:
-        given[part] += 1
-    return given
+    counts = [int(quota) for quota in quotas]
+    order = sorted(range(len(quotas)), key=lambda part: counts[part] - quotas[part])
+    for part in order[: total - sum(counts)]:
+        counts[part] += 1
+    return counts
 
 
 def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: int | None = None) -> int:
-    """The most, less than `below`, that can be given out by `shares` so that no part gets more than is `available` of
-    it.
+    """The largest total, below `below`, that `apportion` divides so that each part gets at most its number `available`.
 
-    A smaller total may not fit all the same: by the largest remainder a part's share can shrink as the whole grows (the
-    Alabama paradox).
+    A smaller total may not fit all the same: by the largest remainder a part's number can fall when the total grows
+    (the Alabama paradox).
     """
     whole = sum(weights)
     bound = min(int((count + 1) * whole / weight) for count, weight in zip(available, weights, strict=True))
     floor = min(int(count * whole / weight) for count, weight in zip(available, weights, strict=True))
-    # By the quota rule a share is its quota rounded up or down, so that only totals between these two need be tried.
+    # By the quota rule a part gets its quota rounded up or down, so only totals between these two need a test.
     if below is not None:
         bound = min(bound, below - 1)
         floor = min(floor, bound)
@@ -87,8 +85,9 @@ def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: 
 
 
 def interleave(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """The rows of all `parts`, int64 [rows, width] each, in one array: row j of n stands at (2j + 1) / 2n of the whole;
-    of equal places the earlier part's first.
+    """Join the rows of all `parts`, int64 [rows, width] each, in the order of their relative positions.
+
+    Row j of n has the position (2j + 1) / 2n; at equal positions the earlier part comes first.
     """
     places = np.concatenate([(2 * np.arange(len(part)) + 1) / (2 * len(part)) for part in parts])
     return np.concatenate(parts)[np.argsort(places, kind="stable")]

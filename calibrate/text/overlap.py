@@ -1,14 +1,15 @@
-"""Tell whether two texts are the same text, whatever files and formats they came in.
+"""Measure how much of one text is in another, whatever files and formats they came in.
 
 Both are cut into units (words and single signs; white space and document boundaries do not count), and every run of
-`RUN` consecutive units is hashed. The share of one text's *distinct* runs that the other holds too is the share of it
-that was copied: ordinary corpora share next to none that long (measured: Python files of one project 0.3 %, WikiText's
-and TinyStories' splits 0), a licence header that stands in every file counts once, and a copy is found wherever it
-begins and however its lines are broken.
+`RUN` consecutive units is hashed. The overlap is the share of one text's *distinct* runs that the other contains too.
+Ordinary corpora share almost no runs of that length (measured: Python files of one project 0.3 %, WikiText's and
+TinyStories' splits 0). A licence header in every file counts once, and a copy is found wherever it begins and however
+its lines are broken.
 
-A short evaluation text is a tenth header soon, so that from a tenth on texts are refused; but one window in a hundred
-that was calibrated on is no header, and is refused too: it is told by runs of `PASSAGE` units, of which ordinary
-corpora share none (the longest common passage of the Python files above has 223), where one file in two sets has 1,007.
+In a short evaluation text headers soon make up a tenth, so texts are refused only from a tenth on. But one window in a
+hundred that was calibrated on is no header, and is refused too. It is found by runs of `PASSAGE` units, of which
+ordinary corpora share none: the longest common passage of the Python files above has 223, one file in two sets has
+1,007.
 """
 
 import re
@@ -22,11 +23,11 @@ from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 
 RUN = 64
-#: Longer than what many texts have in common: licences and other boilerplate.
+#: Longer than licences and other boilerplate that many texts share.
 PASSAGE = 256
-#: From this share on a text counts as the other one.
+#: From this share on, two texts count as the same.
 SAME = 0.10
-#: From this share on the user is told; of passages it is too much.
+#: From this share on a note is given; a share of passages is then refused.
 WORTH_A_NOTE = 0.01
 _UNIT = re.compile(r"[A-Za-z0-9_]+|\S")
 #: 2^64 divided by the golden ratio, odd.
@@ -37,7 +38,7 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Overlap:
-    """The share of each one's distinct runs that the other holds, and the larger one of passages."""
+    """The share of each text's distinct runs that the other contains, and the larger share of passages."""
 
     of_first: float = 0.0
     of_second: float = 0.0
@@ -50,17 +51,17 @@ class Overlap:
 
     @property
     def too_much(self) -> bool:
-        """Tell whether the second says nothing of a model that saw the first."""
+        """Tell whether evaluating on one text is meaningless after calibrating on the other."""
         return self.share >= SAME or self.passages >= WORTH_A_NOTE
 
     @property
     def worth_a_note(self) -> bool:
-        """Tell whether the user is told."""
+        """Tell whether to note the overlap."""
         return self.too_much or self.share >= WORTH_A_NOTE
 
     @property
     def shown(self) -> str:
-        """The larger share, in percent."""
+        """Format the larger share in percent."""
         return f"{self.share:.0%}" if self.share >= SAME else f"{self.share:.1%}"
 
 
@@ -72,10 +73,9 @@ def check_disjoint(
     report: Reporter = SILENT,
     allowed: bool = False,
 ) -> Overlap:
-    """Return the overlap of both texts. Raise InputError when that is too much, unless it is `allowed`; note it when it
-    is a hundredth.
+    """Measure the overlap of both texts; raise InputError when it is too much, unless it is `allowed`.
 
-    `data` and `eval_data` are how the user calls them.
+    From a hundredth on it is noted. `data` and `eval_data`: the user's names for the texts.
     """
     found = measure_overlap(calibration, evaluation)
     what, where = (eval_data, data) if found.of_second >= found.of_first else (data, eval_data)
@@ -103,16 +103,16 @@ def measure_overlap(first: Sequence[str], second: Sequence[str], window: int | N
 
 
 def repeated(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
-    """Share of the distinct runs of `RUN` tokens in `second` that `first` holds: both are of one text, int64
-    [tokens].
+    """The share of the distinct runs of `RUN` tokens in `second` that are also in `first`; both int64 [tokens] of one
+    text.
     """
     return _shares(first.view(np.uint64), second.view(np.uint64), RUN)[1]
 
 
 def shared_runs(first: Sequence[str], second: Sequence[str], run: int = RUN) -> tuple[float, float]:
-    """Share of the distinct runs of `run` units of the first text that the second holds, and the other way round.
+    """The share of the distinct runs of `run` units of each text that the other contains.
 
-    Texts of fewer units are compared in shorter runs.
+    Texts of fewer units than a run are compared in shorter runs.
     """
     return _shares(_units(first), _units(second), run)
 
@@ -127,7 +127,7 @@ def _shares(first: Hashes, second: Hashes, run: int) -> tuple[float, float]:
 
 
 def _units(texts: Sequence[str]) -> Hashes:
-    """A 64-bit hash of each unit, in order."""
+    """Hash each unit to 64 bits, in order."""
     return np.fromiter((hash(unit.group()) for text in texts for unit in _UNIT.finditer(text)), np.int64).view(
         np.uint64
     )

@@ -21,7 +21,7 @@ from ..input.untrusted import error_text, foreign
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Two texts that have nothing in common: what stands before both is no part of them.
+#: Two texts without common tokens: tokens in front of both are the tokenizer's.
 SAMPLES = ("The quick brown fox", "0 = x\n")
 Tokens = npt.NDArray[np.int64]
 
@@ -35,11 +35,11 @@ class Packing:
 
     @property
     def text(self) -> int:
-        """The number of tokens of the text in a window."""
+        """The number of tokens of the text in each window."""
         return self.size - len(self.prefix)
 
     def check(self, option: str) -> None:
-        """Raise InputError, naming the option that says the size, when a window holds nothing of the text."""
+        """Raise InputError, naming the `option` of the size, when a window has no room for the text."""
         if self.text < 1:
             raise InputError(
                 f"{option} {self.size}: leaves no token of the text in a window, which begins with the tokenizer's "
@@ -47,45 +47,47 @@ class Packing:
             )
 
     def starts(self, ids: Tokens, stride: int | None = None) -> Tokens:
-        """Return the positions in `ids` int64 [tokens] at which the text of each whole window begins, one every
-        `stride` tokens; None: each behind the one before. What fills no window is left out.
+        """The positions in `ids` int64 [tokens] at which the text of each whole window begins.
+
+        `stride`: tokens from one start to the next; None: windows follow each other without overlap. Tokens that fill
+        no window are dropped.
         """
-        begins, found, place = self.beginnings(ids), list[int](), 0
+        begins, starts, place = self.beginnings(ids), list[int](), 0
         while True:
             if place < len(ids) and begins[place]:
                 place += len(self.prefix)
             if place + self.text > len(ids):
-                return np.array(found, np.int64)
-            found.append(place)
+                return np.array(starts, np.int64)
+            starts.append(place)
             place += stride or self.text
 
     def windows(self, ids: Tokens, starts: Tokens) -> Tokens:
-        """The windows whose text begins at `starts`, int64 [windows, size]."""
+        """Make the windows whose text begins at `starts`, int64 [windows, size]."""
         text = ids[starts[:, None] + np.arange(self.text)]
         return np.concatenate([np.tile(np.array(self.prefix, np.int64), (len(starts), 1)), text], axis=1)
 
     def beginnings(self, ids: Tokens) -> npt.NDArray[np.bool_]:
-        """Mark the positions in `ids` at which the prefix begins: bool [tokens]."""
-        found, length = np.zeros(len(ids), np.bool_), len(self.prefix)
+        """Mark the positions in `ids` at which the prefix begins, bool [tokens]."""
+        marks, length = np.zeros(len(ids), np.bool_), len(self.prefix)
         if 0 < length <= len(ids):
-            found[: len(ids) - length + 1] = (np.lib.stride_tricks.sliding_window_view(ids, length) == self.prefix).all(
+            marks[: len(ids) - length + 1] = (np.lib.stride_tricks.sliding_window_view(ids, length) == self.prefix).all(
                 1
             )
-        return found
+        return marks
 
 
 def prefix_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """The special tokens that the tokenizer puts in front of any text; none where it adds none, or not always the same,
     or cannot encode our samples: errors are left to `corpus.encode`.
     """
-    found = set[tuple[int, ...]]()
+    prefixes = set[tuple[int, ...]]()
     with suppress(InputError), foreign(lambda error: InputError(error_text(error))), muted():
-        found = {_before(tokenizer, text) for text in SAMPLES}
-    return found.pop() if len(found) == 1 else ()
+        prefixes = {_before(tokenizer, text) for text in SAMPLES}
+    return prefixes.pop() if len(prefixes) == 1 else ()
 
 
 def _before(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
-    """Return the tokens before those of `text` when it is encoded with special tokens."""
+    """Return the tokens that are added in front of those of `text` when it is encoded with special tokens."""
     whole, plain = (
         list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
     )

@@ -12,23 +12,22 @@ from typing import Any, Literal
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 
-#: How much of a text is read, in bytes or characters: some 8 million tokens, eight times what calibration takes by
-#: default.
+#: The most that is read of a text, in bytes or characters: some 8 million tokens, eight times the default calibration.
 READ_AT_MOST = 32_000_000
-#: Rows that are looked at to tell what a column of a data set holds.
+#: Rows that are read to find the kind of a data set's columns.
 HEAD = 100
-#: The columns that chats come in.
+#: The names of columns of chats.
 CHATS = ("messages", "conversations")
 
 Kind = Literal["strings", "chats", "other"]
 Row = Mapping[str, Any]
-#: Turns the messages of a row into text; the first argument says where the row is, for errors.
+#: Renders the messages of a row as text; the first argument names the row in errors.
 Render = Callable[[str, object], str]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The part of a text to read: its columns and its length.
+    """Options of reading a text: its column, its split and the most to read.
 
     `column` None is `text`, or else the only column of strings; `split` None is `train`, or else the only one. `render`
     None: chats are refused; otherwise they are rendered, and with `chats_first` preferred to a column `text`. `limit`:
@@ -44,8 +43,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents that were read, in order; `chat`: these are chats, whose template has written the special tokens
-    already.
+    """The documents of a text, in order.
+
+    `chat`: they are rendered chats, which contain their special tokens.
     """
 
     texts: list[str]
@@ -54,21 +54,21 @@ class Documents:
 
 @dataclass(frozen=True)
 class DocumentColumn:
-    """The column of a table that is read."""
+    """The column that documents are read from."""
 
     name: str
     chat: bool
 
 
 def column_kind(name: str, value: object) -> Kind:
-    """Tell the kind of a column of that name by one of its values."""
+    """The kind of the column `name`, by one of its values."""
     if isinstance(value, str):
         return "strings"
     return "chats" if name in CHATS and isinstance(value, list) and value and isinstance(value[0], dict) else "other"
 
 
 def column_kinds(rows: Iterable[Row]) -> dict[str, Kind]:
-    """Tell the kind of each column by its first value that is neither missing nor an empty list."""
+    """The kind of each column, by its first value that is neither missing nor an empty list."""
     kinds: dict[str, Kind] = {}
     for row in rows:
         kinds |= {

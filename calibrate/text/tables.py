@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyarrow import parquet
 
-#: Row groups of one parquet file that are read in part, where not all of it is read.
+#: The most row groups that are read of a parquet file larger than the limit.
 GROUPS = 64
-#: Rows of a parquet file that are held together, and bytes that are read of it at once: left to itself, Arrow reads the
-#: column of a whole row group.
+#: Rows of a parquet file that are in memory at once, and bytes of a read: by default Arrow reads the column of a whole
+#: row group.
 BATCH = 64
 BUFFER = 1 << 20
-#: Bytes that rows held together may take: a dictionary holds a value once that every row of them may repeat.
+#: The most bytes of the rows in memory: every row may repeat a value that a dictionary stores once.
 BATCH_BYTES = 4 << 30
-#: Times the limit that rows of a parquet file may give, told by their number and not by their sizes, which may repeat.
+#: Rows are chosen by number, and values of a dictionary may repeat, so their text may be this many times the limit.
 EXPANSION = 4
 
 
 def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
-    """The documents of a parquet file. Raises InputError."""
+    """Read the documents of a parquet file; raises InputError."""
     from pyarrow import parquet
 
     with (
@@ -90,7 +90,9 @@ def _column_bytes(file: "parquet.ParquetFile", group: int, column: DocumentColum
 def _parquet_rows(
     file: "parquet.ParquetFile", groups: list[int], every: int, name: str, batch_rows: int
 ) -> Iterator[tuple[str, Row]]:
-    """Every so many rows of the row groups, numbered from 1 in the file; at most `batch_rows` are in memory."""
+    """Yield every `every`-th row of the row `groups`, numbered from 1 in the file; at most `batch_rows` are in
+    memory.
+    """
     first = [0]
     for group in range(file.num_row_groups):
         first.append(first[-1] + file.metadata.row_group(group).num_rows)
@@ -103,7 +105,7 @@ def _parquet_rows(
 
 
 def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
-    """The documents of a directory that `datasets` saved. Raises InputError."""
+    """Read the documents of a directory that `datasets` saved; raises InputError."""
     import datasets
 
     for file in sorted(found for ending in ("json", "arrow") for found in path.rglob(f"*.{ending}")):
@@ -159,7 +161,7 @@ def table_errors(spec: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Keep `datasets` from logging and drawing bars; the settings before are restored."""
+    """Keep `datasets` from logging and drawing progress bars in this block; restore its settings after it."""
     import datasets
 
     verbosity, bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()

@@ -1,12 +1,11 @@
-"""A tokenizer's chat template, run in a process of its own that can be ended.
+"""Run a tokenizer's chat template in a process of its own that can be killed.
 
-A template is a program of somebody else's. Jinja's sandbox keeps it from the machine, and not from the processor or the
-memory: two loops inside each other, or `9 ** (9 ** 9)`, which Jinja computes before the template runs, never come to an
-end, and no signal interrupts a product of large integers. So it runs in a child, which has so much memory beyond its
-own, and is killed when its time is up: `START` seconds, and `EACH` for every row that it has rendered.
+A template is an untrusted program. Jinja's sandbox restricts what it can reach, but not its time and memory: two nested
+loops, or `9 ** (9 ** 9)`, which Jinja computes before the template runs, never end, and no signal interrupts a product
+of large integers. So it runs in a child process with a limit of memory, which is killed after `START` seconds, plus
+`EACH` for every row that it has rendered.
 
-The child is this file. It is started once for each process that renders, when it first does, and told the template
-again whenever that changes.
+The child runs this file. It is started once for each process that renders, and gets the template with every request.
 """
 
 import atexit
@@ -24,13 +23,13 @@ from types import SimpleNamespace
 from typing import IO, Any, TextIO
 from unittest.mock import patch
 
-#: Seconds that a template may take in all, to begin with and for every row; real ones take some 0.5 ms a row.
+#: Seconds that a template may take: at first, and more for every row; real ones take some 0.5 ms a row.
 START, EACH = 20.0, 0.02
-#: Seconds for the child to import transformers on a busy machine.
+#: Seconds that the child may take to import transformers on a busy machine.
 WAKE = 300.0
-#: Bytes that the child may have beyond what it has when it begins, and characters that a row may become.
+#: Bytes that the child may allocate after its start, and characters of a rendered row.
 MEMORY, CHARACTERS = 2 << 30, 64 << 20
-#: What templates are told the date is: the one that Llama 3.1's falls back to.
+#: The date that templates get: the default of Llama 3.1's template.
 DATE = datetime(2024, 7, 26)  # noqa: DTZ001  # a date, in no place's time
 
 
@@ -39,17 +38,18 @@ class TemplateError(Exception):
 
 
 class Template:
-    """One template, with the special tokens that it is told; `render` gives each list of messages as text."""
+    """One chat template with its special tokens; `render` renders lists of messages as text."""
 
     def __init__(self, source: str, tokens: dict[str, Any], answering: bool = False):
-        """Nothing runs before the first `render`. `answering`: end where the model's answer begins, and say the true
-        date.
+        """Store the template; nothing runs before the first `render`.
+
+        `answering`: end the text where the model's answer begins, and give the template the true date.
         """
         self.request = {"template": source, "tokens": tokens, "answering": answering}
         self.allowed = START
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The text of `messages`. Raises TemplateError, saying why, when there is none."""
+        """Render `messages` as text; raises TemplateError, with the reason, when that fails."""
         child, begun = _child(os.getpid()), time.monotonic()
         answer = child.asked({**self.request, "messages": messages}, self.allowed)
         self.allowed += EACH - (time.monotonic() - begun)
@@ -65,7 +65,7 @@ class Child:
     """The process that renders."""
 
     def __init__(self) -> None:
-        """Start it, and wait until it has imported what it needs."""
+        """Start the process, and wait until its imports are done."""
         command = [sys.executable, "-P", __file__]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -75,7 +75,10 @@ class Child:
             raise TemplateError("the process that renders it does not start")
 
     def asked(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Its answer; None, and it is gone, when there is none within `seconds`."""
+        """Send a `question` and return the answer.
+
+        None when there is no answer within `seconds`; the process is then killed.
+        """
         try:
             _stream(self.process.stdin).write(json.dumps(question, default=str).encode() + b"\n")
             _stream(self.process.stdin).flush()
@@ -99,7 +102,7 @@ class Child:
         return b"".join(parts)
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process."""
         atexit.unregister(self.close)
         self.process.kill()
         self.process.communicate()
@@ -107,7 +110,7 @@ class Child:
 
 @cache
 def _child(process: int) -> Child:
-    """The child of this `process`: one that was forked since has its own."""
+    """The child of the process with this id: after a fork, the new process starts its own."""
     return Child()
 
 
@@ -117,7 +120,7 @@ def _stream(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def render_requests(questions: TextIO, answers: TextIO) -> None:
-    """Answer each line of JSON with a line of JSON, as the child process, until there are no more."""
+    """Answer each line of JSON with a line of JSON until the input ends; this runs in the child process."""
     render = _renderer()
     with open("/proc/self/statm") if os.path.exists("/proc/self/statm") else open(os.devnull) as sizes:
         pages = sizes.read().split()
@@ -142,16 +145,14 @@ def render_requests(questions: TextIO, answers: TextIO) -> None:
 
 
 def _renderer() -> Callable[..., str]:
-    """A function of a template, the date and what it is told: transformers' own, or the same of Jinja alone where that
-    is not here.
-    """
+    """Return a function that renders a template: transformers' own, or Jinja alone where transformers is missing."""
     try:
         from transformers.utils import chat_template_utils as own
     except ImportError:
         return _plain
 
     def rendered(source: str, date: datetime, messages: list[dict[str, Any]], **told: Any) -> str:
-        # it asks the clock itself, and newer versions let no function be handed in
+        # it reads the clock itself, and newer versions accept no function for it
         with patch.object(own, "datetime", SimpleNamespace(now=lambda: date)):
             return str(own.render_jinja_template([messages], chat_template=source, **told)[0][0])
 
@@ -159,8 +160,9 @@ def _renderer() -> Callable[..., str]:
 
 
 def _plain(source: str, date: datetime, **told: Any) -> str:
-    """`source` rendered in the sandbox, with what templates expect of transformers: break and continue, `tojson` that
-    escapes nothing for HTML, `raise_exception`, and blocks that mark what the model said.
+    """Render `source` in Jinja's sandbox, with the extensions that templates expect of transformers.
+
+    These are break and continue, a `tojson` that escapes nothing for HTML, `raise_exception`, and `generation` blocks.
     """
     from jinja2 import TemplateError as Refused
     from jinja2.ext import Extension

@@ -15,7 +15,7 @@ from onnx.external_data_helper import uses_external_data
 
 from ...core.errors import InputError
 from ...core.findings import Broken
-from ...core.headers import Stored, read_header
+from ...core.headers import StoredTensor, read_header
 from ..onnx_file.indexed import FP8_TYPES, Indexed
 from ..onnx_file.tensors import bytes_of, elements_of, type_name
 from .rules import rule
@@ -131,7 +131,7 @@ _SAFETENSORS = {
 class Header:
     """The header of a safetensors file: `stored` by name, and `names` by the byte they begin at."""
 
-    stored: dict[str, Stored]
+    stored: dict[str, StoredTensor]
     names: dict[int, str]
 
 

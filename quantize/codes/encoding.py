@@ -1,7 +1,7 @@
-"""Encode numbers: divide by a scale in FP32, clip, and round once to nearest even, to one code a value or two.
+"""Encode numbers: divide by a scale in FP32, clip, and round once to nearest even, to one or two codes for each value.
 
-Everything that makes codes calls these functions: the checkpoint's writer, the rounding of weights, the reference and
-the graph's operators. On a GPU, where Triton is installed, one kernel encodes an activation (`kernels`).
+The checkpoint's writer, the rounding of weights, the reference and the graph's operators all call these functions. On a
+GPU, where Triton is installed, one kernel encodes an activation (`kernels`).
 """
 
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def code_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The values of the codes that `encode` gives, float32 of x's shape, computed in FP32 without making the codes.
+    """The values of the codes of `encode`, float32 of x's shape, computed in FP32 without making the codes.
 
     Adding and subtracting 1.5 · 2^23 steps of the grid leaves whole steps, since FP32 rounds the sum to nearest even.
     On a CPU this takes two fifths of the time of `encode(x, scale).float()`, whose conversion from codes has no vector
@@ -44,14 +44,14 @@ def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
 
 
-#: Name of a format -> the function that encodes in it.
+#: Name of a format -> its encoding function.
 ENCODERS = {"e4m3": encode, "int8": encode_int8}
 
 
 def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two codes a and b of x / scale, float8_e4m3fn of x's shape each: a of `encode`, b of the error that a leaves.
+    """The two codes a and b of x / scale, float8_e4m3fn of x's shape each: a as in `encode`, b of a's rounding error.
 
-    `scale` float32, a power of two, so that what a leaves is exact in FP32 for every BF16 `x`.
+    `scale` float32, a power of two, so that the error of a is exact in FP32 for every BF16 `x`.
     """
     first = encode(x, scale)
     return first, encode((x.float() - first.float() * scale) * TWO_TERMS.divisor, scale)

@@ -1,12 +1,11 @@
-"""The 8-bit formats, as data: exponent bits, mantissa bits, bias and what the extreme codes mean; and INT8, which FP8
-is compared with.
+"""The 8-bit formats as data: exponent bits, mantissa bits, bias and the special codes; and INT8, for comparison.
 
-Everything else (maximum, grid, midpoints, rounding) is derived. Sources: Micikevicius et al. 2022, "FP8 Formats for
-Deep Learning", table 1 (E4M3, E5M2; the "fn" in E4M3FN says finite, with NaN only in the all-ones codes); ONNX, "Float
+All else (maximum, grid, midpoints, rounding) is derived. Sources: Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning", table 1 (E4M3, E5M2; the "fn" in E4M3FN means finite, with NaN only in the all-ones codes); ONNX, "Float
 stored in 8 bits" (the FNUZ kind of Noune et al. 2022: bias one larger, no negative zero, NaN in its place).
 
 A value is quantized as FP32(x) / FP32(scale), clipped to the largest finite value, and rounded once to the nearest
-code, ties to the even one; NaN stays NaN. Infinity is clipped as every large value is.
+code, ties to even; NaN stays NaN. Infinity is clipped like every large value.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Grid(Protocol):
-    """The magnitudes that codes stand for: all that choosing a scale needs to know of a format."""
+    """The magnitudes of a format's codes, from which scales are chosen."""
 
     @property
     def name(self) -> str:
@@ -37,26 +36,28 @@ class Grid(Protocol):
 
     @property
     def clip(self) -> float:
-        """The divisor that makes a scale of a clip: the largest magnitude of one code."""
+        """The largest magnitude of one code; scale = clip of the tensor / this."""
 
     @property
     def midpoints(self) -> Float32s:
-        """The midpoints of the grid, float32 [len(grid) - 1]: where rounding changes, ties to the even index."""
+        """The midpoints of the grid, float32 [len(grid) - 1], at which rounding changes; ties to the even index."""
 
     @property
     def terms(self) -> Literal[1, 2]:
-        """The number of codes that stand for one value."""
+        """The number of codes for one value."""
 
     @property
     def power_of_two(self) -> bool:
-        """Tell whether its scales are powers of two, whatever grid of scales is asked for."""
+        """Tell whether scales must be powers of two, even if another grid of scales is asked for."""
 
     @property
     def by_value(self) -> bool:
-        """Tell whether the squared error is summed value by value: it is too small for differences of prefix sums."""
+        """Tell whether to sum the squared error value by value, since it is too small for differences of prefix
+        sums.
+        """
 
     def round(self, magnitudes: Float32s) -> Float32s:
-        """The grid value each non-negative, finite magnitude (divided by its scale) is rounded to; saturating."""
+        """Round non-negative, finite magnitudes, divided by their scale, to the grid; saturating."""
 
 
 class GridFormat(ABC):
@@ -79,7 +80,7 @@ class GridFormat(ABC):
 
     @cached_property
     def midpoints(self) -> Float32s:
-        """The midpoints between neighbours of the grid, float32 [len(grid) - 1] (exact): where rounding changes."""
+        """The midpoints between neighbours of the grid, float32 [len(grid) - 1] (exact), at which rounding changes."""
         return (self.grid[:-1] + self.grid[1:]) / np.float32(2)
 
 
@@ -87,7 +88,7 @@ class GridFormat(ABC):
 class Format(GridFormat):
     """A floating-point format of 8 bits: a sign, `exponent_bits` and `mantissa_bits`.
 
-    `ieee`: the top exponent means infinity and NaN; `unsigned_zero`: 0x80 is the only NaN, and there is no -0.
+    `ieee`: the largest exponent is infinity and NaN; `unsigned_zero`: 0x80 is the only NaN, and there is no -0.
     """
 
     name: str
@@ -137,14 +138,15 @@ class Format(GridFormat):
 
     @cached_property
     def nan_code(self) -> int:
-        """The code that NaN is written as."""
+        """The code of NaN."""
         return 0x80 if self.unsigned_zero else 0x7F
 
     def encode(self, values: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-        """Codes of float32 `values` that are already divided by their scale, uint8 of the same shape; saturating, ties
-        to even.
+        """The codes of float32 `values`, which are divided by their scale already, uint8 of the same shape; saturating,
+        ties to even.
 
-        The slow reference: a binary search among the midpoints. A value on a midpoint goes to the even of both codes.
+        This is the slow reference: a binary search among the midpoints. A value on a midpoint gets the even one of both
+        codes.
         """
         x = np.asarray(values, np.float32)
         magnitude = np.minimum(np.abs(x), np.float32(self.max))
@@ -159,13 +161,13 @@ class Format(GridFormat):
         return self.values[codes]
 
     def round(self, magnitudes: Float32s) -> Float32s:
-        """The grid value each non-negative, finite magnitude (divided by its scale) is rounded to; saturating."""
+        """Round non-negative, finite magnitudes, divided by their scale, to the grid; saturating."""
         return self.grid[self.encode(magnitudes)]
 
 
 @dataclass(frozen=True)
 class Integers(GridFormat):
-    """Signed integers of `bits` bits, used symmetrically: magnitudes go up to 127, and -128 is left to saturation."""
+    """Signed integers of `bits` bits, used symmetrically: magnitudes up to 127, and no -128."""
 
     name: str
     bits: int
@@ -175,11 +177,11 @@ class Integers(GridFormat):
 
     @cached_property
     def grid(self) -> Float32s:
-        """0, 1, 2 …, float32."""
+        """The magnitudes 0, 1, 2 …, float32."""
         return np.arange(1 << (self.bits - 1), dtype=np.float32)
 
     def round(self, magnitudes: Float32s) -> Float32s:
-        """The nearest integer of each non-negative magnitude (divided by its scale), ties to even; saturating."""
+        """Round non-negative magnitudes, divided by their scale, to the nearest integer, ties to even; saturating."""
         return np.minimum(np.rint(magnitudes), np.float32(self.max))
 
 
@@ -187,10 +189,10 @@ class Integers(GridFormat):
 class TwoTerms(GridFormat):
     """Two codes a and b for one value, a + b / `divisor`, under a scale that is a power of two.
 
-    a is the value's nearest code and b that of `divisor` times what it leaves, which has as many binary places to the
-    right of a as a code has digits: with E4M3's four, `divisor` is 16, and the eight digits of a BF16 number are a and
-    b, exactly. Between two neighbours a the values lie as densely as b's codes, and at their midpoint both ways of
-    writing it meet, so that rounding a and then b is rounding to the nearest value of `grid`.
+    a is the value's nearest code, and b the code of `divisor` times the rounding error of a. `divisor` is 2 to the
+    number of a code's binary digits: with E4M3's four digits it is 16, and a and b represent the eight digits of a BF16
+    number exactly. Between two neighbours a the values are as dense as b's codes, and at their midpoint the two
+    representations meet, so rounding a and then b is rounding to the nearest value of `grid`.
     """
 
     format: Format
@@ -250,7 +252,7 @@ class TwoTerms(GridFormat):
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, bias=7)
 E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, ieee=True)
 E4M3FNUZ = Format("e4m3fnuz", exponent_bits=4, mantissa_bits=3, bias=8, unsigned_zero=True)
-#: What safetensors calls the type of the codes.
+#: The type of the codes as safetensors spells it.
 CODE_DTYPE = "F8_E4M3"
 FORMATS = {kind.name: kind for kind in (E4M3, E5M2, E4M3FNUZ)}
 INT8 = Integers("int8", bits=8)

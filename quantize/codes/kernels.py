@@ -1,16 +1,18 @@
-"""The codes of an activation in one pass over it, written in Triton (the language of GPU kernels), for FP8 GPUs.
+"""Encode an activation in one pass over it, by a Triton kernel, on FP8 GPUs.
 
-`encoding.encode` is a chain of torch operations, each of which reads and writes the whole tensor, in FP32; two terms
-are twice the chain. Here a value is read once, in its own type, and each term is written once: 3 bytes a BF16 value
+`encoding.encode` is a chain of torch operations, each of which reads and writes the whole tensor in FP32; two terms
+double the chain. Here a value is read once, in its own type, and each term is written once: 3 bytes for each BF16 value
 instead of 29, and 4 instead of some 90 with two terms.
 
-Rounding is done on the bits, not by the GPU's own conversion: what was tested on a CPU, in Triton's interpreter, is
-then what runs, and the interpreter's own conversions are not right (Triton 3.9: it cuts to E4M3, and loses BF16's
-subnormals). A normal number takes half of its last kept place, less one unit if that is even, and is cut; a subnormal
-one is added to the power of two whose last place is E4M3's smallest step, so that FP32's own addition rounds it. The
-format's constants are handed to the kernels as parameters: the interpreter of Triton 3.7 computes with no global ones.
+Values are rounded by integer operations on their bits, not by the GPU's conversion: so Triton's interpreter on a CPU
+tests the same arithmetic, and the interpreter's own conversions are wrong (Triton 3.9: it truncates to E4M3, and loses
+BF16's subnormals). A normal number is rounded by adding half of its last kept place, less one unit if that place is
+even, and truncating. A subnormal number is added to the power of two whose last place is E4M3's smallest step, so
+FP32's addition rounds it. The constants of the format are parameters of the kernels, since the interpreter of Triton
+3.7 does not compute with global ones.
 
-Imports Triton, which is PyTorch's on NVIDIA GPUs: import it where it is used. It was not run on a GPU yet.
+This module imports Triton, which comes with PyTorch on NVIDIA GPUs: import it where it is used. It was not run on a GPU
+yet.
 """
 
 import torch
@@ -19,9 +21,9 @@ import triton.language as tl
 
 from .formats import E4M3, TWO_TERMS
 
-#: Values that one program of the kernel takes.
+#: Values for each program of the kernel.
 BLOCK = 1024
-#: FP32: bits of its fraction, its bias; then bits of FP32 that E4M3 drops, and E4M3's largest number as FP32's bits.
+#: FP32's fraction bits and bias; the fraction bits that E4M3 drops; E4M3's largest number as FP32 bits.
 _FRACTION, _BIAS = 23, 127
 _DROPPED = _FRACTION - E4M3.mantissa_bits
 _LARGEST = int(torch.tensor(E4M3.max).view(torch.int32))
@@ -73,7 +75,10 @@ def _encode(
     steps: tl.constexpr,
     excess: tl.constexpr,
 ):
-    """Encode `count` values in one term or two; BF16 values come as their bits, int16: the upper half of FP32's."""
+    """Encode `count` values in one term or two.
+
+    BF16 values are passed as their bits, int16, which are the upper half of FP32's.
+    """
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     scale = tl.load(scale_at)
@@ -90,9 +95,8 @@ def _encode(
 def triton_encode(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
     """Encode `x` under the scalar float32 `scale` by one kernel, float8_e4m3fn [terms, *x.shape].
 
-    The codes are those of `encoding.encode` for one of the `terms`, and of `encoding.encode_two` for two, but that the
-    sign of a NaN may differ. `x` of any float type lies on a GPU, or on a CPU in Triton's interpreter, which
-    TRITON_INTERPRET=1 turns on.
+    The codes are those of `encoding.encode` for one of the `terms`, and of `encoding.encode_two` for two; only the sign
+    of a NaN may differ. `x` of any float type is on a GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
     """
     bf16 = x.dtype == torch.bfloat16
     x = x.contiguous().view(torch.int16) if bf16 else x.contiguous()

@@ -1,1 +1,1 @@
-"""Holds an FP8 checkpoint against rules, anyone's: what loaders would take wrong in silence, without torch."""
+"""Check FP8 checkpoints of any exporter for faults that loaders do not report; without torch."""

@@ -1,6 +1,6 @@
-"""Hold an FP8 checkpoint against everything that is known to go wrong when others load it; no torch needed.
+"""Check an FP8 checkpoint for everything that is known to go wrong when other tools load it; without torch.
 
-Any checkpoint of a form that is read can be checked, whoever exported it. Headers and scales are read, and no weight.
+Any checkpoint of a supported form can be checked, whoever exported it. Headers and scales are read, weights are not.
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ __all__ = ["RULES", "checkpoint_findings"]
 
 
 def checkpoint_findings(path: Path) -> tuple[Checkpoint, list[Finding]]:
-    """The checkpoint at `path` and the rules that it breaks, in the order of their numbers.
+    """Read the checkpoint at `path` and return it with its findings, in the order of the rules' numbers.
 
-    Raises InputError for one that is not quantized, of a form that is not read, or without weights.
+    Raises InputError for a checkpoint that is not quantized, of an unsupported form, or without weights.
     """
     checkpoint = open_checkpoint(path)
     if checkpoint is None:

@@ -1,7 +1,7 @@
-"""The rules of a checkpoint: declared as those of a graph are, under numbers C1xx.
+"""The registry of rules for a checkpoint, with numbers C1xx, as for graphs.
 
-A rule is a function from a checkpoint to the places where it is broken, each a tensor or a file. Its docstring says why
-the rule is there: what transformers 5.14, compressed-tensors 0.20 and vLLM make of it.
+A rule is a function from a checkpoint to the places where it is broken, each a tensor or a file. Its docstring gives
+the reason: the behaviour of transformers 5.14, compressed-tensors 0.20 and vLLM.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,13 +11,13 @@ from ...core.findings import Broken, Finding, Severity, first_places
 from ..reading.fp8_tensors import Checkpoint
 
 Check = Callable[[Checkpoint], Broken]
-#: What to do where only whoever exported the checkpoint can mend it.
+#: The remedy for faults that only the exporter of the checkpoint can fix.
 AGAIN = "export the checkpoint again"
 
 
 @dataclass(frozen=True)
 class CheckpointRule:
-    """A rule under its number."""
+    """A rule with its number, name and severity."""
 
     number: str
     name: str
@@ -43,7 +43,7 @@ RULES: dict[str, CheckpointRule] = {}
 
 
 def checkpoint_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:
-    """Enter a rule."""
+    """Register a rule."""
 
     def enter(check: Check) -> Check:
         assert number not in RULES, f"rule {number} is entered twice"

@@ -1,4 +1,4 @@
-"""Rules C101 to C103: what a loader looks at before any scale."""
+"""Rules C101 to C103: files and types, which a loader reads before any scale."""
 
 from ...core.findings import Broken
 from ..reading.fp8_tensors import CODES, Checkpoint

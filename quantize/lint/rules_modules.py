@@ -1,4 +1,6 @@
-"""Rules C116 to C122: modules that belong together, the head, the cache, and what the configuration leaves out."""
+"""Rules C116 to C122: modules that belong together, the output head, the cache, and modules that the configuration
+ignores.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -12,7 +14,7 @@ from .rules import AGAIN, checkpoint_rule
 from .rules_scales import WIDE, readable
 from .rules_values import EXPERT
 
-#: What loaders join into one product, since they have one input.
+#: The modules that loaders join into one product, since they have one input.
 JOINED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -21,12 +23,12 @@ JOINED = (
 )
 HEADS = ("lm_head", "embed_out", "output")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-#: What tells an attention module that writes to a cache, as compressed-tensors' `_KV_CACHE_PROJECTION_NAMES`.
+#: Projections of an attention module that writes to a cache: compressed-tensors' `_KV_CACHE_PROJECTION_NAMES`.
 WRITE_CACHES = ("k_proj", "qkv_proj", "kv_b_proj")
 
 
 def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """The modules that are joined, where at least two of them are there and one is in codes."""
+    """The groups of modules that loaders join, if at least two of them exist and one is in codes."""
     joined = {name: group[0] for group in JOINED for name in group}
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(checkpoint.tensors):
@@ -38,7 +40,7 @@ def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
 
 
 def _layers(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """The products of all experts of a layer, where one is in codes."""
+    """The products of all experts of each layer, if one of them is in codes."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in sorted(checkpoint.tensors):
         if (match := EXPERT.fullmatch(name)) and name.endswith(".weight"):
@@ -136,7 +138,7 @@ def cache_scales(checkpoint: Checkpoint) -> Broken:
         there[module].add(name.rpartition(".")[2])
     if not checkpoint.declared.cache:
         first = next(iter(checkpoint.cache_scales), None)
-        if first is not None and checkpoint.declared.form != "fp8":  # which has no words for a cache
+        if first is not None and checkpoint.declared.form != "fp8":  # the form fp8 has no field for a cache
             yield first, f"is there, and {_source(checkpoint.declared)} says nothing of a cache; say so, or take it out"
         return
     for module in sorted(_attentions(checkpoint)):

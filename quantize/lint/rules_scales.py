@@ -1,4 +1,4 @@
-"""Rules C104 to C110: which scales there are, what they are called, and of which type and shape they are."""
+"""Rules C104 to C110: the presence, names, types and shapes of scales."""
 
 from collections.abc import Iterator
 from math import prod
@@ -8,22 +8,22 @@ from ...core.findings import Broken
 from ..reading.fp8_tensors import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
 from .rules import AGAIN, checkpoint_rule
 
-#: Numbers that a scale may have: no output side of a weight is so long.
+#: The most numbers of a scale: no weight has more outputs.
 MOST_NUMBERS = 4_194_304
-#: Last names beside a module's own scales that loaders know: of a cache, and vLLM's older ones of it.
+#: Further scale names that loaders know: those of a cache, and vLLM's older names of these.
 OF_CACHES = (*CACHE_SCALES, "q_scale", "kv_scale", "output_scale")
 WIDE = ("F32", "BF16", "F16")
 
 
 class Scale(NamedTuple):
-    """A scale that is there, and what it is of."""
+    """A stored scale, and the weight, input or cache that it belongs to."""
 
     name: str
     kind: Literal["weight", "input", "cache"]
 
 
 def form_scales(checkpoint: Checkpoint) -> Iterator[Scale]:
-    """Every scale that bears a name of the form's."""
+    """Every scale with a name of the checkpoint's form."""
     for codes in checkpoint.codes.values():
         if codes.scale is not None:
             yield Scale(codes.scale, "weight")
@@ -34,7 +34,7 @@ def form_scales(checkpoint: Checkpoint) -> Iterator[Scale]:
 
 
 def readable(checkpoint: Checkpoint, name: str) -> bool:
-    """Tell whether its values can be looked at: of a type of scales, and not endless."""
+    """Tell whether the values of a scale can be read: it has a type of scales and a limited size."""
     tensor = checkpoint.tensors[name]
     return tensor.dtype in TYPES and 0 < prod(tensor.shape) <= MOST_NUMBERS
 

@@ -1,8 +1,8 @@
-"""Rules C111 to C115: the numbers that scales hold.
+"""Rules C111 to C115: the values of scales.
 
-What a scale should be follows from the codes: value = code × scale, and the largest code is 448. A writer that scales
-by amax stores amax / 448, so 448 × scale is the largest value that the scale stands for. No weight of a decoder is
-beyond 448, and no model has half of its inputs beyond it: a median above 1 is a scale the wrong way round, 448 / amax.
+The right size of a scale follows from the codes: value = code × scale, and the largest code is 448. A writer that
+scales by amax stores amax / 448, so 448 × scale is the largest value that the scale can represent. No weight of a
+decoder exceeds 448, and in no model do half of the inputs: so a median above 1 is an inverted scale, 448 / amax.
 """
 
 import re
@@ -17,11 +17,11 @@ from ..reading.fp8_tensors import Checkpoint, Float32s
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import form_scales, readable
 
-#: A scale of exactly 1.0 is what loaders begin with, and what some exporters write for NaN.
+#: The initial scale of loaders, which some exporters also write for NaN.
 DEFAULT = 1.0
-#: What exporters give an expert that saw no token: 1.0, or ModelOpt's 0.5.
+#: The scales that exporters write for an expert without tokens: 1.0, or ModelOpt's 0.5.
 STARVED = (DEFAULT, 0.5)
-#: How far an expert's scale may be from the median of its layer's.
+#: The largest factor between an expert's scale and the median of its layer.
 FAR = 32.0
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.(.+)", re.DOTALL)
 
@@ -86,7 +86,7 @@ def _reciprocal(scale: float) -> str:
 
 
 def _experts(checkpoint: Checkpoint) -> Iterator[list[tuple[str, float]]]:
-    """The input scales of a layer's experts, of one projection."""
+    """The input scales of the experts of a layer, by projection."""
     groups: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for name, values in _values(checkpoint, "input"):
         if (match := EXPERT.fullmatch(name)) and values.size == 1 and _positive(values).size:

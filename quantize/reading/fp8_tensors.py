@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ...calibrate.checkpoint.weights import INDEX, SINGLE
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
-from ...core.headers import Stored, read_header
+from ...core.headers import StoredTensor, read_header
 from .module_patterns import Form
 from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Granularity, Scheme, declared_form
 
@@ -55,7 +55,7 @@ BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True)
-class Located(Stored):
+class Located(StoredTensor):
     """The place of a tensor, and the file that holds it."""
 
     file: Path

@@ -1,4 +1,4 @@
-"""`fp8q calibrate`: model and text to checkpoint and graphs, by one process or by several ranks."""
+"""`fp8q calibrate`: from model and text to checkpoint and graphs, in one process or several ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The model and texts to calibrate on, and the options; `whole_run`: the stages after it are to follow."""
+    """The model, texts and options of a calibration; `whole_run`: the stages after it follow in the same call."""
 
     model: str
     data: str | Sequence[str]
@@ -35,9 +35,9 @@ class Calibration:
 
 
 def calibrate(out: Path, what: Calibration, progress: Reporter) -> Run:
-    """Measure, choose scales, and write checkpoint and graphs into the run directory `out`, working there alone.
+    """Measure, choose scales, and write checkpoint and graphs into the run directory `out`, under its lock.
 
-    In each of several processes that torchrun started, all measure and the first alone does the rest.
+    In several processes that torchrun started, all measure and the first alone does the rest.
     """
     run, notes, options = Run(Path(out)), Notes(progress), what.options.calibrate
     with alone(run):
@@ -64,14 +64,14 @@ def calibrate(out: Path, what: Calibration, progress: Reporter) -> Run:
 
 
 def _take_part(run: Run, what: Calibration, notes: Notes, world: "World") -> None:
-    """Measure what the first rank says, as another."""
+    """Measure, as a rank above 0, the share that rank 0 assigns."""
     source = sources.opened(what.model, what.options.calibrate, fingerprinted=world.process.local_rank == 0)
     sources.check_same(source, world)
     take_part(run, source, world, notes)
 
 
 def _measured(run: Run, what: Calibration, notes: Notes, world: "World") -> "tuple[Source, Products]":
-    """The stages that several ranks share, as the first of them: find all that is wrong, write the corpus, measure."""
+    """Check everything, write the corpus and measure, as rank 0 of the stages that ranks share."""
     options = what.options.calibrate
     preflight.check_out(run)
     with notes.held():
@@ -83,7 +83,7 @@ def _measured(run: Run, what: Calibration, notes: Notes, world: "World") -> "tup
 
 
 def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tuple[Source, Products, Collected]":
-    """Find all that is wrong with model, texts and options, before anything is written."""
+    """Check model, texts and options, before any file is written."""
     from ...calibrate.model.tokenizer import load_tokenizer
 
     options, later = what.options.calibrate, what.options if what.whole_run else None

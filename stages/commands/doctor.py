@@ -1,6 +1,6 @@
 """`fp8q doctor RUN`: the stability checklist, of the run's files and of its model on a few windows.
 
-Nothing is written. What needs the source checkpoint, or torch, is `unknown` where that is not here.
+It writes nothing. Checks that need the source checkpoint, or torch, are `unknown` where these are missing.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from ...validate.advice.remedies import Remedies
     from ...validate.advice.scale_checks import ScaledTensor
 
-#: Tokens that go through both models at a time, whole windows.
+#: The most tokens that run through both models at a time, in whole windows.
 TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Examined:
-    """The subjects of the checks: the run, its scales, and how each tensor's scale is stored."""
+    """The subjects of the checks: the run, its scales, and the form in which each tensor's scale is stored."""
 
     run: Run
     scales: Scales
@@ -80,7 +80,7 @@ def _remedies(run: Run) -> "Remedies":
 
 
 def _spread(windows: Tokens, count: int) -> Tokens:
-    """So many windows, evenly spaced over all."""
+    """Select windows, evenly spaced over all."""
     taken = np.unique(np.linspace(0, len(windows) - 1, min(count, len(windows))).round().astype(np.int64))
     return windows[taken]
 
@@ -100,7 +100,7 @@ def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check
 
 
 def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "list[Check]":
-    """Run both models on `windows`, then let both write."""
+    """Run both models on `windows`, then let both generate text."""
     import torch
 
     from ...calibrate.model.source import load_model
@@ -131,7 +131,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
 
 
 def _layers(model: "PreTrainedModel", source: "Source") -> "Layers | None":
-    """The decoder layers; None where the model is no chain of them."""
+    """The decoder layers; None where the model is no chain of layers."""
     from ...calibrate.model.decoder import NoChainError, find_layers
 
     try:
@@ -141,7 +141,7 @@ def _layers(model: "PreTrainedModel", source: "Source") -> "Layers | None":
 
 
 def _namer(run: Run) -> Callable[[int], str]:
-    """Token id -> how to call it."""
+    """Return a function from a token id to its text."""
     from tokenizers import Tokenizer
 
     file = run.model / "tokenizer.json"

@@ -56,11 +56,10 @@ class EngineView:
 
 
 def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
-    """List the kernels of the run's engines for `targets` (none: all); with `plan`, what that file runs, taken for an
-    engine of the one target.
+    """List the kernels of the run's engines for `targets` (none: all).
 
-    Raises InputError for a target that was not built, an engine that is not the one that was, or one that was built
-    from other files than the run has now.
+    `plan`: read this file instead, as an engine of the one target. Raises InputError for a target that was not built,
+    an engine file that has changed, and an engine that was built from other files than the run has now.
     """
     from ...export.engine.info import load_engines
     from ...export.lint.check import run_promise, sound_graph
@@ -149,8 +148,10 @@ def read_engine(
 
 
 def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
-    """Raise GateError for an engine that cannot be told to run at least `min_fp8_share` (a fraction) of the promised
-    products in FP8, on this model's codes and scales, with the cache and the attention that the run promises.
+    """Raise GateError for an engine with too few promised products in FP8, or with other codes or scales.
+
+    `min_fp8_share`: the least share of promised products in FP8, a fraction; the cache and the attention must be as
+    promised too.
     """
     from ...export.engine.info import shortfall
     from ...export.engine.proof import broken

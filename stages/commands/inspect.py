@@ -39,7 +39,7 @@ class Inspection:
 
 @command(writes=False, modules=())
 def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | None) -> Inspection:
-    """Look through `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
+    """Inspect `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
     from ...validate.advice.certificate import certificate
     from ...validate.advice.expert_coverage import expert_rows
     from ...validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ...export.lint.rules import Promise
     from ...export.onnx_file.tensors import Array
 
-#: Rules about files that are missing or cut short: wrong input, not a graph that was made wrong.
+#: Rules about files that are missing or cut short: these are faults of the input, not of the graph.
 DAMAGE = ("F402", "F403")
 
 
@@ -47,14 +47,14 @@ class Linted:
 
 @dataclass(frozen=True)
 class LintedRun:
-    """The findings of the lint in all that a run holds."""
+    """The findings in all parts of a run."""
 
     path: Path
     parts: tuple[Linted, ...]
 
     @property
     def findings(self) -> "list[Finding]":
-        """All of them."""
+        """The findings of all parts."""
         return [finding for part in self.parts for finding in part.findings]
 
 
@@ -80,7 +80,7 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
 
 
 def lint_run(path: Path) -> LintedRun:
-    """Lint all that a run holds; raises InputError for a folder that is none."""
+    """Lint all parts of a run; raise InputError for a directory without a run."""
     from ...serve.lint.check import lint_engines
 
     if not Run(path).exists():
@@ -113,7 +113,7 @@ def lint_triton(path: Path) -> Linted:
 
 
 def lint_checkpoint(path: Path) -> Linted:
-    """Lint an FP8 checkpoint, whoever exported it."""
+    """Lint an FP8 checkpoint of any exporter."""
     from ...quantize.lint.check import checkpoint_findings
 
     checkpoint, findings = checkpoint_findings(path)
@@ -167,8 +167,8 @@ def promise(run: Run) -> "Promise":
 
 
 def check_findings(linted: Linted | LintedRun) -> None:
-    """Raise GateError when a rule is broken that is an error, InputError when that is for a graph's file that is
-    missing or cut short.
+    """Raise GateError for a finding of severity error; InputError where it is a missing or shortened file of a
+    graph.
     """
     from ...core.findings import places
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Merged:
-    """The contents of `runs` together: statistics, windows int64 [windows, seq_len] in batch order, and tokens held out
+    """The joined contents of `runs`: statistics, windows int64 [windows, seq_len] in batch order, and held-out tokens
     int64 [tokens].
     """
 
@@ -52,7 +52,7 @@ class Merged:
 
     @property
     def measured(self) -> dict[str, str]:
-        """SHA-256 of what each run measured, under names without a dot: these are no files of the merged run."""
+        """SHA-256 of each run's measurement, under names without a dot, since these are no files of the merged run."""
         return {
             f"statistics {number}": run.record().stages["measure"].outputs[run.statistics.name]
             for number, run in enumerate(self.runs)
@@ -62,8 +62,10 @@ class Merged:
 def merge(
     paths: Sequence[Path], out: Path, model: str | None, options: tuple[ScaleOptions, ExportOptions], progress: Reporter
 ) -> Run:
-    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into the run directory `out`, working
-    there alone; the model is not run. `model`: where it is here.
+    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into the run directory `out`, under its
+    lock.
+
+    The model is not run. `model`: the source checkpoint, if it has moved.
     """
     run, notes, (scale_options, export_options) = Run(Path(out)), Notes(progress), options
     with alone(run):
@@ -98,8 +100,8 @@ def check_rounding(options: ScaleOptions) -> None:
 def add(paths: Sequence[Path], out: Path) -> Merged:
     """Read and add the runs at `paths`, which are to be merged into `out`.
 
-    Raises InputError, naming the run, for fewer than two, for one given twice, for `out` itself, for one that was not
-    measured or is damaged, and for those that cannot be added.
+    Raises InputError, naming the run, for fewer than two, for a run that is given twice, is `out` itself, was not
+    measured or is damaged, and for runs that cannot be added.
     """
     runs = _distinct([Run(Path(path)) for path in paths], Path(out))
     for run in runs:
@@ -197,7 +199,7 @@ def note_missing(merged: Merged, notes: Notes) -> None:
 
 
 def missing(merged: Merged) -> list[str]:
-    """The batches of the corpus that no run has measured, as `3 of TEXT`."""
+    """The batches of the corpus that no run has measured, in words: `3 of TEXT`."""
     corpus = merged.statistics.record.corpus
     there = merged.statistics.batches_measured
     return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]

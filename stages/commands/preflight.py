@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_out(run: Run) -> None:
-    """Raise InputError when the directory of `run` can neither be written nor made."""
+    """Raise InputError when the directory of `run` can be neither written nor created."""
     above = local_path(run.root).absolute()
     while not exists(above):
         above = above.parent
@@ -64,8 +64,9 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
 
 
 def check_later(run: Run, later: RunOptions) -> None:
-    """Raise what the stages after `calibrate` would of their options alone: a gate that has nothing to compare, graphs
-    that no stage before them writes.
+    """Raise the errors that the options of later stages alone would cause.
+
+    These are a gate without anything to compare, and graphs that no earlier stage writes.
     """
     engine, validate = later.engine, later.validate
     check_comparable(validate.chosen, validate.max_ppl_increase)
@@ -103,14 +104,14 @@ def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> No
 
     engine, validate, limit = later.engine, later.validate, source.served_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
-    replace(engine, max_seq_len=length)  # its sizes are held against the length as they are made
+    replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
     cut_for(collected.evaluation, collected.names[1], (validate.context, validate.stride), packing, limit, SILENT)
 
 
 @contextmanager
 def nothing_left(run: Run) -> Iterator[None]:
-    """Take away what an InputError in the block leaves of a run that was not there before it."""
+    """Remove the files that an InputError in this block leaves of a run that did not exist before."""
     fresh, made = not run.exists(), not run.root.exists()
     before = set() if made else set(run.root.iterdir())
     try:

@@ -1,4 +1,4 @@
-"""The commands that make the checkpoint or the graphs of a run again: `fp8q scales` and `fp8q export`."""
+"""`fp8q scales` and `fp8q export`: make the checkpoint or the graphs of a run again."""
 
 from ...core.run import Run
 from ...options import ExportOptions, RescaleOptions

@@ -1,4 +1,4 @@
-"""`fp8q run`: all stages, one after the other."""
+"""`fp8q run`: run all stages, one after the other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +18,9 @@ from .calibrate import Calibration, calibrate
 
 
 def run_all(out: Path, what: Calibration, progress: Reporter) -> Run:
-    """Calibrate, then build, validate, deploy and report, alone on the run directory `out`.
+    """Calibrate, then build, validate, deploy and report, under the lock of the run directory `out`.
 
-    A gate that is not met, and a runtime that failed beside others, are raised when all is written.
+    GateError and UnfinishedError are raised after everything is written.
     """
     options = what.options
     later: dict[str, Callable[[], object]] = {
@@ -37,7 +37,7 @@ def run_all(out: Path, what: Calibration, progress: Reporter) -> Run:
 
 
 def _do_all(run: Run, steps: dict[str, Callable[[], object]], progress: Reporter) -> None:
-    """Do all `steps` that `run` has the files for, and raise then what gates and unfinished runtimes raised."""
+    """Run all `steps` whose input files `run` has; raise their GateError and UnfinishedError at the end."""
     gates, unfinished = list[GateError](), list[UnfinishedError]()
     for name, step in steps.items():
         if name in OF_A_GRAPH and run.without_graph():

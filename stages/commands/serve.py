@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from ...serve.web.server import Server
     from ...serve.web.serving import Model
 
-#: What the extra `serve` brings, by the names they are imported under.
+#: The import names of the packages of the extra `serve`.
 SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
 KEY = "FP8Q_API_KEY"
 
 
 def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") -> int:
-    """Serve until told to end; returns how many requests were broken off then.
+    """Serve until stopped; return the number of requests that were cut off.
 
-    Raises InputError for a run that has no model, an address that is taken, BackendError for a runtime or library that
-    is not here.
+    Raises InputError for a run without a model and an address in use, BackendError for a missing runtime or library.
     """
     needs("serve", SERVE_MODULES)
     from ...serve.web.gate import names_of
@@ -62,7 +61,7 @@ def _template(run: Run) -> ChatTemplate | InputError:
 
 
 def name_of(run: Run, options: ServeOptions) -> str:
-    """Name the model for clients."""
+    """Choose the model's name for clients."""
     return options.name or model_name(run.record().model.get("name", run.root.resolve().name))
 
 

@@ -33,7 +33,7 @@ Facts_co = TypeVar("Facts_co", bound=Strict, covariant=True)
 
 
 class NoFacts(Strict):
-    """The facts of a stage that has none beside its inputs and options."""
+    """The facts of a stage whose key has only inputs and options."""
 
 
 NO_FACTS = NoFacts()
@@ -55,9 +55,9 @@ class Key(Generic[Choices_co, Facts_co]):
 class Stage(Generic[Choices, Facts]):
     """One step of a run.
 
-    `inputs`: patterns of the files in the run that it reads, and names (without a dot) of other inputs; `outputs`:
-    patterns of the files that it writes; `code`: the function that runs it, as `module.function` of `stages`; `older`:
-    what records mean that are older than a field, where that is not the field's default.
+    `inputs`: patterns of its input files in the run, and names (without a dot) of other inputs; `outputs`: patterns of
+    its output files; `code`: the function that runs it, as `module.function` of `stages`; `older`: values of fields
+    that older records lack, where these are not the defaults.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Stage(Generic[Choices, Facts]):
 
     @cached_property
     def recorded_fields(self) -> frozenset[str]:
-        """Name the fields that `run.json` holds of this stage."""
+        """The names of the fields that `run.json` has of this stage."""
         return frozenset(self.options.keyed()) | self.facts.model_fields.keys()
 
     @cached_property
@@ -89,7 +89,7 @@ class Stage(Generic[Choices, Facts]):
         return TypeAdapter(self.options)
 
     def dump(self, options: Options, facts: Facts) -> dict[str, JsonValue]:
-        """Return the flat object that `run.json` holds of `options`, which may be of a subclass, and `facts`."""
+        """Return the flat object for `run.json` of `options`, which may be of a subclass, and `facts`."""
         chosen: dict[str, JsonValue] = to_jsonable_python(_values(self.options, options))
         return chosen | facts.model_dump(mode="json", exclude_none=True)
 
@@ -124,9 +124,9 @@ class Stage(Generic[Choices, Facts]):
             raise InputError(f"{file}: the stage {self.name} has {error}; {again}") from None
 
     def is_current(self, run: Run, *keys: Key[Choices, Facts]) -> bool:
-        """Tell whether `run` has all that this stage writes, made by this version under one of `keys`.
+        """Tell whether `run` has all outputs of this stage, made by this version under one of `keys`.
 
-        Raises InputError for an output that is there and is not what the stage wrote.
+        Raises InputError for an output that is not the file that the stage wrote.
         """
         recorded = run.record().stages.get(self.name)
         if recorded is None:
@@ -134,7 +134,7 @@ class Stage(Generic[Choices, Facts]):
         try:
             done = self.read(recorded.options, run.record_file)
         except InputError:
-            return False  # it is made again
+            return False  # the stage runs again
         return any(
             done == self.read(self.dump(key.options, key.facts), run.record_file)
             and run.is_current(self.name, key.inputs, recorded.options)
@@ -145,7 +145,7 @@ class Stage(Generic[Choices, Facts]):
     def writing(
         self, run: Run, key: Key[Choices, Facts], notes: Notes, model: Mapping[str, str] | None = None
     ) -> Iterator[StageLog]:
-        """Run this stage in the block and record it, with the notes made since the last one (see `Run.stage`)."""
+        """Run this stage in the block, and record it with the notes since the last stage (see `Run.stage`)."""
         _check_declared(self.name, "input", key.inputs, self.inputs)
         with run.stage(self.name, key.inputs, self.dump(key.options, key.facts), model) as log:
             yield log
@@ -155,19 +155,21 @@ class Stage(Generic[Choices, Facts]):
             log.notes, notes.lines = notes.lines, []
 
     def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
-        """A folder that a killed call of this stage goes on from, under the same `key` and arithmetic (`Run.work`)."""
+        """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on
+        (`Run.work`).
+        """
         depends = {"inputs": dict(key.inputs), "options": self.dump(key.options, key.facts)}
         return run.work(self.name, depends | arithmetic(), note=notes.note)
 
 
 def _check_declared(stage: str, what: str, names: Mapping[str, str] | list[str], patterns: tuple[str, ...]) -> None:
-    """Hold what a stage reads or writes against its declaration."""
+    """Check the inputs or outputs of a stage against its declaration."""
     for name in names:
         assert any(fnmatchcase(name, pattern) for pattern in patterns), f"{stage}: {name} is no {what} of the stage"
 
 
 def _values(kind: type[Options], options: Options) -> dict[str, object]:
-    """Return the keyed fields of `kind` in `options`, those of nested option classes among them."""
+    """Return the keyed fields of `kind` in `options`, nested option classes included."""
     found: dict[str, object] = {}
     for each in fields(kind):
         value = getattr(options, each.name)

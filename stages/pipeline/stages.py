@@ -43,7 +43,7 @@ Overlap = Annotated[
 
 
 class CorpusFacts(Strict):
-    """The texts that windows were cut from. `runs`: paths of the runs whose windows were added."""
+    """Facts of the texts that windows were cut from. `runs`: paths of merged runs."""
 
     data: str
     eval_data: str
@@ -55,7 +55,7 @@ class CorpusFacts(Strict):
 
 
 class MeasureFacts(Strict):
-    """Facts of a measurement. `moments`: second moments were gathered for GPTQ; `runs`: paths of the runs added."""
+    """Facts of a measurement. `moments`: second moments were gathered for GPTQ; `runs`: paths of merged runs."""
 
     moments: bool = False
     prefix: Prefix = Field(default=[])
@@ -64,21 +64,21 @@ class MeasureFacts(Strict):
 
 
 class QuantizeFacts(Strict):
-    """Facts of a checkpoint. `batch_size`: windows that went through a layer together, where they did."""
+    """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding."""
 
     adapters: Fingerprints | None = None
     batch_size: int | None = None
 
 
 class ValidateFacts(Strict):
-    """Facts of the windows that were evaluated on."""
+    """Facts of the evaluated windows."""
 
     prefix: Prefix = Field(default=[])
     overlap: Overlap = None
 
 
 class ContinueFacts(Strict):
-    """Facts of the continuations. `tokens`: of each."""
+    """Facts of the continuations. `tokens`: the length of each."""
 
     tokens: int
 
@@ -87,7 +87,7 @@ class ContinueFacts(Strict):
 FP8_FILES = ("scales.json", "model/*", "attention.json")
 STATISTICS = ("statistics.safetensors", "statistics.json", "moments/*")
 
-#: Texts to the windows that are calibrated on, and those held out.
+#: Cuts texts into calibration windows and evaluation tokens.
 CORPUS = Stage(
     "corpus",
     CorpusOptions,
@@ -97,7 +97,7 @@ CORPUS = Stage(
     code="corpus.write_corpus",
     older={"bos": "never"},
 )
-#: The float model on the windows.
+#: Runs the float model on the windows.
 MEASURE = Stage(
     "measure",
     MeasureOptions,
@@ -106,7 +106,7 @@ MEASURE = Stage(
     outputs=STATISTICS,
     code="measure.measure",
 )
-#: Scales from statistics, and the checkpoint that they make.
+#: Chooses scales from statistics, and writes the checkpoint.
 QUANTIZE = Stage(
     "quantize",
     ScaleOptions,
@@ -115,7 +115,7 @@ QUANTIZE = Stage(
     outputs=("scales.json", "model/*"),
     code="quantize.quantize",
 )
-#: The queries of attention, for its scales in FP8.
+#: Measures the queries of attention, for their FP8 scales.
 QUERIES = Stage(
     "queries",
     Options,
@@ -124,7 +124,7 @@ QUERIES = Stage(
     outputs=("queries.safetensors",),
     code="queries.measure_queries",
 )
-#: Both ONNX graphs of the checkpoint.
+#: Exports both ONNX graphs of the checkpoint.
 EXPORT = Stage(
     "export",
     ExportOptions,
@@ -133,7 +133,7 @@ EXPORT = Stage(
     outputs=("model/*", "attention.json"),
     code="export.export",
 )
-#: The same model in the precisions that FP8 is compared with.
+#: Export the source model in the precisions that FP8 is compared with.
 EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]]" = {
     "bf16": Stage(
         "export-bf16",
@@ -152,7 +152,7 @@ EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFac
         code="export_baseline.export_baseline",
     ),
 }
-#: The held-out text through the runtimes.
+#: Runs the held-out text through the runtimes.
 VALIDATE = Stage(
     "validate",
     ValidateOptions,
@@ -161,7 +161,7 @@ VALIDATE = Stage(
     outputs=("accuracy.json", "tokens.npz"),
     code="validate.validate",
 )
-#: The loss that each tensor causes alone.
+#: Measures the loss that each tensor causes alone.
 SENSITIVITY = Stage(
     "sensitivity",
     SensitivityOptions,
@@ -171,7 +171,7 @@ SENSITIVITY = Stage(
     code="sensitivity.sensitivity",
     older={"stream": False},
 )
-#: The cheapest mix that meets a budget of loss.
+#: Finds the cheapest mix within a budget of loss.
 TUNE = Stage(
     "tune",
     TuneOptions,
@@ -180,7 +180,7 @@ TUNE = Stage(
     outputs=("tune.json",),
     code="tune.tune",
 )
-#: The Triton model repository.
+#: Writes the Triton model repository.
 TRITON = Stage(
     "triton",
     TritonOptions,
@@ -189,7 +189,7 @@ TRITON = Stage(
     outputs=("triton/*",),
     code="triton.triton",
 )
-#: The time that answers take.
+#: Measures the time of answers.
 BENCH = Stage(
     "bench",
     BenchOptions,
@@ -198,7 +198,7 @@ BENCH = Stage(
     outputs=("bench.json",),
     code="bench.bench",
 )
-#: Text that BF16 and FP8 write after the same words.
+#: Continues the same prompts with BF16 and FP8.
 CONTINUE = Stage(
     "continue",
     ContinueOptions,
@@ -207,7 +207,7 @@ CONTINUE = Stage(
     outputs=("continuations.json",),
     code="continuations.write_continuations",
 )
-#: The page and the notebook: of all that the others wrote.
+#: Writes the page and the notebook, from the outputs of all other stages.
 REPORT = Stage(
     "report",
     PageOptions,

@@ -1,4 +1,4 @@
-"""Shared parts of the stages: a reporter that remembers, the record of a stage, and the device models run on."""
+"""Common steps of the stages: notes, checks for an extra, the device, and the lock of a run."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ...core.record import library_versions
 from ...core.reporter import Reporter
 from ...core.run import Run
 
-#: What the extra `calibrate` brings, by the names they are imported under.
+#: The import names of the packages of the extra `calibrate`.
 CALIBRATE_MODULES = ("torch", "transformers", "datasets", "compressed_tensors", "onnxscript")
 
 
@@ -27,14 +27,14 @@ def needs(extra: str, modules: Sequence[str]) -> None:
 
 
 class Notes:
-    """A reporter that passes everything on and remembers the notes."""
+    """A reporter that passes everything on and stores the notes."""
 
     def __init__(self, report: Reporter):
-        """Speak through `report`."""
+        """Pass everything on to `report`."""
         self.report, self.track, self.lines, self.waiting = report, report.track, list[str](), False
 
     def note(self, line: str) -> None:
-        """Say the line, unless notes wait, and keep it."""
+        """Pass the line on, unless notes are held, and store it."""
         self.lines.append(line)
         if not self.waiting:
             self.report.note(line)
@@ -57,7 +57,7 @@ def device() -> str:
 
 
 def arithmetic() -> dict[str, object]:
-    """Return all that the last bits of a model's sums depend on, besides the model and its inputs."""
+    """Return everything that the bits of a model's sums depend on, besides the model and its inputs."""
     import torch
 
     from ...calibrate.model.bf16_products import bf16_arithmetic
@@ -72,7 +72,7 @@ def arithmetic() -> dict[str, object]:
 
 
 def note_other_arithmetic(run: Run, notes: Notes) -> None:
-    """Note where this machine's CPU computes BF16 products otherwise than the one that measured `run` did."""
+    """Note where this machine's CPU computes BF16 products in another way than the one that measured `run`."""
     from ...calibrate.model.bf16_products import bf16_arithmetic
 
     measured = run.record().stages.get("measure")
@@ -90,8 +90,9 @@ def note_other_arithmetic(run: Run, notes: Notes) -> None:
 
 @contextmanager
 def alone(run: Run) -> Iterator[None]:
-    """Work alone on `run` in this block, from its first stage to its last: another process that would write there
-    meanwhile is refused. What killed calls left of finished stages goes first.
+    """Hold the lock of `run` in this block, over all of its stages, and remove leftovers of killed calls first.
+
+    Another process that would write to the run meanwhile is refused.
     """
     with keeping_locks(), ExitStack() as held:
         if run.exists() and process_rank().rank == 0:
@@ -100,7 +101,7 @@ def alone(run: Run) -> Iterator[None]:
 
 
 def _take(run: Run, held: ExitStack) -> None:
-    """Lock `run` and sweep it; where it may not be written to, leave that to the stage that must write."""
+    """Lock `run` and sweep it; a directory that may not be written to is left for a stage to refuse."""
     try:
         held.enter_context(run.lock())
     except InputError as error:

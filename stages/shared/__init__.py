@@ -1,1 +1,1 @@
-"""Shared by the stages: sources, texts, adapters, notes, the record of a stage, and opening a run."""
+"""Functions that several stages share: sources, texts, adapters, files of the model, and opening a run."""

@@ -19,12 +19,12 @@ def adapters_of(run: Run) -> list[str]:
 
 
 def fingerprints(source: "Source") -> dict[str, str] | None:
-    """Return name -> fingerprint of the adapters beside the `source` model, for a stage's key; None without."""
+    """Return name -> fingerprint of the adapters of `source`, for a stage's key; None without adapters."""
     return {adapter.name: adapter.fingerprint for adapter in source.adapters} or None
 
 
 def check_adapter(run: Run, name: str | None) -> None:
-    """Raise InputError for the name of an adapter that is not beside the run's model."""
+    """Raise InputError for the name of an adapter that the run does not have."""
     there = adapters_of(run)
     if name is None or name in there:
         return
@@ -38,7 +38,7 @@ def check_adapter(run: Run, name: str | None) -> None:
 
 
 def check_attention(adapters: Sequence[str], asked: ExportOptions) -> None:
-    """Raise InputError for attention in FP8 with adapters on: queries are measured of the base alone."""
+    """Raise InputError for FP8 attention with adapters: queries are measured of the base alone."""
     if asked.attention == "fp8" and adapters:
         raise InputError(
             f"--attention fp8: queries are measured without the adapter {adapters[0]} beside the model; leave it out, "

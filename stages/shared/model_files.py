@@ -33,7 +33,7 @@ def has_graphs(run: Run) -> bool:
 
 
 def export_options(run: Run) -> ExportOptions:
-    """Read back the options that the run's graph was exported with; the defaults where there is none."""
+    """Read back the options that the run's graph was exported with; the defaults without a graph."""
     return run.options(EXPORT) if EXPORT.name in run.record().stages else ExportOptions()
 
 
@@ -50,7 +50,7 @@ def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
 
 
 def files_of(run: Run, precision: Precision) -> dict[str, str]:
-    """Return the SHA-256 of each file that the runtimes of a precision read."""
+    """Name -> SHA-256 of the files that the runtimes of a precision read."""
     run.refuse_without_graph()
     if precision == "fp8":
         return fp8_files(run)

@@ -20,22 +20,22 @@ def open_run(path: Path) -> Run:
     """The run directory at `path`; raises InputError when there is none, or when it measured some of the batches only
     (`--batches`), since everything after measuring needs all.
     """
-    found = Run(Path(path))
-    if not found.root.exists():
+    run = Run(Path(path))
+    if not run.root.exists():
         raise InputError(
             f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`"
         )
-    if not found.exists():
+    if not run.exists():
         raise InputError(
             f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out "
             f"{path}`"
         )
-    if MEASURE.name in found.record().stages and (batches := found.options(MEASURE).batches):
+    if MEASURE.name in run.record().stages and (batches := run.options(MEASURE).batches):
         raise InputError(
-            f"{found.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
+            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
             "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
         )
-    return found
+    return run
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class Command(Generic[Given, Made]):
     modules: Sequence[str]
 
     def __call__(self, run: Run, notes: Notes, *given: Given.args, **named: Given.kwargs) -> Made:
-        """Call the function, for whoever has opened and locked the run."""
+        """Call the function, for a caller that has opened and locked the run."""
         return self.function(run, notes, *given, **named)
 
     def at(self, path: Path, progress: Reporter, *given: Given.args, **named: Given.kwargs) -> Made:
-        """Call the function for the run at `path`. Raises InputError where there is none, or another process works
-        there; BackendError where a library is missing.
+        """Call the function for the run at `path`.
+
+        Raises InputError where there is no run or another process works there; BackendError where a library is missing.
         """
         with alone(Run(Path(path))) if self.writes else nullcontext():
             needs("calibrate", self.modules)
@@ -65,5 +66,5 @@ class Command(Generic[Given, Made]):
 def command(
     *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
 ) -> Callable[[Callable[Concatenate[Run, Notes, Given], Made]], Command[Given, Made]]:
-    """Make a command of a function: see `Command`."""
+    """Make a `Command` of a function."""
     return lambda function: Command(function, writes, modules)

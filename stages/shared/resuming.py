@@ -1,4 +1,4 @@
-"""Save the results of a stage so far in a file: a killed call goes on from it."""
+"""Save the partial results of a stage in a file, so that a killed call goes on from there."""
 
 import json
 from dataclasses import dataclass, fields
@@ -10,17 +10,17 @@ from ...core.files import replacing
 
 @dataclass
 class Saved:
-    """The fields of a subclass, which JSON can hold and which have defaults, in the file at `path`."""
+    """A base class whose fields, which JSON can store and which have defaults, are saved in the file at `path`."""
 
     path: Path
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read the results in the file at `path`; nothing where there is none."""
+        """Read the results in the file at `path`; empty ones where there is no file."""
         return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
 
     def save(self) -> None:
-        """Write all of it."""
-        found = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "path"}
+        """Write all fields to the file."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "path"}
         with replacing(self.path) as partial:
-            partial.write_text(json.dumps(found), encoding="utf-8")
+            partial.write_text(json.dumps(values), encoding="utf-8")

@@ -64,8 +64,8 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
 
 
 def check_stored(source: "Source", model: "PreTrainedModel") -> None:
-    """Raise InputError where transformers makes a weight of other tensors than those that are stored: codes take the
-    place of these.
+    """Raise InputError where transformers computes a weight from other stored tensors, so its codes could not replace
+    it.
     """
     from ...calibrate.model.products import matrix_products
 
@@ -100,8 +100,10 @@ def check_forward(source: "Source") -> None:
 def opened(
     model: str, options: SourceOptions = SourceOptions(), report: Reporter = SILENT, fingerprinted: bool = True
 ) -> "Source":
-    """Open the source model, which may be a checkpoint in FP8, for the numbers that its codes stand for, with the
-    adapters that `options` name. `fingerprinted`: read all of its weights for its fingerprint.
+    """Open the source model, which may be an FP8 checkpoint, whose codes are then dequantized, with the adapters of
+    `options`.
+
+    `fingerprinted`: read all weights to compute the fingerprint.
     """
     from ...calibrate.model.source import open_source
     from ...quantize.reading.dequantized import recognize
@@ -118,7 +120,7 @@ def opened(
 
 
 def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> "Source":
-    """The checkpoint `model`, with the adapter that a run's record has as merged into it."""
+    """Open the checkpoint `model`, with the adapter that the run's record says is merged into it."""
     merged = identity.get("adapter")
     if merged is not None and not Path(merged).is_dir():
         raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")

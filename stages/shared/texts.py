@@ -1,4 +1,4 @@
-"""The texts of a run: read, held out, and shared out into the windows that are calibrated on."""
+"""The texts of a run: load them, hold out a part, and divide the rest into calibration windows."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Text:
-    """One text, read and tokenized: `ids` int64 [tokens]."""
+    """A text that was loaded and tokenized: `ids` int64 [tokens]."""
 
     name: str
     documents: "Documents"
@@ -33,7 +33,7 @@ class Text:
 def read_tokens(
     spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
 ) -> Text:
-    """Read the text `spec` and tokenize it. Raises InputError, also for a token id that is not below `vocabulary`."""
+    """Load the text `spec` and tokenize it; raise InputError, also for a token id that is not below `vocabulary`."""
     from ...calibrate.text import corpus
 
     documents = corpus.load_documents(spec, reading, report)
@@ -104,10 +104,10 @@ def share_out(
     options: CorpusOptions,
     report: Reporter,
 ) -> tuple[Tokens, "list[TextSource]"]:
-    """The windows to calibrate on, int64 [windows, seq_len], shared out by the parts' weights and interleaved, and the
-    record of each part.
+    """Divide the calibration windows among the texts by weight, and interleave them; returns int64 [windows, seq_len]
+    and the record of each text.
 
-    Raises InputError when a text is too small for its share of `options.samples`, or when its share is no window.
+    Raises InputError when a text is too small for its share of `options.samples`, and when its share is no window.
     """
     from ...calibrate.text import corpus, mixture
 
@@ -129,7 +129,7 @@ def _shares(
     options: CorpusOptions,
     report: Reporter,
 ) -> list[int]:
-    """Return the number of windows that each part gives, of those `available`."""
+    """Return the number of windows of each text, at most those `available`."""
     from ...calibrate.text import corpus, mixture
 
     weights = [part.weight for part in parts]
@@ -144,7 +144,7 @@ def _shares(
         )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
     counts = mixture.apportion(samples, weights)
-    # rounded shares do not all shrink with the whole
+    # rounded shares may grow when the total shrinks
     if any(count > there for count, there in zip(counts, available, strict=True)):
         nearest = mixture.largest_total(available, weights, samples)
         raise InputError(
@@ -163,7 +163,7 @@ def _shares(
 
 
 def _source(part: "WeightedText", text: Text, kept: Tokens, windows: int) -> "TextSource":
-    """The record of a part."""
+    """Make the record of a text."""
     from ...calibrate.measure.statistics import TextSource
     from ...calibrate.text import corpus
 

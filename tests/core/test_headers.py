@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from fp8q.core.errors import InputError
-from fp8q.core.headers import Stored, header_bytes, read_header
+from fp8q.core.headers import StoredTensor, header_bytes, read_header
 
 
 def written(path: Path, header: object, data: bytes = b"") -> Path:
@@ -43,7 +43,7 @@ def test_a_header_is_read_of_a_file_whose_data_are_cut_short(tmp_path: Path) -> 
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     path = written(tmp_path / "short.safetensors", {"x": entry, "__metadata__": {"format": "pt"}}, b"1234")
     start = 8 + len(header_bytes(path))
-    assert read_header(path) == {"x": Stored("F32", (2,), start, start + 8)}
+    assert read_header(path) == {"x": StoredTensor("F32", (2,), start, start + 8)}
 
 
 @pytest.mark.parametrize(

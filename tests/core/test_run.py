@@ -225,7 +225,7 @@ def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
     ],
 )
 def test_a_work_folder_of_another_key_is_emptied(run: Run, left: str, told: list[str]) -> None:
-    """Whatever a key.json holds that was left there; a fact that it lacks is not told."""
+    """A key.json may hold anything; a fact that it lacks is not named."""
     lines = list[str]()
     with run.stage("measure", {}, {}):
         for key in (left, None):

@@ -1,4 +1,4 @@
-"""What may be measured together, and of which sizes."""
+"""The models that may be measured together, and their sizes."""
 
 from pathlib import Path
 from typing import Any

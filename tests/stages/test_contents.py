@@ -1,4 +1,4 @@
-"""What `stages/__init__.py` says of the folder is what lies in it."""
+"""The table in `stages/__init__.py` lists the files of the folder."""
 
 import re
 from pathlib import Path

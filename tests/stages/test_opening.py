@@ -176,7 +176,7 @@ def times(run: Run) -> dict[Path, int]:
 
 
 def changed(statistics: Any) -> Any:
-    """The same of windows that begin with BOS."""
+    """Statistics of another text, with windows that begin with BOS."""
     corpus = statistics.record.corpus.model_copy(update={"prefix": [BOS], "fingerprint": "other"})
     return replace(statistics, record=statistics.record.model_copy(update={"corpus": corpus}))
 

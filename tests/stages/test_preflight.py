@@ -1,4 +1,4 @@
-"""What later stages would refuse is told before anything is written."""
+"""Options that later stages would refuse are refused before anything is written."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Callable[..., str]:
-    """What `api.run` says to these options before it has made its directory; `model`: another than the demo."""
+    """The error of `api.run` for these options, before it has made its directory; `model`: another than the demo."""
 
     def run(model: Path = demo_checkpoint, out: Path = tmp_path / "run", **options: Any) -> str:
         small = {"calibrate": api.CalibrateOptions(samples=2, seq_len=64)}

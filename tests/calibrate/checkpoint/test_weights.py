@@ -36,7 +36,7 @@ def refusal(directory: Path) -> str:
 
 
 def finiteness(file: Path, tensors: Mapping[str, torch.Tensor]) -> str:
-    """What `check_finite` says of tensors written to `file`; nothing when they are finite."""
+    """The error of `check_finite` for tensors written to `file`; empty when they are finite."""
     save_file(dict(tensors), file)
     try:
         check_finite(Weights((file,)))

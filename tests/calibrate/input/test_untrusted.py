@@ -130,7 +130,7 @@ def test_names_that_no_file_can_have(text: str, why: str) -> None:
 
 
 class PanicException(BaseException):
-    """What pyo3 raises for a panic, under its name: no library can be imported that has the class."""
+    """pyo3's exception for a panic, under its name: no library that has the class can be imported."""
 
 
 @pytest.mark.parametrize("error", [ValueError("a\n b"), RecursionError("a b"), PanicException("a b")])

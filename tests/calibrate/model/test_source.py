@@ -1,4 +1,4 @@
-"""What is opened is what transformers would load."""
+"""The opened tensors are those that transformers would load."""
 
 import hashlib
 import logging
