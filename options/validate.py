@@ -47,7 +47,7 @@ class ValidateOptions(Options):
     is the yardstick; `original` is the source model in its stored type, and is added to `bf16` where that is another.
     The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
     --precision` writes. `max_ppl_increase` is a fraction, and may be given as text, `"1%"`. `accumulator`: see
-    `quantize.reference.adder`.
+    `quantize.reference.adder`. `as_served`: see `validate.accuracy.as_served`.
     """
 
     runtimes: Annotated[
@@ -71,6 +71,17 @@ class ValidateOptions(Options):
             EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase_rule
         ),
         Unkeyed("a gate on what is written"),
+    ] = None
+    as_served: Annotated[
+        int | None,
+        option(
+            EVALUATION,
+            "Read so many tokens of each window as a prompt and the others one by one over the runtime's cache, as a "
+            "server does; score these.",
+            "PROMPT",
+            "whole windows",
+        ),
+        between(1),
     ] = None
     accumulator: Annotated[
         Accumulator | None,

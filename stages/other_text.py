@@ -56,19 +56,19 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
         share = check_other(run, text, tokenizer, report, options.allow_overlap)
         name, ids, opening = data, text.ids, opening.model_copy(update={"overlap": share})
     packing = Packing(calibration.shape[1], tuple(opening.prefix))
-    found = cut_for(ids, name, (options.context, options.stride), packing, positions(run), report)
+    found = cut_for(ids, name, options, packing, positions(run), report)
     return replace(found, protocol=found.protocol.model_copy(update=opening.model_dump()))
 
 
 def cut_for(
     ids: Tokens,
     name: str,
-    asked: tuple[int | None, int | None],
+    asked: ValidateOptions,
     calibrated: "Packing",
     limit: int | None,
     report: Reporter,
 ) -> "Evaluation":
-    """Cut tokens `ids` int64 [tokens] of the text `name` into windows of the context and stride that are `asked` for.
+    """Cut tokens `ids` int64 [tokens] of the text `name` into windows by the context, stride and prompt `asked` for.
 
     A context of None is the `calibrated` window; a stride of None scores all tokens of the text in a window. `limit`:
     the model's positions. Raises InputError for a context beyond these, and as `cut` does.
@@ -76,9 +76,10 @@ def cut_for(
     from ..calibrate.text.corpus import lower_default
     from ..validate.accuracy.perplexity import cut
 
-    (context, stride), window = asked, calibrated.size
-    size = lower_default("--context", context, window, limit or window, "the model's positions", report)
-    return cut(ids, name, size, size - len(calibrated.prefix) if stride is None else stride, calibrated.prefix)
+    window = calibrated.size
+    size = lower_default("--context", asked.context, window, limit or window, "the model's positions", report)
+    stride = size - len(calibrated.prefix) if asked.stride is None else asked.stride
+    return cut(ids, name, size, stride, calibrated.prefix, asked.as_served)
 
 
 def check_other(

@@ -109,10 +109,16 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     from ..validate.accuracy.compare import BASELINE, Workplace, compare_in_turn
     from ..validate.accuracy.runtimes import openers, vocabulary
 
+    if options.as_served is not None:
+        steps = tokens.protocol.context - options.as_served
+        notes.note(
+            f"--as-served {options.as_served}: each runtime reads the prompt of a window in one call, and "
+            f"{steps - 1:,} tokens one by one; batches of windows go together"
+        )
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
-    made = openers(options.chosen, run, lambda: source_of(run), device())
+    made = openers(options.chosen, run, lambda: source_of(run), device(), prompt=options.as_served)
     found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in found.failed else None
@@ -141,6 +147,7 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
     """Explain the loss: by the frequency of tokens in the calibration text, and the first layer without finite
     numbers.
     """
+    from ..validate.accuracy.as_served import by_distance
     from ..validate.accuracy.compare import BASELINE
     from ..validate.accuracy.nonfinite import blamed
     from ..validate.report.token_frequency import by_frequency
@@ -152,7 +159,8 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
             update={
                 "by_frequency": None
                 if runtime.sampled
-                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base)
+                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base),
+                "by_distance": by_distance(tokens, found.nll[name], found.kl.get(name)),
             }
         )
         for name, runtime in accuracy.runtimes.items()
@@ -170,7 +178,9 @@ def unfinished(found: "Outcome") -> UnfinishedError:
 
 
 def check_accumulator(options: ValidateOptions) -> None:
-    """Raise InputError for an accumulator of a reference that is not asked for."""
+    """Raise InputError for an accumulator without the reference, or of windows that are decoded."""
+    if options.accumulator and options.as_served is not None:
+        raise InputError(f"--as-served {options.as_served}: --accumulator runs whole windows; leave one of the two out")
     if options.accumulator and "reference" not in options.chosen:
         raise InputError(
             f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "

@@ -106,7 +106,7 @@ def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> No
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
     replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
-    cut_for(collected.evaluation, collected.names[1], (validate.context, validate.stride), packing, limit, SILENT)
+    cut_for(collected.evaluation, collected.names[1], validate, packing, limit, SILENT)
 
 
 @contextmanager

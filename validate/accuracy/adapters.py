@@ -25,12 +25,12 @@ def compare_adapted(
     `source` opens the model with its adapters beside it. Returns the accuracy by adapter and runtime, and by
     `<runtime> with <adapter>` why one failed.
     """
-    found, failed = Found(), dict[str, str]()
+    found, failed, prompt = Found(), dict[str, str](), evaluation.protocol.prompt
     for variant in source().variants[1:]:
         assert variant.on, "what is beside the base is an adapter"
         name = variant.on.name
         chosen = tuple(each for each in runtimes if each in WITH_ADAPTERS)
-        made = openers(chosen, run, lambda: variant, workplace.device, name)  # noqa: B023  # called before the next
+        made = openers(chosen, run, lambda: variant, workplace.device, name, prompt)  # noqa: B023  # called before the next
         own = {each: opener for each, opener in made.items() if each in chosen}
         workplace.report.note(f"{name}: {', '.join(own)} with this adapter on")
         folder = workplace.folder / f"adapter-{name}"

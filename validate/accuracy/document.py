@@ -33,6 +33,9 @@ class Protocol(Strict):
     stride: int
     bos: Bos = "never"
     prefix: list[int] = Field(default=[], description="ids of the tokens that each window begins with")
+    prompt: int | None = Field(
+        default=None, description="tokens of a window that are read in one call; the scored ones are decoded one by one"
+    )
     overlap: float | None = Field(
         default=None,
         description="share of this text that was calibrated on, or of what was that is in it, where that was allowed",
@@ -43,9 +46,10 @@ class Protocol(Strict):
         """The protocol in words."""
         begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
         shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
+        decoded = f", decoded behind prompts of {self.prompt:,}" if self.prompt is not None else ""
         return (
-            f"{self.tokens:,} tokens of {self.dataset}, each scored once, in windows of {self.context:,} tokens every "
-            f"{self.stride:,}{begins}{shared}"
+            f"{self.tokens:,} tokens of {self.dataset}, each scored once{decoded}, in windows of {self.context:,} "
+            f"tokens every {self.stride:,}{begins}{shared}"
         )
 
 
@@ -57,6 +61,16 @@ class FrequencyBucket(Strict):
     tokens: int
     nll_nats: float
     nll_increase_nats: float | None = Field(default=None, description="over BF16's of the same tokens")
+
+
+class DistanceBucket(Strict):
+    """The decoded tokens `first` to `last` behind the prompt, counted from 1; NLL and KL are their means."""
+
+    first: int
+    last: int
+    tokens: int
+    nll_nats: float
+    kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this)")
 
 
 class NotFinite(Strict):
@@ -88,6 +102,9 @@ class RuntimeAccuracy(Strict):
         default=None, description="mean KL(reference-fp32 || this): what the accumulator alone adds"
     )
     by_frequency: list[FrequencyBucket] | None = None
+    by_distance: list[DistanceBucket] | None = Field(
+        default=None, description="of tokens that are decoded behind a prompt, in quarters"
+    )
     not_finite: NotFinite | None = None
 
     @property

@@ -31,9 +31,10 @@ class Evaluation:
 
 
 def cut(
-    ids: npt.NDArray[np.int64], dataset: str, context: int, stride: int, prefix: tuple[int, ...] = ()
-) -> Evaluation:
-    """Cut tokens `ids` int64 [tokens] into windows that begin with `prefix`.
+    ids: npt.NDArray[np.int64], dataset: str, context: int, stride: int, prefix: tuple[int, ...] = (),
+    prompt: int | None = None,
+) -> Evaluation:  # fmt: skip
+    """Cut tokens `ids` int64 [tokens] into windows that begin with `prefix`; tokens of a `prompt` are not scored.
 
     Raises InputError when a window has nothing to read, or nothing to score, when the stride is not within its text,
     or when the text is shorter than one window.
@@ -49,6 +50,11 @@ def cut(
             else (f"{packing.text}, the context {context} less the {len(prefix)} that each window begins with")
         )
         raise InputError(f"--stride {stride}: must lie between 1 and {most}")
+    if prompt is not None and not prompt < context:
+        raise InputError(
+            f"--as-served {prompt}: leaves no token of a window of {context} to decode; give less, or a larger "
+            "--context"
+        )
     starts = packing.starts(ids, stride)
     if not len(starts):
         raise InputError(
@@ -56,6 +62,7 @@ def cut(
             "--context"
         )
     scored = _scored(packing, ids, starts)
+    scored[:, : prompt or 0] = False
     protocol = Protocol(
         dataset=dataset,
         sha256=hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
@@ -64,6 +71,7 @@ def cut(
         stride=stride,
         bos="auto" if prefix else "never",
         prefix=list(prefix),
+        prompt=prompt,
     )
     return Evaluation(packing.windows(ids, starts), scored, protocol)
 

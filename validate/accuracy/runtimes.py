@@ -17,6 +17,7 @@ from ...quantize.reading.run_checkpoint import checkpoint_of
 from ...quantize.reference.fp8_model import Reference, load_reference
 from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import SessionError, open_session
+from .as_served import served, session_start, torch_start
 from .compare import FLOAT32, Forward, Opener
 
 #: The runtime of the checkpoint's own type.
@@ -25,9 +26,11 @@ ORIGINAL = "original"
 FLOATS = {"bf16": torch.bfloat16, FLOAT32: torch.float32, ORIGINAL: None}
 
 
-def float_model(source: Source, dtype: torch.dtype, device: str) -> Forward:
-    """The source model in `dtype`."""
+def float_model(source: Source, dtype: torch.dtype, device: str, prompt: int | None = None) -> Forward:
+    """The source model in `dtype`; `prompt`: as `openers` has it."""
     model = load_model(source, dtype, device)
+    if prompt is not None:
+        return served(torch_start(model), prompt)
     return lambda ids: model(input_ids=torch.from_numpy(ids).to(device), use_cache=False).logits
 
 
@@ -51,14 +54,18 @@ def logits_of(loaded: Reference) -> Forward:
     )
 
 
-def reference(run: Run, device: str, adapter: str | None = None) -> Forward:
-    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache and that adapter on."""
-    return logits_of(open_reference(run, "fast", device, adapter))
+def reference(run: Run, device: str, adapter: str | None = None, prompt: int | None = None) -> Forward:
+    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache and that adapter on.
+
+    `prompt`: as `openers` has it.
+    """
+    loaded = open_reference(run, "fast", device, adapter)
+    return logits_of(loaded) if prompt is None else served(torch_start(loaded.model, loaded.new_cache), prompt)
 
 
-def session(run: Run, runtime: str, adapter: str | None = None) -> Forward:
+def session(run: Run, runtime: str, adapter: str | None = None, prompt: int | None = None) -> Forward:
     """A graph of the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: the graph of another precision); each window
-    is a separate prompt.
+    is a separate prompt. `prompt`: as `openers` has it.
 
     Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
     refuses the graph.
@@ -70,6 +77,8 @@ def session(run: Run, runtime: str, adapter: str | None = None) -> Forward:
         opened = open_session(graph.parent, name, graph.name)
     except SessionError as error:
         raise BackendError(str(error)) from error
+    if prompt is not None:
+        return served(session_start(opened), prompt)
 
     def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
         positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
@@ -88,9 +97,12 @@ def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
 
 
 def openers(
-    names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None
-) -> dict[str, Opener]:
+    names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None,
+    prompt: int | None = None,
+) -> dict[str, Opener]:  # fmt: skip
     """The functions that load the named runtimes, with `adapter` on; raises where a file of one is missing.
+
+    `prompt`: the tokens that are read in one call before the others are read one by one (None: all in one call).
 
     A source in another type than BF16 adds the runtime `original` beside `bf16`, its cast, where no named runtime has
     that type.
@@ -99,16 +111,16 @@ def openers(
     for name in names:
         if name in FLOATS:
             opened = source()
-            made[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device)
+            made[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device, prompt)
             own = stored_dtype(opened)
             if name == "bf16" and own not in [FLOATS[each] for each in names if each in FLOATS]:
-                made[ORIGINAL] = partial(float_model, opened, own, device)
+                made[ORIGINAL] = partial(float_model, opened, own, device, prompt)
         elif name == "reference":
-            made[name] = partial(reference, run, device, adapter)
+            made[name] = partial(reference, run, device, adapter, prompt)
         else:
             if name.startswith("onnxruntime"):
                 sound_graph(graph_of(run, name, adapter))
-            made[name] = partial(session, run, name, adapter)
+            made[name] = partial(session, run, name, adapter, prompt)
     return made
 
 

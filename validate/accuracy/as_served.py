@@ -1,0 +1,119 @@
+"""Compute logits as a server does: a prompt in one call, then one token at a time over the runtime's own cache.
+
+A forward pass over a whole window reads every token by the same kernels and forms. A server reads the prompt in one
+call and each generated token in another, over its cache; with a form that depends on the phase this is another model.
+The text is given, not generated: every decoded token is the text's own.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ...core.errors import BackendError
+from ...serve.loop.sessions import GraphSession
+from .compare import Forward
+from .document import DistanceBucket
+from .perplexity import Evaluation
+
+#: The number of parts that decoded tokens are summarized in.
+QUARTERS = 4
+#: Reads the next tokens int64 [windows, seq] of each window; returns the logits behind the last one, float [windows,
+#: vocabulary].
+Step = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+#: Begins windows with an empty cache: number of windows, tokens of each -> step.
+Start = Callable[[int, int], Step]
+
+
+def served(start: Start, prompt: int) -> Forward:
+    """Logits of windows whose first `prompt` tokens are read in one call, and the others one by one.
+
+    The logits of positions before the prompt's last are zero, and the last token of a window, behind which nothing is
+    scored, is not read: float tensor [windows, context - 1, vocabulary].
+    """
+
+    def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        windows, context = ids.shape
+        step = start(windows, context)
+        first = step(ids[:, :prompt])
+        logits = first.new_zeros((windows, context - 1, first.shape[-1]))
+        logits[:, prompt - 1] = first
+        for position in range(prompt, context - 1):
+            logits[:, position] = step(ids[:, position : position + 1])
+        return logits
+
+    return forward
+
+
+def by_distance(
+    evaluation: Evaluation, nll: npt.NDArray[np.float32], kl: npt.NDArray[np.float32] | None
+) -> list[DistanceBucket] | None:
+    """Mean loss, and KL from the baseline, of each quarter of the tokens behind the prompt; None for whole windows.
+
+    `nll` and `kl` float32 [windows, context], in nats; NaN where not scored.
+    """
+    prompt = evaluation.protocol.prompt
+    if prompt is None:
+        return None
+    buckets = []
+    for part in np.array_split(np.arange(prompt, evaluation.ids.shape[1]), QUARTERS):
+        if not part.size or not (scored := evaluation.scored[:, part]).any():
+            continue
+        loss = nll[:, part][scored]
+        divergence = None if kl is None else kl[:, part][scored]
+        buckets.append(
+            DistanceBucket(
+                first=int(part[0]) - prompt + 1,
+                last=int(part[-1]) - prompt + 1,
+                tokens=int(scored.sum()),
+                nll_nats=float(np.mean(loss, dtype=np.float64)),
+                kl_mean_nats=None if divergence is None else float(np.mean(divergence, dtype=np.float64)),
+            )
+        )
+    return buckets
+
+
+def torch_start(model: PreTrainedModel, new_cache: Callable[[], DynamicCache] = DynamicCache) -> Start:
+    """Begin windows on a torch model, with an empty cache of the type that it is served with."""
+
+    def start(windows: int, context: int) -> Step:
+        cache = new_cache()
+
+        def step(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+            tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
+            logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+            return logits[:, -1]
+
+        return step
+
+    return start
+
+
+def session_start(session: GraphSession) -> Start:
+    """Begin windows on a graph's session, in a batch of its own.
+
+    A step raises BackendError where the runtime fails.
+    """
+
+    def start(windows: int, context: int) -> Step:
+        batch = session.open_batch(windows, context)
+        batch.reserve(context, context, windows)
+        filled = np.zeros(windows, np.int64)
+
+        def step(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+            tokens = np.ascontiguousarray(ids)
+            try:
+                if filled.any():
+                    logits = batch.decode(tokens[:, 0], filled)
+                else:
+                    logits = batch.prefill(0, tokens, filled, np.full(windows, tokens.shape[1]))
+            except Exception as error:  # its exceptions have no common class of their own
+                raise BackendError(f"{type(error).__name__}: {error}") from error
+            filled[:] += tokens.shape[1]
+            return torch.from_numpy(logits.copy())
+
+        return step
+
+    return start
