@@ -89,6 +89,7 @@ def test_decoding_gives_what_whole_windows_give_for_forms_without_phases(demo_ru
         difference = (losses[96][name] - losses[None][name])[scored]
         assert np.abs(difference).mean() < size, name
         assert abs(difference.mean()) < mean, name
+        assert np.any(difference != 0), f"{name}: its windows were not decoded, only scored as if they were"
     buckets = accuracy.runtimes["reference"].by_distance
     assert buckets is not None
     assert [(each.first, each.last) for each in buckets] == [(1, 8), (9, 16), (17, 24), (25, 32)]
