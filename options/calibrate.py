@@ -34,8 +34,10 @@ ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
-#: The number of codes for one activation.
-Terms = Literal[1, 2]
+#: The number of codes for one activation; `tail`: two in the last positions of a call, one in the others.
+Terms = Literal[1, 2, "tail"]
+#: The positions at the end of a call that a tail has the second codes of.
+DEFAULT_EXACT_TAIL = 64
 WeightRounding = Literal["nearest", "gptq", "sequential"]
 #: The ways to use an adapter: merge it into the weights, or add its product beside them.
 AdapterMode = Literal["merge", "beside"]
@@ -144,14 +146,33 @@ class ScaleOptions(Options):
     ] = "nearest"
     activation_terms: Annotated[
         Terms,
-        option(SCALES, "FP8 codes for each activation. Two lose nothing of BF16, and multiply twice the rows."),
+        option(
+            SCALES,
+            "FP8 codes for each activation. Two lose nothing of BF16, and multiply twice the rows. tail: two for decoded "
+            "tokens and the last of a prompt, one for the others; costs what one costs.",
+        ),
     ] = 1
+    exact_tail: Annotated[
+        int,
+        option(SCALES, "The positions at the end of a prompt to which a tail gives two codes.", "N"),
+        between(1),
+    ] = DEFAULT_EXACT_TAIL
     two_terms: Annotated[
         tuple[str, ...],
         option(
             SCALES,
             "Take two codes for the input of modules whose name matches (* and ?), and of all modules "
             "that share it. Repeatable.",
+            "PATTERN",
+        ),
+        not_empty,
+    ] = ()
+    tail: Annotated[
+        tuple[str, ...],
+        option(
+            SCALES,
+            "Take two codes in a call's last positions alone for the input of modules whose name matches (* and ?), and "
+            "of all modules that share it. Repeatable.",
             "PATTERN",
         ),
         not_empty,
@@ -186,7 +207,8 @@ class ScaleOptions(Options):
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""
         super().__post_init__()
         own = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
-        own = own or (f"--two-terms {self.two_terms[0]}" if self.two_terms else None)
+        own = own or next((f"--two-terms {pattern}" for pattern in self.two_terms), None)
+        own = own or next((f"--tail {pattern}" for pattern in self.tail), None)
         own = own or first_given(self.clip, self.clip.declared())
         if self.inherit and own:
             raise InputError(
@@ -198,14 +220,33 @@ class ScaleOptions(Options):
                 f"--two-terms {self.two_terms[0]}: --activation-terms 2 takes two for every module; leave one of them "
                 "out, or give --activation-terms 1"
             )
+        if self.tail and self.activation_terms == "tail":
+            raise InputError(
+                f"--tail {self.tail[0]}: --activation-terms tail gives every module one; leave one of them out, or give "
+                "--activation-terms 1"
+            )
+        self.check_tail()
+
+    def check_tail(self) -> None:
+        """Raise InputError for a length of the tail where no module has one."""
+        if self.exact_tail != DEFAULT_EXACT_TAIL and not self.has_tail:
+            raise InputError(
+                f"--exact-tail {self.exact_tail}: no module has a tail; give --activation-terms tail or --tail PATTERN, "
+                "or leave it out"
+            )
+
+    @property
+    def has_tail(self) -> bool:
+        """Tell whether these options give a tail to any module."""
+        return self.activation_terms == "tail" or bool(self.tail)
 
 
 @Parameter(name="*", show_default=AS_THE_RUN_HAS_IT)
 class RescaleOptions(ScaleOptions):
     """Options of `fp8q scales`: those of `ScaleOptions`; options that are not given keep the run's value.
 
-    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only` or
-    `two_terms`.
+    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `two_terms`
+    or `tail`.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -215,11 +256,20 @@ class RescaleOptions(ScaleOptions):
     given: dict[str, Any]
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """Replace the options chosen `before` by those that are given; two terms for all modules also replace those of
-        some.
+        """Replace the options chosen `before` by those that are given.
+
+        Two terms for all modules also replace those of some, and so do tails; without a tail its length is no more.
         """
-        all_of_them = {"two_terms": ()} if self.given.get("activation_terms") == 2 else {}
-        return replace(before, **(all_of_them | self.given))
+        replaced: dict[str, Any] = {2: {"two_terms": ()}, "tail": {"tail": ()}}.get(
+            self.given.get("activation_terms", 1), {}
+        )
+        chosen = replaced | self.given
+        terms, patterns = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
+        forgotten = {} if terms == "tail" or patterns else {"exact_tail": DEFAULT_EXACT_TAIL}
+        return replace(before, **(forgotten | chosen))
+
+    def check_tail(self) -> None:
+        """Accept any length of the tail: it may be that of the run's, which `over` finds out."""
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,13 @@ def _note_choices(
     """
     from ..quantize.reading.inherited_scales import inherited_remarks
     from ..quantize.scales import expert_scales
-    from ..quantize.scales.policy import mixed_experts_warning, mixed_group_warning, shared_input_note
+    from ..quantize.scales.policy import mixed_experts_warning, mixed_group_warning, shared_input_notes
 
     for module, decision in scales.skipped.items():
         if decision.samples is not None:
             notes.note(f"{module}: stays in BF16: {decision.reason}")
-    if note := shared_input_note(options, scales):
-        notes.note(note)
+    for line in shared_input_notes(options, scales):
+        notes.note(line)
     groups, least = statistics.record.groups, options.min_expert_tokens
     compensated = options.weight_rounding != "nearest"
     if not options.inherit:
@@ -154,7 +154,7 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
     from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
     from ..quantize.scales.expert_scales import starved
-    from ..quantize.scales.policy import select, two_term_modules
+    from ..quantize.scales.policy import select, finer_modules
 
     chosen, skipped = select(products, options.skip, options.only)
     if options.inherit:
@@ -162,7 +162,7 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
         cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
         return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
     groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
-    finer = two_term_modules(options, products, chosen, groups)
+    finer = finer_modules(options, products, chosen, groups)
     activations, unfit = activation_scales(statistics, chosen, options.clip, finer=finer, starved=few)
     cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
     return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)

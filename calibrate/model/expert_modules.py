@@ -65,9 +65,13 @@ class SharedInput(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of one layer, named by their numbers; each computes the tokens that are routed to it."""
+    """The experts of one layer, named by their numbers; each computes the tokens that are routed to it.
+
+    `tokens`: the numbers of the tokens that an expert computes, int64, while it does so.
+    """
 
     shown: TokensShown = "routed"
+    tokens: torch.Tensor | None = None
 
     def __init__(self, experts: Iterable[Expert]):
         super().__init__()
@@ -93,9 +97,10 @@ class Experts(nn.Module):
         for number in top_k_index.unique().tolist():
             expert = self.experts[number]
             position, token = torch.where(top_k_index.T.eq(number))
-            x = shared[token]
+            x, self.tokens = shared[token], token
             y = expert(x) if self.shown == "routed" else expert.forward_without_hooks(x)
             out.index_add_(0, token, (y * top_k_weights[token, position, None]).to(out.dtype))
+        self.tokens = None
         return out
 
 

@@ -20,6 +20,7 @@ from onnx_ir.passes.common import (
 )
 
 from ...core.headers import read_header
+from ..modules.operators import SIZED
 from .adapters import initializer_name
 from .renaming import values_of
 
@@ -185,6 +186,7 @@ def simplify(model: ir.Model) -> None:
         fold_constants_ir(model, onnx_shape_inference=True, should_fold=_foldable)
         RewritePass(_rules())(model)
         RemoveUnusedNodesPass()(model)
+    state_heads(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     merge_constants(model)
     for merge in (
@@ -245,6 +247,40 @@ def _foldable(node: ir.Node) -> bool | None:
         value is not None and value.is_initializer() for value in node.inputs
     )
     return False if keeps else None
+
+
+def state_sizes(model: ir.Model) -> None:
+    """Make a Reshape of each `SIZED`, which tells TensorRT the sizes of what was cut and joined."""
+    for node in model.graph:
+        if (node.domain, node.op_type) == SIZED:
+            node.domain, node.op_type = "", "Reshape"
+
+
+def state_heads(model: ir.Model) -> None:
+    """Put the size that a Reshape would infer (-1) into its shape, where it is a known number.
+
+    TensorRT infers the number of heads from the other sizes, which it does not find to be equal behind a tail. Reshapes to
+    different numbers of heads share one shape, so each gets its own.
+    """
+    for node in [node for node in model.graph if node.op_type == "Reshape"]:
+        value, shape = node.inputs[1], node.outputs[0].shape
+        parts = value.producer() if value is not None else None
+        if parts is None or parts.op_type != "Concat" or shape is None or len(parts.inputs) != len(shape):
+            continue
+        inferred = [at for at, part in enumerate(parts.inputs) if _constant_of(part) == [-1]]
+        if len(inferred) != 1 or not isinstance(size := shape[inferred[0]], int):
+            continue
+        told = ir.node("Constant", [], attributes={"value": ir.tensor([size], ir.DataType.INT64)})
+        inputs = [told.outputs[0] if at in inferred else part for at, part in enumerate(parts.inputs)]
+        own = ir.node("Concat", inputs, attributes={"axis": 0}, metadata_props=dict(parts.metadata_props))
+        model.graph.insert_before(node, [told, own])
+        node.replace_input_with(1, own.outputs[0])
+
+
+def _constant_of(value: ir.Value | None) -> list[int] | None:
+    """The numbers of a small constant; None for a value that is computed."""
+    tensor = value.const_value if value is not None else None
+    return None if tensor is None or tensor.size > 1 else tensor.numpy().ravel().tolist()
 
 
 def strip(model: ir.Model) -> None:

@@ -71,7 +71,7 @@ def graph_plan(
     """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does."""
     groups, two_terms = promised_groups(record.groups, scales), frozenset(scales.two_terms)
     codes = attention.terms if attention else 0
-    return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, attention=codes)
+    return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, tails=scales.tails, attention=codes)
 
 
 def export_baseline_graphs(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
@@ -225,6 +225,7 @@ def _finished(model: ir.Model, graph: Graph, tensors: passes.Tensors) -> ir.Mode
     passes.point_at_weights(model, tensors)
     named = frozenset(model.graph.initializers)
     passes.simplify(model)
+    passes.state_sizes(model)
     split_by_heads(model)
     passes.widen_initializers(model)
     renaming.name_the_rest(model, named)

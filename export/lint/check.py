@@ -53,17 +53,18 @@ def lint_file(
     weight_scales: Mapping[str, Array] | None = None,
     attention: Mapping[str, tuple[float, float]] | None = None,
     two_terms: Collection[str] | None = None,
+    tails: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Finding]:
     """The rules that an ONNX file breaks, in the order of their numbers; an empty list for a good one.
 
     `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be
     promised; `weight_scales`: module -> the scales of its weight, float32 [output channels], for as many as are to be
-    compared; `attention`: as `promised_attention` gives it; `two_terms`: as in `Promise`. Raises InputError when there
+    compared; `attention`: as `promised_attention` gives it; `two_terms` and `tails`: as in `Promise`. Raises InputError when there
     is no such file, or it is no ONNX model.
     """
     return lint_graph(
         load_graph(onnx_file),
-        None if promised is None else Promise(promised, weight_scales or {}, attention or {}, two_terms),
+        None if promised is None else Promise(promised, weight_scales or {}, attention or {}, two_terms, tails),
     )
 
 
@@ -113,7 +114,7 @@ def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = M
     if attention and read_document(run.attention, AttentionScales).terms > 1:
         two_terms = [*two_terms, *attention]
     inputs = {module: activation.scale for module, activation in scales.activations.items()}
-    return Promise(inputs, weight_scales, attention, two_terms, tuple(scales.kv_cache))
+    return Promise(inputs, weight_scales, attention, two_terms, scales.tails, tuple(scales.kv_cache))
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:

@@ -23,6 +23,7 @@ class Promise:
 
     `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules,
     and the products of attention by node, whose (first) input is two codes a value; None where that is not known.
+    `tails`: the modules among them with the second code in so many last positions of a call alone.
     `cache`: the cached tensors (`<attention>.k`, `<attention>.v`) on FP8 codes.
     """
 
@@ -30,6 +31,7 @@ class Promise:
     weight_scales: Mapping[str, Array] = field(default_factory=dict)
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     two_terms: Collection[str] | None = None
+    tails: Mapping[str, int] = field(default_factory=dict)
     cache: Collection[str] = ()
 
     @property

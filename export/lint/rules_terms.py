@@ -8,6 +8,8 @@ Both go through one product, one behind the other along the batch:
 
 Quantizing x anew within the Concat gives a again. In the form `mul` the Mul of the scales is between MatMul and Split.
 Of attention in FP8 the first inputs, queries and probabilities, are such, along their rows.
+
+With a tail of T positions only these have a second term, behind all S positions of a call (`rules_tail`).
 """
 
 from onnx import NodeProto, TensorProto
@@ -20,6 +22,7 @@ from ..onnx_file.tensors import attribute, type_name
 from ..onnx_file.weight_scales import behind
 from .rules import Promise, promise_rule
 from .rules_products import activation_of, quantize_of
+from .rules_tail import Slices, end_of_tail, tail_fault
 
 _AGAIN = "run `fp8q export` again"
 _HALVES = 2
@@ -42,10 +45,24 @@ def two_terms(graph: Indexed, promise: Promise) -> Broken:
             yield product.node.name, f"is promised in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
         elif joined is not None and name not in promise.two_terms:
             yield product.node.name, f"takes two terms, and scales.json promises one; {_AGAIN}"
-        elif joined is not None and (
-            reason := second_fault(graph, joined, quantize) or halves_fault(graph, product, joined)
-        ):
+        elif joined is not None and (reason := terms_fault(graph, product, (joined, quantize), promise.tails.get(name))):
             yield product.node.name, f"is promised in two terms: {reason}; {_AGAIN}"
+
+
+def terms_fault(
+    graph: Indexed, product: Product, made: tuple[NodeProto, NodeProto], tail: int | None
+) -> str | None:
+    """Describe what is wrong with both terms of a product; None where nothing is.
+
+    `made`: the Concat of both and its QuantizeLinear; `tail`: the last positions that alone have the second (None: all).
+    """
+    joined, quantize = made
+    slices = Slices(graph, attribute(joined, "axis", 0))
+    if reason := second_fault(graph, slices, made, tail) or narrow_fault(product):
+        return reason
+    if tail is None:
+        return halves_fault(graph, product, joined)
+    return tail_fault(slices, result_of(graph, product), joined, tail)
 
 
 def concat_of(graph: Indexed, quantize: NodeProto) -> NodeProto | None:
@@ -54,32 +71,52 @@ def concat_of(graph: Indexed, quantize: NodeProto) -> NodeProto | None:
     return node if node is not None and node.op_type == "Concat" and len(node.input) == _HALVES else None
 
 
-def second_fault(graph: Indexed, joined: NodeProto, quantize: NodeProto) -> str | None:
-    """Describe how a Concat differs from x and sixteen times what the codes of x leave of it; None where all is."""
+def second_fault(
+    graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProto], tail: int | None
+) -> str | None:
+    """Describe how a Concat differs from x and sixteen times what the codes of x leave of it, or of its last `tail`
+    positions; None where it does not.
+    """
+    joined, quantize = made
     x, second = joined.input
-    times, number = _times(graph, second)
+    times, number = slices.times(second)
     if times is None or number != TWO_TERMS.divisor:
         return f"its second term is multiplied by {number:g} and not by {TWO_TERMS.divisor:g}"
     left = graph.producers.get(times)
     taken = graph.producers.get(left.input[1]) if left is not None and left.op_type == "Sub" else None
-    if left is None or taken is None or left.input[0] != x or taken.op_type != "DequantizeLinear":
+    if left is None or taken is None or taken.op_type != "DequantizeLinear":
         return "its second term is not of what the codes leave of the first"
     first = graph.producers.get(taken.input[0])
-    if first is None or first.op_type != "QuantizeLinear" or first.input[0] != x:
+    part = slices.last(left.input[0], x)
+    if part is None and left.input[0] != x or first is None or first.op_type != "QuantizeLinear":
         return "its second term is not of what the codes leave of the first"
+    if first.input[0] != left.input[0] and slices.last(first.input[0], x) != part:
+        return "its second term is not of what the codes leave of the first"
+    if part != tail:
+        places = ["all positions" if each is None else f"the last {each} positions" for each in (part, tail)]
+        return f"its second term is of {places[0]}, and not of {places[1]}"
     scale = graph.constants.fingerprint(quantize.input[1])
     if other := next((node for node in (first, taken) if graph.constants.fingerprint(node.input[1]) != scale), None):
         return f"{other.name} has another scale than {quantize.name}"
     return None
 
 
-def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | None:
-    """Describe how a product of two terms is not cut in halves and added with the second's share; None where all is."""
+def result_of(graph: Indexed, product: Product) -> str:
+    """The product of the codes with all scales applied, before the terms are added."""
+    return [product.node, *behind(graph, product)][-1].output[0]
+
+
+def narrow_fault(product: Product) -> str | None:
+    """Name a side of a product of two terms that is not FP32; None where none is."""
     for dequantize in (side.dequantize for side in product.operands if side.dequantize is not None):
         if (kind := attribute(dequantize, "output_dtype", 0)) not in (0, TensorProto.FLOAT):
             return f"{dequantize.name} answers in {type_name(kind)}, and the halves are added in FLOAT"
-    made = [product.node, *behind(graph, product)][-1].output[0]
-    readers = [node for node, _ in graph.readers.get(made, ())]
+    return None
+
+
+def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | None:
+    """Describe how a product of two terms is not cut in halves and added with the second's share; None where all is."""
+    readers = [node for node, _ in graph.readers.get(result_of(graph, product), ())]
     if len(readers) != 1 or readers[0].op_type != "Split" or len(readers[0].output) != _HALVES:
         return "no Split alone reads its product"
     (split,) = readers
@@ -87,7 +124,7 @@ def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | N
         return f"{split.name} cuts along axis {attribute(split, 'axis', 0)}, and {joined.name} joins another"
     if (added := _sum_of(graph, split)) is None:
         return "its halves are not added"
-    shares = [_times(graph, value)[1] for value in added.input if value != split.output[0]]
+    shares = [Slices(graph).times(value)[1] for value in added.input if value != split.output[0]]
     if shares != [1 / TWO_TERMS.divisor]:
         return f"the second half is added {shares[0] if shares else 1:g} times, and not {1 / TWO_TERMS.divisor:g}"
     return None
@@ -98,24 +135,13 @@ def end_of(graph: Indexed, product: Product) -> NodeProto:
     last = [product.node, *behind(graph, product)][-1]
     split = next((node for node, _ in graph.readers.get(last.output[0], ()) if node.op_type == "Split"), None)
     added = _sum_of(graph, split) if split is not None and len(split.output) == _HALVES else None
-    return last if added is None else added
+    return added or end_of_tail(graph, last.output[0]) or last
 
 
 def _sum_of(graph: Indexed, split: NodeProto) -> NodeProto | None:
     """The Add of the first half and of a number of times the second; None where there is none."""
     for node, _ in graph.readers.get(split.output[0], ()):
         others = [value for value in node.input if value != split.output[0]]
-        if node.op_type == "Add" and len(others) == 1 and _times(graph, others[0])[0] == split.output[1]:
+        if node.op_type == "Add" and len(others) == 1 and Slices(graph).times(others[0])[0] == split.output[1]:
             return node
     return None
-
-
-def _times(graph: Indexed, value: str) -> tuple[str | None, float]:
-    """Return the value that another is a multiple of, and the factor: itself and 1 where no Mul makes it."""
-    node = graph.producers.get(value)
-    if node is None or node.op_type != "Mul":
-        return value, 1.0
-    constants = {name: graph.constant(name) for name in node.input if graph.constants.is_stored(name)}
-    number = next((each for each in constants.values() if each is not None and each.size == 1), None)
-    of = next((name for name in node.input if name not in constants), None)
-    return (of, float(number.ravel()[0])) if number is not None else (value, 1.0)

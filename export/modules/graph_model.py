@@ -9,7 +9,7 @@ masked, and its keys and values are overwritten.
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -43,7 +43,8 @@ class GraphPlan:
 
     `groups`: first module -> quantized modules that share its input. `cache`: the cached parts on codes, of `kv`.
     `dtype`: the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the
-    modules whose input is two codes a value. `attention`: codes for each query or probability, 0 for attention without
+    modules whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
+    `attention`: codes for each query or probability, 0 for attention without
     codes. `adapter`: the name of the adapter beside the products.
     """
 
@@ -52,6 +53,7 @@ class GraphPlan:
     dtype: torch.dtype
     code: torch.dtype = CODE
     two_terms: frozenset[str] = frozenset()
+    tails: Mapping[str, int] = field(default_factory=dict)
     attention: int = 0
     adapter: str | None = None
 
@@ -59,16 +61,17 @@ class GraphPlan:
 class QuantizedInput(nn.Module):
     """The input of a group of modules: all of them receive one tensor, which is quantized once.
 
-    In two `terms` it has twice the rows along `axis` (`FirstTerm`), and its product is FP32, so that the sum of its
-    halves is rounded once (docs/two-terms.md).
+    In two `terms` it has twice the rows along `axis` (`FirstTerm`), or with a `tail` more positions (`FirstTermOfTail`).
+    Its product is FP32 then, so that the sum of both terms is rounded once (docs/two-terms.md).
     """
 
-    def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0):
+    def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0, tail: int | None = None):
         super().__init__()
-        self.code, self.terms, self.axis = plan.code, terms, axis
+        self.code, self.terms, self.axis, self.tail = plan.code, terms, axis, tail
         self.dtype = plan.dtype if terms == 1 else torch.float32
         self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
-        self.first = FirstTerm(axis) if terms == 2 else None
+        in_two = FirstTerm(axis) if tail is None else FirstTermOfTail(tail)
+        self.first = in_two if terms == 2 else None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     scale: torch.Tensor
@@ -80,9 +83,11 @@ class QuantizedInput(nn.Module):
             self._last = (x, rounded(terms, self.scale, self.code, self.dtype))
         return self._last[1]
 
-    def halves(self) -> "Halves | None":
-        """The module that adds the two halves of a product in two terms; None for one term."""
-        return None if self.first is None else Halves(self.axis)
+    def halves(self) -> "Halves | HalvesOfTail | None":
+        """The module that adds both terms of a product; None for one term."""
+        if self.first is None:
+            return None
+        return Halves(self.axis) if self.tail is None else HalvesOfTail(self.tail)
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
@@ -91,20 +96,35 @@ def rounded(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, dtype: torc
     return values
 
 
+def second_term(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Sixteen times the error of the first term of `x`, whose codes are the second term; exact in the type of `x`."""
+    return (x - rounded(x, scale, CODE, x.dtype)) * TWO_TERMS.divisor
+
+
 class FirstTerm(nn.Module):
-    """Put sixteen times the error of the first term behind `x` along `axis`: the codes of this part are the second
-    term.
-    """
+    """Put the second term behind `x` along `axis`."""
 
     def __init__(self, axis: int):
         super().__init__()
         self.axis = axis
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Make [2 batch, …, width] of `x` [batch, …, width], or twice as much of another axis; exact in the type of
-        `x`.
+        """Make [2 batch, …, width] of `x` [batch, …, width], or twice as much of another axis."""
+        return torch.cat([x, second_term(x, scale)], dim=self.axis)
+
+
+class FirstTermOfTail(nn.Module):
+    """Put the second term of the last `length` positions of a call behind all positions."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length = length
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Make [batch, seq + tail, width] of `x` [batch, seq, width]; the tail has `length` positions, or seq where the
+        call has fewer.
         """
-        return torch.cat([x, (x - rounded(x, scale, CODE, x.dtype)) * TWO_TERMS.divisor], dim=self.axis)
+        return torch.cat([x, second_term(operators.last_positions(x, self.length), scale)], dim=1)
 
 
 class Halves(nn.Module):
@@ -116,24 +136,41 @@ class Halves(nn.Module):
         super().__init__()
         self.axis = axis
 
-    def forward(self, product: torch.Tensor) -> torch.Tensor:
+    def forward(self, product: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """`product` float32 [2 batch, …, out] to [batch, …, out]."""
         first, second = operators.halves(product, self.axis)
         both: torch.Tensor = first + second * (1 / TWO_TERMS.divisor)
         return both
 
 
+class HalvesOfTail(nn.Module):
+    """Add a sixteenth of the product of a tail's second terms to that of the last `length` positions."""
+
+    def __init__(self, length: int):
+        super().__init__()
+        self.length = length
+
+    def forward(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`product` float32 [batch, seq + tail, out] of `x` [batch, seq, in] to [batch, seq, out]."""
+        first, second = operators.part_behind(product, x)
+        tail = operators.last_positions(first, self.length) + second * (1 / TWO_TERMS.divisor)
+        whole = torch.cat([operators.first_positions(first, self.length), tail], dim=1)
+        both: torch.Tensor = operators.positions_of(whole, x, product.shape[-1])
+        return both
+
+
 class GraphLinear(nn.Module):
     """A linear layer of the graph: DequantizeLinear(weight) -> Transpose -> MatMul -> Add of the bias, if any.
 
-    The weight of a Conv1D needs no Transpose. With two terms the halves are added behind the MatMul.
+    The weight of a Conv1D needs no Transpose. With two terms the halves are added behind the MatMul. A layer with a tail
+    that gets all tokens in one row after another takes them as sequences again.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
         """Replace `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_channel_axis(linear)
-        self.halves = quantized.halves()
+        self.halves, self.tail = quantized.halves(), quantized.tail
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
         self.register_buffer(
             "weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta")
@@ -153,7 +190,7 @@ class GraphLinear(nn.Module):
         y = torch.matmul(quantized(x), weight if self.axis else weight.t())
         if self.halves is None:
             return y if self.bias is None else y + self.bias
-        total: torch.Tensor = self.halves(y)
+        total: torch.Tensor = self.halves(y, x)
         return (total if self.bias is None else total + self.bias.float()).to(self.dtype)
 
 
@@ -268,7 +305,8 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     layers: dict[str, nn.Module] = {}
     places = experts_of(model)
     for members in groups_by_expert(places, plan.groups):
-        quantized = QuantizedInput(plan, 2 if members[0] in plan.two_terms else 1)
+        terms = 2 if members[0] in plan.two_terms else 1
+        quantized = QuantizedInput(plan, terms, tail=plan.tails.get(members[0]))
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 SKIPPED = ("fp8q", "Layer")
 #: Those around an expert that is traced; the attribute `members` of the first says for which it stands.
 EXPERT_BEGINS, EXPERT_ENDS = ("fp8q", "ExpertBegins"), ("fp8q", "ExpertEnds")
+#: A Reshape to sizes that its input has already, which the passes that simplify would take away (`passes.state_sizes`).
+SIZED = ("fp8q", "Sized")
+
+#: The end of every axis, for Slice.
+END = 2**63 - 1
 
 
 @torch.library.custom_op("fp8q::quantize", mutates_args=())
@@ -57,6 +62,57 @@ def halves(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = [*x.shape[:axis], x.shape[axis] // 2, *x.shape[axis + 1 :]]
     return x.new_empty(shape), x.new_empty(shape)
+
+
+@torch.library.custom_op("fp8q::last_positions", mutates_args=())
+def last_positions(x: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` positions of `x` [batch, seq, width], or all where there are fewer."""
+    return x[:, -count:].clone()
+
+
+@last_positions.register_fake
+def _(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], torch.sym_min(x.shape[1], count), *x.shape[2:]))
+
+
+@torch.library.custom_op("fp8q::first_positions", mutates_args=())
+def first_positions(x: torch.Tensor, count: int) -> torch.Tensor:
+    """All but the last `count` positions of `x` [batch, seq, width], none where there are not more."""
+    return x[:, :-count].clone()
+
+
+@first_positions.register_fake
+def _(x: torch.Tensor, count: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] - torch.sym_min(x.shape[1], count), *x.shape[2:]))
+
+
+@torch.library.custom_op("fp8q::part_behind", mutates_args=())
+def part_behind(rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut `rows` [batch, seq + more, out] behind as many positions as `x` [batch, seq, width] has."""
+    seq = x.shape[1]
+    return rows[:, :seq].clone(), rows[:, seq:].clone()
+
+
+@part_behind.register_fake
+def _(rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, whole, out = rows.shape
+    seq = x.shape[1]
+    return rows.new_empty((batch, seq, out)), rows.new_empty((batch, whole - seq, out))
+
+
+@torch.library.custom_op("fp8q::positions_of", mutates_args=())
+def positions_of(rows: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
+    """`rows` [batch, seq, width] unchanged, with batch and seq told by `x` [batch, seq, ...].
+
+    Rows that were cut and joined have sizes that TensorRT does not find to be equal to those of `x`, so that it could not
+    tell how many heads they are.
+    """
+    return rows.reshape(x.shape[0], x.shape[1], width).clone()
+
+
+@positions_of.register_fake
+def _(rows: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
+    return rows.new_empty((x.shape[0], x.shape[1], width))
 
 
 @torch.library.custom_op("fp8q::layer", mutates_args=())
@@ -127,6 +183,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     skipped = mark(SKIPPED, "T", "T", index=number.INT)
     begins = mark(EXPERT_BEGINS, ("T", "S", "tensor(bool)"), "TS", members=number.INTS)
     ends = mark(EXPERT_ENDS, "T", "T")
+    sized = mark(SIZED, ("T", "tensor(int64)"), "T")
 
     # traced by onnxscript, whose values have no public type
     def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]
@@ -137,6 +194,22 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
 
     def onnx_halves(x, axis):  # type: ignore[no-untyped-def]
         return op.Split(x, num_outputs=2, axis=axis)
+
+    def onnx_last_positions(x, count):  # type: ignore[no-untyped-def]
+        return op.Slice(x, op.Constant(value_ints=[-count]), op.Constant(value_ints=[END]), op.Constant(value_ints=[1]))
+
+    def onnx_first_positions(x, count):  # type: ignore[no-untyped-def]
+        return op.Slice(x, op.Constant(value_ints=[0]), op.Constant(value_ints=[-count]), op.Constant(value_ints=[1]))
+
+    def onnx_part_behind(rows, x):  # type: ignore[no-untyped-def]
+        seq, axis = op.Shape(x, start=1, end=2), op.Constant(value_ints=[1])
+        return (
+            op.Slice(rows, op.Constant(value_ints=[0]), seq, axis),
+            op.Slice(rows, seq, op.Constant(value_ints=[END]), axis),
+        )
+
+    def onnx_positions_of(rows, x, width):  # type: ignore[no-untyped-def]
+        return sized(rows, op.Concat(op.Shape(x, start=0, end=2), op.Constant(value_ints=[width]), axis=0))
 
     def onnx_layer(hidden, index):  # type: ignore[no-untyped-def]
         return skipped(hidden, index=index)
@@ -151,6 +224,10 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         torch.ops.fp8q.quantize.default: onnx_quantize,
         torch.ops.fp8q.dequantize.default: onnx_dequantize,
         torch.ops.fp8q.halves.default: onnx_halves,
+        torch.ops.fp8q.last_positions.default: onnx_last_positions,
+        torch.ops.fp8q.first_positions.default: onnx_first_positions,
+        torch.ops.fp8q.part_behind.default: onnx_part_behind,
+        torch.ops.fp8q.positions_of.default: onnx_positions_of,
         torch.ops.fp8q.layer.default: onnx_layer,
         torch.ops.fp8q.expert_begins.default: onnx_expert_begins,
         torch.ops.fp8q.expert_ends.default: onnx_expert_ends,

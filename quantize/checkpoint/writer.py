@@ -248,6 +248,8 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
 
 def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout) -> None:
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
+    if scales.tails:
+        own["tails"] = scales.tails
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
     if form.positions is not None:

@@ -26,7 +26,8 @@ ATTENTION_SCALES = "attention.safetensors"
 #: The folder of the adapters that are served beside the base: a folder for each, under its name, as PEFT wrote it.
 ADAPTERS = "adapters"
 #: The key of config.json for fields that only fp8q reads: `two_terms`, the modules whose input is two codes a value,
-#: which other loaders take for one; `stored`, patterns of the products' names in the files where the model calls them
+#: which other loaders take for one; `tails`, those among them with second codes in so many last positions of a call
+#: alone; `stored`, patterns of the products' names in the files where the model calls them
 #: otherwise, with `{}` for each number.
 OWN_CONFIG = "fp8q"
 #: The field under that key for the number of positions that a graph serves, where that is fewer than the model's.

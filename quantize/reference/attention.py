@@ -10,7 +10,7 @@ that attention loses only what keys and values lose.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -34,10 +34,12 @@ PARTS = ("q", "k", "v")
 def attention_scales(tensors: Mapping[str, TensorStatistics], options: ScaleOptions) -> AttentionScales:
     """Choose the scales of attention from the statistics of queries, keys and values.
 
-    Queries and probabilities take as many codes a value as `options` say for activations. Raises InputError naming the
+    Queries and probabilities take as many codes a value as `options` say for activations, and two in all positions where
+    these have a tail: the last positions of the heads that share a key head are not the last rows. Raises InputError naming the
     first tensor without a scale.
     """
-    terms, clipping = options.activation_terms, options.clip
+    terms: Literal[1, 2] = 1 if options.activation_terms == 1 else 2
+    clipping = options.clip
     modules = sorted({name.removesuffix(".q") for name in tensors if name.endswith(".q")})
     scales: dict[str, TensorScale] = {}
     for name in (f"{module}.{part}" for module in modules for part in PARTS):

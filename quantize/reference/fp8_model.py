@@ -5,7 +5,9 @@ scales in memory. So it tests the files too.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,21 +16,23 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 from ...calibrate.checkpoint.adapter import open_adapter
 from ...calibrate.model.adapter_addition import attach_adapter
 from ...calibrate.model.bf16_products import widen_products
+from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.skeleton import skeleton
 from ...calibrate.model.tensor_names import renamed_in
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
 from .attention import attend_in_codes
 from .kv_cache import FP8Cache
-from .linear import FP8Linear, Mode, replace_linears
+from .linear import Call, FP8Linear, Mode, Tail, replace_linears
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The FP8 model, and the scales of its FP8 caches (`<module>.k`, `<module>.v`)."""
+    """The FP8 model, the scales of its FP8 caches (`<module>.k`, `<module>.v`), and the call that it computes."""
 
     model: PreTrainedModel
     cache_scales: dict[str, float]
+    call: Call
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache in the type that the model is served with."""
@@ -47,7 +51,9 @@ class StoredCodes:
     def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
         """Open the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` in `mode`."""
         self.model, self.mode, self.device = model, mode, device
-        self.two_terms = frozenset(getattr(config, OWN_CONFIG, {}).get("two_terms", ()))
+        own = getattr(config, OWN_CONFIG, {})
+        self.two_terms, self.tails = frozenset(own.get("two_terms", ())), own.get("tails", {})
+        self.call = Call()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
@@ -85,7 +91,15 @@ class StoredCodes:
         )
         terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
-        return FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
+        layer = FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
+        if module in self.tails:
+            layer.tail = Tail(self.tails[module], self.call, self._experts(module))
+        return layer
+
+    def _experts(self, module: str) -> Experts | None:
+        """The experts of which `module` is a layer; None for other layers."""
+        parents = (self.model.get_submodule(module.rsplit(".", parts)[0]) for parts in (1, 2) if "." in module)
+        return next((parent for parent in parents if isinstance(parent, Experts)), None)
 
 
 def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:
@@ -116,8 +130,18 @@ def load_reference(
     assert not unset, f"the checkpoint has no {unset[0]}"
     torch.nn.Module.to(model, device)
     widen_products(model, dtype, device)
+    model.register_forward_pre_hook(partial(_begin_call, codes.call), with_kwargs=True)
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
     if adapter is not None:
         attach_adapter(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
-    return Reference(model, codes.cache_scales)
+    return Reference(model, codes.cache_scales, codes.call)
+
+
+def _begin_call(call: Call, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Note the positions of the call of a model that begins."""
+    tokens = next(iter(given), None)
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = named.get(name) if tokens is None else tokens
+    assert tokens is not None, "a model is called with tokens or their embeddings"
+    call.positions = tokens.shape[1]

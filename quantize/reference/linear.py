@@ -15,15 +15,19 @@ replaces the sum by that of `adder`. With two terms the input is s·(a + b/16), 
 error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
+
+With a tail only the last positions of a call have second terms b (`Call`); their rows lie behind those of all a.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
 from ...calibrate.model.bf16_products import widened_products
+from ...calibrate.model.expert_modules import Experts
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
 from ..codes.formats import TWO_TERMS
@@ -32,6 +36,41 @@ from .adder import add_products
 Mode = Literal["exact", "fast"]
 #: A GPU's product takes weights whose numbers of rows and columns are multiples of this.
 ALIGNMENT = 16
+
+
+@dataclass
+class Call:
+    """The shape of the call that a model computes: `positions` of each sequence, of which the last `decoded` stand for
+    tokens that a server decodes one by one.
+
+    What a position gives depends on those before it alone. So one call over a whole window is the same model as a
+    prompt's call and a call for each decoded token, if every position has the terms that it would have there.
+    """
+
+    positions: int = 0
+    decoded: int = 0
+
+
+@dataclass
+class Tail:
+    """The positions of a `call` whose inputs have second terms: its last `length`, and all decoded tokens.
+
+    `experts`: the experts that the layer is a part of, which get the rows that were routed to them; None for a layer
+    that gets all positions, in their order.
+    """
+
+    length: int
+    call: Call
+    experts: Experts | None = None
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The numbers of the rows of `x` [rows, in] with second terms, int64; None for all rows."""
+        first = self.call.positions - self.call.decoded - self.length
+        if first <= 0:
+            return None
+        rows = torch.arange(len(x), device=x.device) if self.experts is None else self.experts.tokens
+        assert rows is not None, "the experts are computing"
+        return torch.where(rows % self.call.positions >= first)[0]
 
 
 class FP8Linear(nn.Module):
@@ -51,6 +90,7 @@ class FP8Linear(nn.Module):
         """
         super().__init__()
         self.mode, self.terms = mode, terms
+        self.tail: Tail | None = None
         self.accumulator: Accumulator | None = None
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
         held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
@@ -66,31 +106,44 @@ class FP8Linear(nn.Module):
     tables: torch.Tensor
     bias: torch.Tensor | None
 
-    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
-        """The E4M3 codes of `x` [..., in] as numbers of the type that `codes` are held in, [terms, ..., in]."""
+    def input_codes(self, x: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """The first `count` terms of `x` [..., in] (None: all), E4M3 codes as numbers of the type that `codes` are held
+        in, [count, ..., in].
+        """
+        count = self.terms if count is None else count
         if x.dtype == torch.bfloat16 and self.codes.dtype != CODE:
             patterns = x.contiguous().view(torch.uint16).flatten().to(torch.int32)
-            terms = [table.index_select(0, patterns).view(x.shape) for table in self.tables]
-            return (torch.stack(terms) if self.terms == 2 else terms[0][None]).to(self.codes.dtype)
+            terms = [table.index_select(0, patterns).view(x.shape) for table in self.tables[:count]]
+            return (torch.stack(terms) if count > 1 else terms[0][None]).to(self.codes.dtype)
         if self.codes.dtype == CODE:
-            return encode_terms(x, self.input_scale, self.terms)
-        values = two_code_values(x, self.input_scale) if self.terms == 2 else (code_values(x, self.input_scale),)
+            return encode_terms(x, self.input_scale, count)
+        values = two_code_values(x, self.input_scale) if count > 1 else (code_values(x, self.input_scale),)
         return torch.stack(values).to(self.codes.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        codes = self.input_codes(x)
-        if self.accumulator:
-            total: torch.Tensor = add_products(codes, self.codes, self.accumulator)
-        elif self.codes.dtype == CODE:
-            total = scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
-        else:
-            with widened_products():
-                total = torch.nn.functional.linear(codes, self.codes).float()
-        total = total[0] + total[1] / TWO_TERMS.divisor if self.terms == 2 else total[0]
-        y = total * (self.input_scale * self.weight_scale)
+        y = self._total(x.flatten(0, -2)).view(*x.shape[:-1], -1) * (self.input_scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)
+
+    def _total(self, x: torch.Tensor) -> torch.Tensor:
+        """The unscaled product of `x` [rows, in] with the weight, float32 [rows, out]."""
+        rows = None if self.tail is None else self.tail.rows(x)
+        if rows is None:
+            total = self._product(self.input_codes(x))
+            return total[0] + total[1] / TWO_TERMS.divisor if self.terms > 1 else total[0]
+        second = self.input_codes(x[rows])[1]
+        total = self._product(torch.cat([self.input_codes(x, 1)[0], second]))
+        return total[: len(x)].index_add_(0, rows, total[len(x) :] / TWO_TERMS.divisor)
+
+    def _product(self, codes: torch.Tensor) -> torch.Tensor:
+        """The sums of products of `codes` [..., in] and the weight's, float32 [..., out]."""
+        if self.accumulator:
+            return add_products(codes, self.codes, self.accumulator)
+        if self.codes.dtype == CODE:
+            return scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
+        with widened_products():
+            return torch.nn.functional.linear(codes, self.codes).float()
 
 
 def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) -> torch.Tensor:

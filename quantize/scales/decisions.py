@@ -71,7 +71,7 @@ class WeightScales(Lossy):
 class TensorScale(Lossy):
     """One activation's or cache tensor's per-tensor scale; shares are fractions.
 
-    With two `terms` a value is scale × (a + b/16), and all that is said of it is of both.
+    With two `terms` a value is scale × (a + b/16), and all that is said of it is of both, with a `tail` too.
     """
 
     method: str = Field(
@@ -81,6 +81,9 @@ class TensorScale(Lossy):
     clip: float
     scale: float
     terms: Literal[1, 2] = 1
+    tail: int | None = Field(
+        default=None, ge=1, description="the last positions of a call, which alone have the second code; null: all have it"
+    )
     saturation: float
     underflow: float
     sqnr_db: float | None
@@ -128,8 +131,13 @@ class Scales(Strict):
 
     @property
     def two_terms(self) -> list[str]:
-        """The modules whose input is two codes a value."""
+        """The modules whose input is two codes a value, in all positions of a call or in its last ones."""
         return [module for module, activation in self.activations.items() if activation.terms == 2]
+
+    @property
+    def tails(self) -> dict[str, int]:
+        """The modules of `two_terms` with the second code in so many last positions of a call alone."""
+        return {module: found.tail for module, found in self.activations.items() if found.tail is not None}
 
     @property
     def cache_parts(self) -> str:
@@ -243,12 +251,13 @@ def activation_scales(
     modules: Iterable[str],
     clipping: Clipping,
     format: Grid = E4M3,
-    finer: Collection[str] = (),
+    finer: Mapping[str, int | None] = MappingProxyType({}),
     starved: Mapping[str, Starved] = MappingProxyType({}),
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """Choose the scales of the inputs of `modules`; return them, and the modules that have none with the reasons.
 
-    `finer`: modules, in whole groups, whose input is two codes a value; the others take one code of `format`.
+    `finer`: modules, in whole groups, whose input is two codes a value -> its tail (None: in all positions); the others
+    take one code of `format`.
     `starved`: experts that saw too few tokens and take the amax of others. All members of a group have the same scale.
     """
     scales: dict[str, TensorScale] = {}
@@ -259,7 +268,9 @@ def activation_scales(
         name = f"{first.get(module, module)}.input"
         if name not in chosen:
             grid = TWO_TERMS if module in finer else format
-            chosen[name] = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
+            decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
+            tail = finer.get(module)
+            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update={"tail": tail})
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision

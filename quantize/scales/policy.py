@@ -4,7 +4,7 @@ The output head stays in BF16 because its error goes straight into the logits an
 Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -65,16 +65,16 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     return chosen, skipped
 
 
-def match_terms(patterns: Sequence[str], products: Products, chosen: Sequence[str]) -> list[str]:
-    """The modules among `chosen`, the quantized ones, that the --two-terms `patterns` match.
+def match_terms(option: str, patterns: Sequence[str], products: Products, chosen: Sequence[str]) -> list[str]:
+    """The modules among `chosen`, the quantized ones, that the `patterns` of an `option` for inputs match.
 
     Raises InputError for a pattern that matches none of them.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in products.names):
-            raise _unmatched("--two-terms", pattern, products.names)
+            raise _unmatched(option, pattern, products.names)
         if not any(fnmatchcase(name, pattern) for name in chosen):
-            raise InputError(f"--two-terms {pattern}: all that it matches stays in BF16; name other modules")
+            raise InputError(f"{option} {pattern}: all that it matches stays in BF16; name other modules")
     return [name for name in chosen if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -84,39 +84,57 @@ def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[
     return [member for members in groups if not wanted.isdisjoint(members) for member in members]
 
 
-def two_term_modules(
+def finer_modules(
     options: ScaleOptions, products: Products, chosen: Sequence[str], groups: Iterable[Sequence[str]]
-) -> frozenset[str]:
-    """The modules among `chosen`, the quantized ones, whose input is two codes a value.
+) -> dict[str, int | None]:
+    """Map the modules among `chosen`, the quantized ones, whose input is two codes a value, to their tail.
 
-    `groups`: modules that receive the same tensor. Raises InputError for a pattern that matches no quantized module.
+    The tail is the number of positions at the end of a call that have the second codes; None for all positions. A
+    pattern goes before what all modules have, and two terms before a tail. `groups`: modules that receive the same
+    tensor. Raises InputError for a pattern that matches no quantized module.
     """
-    if options.activation_terms == 2:
-        return frozenset(chosen)
-    return frozenset(whole_groups(match_terms(options.two_terms, products, chosen), groups))
+    sharing = [*groups]
+    everywhere = {1: {}, 2: dict.fromkeys(chosen), "tail": dict.fromkeys(chosen, options.exact_tail)}
+    finer: dict[str, int | None] = everywhere[options.activation_terms]
+    for option, patterns, tail in (("--tail", options.tail, options.exact_tail), ("--two-terms", options.two_terms, None)):
+        finer |= dict.fromkeys(whole_groups(match_terms(option, patterns, products, chosen), sharing), tail)
+    return finer
 
 
 def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
     """The modules that are quantized under `options`; raises InputError for a pattern that matches nothing."""
     chosen, _ = select(products, options.skip, options.only)
-    match_terms(options.two_terms, products, chosen)
+    finer_modules(options, products, chosen, ())
     return chosen
 
 
-def taken_along(patterns: Sequence[str], two_terms: Iterable[str]) -> list[str]:
-    """The modules in `two_terms` that no pattern matches: they share the input of a module that a pattern matches."""
-    return [name for name in two_terms if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
+def check_tail(options: ScaleOptions, positions: int | None) -> None:
+    """Raise InputError for a tail that is longer than any call of a model with so many `positions` (None: no limit)."""
+    if options.has_tail and positions is not None and options.exact_tail > positions:
+        raise InputError(
+            f"--exact-tail {options.exact_tail}: the model has {positions} positions, so every call would be in two terms "
+            f"throughout; give {positions} at most, or --activation-terms 2"
+        )
 
 
-def shared_input_note(options: ScaleOptions, scales: Scales) -> str | None:
-    """Name the modules in two terms that --two-terms did not name; None where there are none."""
-    others = taken_along(options.two_terms, scales.two_terms)
-    if not others:
-        return None
-    return (
-        f"--two-terms: {others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same "
-        "tensor as a module that it names, and take two terms with it"
-    )
+def taken_along(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:
+    """The `modules` of a form that no pattern matches: they share the input of a module that a pattern matches."""
+    return [name for name in modules if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def shared_input_notes(options: ScaleOptions, scales: Scales) -> Iterator[str]:
+    """Name the modules in two terms that --two-terms did not name, and those with a tail that --tail did not."""
+    throughout = [module for module in scales.two_terms if module not in scales.tails]
+    patterns = options.two_terms if options.activation_terms != 2 else ()
+    for option, matching, modules, form in (
+        ("--two-terms", patterns, throughout, "two terms"),
+        ("--tail", options.tail, scales.tails, "a tail"),
+    ):
+        if others := taken_along(matching, modules):
+            yield (
+                f"{option}: {others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same "
+                f"tensor as a module that it names, and take {form} with it"
+            )
 
 
 def mixed_group_warning(groups: Iterable[Sequence[str]], scales: Scales, experts: Iterable[str] = ()) -> str | None:
