@@ -1,8 +1,10 @@
 """The stages `build-engine` and `build-engine-<precision>`: an engine for each target, with its proof."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..core.errors import InputError
 from ..core.run import Run
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..quantize.scales.decisions import load_scales
@@ -39,6 +41,8 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[Engine
         "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes
     )
     options = replace(options, max_seq_len=max_seq_len)
+    if precision == "fp8":
+        _check_calls(load_scales(run).tails.values(), options, max_seq_len)
     key = Key(inputs, options, NO_FACTS)
     if not stage.is_current(run, key):
         with stage.writing(run, key, notes) as log:
@@ -47,3 +51,14 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[Engine
     if precision == "fp8":
         check_share(built, options.share)
     return built
+
+
+def _check_calls(tails: Iterable[int], options: EngineOptions, max_seq_len: int) -> None:
+    """Raise InputError where an engine takes no call that is longer than the run's `tails`."""
+    longest, tail = options.max_prompt or max_seq_len, max(tails, default=0)
+    if longest <= tail:
+        option = "--max-prompt" if options.max_prompt else "--max-seq-len"
+        raise InputError(
+            f"{option} {longest}: no call is longer than the run's tail of {tail} positions, so all would be in two terms "
+            f"throughout; give more, or choose a shorter one with `fp8q scales RUN --exact-tail N`"
+        )

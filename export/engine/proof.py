@@ -105,7 +105,7 @@ def _terms(
     both = [each for each in products if each.module in two_terms]
     attention = {node: scales for node, scales in promise.attention.items() if node in two_terms}
     if pool is not None:
-        yield from compare_terms(plan, pool, both, profiles)
+        yield from compare_terms(plan, pool, both, profiles, promise.tails)
         yield from compare_attention(plan, pool, list(attended(graph, attention)), profiles)
     else:
         reason = "its constants do not read"

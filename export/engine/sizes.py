@@ -3,20 +3,33 @@
 copy={ name="…" output={"__mye6487_proxy.1" } input={"__mye6485_shape" } … }
 mul={ name="…" output={"__mye6485_shape" } input={"__mye4877_shape_seq" "__s^4i64" } … }
 add={ name="…" output={"__mye5741_shape" } input={"__mye4873_shape_batch" "__mye4873_shape_batch" } … }
+
+So are `sub`, `max` and `min`; a number is `__s^64i64`, or `__s^M1i64` for -1.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-#: A size -> what makes it (`copy`, `mul`, `add`), and of which sizes and numbers.
+#: A size -> what makes it (`copy`, `mul`, `add`, `sub`, `max`, `min`), and of which sizes and numbers.
 Sizes = Mapping[str, tuple[str, tuple[str, ...]]]
 _MADE = re.compile(
-    rb'^  (?P<how>copy|mul|add)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} input=\{(?P<of>(?:"[^"\n]*" )*)\} ',
+    rb'^  (?P<how>copy|mul|add|sub|max|min)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} input=\{(?P<of>(?:"[^"\n]*" )*)\} ',
     re.MULTILINE,
 )
 _QUOTED = re.compile(r'"([^"]*)"')
 _NUMBER = re.compile(r"(?:__s\^(\d+)i64|(\d+))")
+_SIGNED = re.compile(r"(?:__s\^)?(M?)(\d+)(?:i64)?")
+_OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
+    "copy": lambda of: of[0],
+    "mul": prod,
+    "add": sum,
+    "sub": lambda of: of[0] - sum(of[1:]),
+    "max": max,
+    "min": min,
+}
+#: The depth of a computation of sizes that is followed.
+_DEPTH = 32
 #: From a size to what it is a multiple of: copies between host and device, and a product or two.
 _STEPS = 8
 
@@ -47,3 +60,15 @@ def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
             break
         name = others[0]
     return (factor * int(name), "") if name.isdigit() else (factor, name)
+
+
+def value_of(sizes: Sizes, name: str, known: Mapping[str, int], depth: int = _DEPTH) -> int | None:
+    """Compute a size from the `known` ones; None where it depends on others, or in a way that is not read."""
+    if name in known:
+        return known[name]
+    if number := _SIGNED.fullmatch(name):
+        return int(number[2]) * (-1 if number[1] else 1)
+    how, of = sizes.get(name, ("", ()))
+    values = [value_of(sizes, each, known, depth - 1) for each in of] if depth and how in _OPERATIONS else []
+    told = [value for value in values if value is not None]
+    return _OPERATIONS[how](told) if values and len(told) == len(values) else None

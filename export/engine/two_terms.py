@@ -9,6 +9,10 @@ some arithmetic in the kernels around the product. So it is read from the progra
   see what they leave, and a 16, which that is multiplied by;
 - each kernel that reads the product takes a 1/16 for each part that it reads, which the second half is multiplied by.
 
+With a tail the codes have more positions than the call, which the program computes before its kernels (`sizes`): for
+calls of a few lengths these are held to be those of the tail, and its beginning is among the sizes that the kernels
+before and behind the product take. A kernel that serves two products may take it for either.
+
 Scales are powers of two and may be 16 and 1/16 too; kernels get them as literals, under names of their own.
 
 Of attention in FP8 queries and probabilities are such, one term below the other among the rows of each head. How many
@@ -17,7 +21,7 @@ The kernel that reads the scores also divides them by the head size's root, whic
 the number next to the product, on either side of it, is held to be the share of its second half.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product as pairs
 
@@ -26,7 +30,7 @@ from .numbers import MOVES, OPERANDS, Difference, moved_by, quantizer_of
 from .plan import Plan
 from .program import Pool, Program, ProgramTensor, Statement
 from .promise import Attended, ProductNumbers
-from .sizes import multiple
+from .sizes import multiple, value_of
 
 #: What of a module is compared.
 TERMS = "two terms"
@@ -34,10 +38,11 @@ _LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
 
 
 def compare_terms(
-    plan: Plan, pool: Pool, promised: Sequence[ProductNumbers], profiles: Sequence[str]
+    plan: Plan, pool: Pool, promised: Sequence[ProductNumbers], profiles: Sequence[str], tails: Mapping[str, int]
 ) -> Iterator[Difference]:
-    """Yield the products `promised` in two terms that do not multiply both, or where this is unknown; `profiles`: their
-    names, in order.
+    """Yield the products `promised` in two terms that do not multiply both, or where this is unknown.
+
+    `profiles`: their names, in order. `tails`: modules with the second term in so many last positions of a call alone.
     """
     for program in plan.programs:
         profile = profiles[program.profile]
@@ -49,7 +54,8 @@ def compare_terms(
                 what = f"it is {len(statements)} products"
                 yield Difference(promise.module, profile, TERMS, what, "one of two terms")
             elif statements:
-                for what, expected, told in _faults(_Read(program, pool), promise, statements[0], roots):
+                read, tail = _Read(program, pool), tails.get(promise.module)
+                for what, expected, told in _faults(read, promise, statements[0], roots, tail):
                     yield Difference(promise.module, profile, TERMS, what, expected, told)
 
 
@@ -92,22 +98,77 @@ class _Read:
 Fault = tuple[str, str, bool]
 
 
-def _faults(read: _Read, promise: ProductNumbers, product: Statement, roots: Collection[str]) -> Iterator[Fault]:
+def _faults(
+    read: _Read, promise: ProductNumbers, product: Statement, roots: Collection[str], tail: int | None
+) -> Iterator[Fault]:
     program, divisor = read.program, TWO_TERMS.divisor
     codes = next((name for name in product.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), "")
     whole = program.tensors.get(program.root(codes)[0])
-    single = _rows_of_one_term(program, whole, roots)
-    if whole is None or not single:
-        yield "the rows of its codes do not read", "", False
-    elif whole.symbols[0] in single:
-        yield "its codes have the rows of one term", "both of them", True
-        return
+    fault = _fault_of_rows(program, whole, roots) if tail is None else _fault_of_positions(program, whole, tail)
+    if fault:
+        yield fault
+        if fault[-1]:
+            return
     yield from _faults_of_codes(read, codes, promise.quantizer, float(promise.scale))
-    for reader, _ in _readers(program, program.root(product.outputs[0])[0]):
+    readers = [reader for reader, _ in _readers(program, program.root(product.outputs[0])[0])]
+    for reader in readers:
         parts = sum(program.root(name)[0] in roots for name in reader.inputs)
         if (taken := read.singles([reader]).count(1 / divisor)) < parts:
             what = f"{reader.name} reads {parts} products of two terms and takes {taken} times 1/{divisor}"
             yield what, "the second half a sixteenth of each", True
+    if tail is not None and fault is None:
+        maker = quantizer_of(program, codes, promise.quantizer)
+        yield from _faults_of_beginning(program, [*readers, *([] if maker is None else read.before(maker)[:1])], tail)
+
+
+def _fault_of_rows(program: Program, codes: ProgramTensor | None, roots: Collection[str]) -> Fault | None:
+    """Tell whether codes have the rows of one term; None where they have others."""
+    single = _rows_of_one_term(program, codes, roots)
+    if codes is None or not single:
+        return "the rows of its codes do not read", "", False
+    return ("its codes have the rows of one term", "both of them", True) if codes.symbols[0] in single else None
+
+
+def _fault_of_positions(program: Program, codes: ProgramTensor | None, tail: int) -> Fault | None:
+    """Tell whether codes [batch, positions, in] have other positions than a call's and those of its `tail` again; None
+    where they have these.
+    """
+    if codes is None or len(codes.symbols) < _RANK or (seq := _call_length(program)) is None:
+        return "the rows of its codes do not read", "", False
+    for positions in _lengths(seq, tail):
+        found = value_of(program.sizes, codes.symbols[1], {seq: positions})
+        expected = positions + min(positions, tail)
+        if found is None:
+            return "the rows of its codes do not read", "", False
+        if found != expected:
+            return f"its codes have {found} positions for a call of {positions}", f"{expected}, with its tail", True
+    return None
+
+
+def _faults_of_beginning(program: Program, kernels: Iterable[Statement], tail: int) -> Iterator[Fault]:
+    """Yield the kernels around a product that do not take the position at which the tail of a long call begins."""
+    seq = _call_length(program)
+    if seq is None or seq.isdigit():  # which is a decode step: all of it is tail
+        return
+    positions = max(_lengths(seq, tail))
+    for kernel in kernels:
+        sizes = {value_of(program.sizes, name, {seq: positions}) for name in kernel.inputs}
+        if positions - tail not in sizes:
+            yield f"{kernel.name} does not take where the tail begins", f"the last {tail} positions", True
+
+
+def _call_length(program: Program) -> str | None:
+    """The size that is the number of positions of a call; None where it does not read."""
+    tokens = next((program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)), None)
+    if tokens is None or len(tokens.symbols) < _MATRIX:
+        return None
+    factor, size = multiple(program.sizes, tokens.symbols[1])
+    return size or str(factor)
+
+
+def _lengths(seq: str, tail: int) -> tuple[int, ...]:
+    """Lengths of calls that tell a tail from other forms: its own if it is fixed."""
+    return (int(seq),) if seq.isdigit() else (1, tail, tail + 1, 3 * tail + 1)
 
 
 def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> Iterator[Fault]:

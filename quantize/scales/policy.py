@@ -109,11 +109,11 @@ def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
 
 
 def check_tail(options: ScaleOptions, positions: int | None) -> None:
-    """Raise InputError for a tail that is longer than any call of a model with so many `positions` (None: no limit)."""
-    if options.has_tail and positions is not None and options.exact_tail > positions:
+    """Raise InputError for a tail as long as any call of a model with so many `positions` (None: no limit)."""
+    if options.has_tail and positions is not None and options.exact_tail >= positions:
         raise InputError(
             f"--exact-tail {options.exact_tail}: the model has {positions} positions, so every call would be in two terms "
-            f"throughout; give {positions} at most, or --activation-terms 2"
+            "throughout; give fewer, or --activation-terms 2"
         )
 
 
