@@ -148,8 +148,8 @@ class ScaleOptions(Options):
         Terms,
         option(
             SCALES,
-            "FP8 codes for each activation. Two lose nothing of BF16, and multiply twice the rows. tail: two for decoded "
-            "tokens and the last of a prompt, one for the others; costs what one costs.",
+            "FP8 codes for each activation. Two lose nothing of BF16, and multiply twice the rows. tail: two for "
+            "decoded tokens and the last of a prompt, one for the others; costs what one costs.",
         ),
     ] = 1
     exact_tail: Annotated[
@@ -171,8 +171,8 @@ class ScaleOptions(Options):
         tuple[str, ...],
         option(
             SCALES,
-            "Take two codes in a call's last positions alone for the input of modules whose name matches (* and ?), and "
-            "of all modules that share it. Repeatable.",
+            "Take two codes in a call's last positions alone for the input of modules whose name matches (* and ?), "
+            "and of all modules that share it. Repeatable.",
             "PATTERN",
         ),
         not_empty,
@@ -222,8 +222,8 @@ class ScaleOptions(Options):
             )
         if self.tail and self.activation_terms == "tail":
             raise InputError(
-                f"--tail {self.tail[0]}: --activation-terms tail gives every module one; leave one of them out, or give "
-                "--activation-terms 1"
+                f"--tail {self.tail[0]}: --activation-terms tail gives every module one; leave one of them out, or "
+                "give --activation-terms 1"
             )
         self.check_tail()
 
@@ -231,8 +231,8 @@ class ScaleOptions(Options):
         """Raise InputError for a length of the tail where no module has one."""
         if self.exact_tail != DEFAULT_EXACT_TAIL and not self.has_tail:
             raise InputError(
-                f"--exact-tail {self.exact_tail}: no module has a tail; give --activation-terms tail or --tail PATTERN, "
-                "or leave it out"
+                f"--exact-tail {self.exact_tail}: no module has a tail; give --activation-terms tail or --tail "
+                "PATTERN, or leave it out"
             )
 
     @property

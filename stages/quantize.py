@@ -154,7 +154,7 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
     from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
     from ..quantize.scales.expert_scales import starved
-    from ..quantize.scales.policy import select, finer_modules
+    from ..quantize.scales.policy import finer_modules, select
 
     chosen, skipped = select(products, options.skip, options.only)
     if options.inherit:

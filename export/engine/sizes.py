@@ -14,7 +14,8 @@ from math import prod
 #: A size -> what makes it (`copy`, `mul`, `add`, `sub`, `max`, `min`), and of which sizes and numbers.
 Sizes = Mapping[str, tuple[str, tuple[str, ...]]]
 _MADE = re.compile(
-    rb'^  (?P<how>copy|mul|add|sub|max|min)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} input=\{(?P<of>(?:"[^"\n]*" )*)\} ',
+    rb'^  (?P<how>copy|mul|add|sub|max|min)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} '
+    rb'input=\{(?P<of>(?:"[^"\n]*" )*)\} ',
     re.MULTILINE,
 )
 _QUOTED = re.compile(r'"([^"]*)"')

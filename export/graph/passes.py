@@ -259,8 +259,8 @@ def state_sizes(model: ir.Model) -> None:
 def state_heads(model: ir.Model) -> None:
     """Put the size that a Reshape would infer (-1) into its shape, where it is a known number.
 
-    TensorRT infers the number of heads from the other sizes, which it does not find to be equal behind a tail. Reshapes to
-    different numbers of heads share one shape, so each gets its own.
+    TensorRT infers the number of heads from the other sizes, which it does not find to be equal behind a tail. Reshapes
+    to different numbers of heads share one shape, so each gets its own.
     """
     for node in [node for node in model.graph if node.op_type == "Reshape"]:
         value, shape = node.inputs[1], node.outputs[0].shape

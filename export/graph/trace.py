@@ -71,7 +71,9 @@ def graph_plan(
     """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does."""
     groups, two_terms = promised_groups(record.groups, scales), frozenset(scales.two_terms)
     codes = attention.terms if attention else 0
-    return GraphPlan(groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, tails=scales.tails, attention=codes)
+    return GraphPlan(
+        groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, tails=scales.tails, attention=codes
+    )
 
 
 def export_baseline_graphs(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:

@@ -59,8 +59,8 @@ def lint_file(
 
     `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be
     promised; `weight_scales`: module -> the scales of its weight, float32 [output channels], for as many as are to be
-    compared; `attention`: as `promised_attention` gives it; `two_terms` and `tails`: as in `Promise`. Raises InputError when there
-    is no such file, or it is no ONNX model.
+    compared; `attention`: as `promised_attention` gives it; `two_terms` and `tails`: as in `Promise`. Raises InputError
+    when there is no such file, or it is no ONNX model.
     """
     return lint_graph(
         load_graph(onnx_file),

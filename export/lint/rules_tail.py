@@ -79,11 +79,15 @@ def tail_fault(slices: Slices, product: str, joined: NodeProto, tail: int) -> st
     graph, x = slices.graph, joined.input[0]
     parts = [node.output[0] for node, _ in graph.readers.get(product, ())]
     bounds = {value: slices.bounds(value, product) for value in parts}
-    first = next((value for value, found in bounds.items() if found and found[0] == 0 and slices.counts(found[1], x)), None)
+    first = next(
+        (value for value, found in bounds.items() if found and found[0] == 0 and slices.counts(found[1], x)), None
+    )
     second = next((value for value, found in bounds.items() if found and slices.counts(found[0], x)), None)
     if len(parts) != _PARTS or first is None or second is None:
         return "its product is not cut behind the positions of the call"
-    for node, _ in (reader for part in graph.readers.get(first, ()) for reader in graph.readers.get(part[0].output[0], ())):
+    for node, _ in (
+        reader for part in graph.readers.get(first, ()) for reader in graph.readers.get(part[0].output[0], ())
+    ):
         others = [value for value in node.input if slices.last(value, first) is None]
         if node.op_type != "Add" or len(others) != 1 or slices.times(others[0])[0] != second:
             continue

@@ -45,18 +45,19 @@ def two_terms(graph: Indexed, promise: Promise) -> Broken:
             yield product.node.name, f"is promised in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
         elif joined is not None and name not in promise.two_terms:
             yield product.node.name, f"takes two terms, and scales.json promises one; {_AGAIN}"
-        elif joined is not None and (reason := terms_fault(graph, product, (joined, quantize), promise.tails.get(name))):
+        elif joined is not None and (
+            reason := terms_fault(graph, product, (joined, quantize), promise.tails.get(name))
+        ):
             yield product.node.name, f"is promised in two terms: {reason}; {_AGAIN}"
 
 
-def terms_fault(
-    graph: Indexed, product: Product, made: tuple[NodeProto, NodeProto], tail: int | None
-) -> str | None:
+def terms_fault(graph: Indexed, product: Product, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
     """Describe what is wrong with both terms of a product; None where nothing is.
 
-    `made`: the Concat of both and its QuantizeLinear; `tail`: the last positions that alone have the second (None: all).
+    `made`: the Concat of both and its QuantizeLinear; `tail`: the last positions that alone have the second (None:
+    all).
     """
-    joined, quantize = made
+    joined, _ = made
     slices = Slices(graph, attribute(joined, "axis", 0))
     if reason := second_fault(graph, slices, made, tail) or narrow_fault(product):
         return reason
@@ -71,9 +72,7 @@ def concat_of(graph: Indexed, quantize: NodeProto) -> NodeProto | None:
     return node if node is not None and node.op_type == "Concat" and len(node.input) == _HALVES else None
 
 
-def second_fault(
-    graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProto], tail: int | None
-) -> str | None:
+def second_fault(graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
     """Describe how a Concat differs from x and sixteen times what the codes of x leave of it, or of its last `tail`
     positions; None where it does not.
     """
@@ -88,7 +87,7 @@ def second_fault(
         return "its second term is not of what the codes leave of the first"
     first = graph.producers.get(taken.input[0])
     part = slices.last(left.input[0], x)
-    if part is None and left.input[0] != x or first is None or first.op_type != "QuantizeLinear":
+    if (part is None and left.input[0] != x) or first is None or first.op_type != "QuantizeLinear":
         return "its second term is not of what the codes leave of the first"
     if first.input[0] != left.input[0] and slices.last(first.input[0], x) != part:
         return "its second term is not of what the codes leave of the first"
@@ -103,7 +102,8 @@ def second_fault(
 
 def result_of(graph: Indexed, product: Product) -> str:
     """The product of the codes with all scales applied, before the terms are added."""
-    return [product.node, *behind(graph, product)][-1].output[0]
+    result: str = [product.node, *behind(graph, product)][-1].output[0]
+    return result
 
 
 def narrow_fault(product: Product) -> str | None:

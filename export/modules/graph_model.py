@@ -61,8 +61,8 @@ class GraphPlan:
 class QuantizedInput(nn.Module):
     """The input of a group of modules: all of them receive one tensor, which is quantized once.
 
-    In two `terms` it has twice the rows along `axis` (`FirstTerm`), or with a `tail` more positions (`FirstTermOfTail`).
-    Its product is FP32 then, so that the sum of both terms is rounded once (docs/two-terms.md).
+    In two `terms` it has twice the rows along `axis` (`FirstTerm`), or with a `tail` more positions
+    (`FirstTermOfTail`). Its product is FP32 then, so that the sum of both terms is rounded once (docs/two-terms.md).
     """
 
     def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0, tail: int | None = None):
@@ -162,8 +162,8 @@ class HalvesOfTail(nn.Module):
 class GraphLinear(nn.Module):
     """A linear layer of the graph: DequantizeLinear(weight) -> Transpose -> MatMul -> Add of the bias, if any.
 
-    The weight of a Conv1D needs no Transpose. With two terms the halves are added behind the MatMul. A layer with a tail
-    that gets all tokens in one row after another takes them as sequences again.
+    The weight of a Conv1D needs no Transpose. With two terms the halves are added behind the MatMul. A layer with a
+    tail that gets all tokens in one row after another takes them as sequences again.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):

@@ -7,7 +7,7 @@ rounded reciprocal (docs/decisions).
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import onnx
 import torch
@@ -104,8 +104,8 @@ def _(rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def positions_of(rows: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
     """`rows` [batch, seq, width] unchanged, with batch and seq told by `x` [batch, seq, ...].
 
-    Rows that were cut and joined have sizes that TensorRT does not find to be equal to those of `x`, so that it could not
-    tell how many heads they are.
+    Rows that were cut and joined have sizes that TensorRT does not find to be equal to those of `x`, so that it could
+    not tell how many heads they are.
     """
     return rows.reshape(x.shape[0], x.shape[1], width).clone()
 
@@ -195,21 +195,24 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     def onnx_halves(x, axis):  # type: ignore[no-untyped-def]
         return op.Split(x, num_outputs=2, axis=axis)
 
+    def ints(*values: int) -> Any:
+        return op.Constant(value_ints=[*values])
+
     def onnx_last_positions(x, count):  # type: ignore[no-untyped-def]
-        return op.Slice(x, op.Constant(value_ints=[-count]), op.Constant(value_ints=[END]), op.Constant(value_ints=[1]))
+        return op.Slice(x, ints(-count), ints(END), ints(1))
 
     def onnx_first_positions(x, count):  # type: ignore[no-untyped-def]
-        return op.Slice(x, op.Constant(value_ints=[0]), op.Constant(value_ints=[-count]), op.Constant(value_ints=[1]))
+        return op.Slice(x, ints(0), ints(-count), ints(1))
 
     def onnx_part_behind(rows, x):  # type: ignore[no-untyped-def]
-        seq, axis = op.Shape(x, start=1, end=2), op.Constant(value_ints=[1])
+        seq, axis = op.Shape(x, start=1, end=2), ints(1)
         return (
-            op.Slice(rows, op.Constant(value_ints=[0]), seq, axis),
-            op.Slice(rows, seq, op.Constant(value_ints=[END]), axis),
+            op.Slice(rows, ints(0), seq, axis),
+            op.Slice(rows, seq, ints(END), axis),
         )
 
     def onnx_positions_of(rows, x, width):  # type: ignore[no-untyped-def]
-        return sized(rows, op.Concat(op.Shape(x, start=0, end=2), op.Constant(value_ints=[width]), axis=0))
+        return sized(rows, op.Concat(op.Shape(x, start=0, end=2), ints(width), axis=0))
 
     def onnx_layer(hidden, index):  # type: ignore[no-untyped-def]
         return skipped(hidden, index=index)

@@ -34,9 +34,9 @@ PARTS = ("q", "k", "v")
 def attention_scales(tensors: Mapping[str, TensorStatistics], options: ScaleOptions) -> AttentionScales:
     """Choose the scales of attention from the statistics of queries, keys and values.
 
-    Queries and probabilities take as many codes a value as `options` say for activations, and two in all positions where
-    these have a tail: the last positions of the heads that share a key head are not the last rows. Raises InputError naming the
-    first tensor without a scale.
+    Queries and probabilities take as many codes a value as `options` say for activations, and two in all positions
+    where these have a tail: the last positions of the heads that share a key head are not the last rows. Raises
+    InputError naming the first tensor without a scale.
     """
     terms: Literal[1, 2] = 1 if options.activation_terms == 1 else 2
     clipping = options.clip

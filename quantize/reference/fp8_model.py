@@ -23,7 +23,7 @@ from ...calibrate.model.tensor_names import renamed_in
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
 from .attention import attend_in_codes
 from .kv_cache import FP8Cache
-from .linear import Call, FP8Linear, Mode, Tail, replace_linears
+from .linear import CallPositions, FP8Linear, Mode, Tail, replace_linears
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Reference:
 
     model: PreTrainedModel
     cache_scales: dict[str, float]
-    call: Call
+    call: CallPositions
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache in the type that the model is served with."""
@@ -53,7 +53,7 @@ class StoredCodes:
         self.model, self.mode, self.device = model, mode, device
         own = getattr(config, OWN_CONFIG, {})
         self.two_terms, self.tails = frozenset(own.get("two_terms", ())), own.get("tails", {})
-        self.call = Call()
+        self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
         shapes = {name: tuple(self._shards[file].get_slice(name).get_shape()) for name, file in self.where.items()}
@@ -138,7 +138,7 @@ def load_reference(
     return Reference(model, codes.cache_scales, codes.call)
 
 
-def _begin_call(call: Call, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _begin_call(call: CallPositions, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Note the positions of the call of a model that begins."""
     tokens = next(iter(given), None)
     for name in ("input_ids", "inputs_embeds"):

@@ -16,7 +16,8 @@ error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
 
-With a tail only the last positions of a call have second terms b (`Call`); their rows lie behind those of all a.
+With a tail only the last positions of a call have second terms b (`CallPositions`); their rows lie behind those of all
+a.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ ALIGNMENT = 16
 
 
 @dataclass
-class Call:
+class CallPositions:
     """The shape of the call that a model computes: `positions` of each sequence, of which the last `decoded` stand for
     tokens that a server decodes one by one.
 
@@ -60,7 +61,7 @@ class Tail:
     """
 
     length: int
-    call: Call
+    call: CallPositions
     experts: Experts | None = None
 
     def rows(self, x: torch.Tensor) -> torch.Tensor | None:

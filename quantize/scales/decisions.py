@@ -4,7 +4,7 @@ A scale comes out of one function, `scale_of`; what has no scale (amax zero, NaN
 by one function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; here the module stays in BF16 and says so.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -82,7 +82,9 @@ class TensorScale(Lossy):
     scale: float
     terms: Literal[1, 2] = 1
     tail: int | None = Field(
-        default=None, ge=1, description="the last positions of a call, which alone have the second code; null: all have it"
+        default=None,
+        ge=1,
+        description="the last positions of a call, which alone have the second code; null: all have it",
     )
     saturation: float
     underflow: float

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import ScaleOptions
+from ...options import ScaleOptions, Terms
 from .decisions import Scales, Skipped
 
 
@@ -94,9 +94,16 @@ def finer_modules(
     tensor. Raises InputError for a pattern that matches no quantized module.
     """
     sharing = [*groups]
-    everywhere = {1: {}, 2: dict.fromkeys(chosen), "tail": dict.fromkeys(chosen, options.exact_tail)}
-    finer: dict[str, int | None] = everywhere[options.activation_terms]
-    for option, patterns, tail in (("--tail", options.tail, options.exact_tail), ("--two-terms", options.two_terms, None)):
+    everywhere: dict[Terms, dict[str, int | None]] = {
+        1: {},
+        2: dict.fromkeys(chosen),
+        "tail": dict.fromkeys(chosen, options.exact_tail),
+    }
+    finer = everywhere[options.activation_terms]
+    for option, patterns, tail in (
+        ("--tail", options.tail, options.exact_tail),
+        ("--two-terms", options.two_terms, None),
+    ):
         finer |= dict.fromkeys(whole_groups(match_terms(option, patterns, products, chosen), sharing), tail)
     return finer
 
@@ -108,12 +115,12 @@ def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
     return chosen
 
 
-def check_tail(options: ScaleOptions, positions: int | None) -> None:
+def check_tail_length(options: ScaleOptions, positions: int | None) -> None:
     """Raise InputError for a tail as long as any call of a model with so many `positions` (None: no limit)."""
     if options.has_tail and positions is not None and options.exact_tail >= positions:
         raise InputError(
-            f"--exact-tail {options.exact_tail}: the model has {positions} positions, so every call would be in two terms "
-            "throughout; give fewer, or --activation-terms 2"
+            f"--exact-tail {options.exact_tail}: the model has {positions} positions, so every call would be in two "
+            "terms throughout; give fewer, or --activation-terms 2"
         )
 
 

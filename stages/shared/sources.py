@@ -38,7 +38,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     from ...export.modules.support import unsupported
     from ...quantize.reading.dequantized import fp8_source
     from ...quantize.reading.inherited_scales import check_inherit
-    from ...quantize.scales.policy import Products, check_patterns, check_tail
+    from ...quantize.scales.policy import Products, check_patterns, check_tail_length
 
     model = meta_model(source)
     check_forward(source)
@@ -59,7 +59,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         unsupported(model),
         frozenset(routers(model)),
     )
-    check_tail(options, source.max_positions)
+    check_tail_length(options, source.max_positions)
     check_inherit(source, check_patterns(options, products), attention_modules(model).values(), options)
     return products
 

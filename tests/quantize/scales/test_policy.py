@@ -1,13 +1,18 @@
 """Which products run in FP8, by name: what is asked for, what cannot be, and what a server makes of the choice."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.core.errors import InputError
+from fp8q.options import ScaleOptions
 from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale
 from fp8q.quantize.scales.policy import (
     Products,
+    check_tail_length,
+    finer_modules,
     match_terms,
     mixed_experts_warning,
     mixed_group_warning,
@@ -60,7 +65,7 @@ def test_a_pattern_that_matches_nothing(option: str) -> None:
 
 def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
     chosen = select(PRODUCTS, ("*.up_proj",))[0]
-    assert match_terms(("*.q_proj",), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
+    assert match_terms("--two-terms", ("*.q_proj",), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
     groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
     assert whole_groups(["l.0.attn.k_proj"], groups) == ["l.0.attn.q_proj", "l.0.attn.k_proj"]
     assert taken_along(("*.q_proj",), ["l.0.attn.q_proj", "l.0.attn.k_proj"]) == ["l.0.attn.k_proj"]
@@ -70,8 +75,39 @@ def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
         "*.up_proj": "all that it matches stays in BF16; name other modules",
     }.items():
         with pytest.raises(InputError) as refused:
-            match_terms((pattern,), PRODUCTS, chosen)
+            match_terms("--two-terms", (pattern,), PRODUCTS, chosen)
         assert str(refused.value) == f"--two-terms {pattern}: {message}"
+
+
+def test_patterns_go_before_what_all_have_and_two_terms_before_a_tail() -> None:
+    chosen = select(PRODUCTS, ())[0]
+    groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
+
+    def finer(**given: Any) -> dict[str, int | None]:
+        return finer_modules(ScaleOptions(**given), PRODUCTS, chosen, groups)
+
+    assert finer() == {}
+    assert finer(activation_terms=2) == dict.fromkeys(chosen)
+    assert finer(activation_terms="tail", exact_tail=8) == dict.fromkeys(chosen, 8)
+    assert finer(tail=("*.q_proj",)) == {"l.0.attn.q_proj": 64, "l.0.attn.k_proj": 64}
+    assert finer(activation_terms="tail", two_terms=("*.k_proj",)) == dict.fromkeys(chosen, 64) | dict.fromkeys(
+        groups[0]
+    )
+    assert finer(tail=("*.q_proj",), two_terms=("*.k_proj",)) == dict.fromkeys(groups[0])
+    assert finer(activation_terms=2, tail=("*.up_proj",)) == dict.fromkeys(chosen) | {"l.0.mlp.up_proj": 64}
+
+
+def test_a_tail_is_shorter_than_the_longest_call() -> None:
+    options = ScaleOptions(activation_terms="tail", exact_tail=512)
+    check_tail_length(options, 513)
+    check_tail_length(options, None)
+    check_tail_length(ScaleOptions(), 16)
+    with pytest.raises(InputError) as refused:
+        check_tail_length(options, 512)
+    assert str(refused.value) == (
+        "--exact-tail 512: the model has 512 positions, so every call would be in two terms throughout; give fewer, or "
+        "--activation-terms 2"
+    )
 
 
 @pytest.mark.parametrize("only", ["lm_head", "*.conv"])

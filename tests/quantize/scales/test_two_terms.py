@@ -1,6 +1,6 @@
 """Two codes a value: exact for every BF16 number between s/64 and 476·s, and the products of such codes."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -200,7 +200,7 @@ def test_the_options_say_all_or_some_and_never_both() -> None:
         "--two-terms *.q_proj: --activation-terms 2 takes two for every module; leave one of them out, or give "
         "--activation-terms 1"
     )
-    with pytest.raises(InputError, match="^--activation-terms 3: is none of 1, 2$"):
+    with pytest.raises(InputError, match="^--activation-terms 3: is none of 1, 2, tail$"):
         ScaleOptions(activation_terms=3)  # type: ignore[arg-type]
     some = ScaleOptions(two_terms=("*.q_proj",))
     assert RescaleOptions().over(some).two_terms == ("*.q_proj",)
@@ -208,6 +208,41 @@ def test_the_options_say_all_or_some_and_never_both() -> None:
     assert RescaleOptions(activation_terms=2).over(some) == ScaleOptions(activation_terms=2)
     with pytest.raises(InputError, match="^--two-terms a: --activation-terms 2 takes two for every module"):
         RescaleOptions(two_terms=("a",)).over(ScaleOptions(activation_terms=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"activation_terms": "tail", "tail": ("*.q_proj",)},
+            (
+                "--tail *.q_proj: --activation-terms tail gives every module one; leave one of them out, or give "
+                "--activation-terms 1"
+            ),
+        ),
+        (
+            {"exact_tail": 16},
+            "--exact-tail 16: no module has a tail; give --activation-terms tail or --tail PATTERN, or leave it out",
+        ),
+        ({"exact_tail": 0, "activation_terms": "tail"}, "--exact-tail 0: must be at least 1"),
+    ],
+)
+def test_a_tail_is_of_all_modules_or_of_some_and_has_a_length(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as refused:
+        ScaleOptions(**given)
+    assert str(refused.value) == message
+
+
+def test_a_run_keeps_the_length_of_its_tail_and_forgets_it_with_the_form() -> None:
+    short = ScaleOptions(activation_terms="tail", exact_tail=16)
+    assert RescaleOptions(weight_rounding="gptq").over(short).exact_tail == 16
+    assert RescaleOptions(exact_tail=32).over(short) == ScaleOptions(activation_terms="tail", exact_tail=32)
+    assert RescaleOptions(activation_terms=1).over(short) == ScaleOptions()
+    some = ScaleOptions(tail=("*.q_proj",), exact_tail=16)
+    assert RescaleOptions(activation_terms="tail").over(some) == short
+    assert RescaleOptions(tail=("",)).over(some) == ScaleOptions()
+    with pytest.raises(InputError, match="^--exact-tail 16: no module has a tail"):
+        RescaleOptions(exact_tail=16).over(ScaleOptions())
 
 
 def chosen(scale: float, terms: Literal[1, 2] = 2) -> TensorScale:
