@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_MATRIX = 2
 _mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
 
 
@@ -26,6 +27,12 @@ def attending(
         yield
     finally:
         _mask.pop()
+
+
+def as_sequences(x: torch.Tensor) -> torch.Tensor:
+    """Make `x` [tokens, width] the sequences [batch, seq, width] of the call; a tensor of these stays as it is."""
+    queries = _mask[-1][0]
+    return x.unflatten(0, (queries.shape[0], queries.shape[2])) if x.dim() == _MATRIX else x
 
 
 def attention(

@@ -23,7 +23,7 @@ from ...quantize.codes.encoding import CODE
 from ...quantize.codes.formats import TWO_TERMS
 from ...quantize.reference.linear import replace_linears
 from . import operators
-from .attention import attending, attention, weights_of
+from .attention import as_sequences, attending, attention, weights_of
 from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
 from .replaced_attention import alibi_slopes, bias
 from .replaced_attention import replace as replace_attention
@@ -73,13 +73,15 @@ class QuantizedInput(nn.Module):
         in_two = FirstTerm(axis) if tail is None else FirstTermOfTail(tail)
         self.first = in_two if terms == 2 else None
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.rows: torch.Tensor | None = None
 
     scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize `x`, to the type of the product."""
+        """Quantize and dequantize `x`, to the type of the product; `rows` is `x` as the product has its rows."""
         if self._last is None or self._last[0] is not x:
-            terms = x if self.first is None else self.first(x, self.scale)
+            self.rows = x if self.tail is None else as_sequences(x)
+            terms = self.rows if self.first is None else self.first(self.rows, self.scale)
             self._last = (x, rounded(terms, self.scale, self.code, self.dtype))
         return self._last[1]
 
@@ -163,7 +165,7 @@ class GraphLinear(nn.Module):
     """A linear layer of the graph: DequantizeLinear(weight) -> Transpose -> MatMul -> Add of the bias, if any.
 
     The weight of a Conv1D needs no Transpose. With two terms the halves are added behind the MatMul. A layer with a
-    tail that gets all tokens in one row after another takes them as sequences again.
+    tail takes tokens [batch · seq, in], which some models make of their sequences, as [batch, seq, in] again.
     """
 
     def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
@@ -190,8 +192,9 @@ class GraphLinear(nn.Module):
         y = torch.matmul(quantized(x), weight if self.axis else weight.t())
         if self.halves is None:
             return y if self.bias is None else y + self.bias
-        total: torch.Tensor = self.halves(y, x)
-        return (total if self.bias is None else total + self.bias.float()).to(self.dtype)
+        total: torch.Tensor = self.halves(y, quantized.rows)
+        total = (total if self.bias is None else total + self.bias.float()).to(self.dtype)
+        return total.flatten(0, -2) if total.dim() > x.dim() else total
 
 
 class Graph(nn.Module):

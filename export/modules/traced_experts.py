@@ -13,6 +13,7 @@ from torch import nn
 
 from ...calibrate.model.expert_modules import FUSED, Expert, Experts
 from . import operators
+from .attention import as_sequences
 
 
 def groups_by_expert(places: Iterable[str], groups: Mapping[str, list[str]]) -> list[list[str]]:
@@ -35,7 +36,9 @@ class GraphExpert(nn.Module):
         """Wrap an expert whose linear layers are replaced already."""
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = expert.gate_proj, expert.up_proj, expert.down_proj
-        self.in_two_terms = any(has_two_terms(linear) for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        linears = (self.gate_proj, self.up_proj, self.down_proj)
+        self.in_two_terms = any(has_two_terms(linear) for linear in linears)
+        self.with_tail = any(getattr(linear, "tail", None) is not None for linear in linears)
         self.act_fn = deepcopy(expert.act_fn)  # where modules are shared, torch's exporter names all of them otherwise
 
     def forward(
@@ -54,10 +57,12 @@ class GraphExpert(nn.Module):
         """
         total, share = operators.expert_begins(total, shares, chosen, members)
         x = torch.where(share[:, None] != 0, hidden, 0)
-        if self.in_two_terms:  # which then lie along an axis whose size is known, as it has to be in a branch
+        if self.with_tail:
+            x = as_sequences(x)
+        elif self.in_two_terms:  # which then lie along an axis whose size is known, as it has to be in a branch
             x = x[None]
         y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        y = y[0] if self.in_two_terms else y
+        y = y.flatten(0, 1) if self.in_two_terms else y
         both: torch.Tensor = operators.expert_ends(total + (y * share[:, None]).to(total.dtype))
         return both
 
@@ -92,7 +97,7 @@ def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):
         linears = [expert.get_submodule(name) for names in FUSED.values() for name in names]
-        told = tuple((type(linear), has_two_terms(linear)) for linear in linears)
+        told = tuple((type(linear), has_two_terms(linear), getattr(linear, "tail", None)) for linear in linears)
         kinds.setdefault(told, []).append(number)
     return [*kinds.values()]
 
