@@ -4,7 +4,7 @@ copy={ name="…" output={"__mye6487_proxy.1" } input={"__mye6485_shape" } … }
 mul={ name="…" output={"__mye6485_shape" } input={"__mye4877_shape_seq" "__s^4i64" } … }
 add={ name="…" output={"__mye5741_shape" } input={"__mye4873_shape_batch" "__mye4873_shape_batch" } … }
 
-So are `sub`, `max` and `min`; a number is `__s^64i64`, or `__s^M1i64` for -1.
+So are `sub`, `max` and `min`; a number is `__s^64i64`, or `__s^M1i64` for -1, and in a branch `shape_subg0___s^64i64`.
 """
 
 import re
@@ -20,7 +20,7 @@ _MADE = re.compile(
 )
 _QUOTED = re.compile(r'"([^"]*)"')
 _NUMBER = re.compile(r"(?:__s\^(\d+)i64|(\d+))")
-_SIGNED = re.compile(r"(?:__s\^)?(M?)(\d+)(?:i64)?")
+_SIGNED = re.compile(r"(?:\w*__s\^)?(M?)(\d+)(?:i64)?")
 _OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
     "copy": lambda of: of[0],
     "mul": prod,

@@ -24,6 +24,7 @@ the number next to the product, on either side of it, is held to be the share of
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product as pairs
+from math import prod
 
 from ...quantize.codes.formats import TWO_TERMS
 from .numbers import MOVES, OPERANDS, Difference, moved_by, quantizer_of
@@ -35,6 +36,8 @@ from .sizes import multiple, value_of
 #: What of a module is compared.
 TERMS = "two terms"
 _LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
+#: A batch that is no size of anything else, to compute sizes for.
+_BATCH = 1009
 
 
 def compare_terms(
@@ -130,40 +133,45 @@ def _fault_of_rows(program: Program, codes: ProgramTensor | None, roots: Collect
 
 
 def _fault_of_positions(program: Program, codes: ProgramTensor | None, tail: int) -> Fault | None:
-    """Tell whether codes [batch, positions, in] have other positions than a call's and those of its `tail` again; None
-    where they have these.
+    """Tell whether codes [..., in] have other rows than a call's positions and those of its `tail` again; None where they
+    have these.
     """
-    if codes is None or len(codes.symbols) < _RANK or (seq := _call_length(program)) is None:
-        return "the rows of its codes do not read", "", False
+    unread = "the rows of its codes do not read", "", False
+    if codes is None or (call := _call_sizes(program)) is None:
+        return unread
+    batch, seq = call
     for positions in _lengths(seq, tail):
-        found = value_of(program.sizes, codes.symbols[1], {seq: positions})
+        known = {seq: positions, batch: _BATCH}
+        sizes = [value_of(program.sizes, size, known) for size in codes.symbols[:-1]]
+        rows = prod(size for size in sizes if size is not None)
         expected = positions + min(positions, tail)
-        if found is None:
-            return "the rows of its codes do not read", "", False
-        if found != expected:
-            return f"its codes have {found} positions for a call of {positions}", f"{expected}, with its tail", True
+        if None in sizes or not sizes:
+            return unread
+        if rows != _BATCH * expected:
+            what = f"its codes have {rows / _BATCH:g} positions for a call of {positions}"
+            return what, f"{expected}, with its tail", True
     return None
 
 
 def _faults_of_beginning(program: Program, kernels: Iterable[Statement], tail: int) -> Iterator[Fault]:
     """Yield the kernels around a product that do not take the position at which the tail of a long call begins."""
-    seq = _call_length(program)
-    if seq is None or seq.isdigit():  # which is a decode step: all of it is tail
+    batch, seq = _call_sizes(program) or ("", "")
+    if not seq or seq.isdigit():  # a decode step: all of it is tail
         return
     positions = max(_lengths(seq, tail))
     for kernel in kernels:
-        sizes = {value_of(program.sizes, name, {seq: positions}) for name in kernel.inputs}
+        sizes = {value_of(program.sizes, name, {seq: positions, batch: _BATCH}) for name in kernel.inputs}
         if positions - tail not in sizes:
             yield f"{kernel.name} does not take where the tail begins", f"the last {tail} positions", True
 
 
-def _call_length(program: Program) -> str | None:
-    """The size that is the number of positions of a call; None where it does not read."""
+def _call_sizes(program: Program) -> tuple[str, str] | None:
+    """The sizes that are the batch and the number of positions of a call; None where they do not read."""
     tokens = next((program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)), None)
     if tokens is None or len(tokens.symbols) < _MATRIX:
         return None
-    factor, size = multiple(program.sizes, tokens.symbols[1])
-    return size or str(factor)
+    (_, batch), (factor, seq) = (multiple(program.sizes, size) for size in tokens.symbols)
+    return batch, seq or str(factor)
 
 
 def _lengths(seq: str, tail: int) -> tuple[int, ...]:
