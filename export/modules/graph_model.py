@@ -3,8 +3,8 @@
 The model is made on the meta device, so memory does not grow with the weights, and traced by
 `torch.onnx.export(dynamo=True)`. Three parts of it are replaced: linear layers by layers on FP8 codes, attention by one
 that makes its mask from positions, and the cache by a buffer of fixed capacity (slot j holds position j) of which only
-the new keys and values are outputs. Batches are padded on the right: a padded token continues the positions and is
-masked, and its keys and values are overwritten.
+the new keys and values are outputs. Batches are padded on the left: a padded token has the position of the row's
+first one and is masked, and its keys and values are kept nowhere.
 """
 
 import inspect

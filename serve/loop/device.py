@@ -145,7 +145,7 @@ class DeviceCache:
 
     def write(self, new: Sequence[int], of: tuple[int, int], at: tuple[int, int, int], count: int, length: int) -> None:
         """Store what a step gave: `new` [groups] are addresses of tensors `of` (rows, seq); `at` is the first of
-        `count` rows there, the same row here, and the slot that the first of their `length` positions goes to.
+        `count` rows there, the same row here, and the slot that the first of their `length` last positions goes to.
         """
         rows, seq = of
         source_row, row, slot = at
@@ -153,7 +153,7 @@ class DeviceCache:
             line = seq * group.size
             self.device.copy(
                 Copy(
-                    source=source + source_row * group.heads * line,
+                    source=source + source_row * group.heads * line + (seq - length) * group.size,
                     target=base + row * self._row(group) + slot * group.size,
                     width=length * group.size,
                     lines=count * group.heads,

@@ -134,7 +134,7 @@ class DeviceBatch:
         call.run()
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):
             cache.write(call.new, (count, seq), (row, first + row, slot), 1, length)
-            at = call.logits_at + (row * seq + length - 1) * call.logits.shape[1]
+            at = call.logits_at + (row * seq + seq - 1) * call.logits.shape[1]
             self._device.download(at, call.logits[row])
         self._device.wait()
         found = float_logits(call.logits, self._program.logits_dtype).copy()

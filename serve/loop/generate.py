@@ -183,7 +183,7 @@ class Generator:
         rows = self._rows[first : first + len(lengths)]
         tokens = np.zeros((len(rows), max(lengths)), np.int64)
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            tokens[index, :length] = row.prompt[row.filled : row.filled + length]
+            tokens[index, -length:] = row.prompt[row.filled : row.filled + length]
         logits = self._batch.prefill(first, tokens, np.array([row.filled for row in rows]), np.array(lengths))
         pieces = []
         for row, length, values in zip(rows, lengths, logits, strict=True):

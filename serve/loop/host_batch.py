@@ -32,12 +32,14 @@ def attention_mask(filled: NDArray[np.int64], capacity: int, real: NDArray[np.bo
 def chunk_layout(
     seq: int, filled: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Positions [batch, seq] of a chunk of prompts, and a mask of its real tokens; padding repeats the last position.
+    """Positions [batch, seq] of a chunk of prompts, and a mask of its real tokens, the last of each row.
 
-    `filled` [batch]: the positions before the chunk; `lengths` [batch]: the real tokens of each row.
+    `filled` [batch]: the positions before the chunk; `lengths` [batch]: the real tokens of each row. Rows end together,
+    so that a graph with a tail has it where their texts end. Padding has the position of the row's first token, and so
+    sees that: a row of attention in which nothing is seen would be NaN.
     """
-    positions = filled[:, None] + np.minimum(np.arange(seq), lengths[:, None] - 1)
-    return positions, np.arange(seq) < lengths[:, None]
+    behind = np.arange(seq) - (seq - lengths[:, None])
+    return filled[:, None] + np.maximum(behind, 0), behind >= 0
 
 
 def next_capacity(held: int, needed: int, most: int, whole: Callable[[int], int]) -> int | None:
@@ -137,9 +139,9 @@ class HostBatch:
         mask = attention_mask(filled, cache.capacity if past else 0, real)
         logits, new = self._session.forward(tokens, mask, positions, past)
         for row, length in enumerate(lengths.tolist()):
-            values = [value[row : row + 1, :, :length] for value in new]
-            cache.write(first + row, positions[row : row + 1, :length], values)
-        return logits[np.arange(count), lengths - 1]
+            values = [value[row : row + 1, :, -length:] for value in new]
+            cache.write(first + row, positions[row : row + 1, -length:], values)
+        return logits[:, -1]
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""

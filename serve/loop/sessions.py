@@ -76,8 +76,8 @@ class Batch(Protocol):
     ) -> NDArray[np.float32]:
         """Take in a chunk of the prompts of the rows from `first`, behind their `filled` [count] first positions.
 
-        `tokens` [count, seq], of which the first `lengths` [count] are each row's, one or more; the rest is padding,
-        and is written nowhere. Returns the logits of each row's last one [count, vocabulary].
+        `tokens` [count, seq], of which the last `lengths` [count] are each row's, one or more; the rest is padding, and
+        is written nowhere. Returns the logits of each row's last one [count, vocabulary].
         """
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8q.serve.loop.host_batch import attention_mask
+from fp8q.serve.loop.host_batch import attention_mask, chunk_layout
 from fp8q.serve.loop.sessions import Batch
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def prefill(batch: Batch, first: int, *prompts: list[int], filled: int = 0) -> l
     """Take in chunks; the best next token of each row."""
     tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
     for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
+        tokens[row, -len(prompt) :] = prompt
     lengths = np.array([len(prompt) for prompt in prompts])
     found: list[int] = batch.prefill(first, tokens, np.full(len(prompts), filled), lengths).argmax(-1).tolist()
     return found
@@ -41,6 +41,12 @@ def test_a_mask_shows_the_filled_slots_and_the_new_tokens_that_are_real() -> Non
     mask = attention_mask(np.array([2, 0]), 3, np.array([[True, True], [True, False]]))
     np.testing.assert_array_equal(mask, [[1, 1, 0, 1, 1], [0, 0, 0, 1, 0]])
     assert mask.dtype == np.int64
+
+
+def test_rows_of_a_chunk_end_together_and_padding_sees_the_row_s_first_token() -> None:
+    positions, real = chunk_layout(4, np.array([0, 8]), np.array([4, 2]))
+    np.testing.assert_array_equal(positions, [[0, 1, 2, 3], [8, 8, 8, 9]])
+    np.testing.assert_array_equal(real, [[True] * 4, [False, False, True, True]])
 
 
 def test_chunks_and_tokens_of_rows_at_other_positions_add_up(counting: CountingModel, open_batch: Open) -> None:
