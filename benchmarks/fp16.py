@@ -11,8 +11,8 @@ under an FP32 scale. Prints one JSON line.
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import torch
 from models import ModelTexts, main_of
@@ -31,7 +31,7 @@ from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary
 
 TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 ITSELF, AS_THEY_ARE = "the model itself", "activations as they are"
-TERMS = {1: "one term", 2: "two terms"}
+TERMS: dict[Terms, str] = {1: "one term", 2: "two terms"}
 
 
 def exact_inputs(reference: Reference) -> Reference:
@@ -39,8 +39,13 @@ def exact_inputs(reference: Reference) -> Reference:
     for layer in reference.model.modules():
         if isinstance(layer, FP8Linear):
             layer.terms = 1
-            object.__setattr__(layer, "input_codes", lambda x, scale: (x.float() / scale)[None])
+            object.__setattr__(layer, "input_codes", partial(quotients, layer))
     return reference
+
+
+def quotients(layer: FP8Linear, x: torch.Tensor, count: int | None = None) -> torch.Tensor:
+    """`x` over the scale of a layer's input, float32 [1, ..., in], in the place of codes."""
+    return (x.float() / layer.input_scale)[None]
 
 
 def forwards(run: Run) -> Iterator[tuple[str, str, Forward]]:
@@ -48,10 +53,10 @@ def forwards(run: Run) -> Iterator[tuple[str, str, Forward]]:
     for name, dtype in TYPES.items():
         if dtype != torch.float32:
             yield ITSELF, name, float_model(source_of(run), dtype, "cpu")
-    for terms in get_args(Terms):
+    for terms, row in TERMS.items():
         scales(run.root, RescaleOptions(activation_terms=terms))
         for name, dtype in TYPES.items():
-            yield TERMS[terms], name, logits_of(load_reference(run.model, "exact", dtype))
+            yield row, name, logits_of(load_reference(run.model, "exact", dtype))
     for name, dtype in TYPES.items():
         yield AS_THEY_ARE, name, logits_of(exact_inputs(load_reference(run.model, "exact", dtype)))
 

@@ -17,6 +17,7 @@ from ..validate.accuracy.document import load_accuracy
 from ..validate.advice.certificate import record_table, text_table
 from ..validate.advice.expert_coverage import expert_table
 from ..validate.bench.document import Bench, bench_table, capacity_table
+from ..validate.report.prompt_distance import distance_rows, distance_table
 from ..validate.report.rows import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
 from ..validate.report.tables import (
     accuracy_table,
@@ -71,6 +72,7 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
         return
     tables: dict[str, Callable[[Any], Table[Any]]] = {
         "accuracy": partial(accuracy_table, wide=speak.out.width >= WIDE),
+        "distance": distance_table,
         "engines": engine_table,
         "sizes": size_table,
         "stages": stage_table,
@@ -87,6 +89,7 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
 #: The parts of the summary, and what reads each from a run.
 PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
     "accuracy": lambda run: [*accuracy_rows(run), *adapter_rows(run)],
+    "distance": distance_rows,
     "engines": engine_rows,
     "sizes": size_rows,
     "stages": stage_rows,

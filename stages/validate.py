@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from ..core.errors import BackendError, GateError, InputError, UnfinishedError
 from ..core.run import Run
 from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
+from ..quantize.scales.decisions import load_scales
 from .corpus import load_tokens
-from .other_text import evaluation
+from .other_text import evaluation, positions
 from .pipeline.stage import Key
 from .pipeline.stages import VALIDATE, ValidateFacts
 from .pipeline.steps import Notes, device, note_other_arithmetic
@@ -39,6 +40,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
         inputs |= files_of(run, precision)
     check_comparable(options.chosen, options.max_ppl_increase)
     check_accumulator(options)
+    options = as_a_server_reads(run, options, notes)
     tokens = evaluation(run, data, options, notes)
     key = _key(inputs, options, tokens)
     if not VALIDATE.is_current(run, key):
@@ -88,6 +90,24 @@ def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateO
         notes.note(f"{left}: left out, since {run.root} has no ONNX graph")
         return replace(options, runtimes=kept)
     return options
+
+
+def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
+    """Return `options` with the prompt that windows begin with by default: half a window where the run has tails.
+
+    What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without tails, or with
+    an accumulator, whole windows stay the default.
+    """
+    tails = load_scales(run).tails.values()
+    if not tails or options.as_served is not None or options.accumulator:
+        return options
+    window = load_tokens(run, run.calibration).shape[1]
+    context = options.context or min(window, positions(run) or window)
+    notes.note(
+        f"--as-served: is {context // 2}, half a window, since decoded tokens and a prompt's last {max(tails)} have "
+        "another form than the rest of the prompt; --as-served N takes another prompt"
+    )
+    return replace(options, as_served=max(1, context // 2))
 
 
 def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:

@@ -133,8 +133,8 @@ def _fault_of_rows(program: Program, codes: ProgramTensor | None, roots: Collect
 
 
 def _fault_of_positions(program: Program, codes: ProgramTensor | None, tail: int) -> Fault | None:
-    """Tell whether codes [..., in] have other rows than a call's positions and those of its `tail` again; None where they
-    have these.
+    """Tell whether codes [..., in] have other rows than a call's positions and those of its `tail` again; None where
+    they have these.
     """
     unread = "the rows of its codes do not read", "", False
     if codes is None or (call := _call_sizes(program)) is None:

@@ -41,6 +41,14 @@ scale × (a + b/16), which is exact for a BF16 number between a 64th of the scal
 vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.
 
 """
+#: The paragraph on activations with a tail.
+TAIL = """\
+**Exact answers**: where fp8q's graphs and engines read the input of {modules}, each decoded token and the
+last {positions} positions of a prompt have two E4M3 codes a value, scale × (a + b/16), which is exact for a BF16
+number between a 64th of the scale and 476 times it; the rest of a prompt has one. transformers and vLLM do not know
+this: they run one term throughout, with the loss of ordinary FP8 activations.
+
+"""
 #: The paragraph on an FP8 source checkpoint.
 FP8_SOURCE = """\
 **From FP8**: the checkpoint that this was made from holds FP8 codes already. {became}. Scales of
@@ -148,11 +156,21 @@ def _graphs(form: HfLayout) -> str:
 
 
 def _terms(scales: Scales) -> str:
-    two = scales.two_terms
-    if not two:
-        return ""
-    few = ", ".join(map(markdown_code, two[:4])) + (f" and {len(two) - 4} more" if len(two) > 4 else "")
-    return TERMS.format(modules="every FP8 product" if len(two) == len(scales.weights) else few)
+    """Describe the modules in two terms, and those with a tail; empty where there are none."""
+    tails = scales.tails
+    throughout = [module for module in scales.two_terms if module not in tails]
+    text = TERMS.format(modules=_some(throughout, scales)) if throughout else ""
+    for positions in sorted(set(tails.values())):
+        modules = [module for module, tail in tails.items() if tail == positions]
+        text += TAIL.format(modules=_some(modules, scales), positions=positions)
+    return text
+
+
+def _some(modules: list[str], scales: Scales) -> str:
+    """Name the first four of `modules`, or all of the FP8 products at once."""
+    more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
+    few = ", ".join(map(markdown_code, modules[:4])) + more
+    return "every FP8 product" if len(modules) == len(scales.weights) else few
 
 
 def _fp8_source(scales: Scales) -> str:

@@ -92,8 +92,9 @@ class StoredCodes:
         terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
         layer = FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
+        layer.experts = self._experts(module)
         if module in self.tails:
-            layer.tail = Tail(self.tails[module], self.call, self._experts(module))
+            layer.tail = Tail(self.tails[module], self.call, layer.experts)
         return layer
 
     def _experts(self, module: str) -> Experts | None:

@@ -51,6 +51,7 @@ class ModuleRow:
     clip: float | None = None
     scale: float | None = None
     terms: int | None = None
+    tail: int | None = None
     saturation: float | None = None
     underflow: float | None = None
     sqnr_db: float | None = None
@@ -216,6 +217,7 @@ def _fp8(
         clip=scale.clip,
         scale=scale.scale,
         terms=scale.terms,
+        tail=scale.tail,
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,

@@ -4,13 +4,14 @@ Perplexities of two runs are compared only where both scored the same tokens in 
 like a run is with BF16.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
 from ...core.run import Run
-from ...quantize.scales.decisions import Scales, load_scales
+from ...quantize.scales.decisions import ONE_TERM, Scales, load_scales
 from ..accuracy.document import load_accuracy, load_token_losses
 from .curves import increase_interval
 from .rows import SizeRow, accuracy_rows, size_rows, wrote
@@ -87,11 +88,12 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
 
 
 def terms(scales: Scales) -> str:
-    """Describe the number of codes for an activation: `one term`, `two terms`, or of how many products two."""
-    if not scales.two_terms:
-        return "one term"
-    all_of_them = len(scales.two_terms) == len(scales.activations)
-    return "two terms" if all_of_them else f"two terms in {len(scales.two_terms)} of {len(scales.activations)}"
+    """Describe the codes for an activation: `one term`, `two terms`, `a tail of 64`, or of how many products each."""
+    forms = Counter(scale.form for scale in scales.activations.values())
+    if len(forms) < 2:
+        return next(iter(forms), ONE_TERM)
+    finer = {form: number for form, number in forms.items() if form != ONE_TERM}
+    return ", ".join(f"{form} in {number} of {len(scales.activations)}" for form, number in finer.items())
 
 
 def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:

@@ -43,7 +43,7 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         number_column("scale", magnitude),
         number_column("saturation", share),
         number_column("underflow", share),
-        number_column("terms", count),
+        Column[ModuleRow]("terms", lambda row: row.terms if row.tail is None else f"tail of {row.tail}"),
         Column[ModuleRow]("input dB", lambda row: lossless(row.sqnr_db), decibels),
         Column[ModuleRow]("best dB", lambda row: lossless(row.sqnr_best_db), decibels),
         Column[ModuleRow](
