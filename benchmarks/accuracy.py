@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from fp8q.calibrate.model.source import Source, meta_model
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.modules.cache import cache_shapes
-from fp8q.options import KvCache, Terms, WeightRounding
+from fp8q.options import KvCache, WeightRounding
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
@@ -53,7 +53,7 @@ from fp8q.validate.accuracy.runtimes import float_model, reference, session, voc
 
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
-TERMS: tuple[Terms, ...] = (1, 2)
+TERMS: tuple[Literal[1, 2], ...] = (1, 2)
 PEER = Path(__file__).with_name("peer_checkpoint.py")
 
 

@@ -96,9 +96,9 @@ assert {choice.clip.method for choice in CHOICES.values()} == set(get_args(Metho
 class Layer(FP8Linear):
     """A layer of the reference whose inputs may be codes of another format, or BF16."""
 
-    def input_codes(self, x: torch.Tensor) -> torch.Tensor:
+    def input_codes(self, x: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """The reference's codes; `x` itself where there is no table."""
-        return x[None] if not len(self.tables) else super().input_codes(x)
+        return x[None] if not len(self.tables) else super().input_codes(x, count)
 
 
 class JustInTimeLayer(Layer):

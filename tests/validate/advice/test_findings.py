@@ -190,14 +190,14 @@ def test_other_text_is_held_against_the_scales_that_were_chosen() -> None:
 def test_a_tensor_in_two_terms_is_held_against_the_limits_of_two_terms() -> None:
     """448 + 448/16 = 476 is the largest sum of both codes at scale 1; one code ends at 448."""
     measured, other = statistics(calm=CALM), statistics(calm=tensor([476, 1], [476], [476]))
-    activations, _ = activation_scales(measured, ["calm"], Clipping(), finer=["calm"])
+    activations, _ = activation_scales(measured, ["calm"], Clipping(), finer={"calm": None})
     scales = Scales(weights={}, activations=activations, skipped={})
     assert against_rows(measured, scales, other) == [AgainstRow("calm.input", 476.0, 476.0, 1.0, 0.0, 0.0)]
 
 
 def test_a_history_of_a_tensor_in_two_terms_saturates_beyond_both_codes() -> None:
     measured = statistics(calm=tensor([476, 1], [448, 476], [476]))
-    activations, _ = activation_scales(measured, ["calm"], Clipping(), finer=["calm"])
+    activations, _ = activation_scales(measured, ["calm"], Clipping(), finer={"calm": None})
     two_terms = Scales(weights={}, activations=activations, skipped={})
     assert [row.saturated for row in delayed_rows(measured, chosen(measured), Clipping("delayed"))] == [1.0]
     assert [row.saturated for row in delayed_rows(measured, two_terms, Clipping("delayed"))] == [0.0]
