@@ -4,6 +4,8 @@ It is built from the checkpoint's files, the same bytes that transformers, vLLM 
 scales in memory. So it tests the files too.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,15 @@ class Reference:
     def new_cache(self) -> DynamicCache:
         """An empty KV cache in the type that the model is served with."""
         return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
+
+    @contextmanager
+    def answering(self, positions: int) -> Iterator[None]:
+        """In this block the last `positions` of every call stand for decoded tokens (`CallPositions`)."""
+        self.call.decoded = positions
+        try:
+            yield
+        finally:
+            self.call.decoded = 0
 
     def layer(self, module: str) -> FP8Linear:
         """The FP8 layer `module`."""

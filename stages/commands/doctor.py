@@ -100,7 +100,7 @@ def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check
 
 
 def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "list[Check]":
-    """Run both models on `windows`, then let both generate text."""
+    """Run both models on `windows`, whose second halves stand for decoded tokens, then let both generate text."""
     import torch
 
     from ...calibrate.model.source import load_model
@@ -116,7 +116,8 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     batches = torch.from_numpy(windows).to(where).split(max(1, TOKENS // windows.shape[1]))
     with notes.track("Running BF16 and FP8", windows.size, "tokens") as advance:
         for ids in batches:
-            pair.run(ids, watcher.watching(ids))
+            with pair.reference.answering(ids.shape[1] // 2):
+                pair.run(ids, watcher.watching(ids))
             advance(ids.numel())
     seen, parted = watcher.seen, pair.parted
     fp16 = export_options(what.run).dtype == "fp16"

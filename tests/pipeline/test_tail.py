@@ -69,14 +69,10 @@ def behind(logits: np.ndarray) -> np.ndarray:
 
 def at_once(loaded: Reference, windows: np.ndarray, answered: int) -> np.ndarray:
     """Those of whole windows in one call, of which the last `answered` positions stand for decoded ones."""
-    loaded.call.decoded = answered
-    try:
-        with torch.inference_mode():
-            logits = loaded.model(
-                input_ids=torch.from_numpy(windows), past_key_values=loaded.new_cache(), use_cache=True
-            ).logits
-    finally:
-        loaded.call.decoded = 0
+    with torch.inference_mode(), loaded.answering(answered):
+        logits = loaded.model(
+            input_ids=torch.from_numpy(windows), past_key_values=loaded.new_cache(), use_cache=True
+        ).logits
     return behind(logits.numpy())
 
 

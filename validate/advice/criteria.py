@@ -41,6 +41,19 @@ ONE_HOT_NATS = 16.6
 SATURATION = Criterion("saturation", "share of values beyond the clip", Limit(1e-3, 1e-2))
 #: 6 dB are four times the best scale's squared error.
 DB_LOST = Criterion("scale", "dB of signal to noise below the best scale", Limit(1.0, 6.0))
+#: From here on an error is below BF16's own rounding of the values, by half a unit of 8 bits: no better scale is seen.
+LOSSLESS_DB = 60.0
+
+
+def db_below_best(own: float | None, best: float | None) -> float:
+    """dB of signal to noise that a scale loses to the best one; None is no noise at all, and noise below BF16's own
+    rounding loses nothing.
+    """
+    if own is None or own >= LOSSLESS_DB:
+        return 0.0
+    return math.inf if best is None else max(best - own, 0.0)
+
+
 #: Of values that crowd around zero (what down_proj reads) 6 % underflow at the best scale there is, and a scale at
 #: which a quarter does loses no 0.1 dB; where half of them do, the median is gone.
 UNDERFLOW = Criterion("underflow", "share of non-zero values that become zero", Limit(0.25, 0.5))

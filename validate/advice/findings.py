@@ -5,7 +5,6 @@ Pure functions of the statistics and the chosen scales. Every check compares one
 the severity of an outlier is their ratio, so that outliers of different kinds can be ranked.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -118,13 +117,6 @@ def late_growth(amax_batches: npt.NDArray[np.float32]) -> float:
     return float(amax.max() / early) if len(amax) >= 4 and early > 0 else 1.0
 
 
-def _db_lost(scale: TensorScale) -> float:
-    """dB below the scale of least squared error, as they were measured when the scale was chosen."""
-    if scale.sqnr_db is None:
-        return 0.0
-    return (math.inf if scale.sqnr_best_db is None else scale.sqnr_best_db) - scale.sqnr_db
-
-
 def _rounds_to_zero(scale: TensorScale) -> str:
     beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
     return "a smaller --margin" if beyond else "a few huge values set its scale: {wide}"
@@ -138,7 +130,7 @@ CHECKS: dict[Criterion, tuple[Callable[[TensorStatistics, TensorScale], float], 
     ),
     criteria.UNDERFLOW: (lambda tensor, scale: scale.underflow, _rounds_to_zero),
     criteria.DB_LOST: (
-        lambda tensor, scale: _db_lost(scale),
+        lambda tensor, scale: criteria.db_below_best(scale.sqnr_db, scale.sqnr_best_db),
         lambda scale: "--method mse finds the best scale there is",
     ),
     criteria.OUTLIER_CHANNELS: (

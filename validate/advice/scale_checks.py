@@ -120,12 +120,10 @@ def _fit(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
 
 
 def db_lost(tensor: ScaledTensor) -> float:
-    """dB that the checkpoint's scale loses to the one of least squared error; 0 where either loses nothing."""
+    """dB that the checkpoint's scale loses to the one of least squared error; 0 where it loses nothing to speak of."""
     best = float(scale_of(clip_mse(tensor.histogram, tensor.grid, Clipping()), tensor.grid))
     own, possible = (sqnr_db(tensor.histogram, tensor.grid, each) for each in (tensor.scale, best))
-    if own is None:
-        return 0.0
-    return math.inf if possible is None else max(possible - own, 0.0)
+    return criteria.db_below_best(own, possible)
 
 
 def relative_error(tensor: ScaledTensor) -> float:
