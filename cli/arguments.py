@@ -10,7 +10,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..options.declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, TEXT, Options, option
+from ..options import Preset
+from ..options.declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, SCALES, TEXT, Options, option
 
 #: Marks what may be a path or a name on the hub: in a file of options a path is relative to that file.
 PATH_OR_NAME = "a path, or a name on the hub"
@@ -75,6 +76,17 @@ Against = Annotated[
     str | None,
     option(OPTIONS, "Also measure this text, and show which tensors would saturate on it.", "TEXT"),
     PATH_OR_NAME,
+]
+ChosenPreset = Annotated[
+    Preset | None,
+    option(
+        SCALES,
+        "Options that go together. exact: a tail and GPTQ, which answer nearly what BF16 answers, for what one code an "
+        "activation costs. fast: one code everywhere and GPTQ, as every FP8 server runs it. Options that are given go "
+        "before it.",
+        "NAME",
+        "none",
+    ),
 ]
 OtherRuns = Annotated[
     tuple[Path, ...],

@@ -41,6 +41,7 @@ from .arguments import (
     Apply,
     BuiltTargets,
     Chat,
+    ChosenPreset,
     Common,
     Compare,
     Delayed,
@@ -134,6 +135,7 @@ def run(
     /,
     *,
     texts: RunTexts,
+    preset: ChosenPreset = None,
     options: RunOptions = RunOptions(),
     common: Common = Common(),
 ) -> None:
@@ -154,6 +156,7 @@ def calibrate(
     /,
     *,
     texts: RunTexts,
+    preset: ChosenPreset = None,
     options: CalibrateOptions = CalibrateOptions(),
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     common: Common = Common(),

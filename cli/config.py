@@ -20,7 +20,7 @@ from cyclopts.argument import Argument
 
 from .. import __version__
 from ..core.errors import InputError
-from ..options import AS_THE_RUN_HAS_IT, Clipping
+from ..options import AS_THE_RUN_HAS_IT, PRESETS, Clipping
 from ..options.declare import FromText
 from .arguments import PATH_OR_NAME, Common
 
@@ -37,14 +37,25 @@ WANTED: dict[Any, str] = {
 
 
 def fill(arguments: ArgumentCollection, command: str) -> None:
-    """Give each of the command's `arguments` that the command line does not give what the file of --config holds.
+    """Give each of the command's `arguments` that the command line does not give what the file of --config holds, and
+    those that neither gives what --preset stands for.
 
     Raises InputError for a file that cannot be read, a key that is no option of the command, a value of another type.
     """
+    known = dict(entries(arguments))
     asked = arguments.get("--config", None)
-    if asked is None or not asked.tokens:
-        return
-    file, known = Path(asked.tokens[0].value), dict(entries(arguments))
+    if asked is not None and asked.tokens:
+        _fill_from(Path(asked.tokens[0].value), known, command)
+    preset = known.get("preset")
+    if preset is not None and preset.tokens:
+        for name, value in PRESETS.get(preset.tokens[0].value, {}).items():  # type: ignore[call-overload]
+            of = known[name.replace("_", "-")]
+            if not of.tokens:
+                of.append(Token(keyword=of.name, value=str(value), source="--preset"))
+
+
+def _fill_from(file: Path, known: Mapping[str, Argument], command: str) -> None:
+    """Give the `known` arguments that have no value those in `file`."""
     for name, value in read_config_table(file).items():
         if name not in known:
             raise InputError(f"{file}: {name}: is no option of `fp8q {command}`; {suggestion(name, known)}")
@@ -104,7 +115,8 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
         items = [float(str(item)) if type(item) is int else item for item in items]
     if any(isinstance(item, str) and "\0" in item for item in items):
         raise InputError(f"{file}: {argument.name}: holds a NUL, which no name or path has; take it out")
-    if any(type(item) is not (str if inner is Path else inner) for item in items):
+    allowed = {str if each is Path else each for each in _choice_types(argument) or (inner,)}
+    if any(type(item) not in allowed for item in items):
         return None
     found = [place(argument, item, file.absolute().parent) if isinstance(item, str) else item for item in items]
     given = kind(found) if kind in (list, tuple) else found[0]
@@ -112,6 +124,12 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
         given = str(given)
         return Token(keyword=argument.name, value=given, source=str(file))
     return Token(keyword=argument.name, implicit_value=given, source=str(file))
+
+
+def _choice_types(argument: Argument) -> set[type]:
+    """The types of the values that an option chooses from; none for an option of any value."""
+    hint: Any = argument.resolved_hint
+    return {type(each) for each in get_args(hint)} if get_origin(hint) is Literal else set()
 
 
 def kinds(argument: Argument) -> tuple[type, type]:

@@ -72,7 +72,6 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
         return
     tables: dict[str, Callable[[Any], Table[Any]]] = {
         "accuracy": partial(accuracy_table, wide=speak.out.width >= WIDE),
-        "distance": distance_table,
         "engines": engine_table,
         "sizes": size_table,
         "stages": stage_table,
@@ -82,6 +81,8 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
         table = made(found.get(part, []))
         if table.rows:
             draw_table(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
+        if table.rows and part == "accuracy" and (decoded := distance_rows(run)):
+            draw_table(speak, distance_table(decoded))
     if there := files(run):
         speak.table("Files", ("path",), [(str(file),) for file in there])
 
@@ -89,7 +90,6 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
 #: The parts of the summary, and what reads each from a run.
 PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
     "accuracy": lambda run: [*accuracy_rows(run), *adapter_rows(run)],
-    "distance": distance_rows,
     "engines": engine_rows,
     "sizes": size_rows,
     "stages": stage_rows,

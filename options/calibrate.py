@@ -1,5 +1,6 @@
 """Options of calibration and of choosing scales: those of `calibrate`, `merge` and `scales`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,6 +42,12 @@ DEFAULT_EXACT_TAIL = 64
 WeightRounding = Literal["nearest", "gptq", "sequential"]
 #: The ways to use an adapter: merge it into the weights, or add its product beside them.
 AdapterMode = Literal["merge", "beside"]
+#: Options that go together, by what they are for; on the command line `--preset`, in Python `**PRESETS[name]`.
+Preset = Literal["fast", "exact"]
+PRESETS: Mapping[Preset, Mapping[str, Any]] = {
+    "fast": {"activation_terms": 1, "weight_rounding": "gptq"},
+    "exact": {"activation_terms": "tail", "weight_rounding": "gptq"},
+}
 #: The choices for the tokenizer's prefix of each window.
 Bos = Literal["auto", "never"]
 #: The help of `--allow-overlap`, of `calibrate` and `validate`.

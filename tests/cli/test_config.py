@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fp8q.cli import commands, config
 from fp8q.cli.arguments import RunTexts
 from fp8q.options import (
+    PRESETS,
     RUNTIMES,
     CalibrateOptions,
     Clipping,
@@ -85,6 +86,7 @@ def test_a_file_gives_arguments_and_options_with_paths_relative_to_itself(tmp_pa
         ],
         "out": tmp_path / "runs" / "one",
         "eval_data": None,
+        "preset": None,
         "calibrate": CalibrateOptions(kv_cache="fp8", skip=("*.down_proj",), samples=24, stream=False),
         "export": ExportOptions(),
         "engine": EngineOptions(targets=("sm89", "sm120"), min_fp8_share=0.96),
@@ -130,7 +132,7 @@ def test_an_empty_array_takes_back_what_the_run_skips(tmp_path: Path) -> None:
         ("seq_len = 3", "seq_len: is no option of `fp8q calibrate`; did you mean seq-len?"),
         (
             "zzz = 1",
-            "zzz: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, method, percentile, ",
+            "zzz: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, preset, method, percentile, ",
         ),
         ("json = true", "json: is no option of `fp8q calibrate`; it takes model, data, out, eval-data, "),
         ("[calibrate]\nsamples = 3", "calibrate: is no option of `fp8q calibrate`; "),
@@ -210,7 +212,9 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "skip = []",
         "# only: as the run has it",
         "# activation-terms: as the run has it",
+        "# exact-tail: as the run has it",
         "# two-terms: as the run has it",
+        "# tail: as the run has it",
         "# inherit: as the run has it",
         "# min-expert-tokens: as the run has it",
     ]
@@ -295,3 +299,26 @@ def test_the_example_of_the_documentation_is_the_file_of_the_demo() -> None:
 def test_a_command_runs_from_a_file_alone(fp8q: Fp8q, tmp_path: Path) -> None:
     file = file_of(tmp_path, 'path = "graph.onnx"\n')
     assert str(tmp_path / "graph.onnx") in fp8q("lint", "--config", file).complaint()
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate"])
+def test_a_preset_fills_what_neither_the_command_line_nor_a_file_gives(tmp_path: Path, command: str) -> None:
+    name = "calibrate" if command == "run" else "options"
+
+    def chosen(*more: object) -> tuple[object, str]:
+        options = understood(command, "m", "--data", "a.txt", "--out", "r", *more)[name]
+        return options.activation_terms, options.weight_rounding
+
+    assert chosen() == (1, "nearest")
+    assert chosen("--preset", "exact") == ("tail", "gptq")
+    assert chosen("--preset", "fast") == (1, "gptq")
+    assert chosen("--preset", "exact", "--weight-rounding", "nearest") == ("tail", "nearest")
+    file = file_of(tmp_path, 'preset = "exact"\nweight-rounding = "nearest"\n')
+    assert chosen("--config", file) == ("tail", "nearest")
+    assert chosen("--config", file_of(tmp_path, 'activation-terms = "tail"\n')) == ("tail", "nearest")
+    assert chosen("--config", file_of(tmp_path, "activation-terms = 2\n")) == (2, "nearest")
+
+
+def test_presets_are_options_of_calibration() -> None:
+    for name, chosen in PRESETS.items():
+        assert CalibrateOptions(**chosen) != CalibrateOptions(), name

@@ -6,6 +6,7 @@ import pytest
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.options import Clipping
 from fp8q.quantize.scales.decisions import Scales, WeightScales, tensor_scale
+from fp8q.validate.advice import criteria
 from fp8q.validate.advice.checkup import Check, graded, verdict_of, worst_first
 from fp8q.validate.advice.criteria import Criterion, Limit
 from fp8q.validate.advice.remedies import Remedies
@@ -135,3 +136,11 @@ def test_one_batch_tells_of_no_jump() -> None:
     found = checks(tensor(NORMAL, batches=np.array([4, np.nan], np.float32)))["amax_jumps"]
     assert (found.verdict, found.value) == ("unknown", None)
     assert found.said == "the calibration text was one batch; two are needed"
+
+
+def test_what_is_lost_below_bf16_s_own_rounding_is_nothing() -> None:
+    assert criteria.db_below_best(30.0, 38.0) == 8.0
+    assert criteria.db_below_best(30.0, None) == float("inf")
+    assert criteria.db_below_best(31.0, 30.0) == 0.0
+    assert criteria.db_below_best(criteria.LOSSLESS_DB, None) == 0.0  # two terms: 150 dB, and 160 at the best scale
+    assert criteria.db_below_best(None, None) == 0.0
