@@ -1,6 +1,6 @@
 """Measure what each form of activations loses on the tokens that are decoded behind a prompt.
 
-    python benchmarks/exact_answers.py [MODEL=CALIBRATION,EVALUATION …] [--windows 24] [--decoded 128] [--samples 128]
+    python benchmarks/exact_answers.py [MODEL=CALIBRATION,EVALUATION …] [--windows 16] [--decoded 128] [--samples 128]
         [--save exact_answers]
 
 Mean KL(FP32 || model) × 10⁶ over the decoded tokens, and over each quarter of them in order, in FP32 arithmetic, so
@@ -33,7 +33,7 @@ from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.core.run import Run
 from fp8q.options import Clipping, KvCache, ScaleOptions, Terms, WeightRounding
 from fp8q.quantize.codes.encoding import code_tables
-from fp8q.quantize.reference.fp8_model import Reference, load_reference
+from fp8q.quantize.reference.fp8_model import Reference, experts_around, load_reference
 from fp8q.quantize.reference.linear import FP8Linear, Tail
 from fp8q.quantize.scales.decisions import CACHE_PARTS
 
@@ -80,11 +80,12 @@ class Served:
         parts = CACHE_PARTS[cache]
         self.loaded.cache_scales.clear()
         self.loaded.cache_scales.update({name: scale for name, scale in self.caches.items() if name[-1] in parts})
-        for layer in self.layers.values():
+        for name, layer in self.layers.items():
             layer.terms = 1 if form == ONE else 2
             layer.tail = None
             if form.startswith("tail"):
-                layer.tail = Tail(int(form.rpartition(" ")[2]), self.loaded.call, layer.experts)
+                experts = experts_around(self.loaded.model, name)
+                layer.tail = Tail(int(form.rpartition(" ")[2]), self.loaded.call, experts)
 
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -215,7 +216,7 @@ def shares(found: dict[str, Any]) -> dict[str, float]:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = model_arguments(__doc__, windows=24, samples=128, decoded=128)
+    parser = model_arguments(__doc__, windows=16, samples=128, decoded=128)
     options = parser.parse_args()
     head, results = described("exact_answers", (ScaleOptions,)), {}
     for texts in options.models or small_models(*MODELS):

@@ -103,15 +103,15 @@ class StoredCodes:
         terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
         layer = FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
-        layer.experts = self._experts(module)
         if module in self.tails:
-            layer.tail = Tail(self.tails[module], self.call, layer.experts)
+            layer.tail = Tail(self.tails[module], self.call, experts_around(self.model, module))
         return layer
 
-    def _experts(self, module: str) -> Experts | None:
-        """The experts of which `module` is a layer; None for other layers."""
-        parents = (self.model.get_submodule(module.rsplit(".", parts)[0]) for parts in (1, 2) if "." in module)
-        return next((parent for parent in parents if isinstance(parent, Experts)), None)
+
+def experts_around(model: torch.nn.Module, module: str) -> Experts | None:
+    """The experts of `model` of which `module` is a layer; None for other layers."""
+    parents = (model.get_submodule(module.rsplit(".", parts)[0]) for parts in (1, 2) if module.count(".") >= parts)
+    return next((parent for parent in parents if isinstance(parent, Experts)), None)
 
 
 def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:

@@ -92,7 +92,6 @@ class FP8Linear(nn.Module):
         super().__init__()
         self.mode, self.terms = mode, terms
         self.tail: Tail | None = None
-        self.experts: Experts | None = None
         self.accumulator: Accumulator | None = None
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
         held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
