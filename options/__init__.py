@@ -33,8 +33,9 @@ from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
     FLOAT,
+    NOT_SERVED,
+    ONE_TERM_ALONE,
     RUNTIMES,
-    WITHOUT_FP8,
     WITHOUT_GRAPH,
     Accumulator,
     ContinueOptions,
@@ -52,9 +53,10 @@ __all__ = [
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
     "FLOAT",
+    "NOT_SERVED",
+    "ONE_TERM_ALONE",
     "PRESETS",
     "RUNTIMES",
-    "WITHOUT_FP8",
     "WITHOUT_GRAPH",
     "Accumulator",
     "AdapterMode",

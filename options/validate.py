@@ -12,13 +12,16 @@ from .export import Baseline
 
 RUNTIMES = (
     "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",
+    "one-term",
 )  # fmt: skip
 #: The runtimes of the float model.
 FLOAT = frozenset({"bf16", "fp32", "original"})
-#: The runtimes without FP8: of the float model, and of the precisions that FP8 is compared with.
-WITHOUT_FP8 = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8"}
+#: The reference with the first codes of its activations alone, as servers run it that know no second ones.
+ONE_TERM_ALONE = "one-term"
+#: The runtimes that a run is compared with, and not served by: the float model, other precisions, one term of two.
+NOT_SERVED = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8", ONE_TERM_ALONE}
 #: The runtimes that need no graph: they run the checkpoint or the source model.
-WITHOUT_GRAPH = FLOAT | {"reference"}
+WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
 #: The costs that `tune` minimizes: bytes read by a decode step, or operations of a prefill.
@@ -40,12 +43,14 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValidateOptions(Options):
-    """Options of `fp8q validate`. `runtimes` None: bf16, reference and, where the run has a graph, onnxruntime.
+    """Options of `fp8q validate`. `runtimes` None: bf16, reference, where the run has a graph onnxruntime, and where it
+    has two terms one-term.
     `context` None: the window of calibration; `stride` None: all of the text's tokens in it.
 
     The others are compared with the runtime `bf16`; `fp32` is the source model in FP32, from which BF16's own distance
     is the yardstick; `original` is the source model in its stored type, and is added to `bf16` where that is another.
-    The runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
+    `one-term` is the reference with one code for each activation, as servers run it that know no second ones. The
+    runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
     --precision` writes. `max_ppl_increase` is a fraction, and may be given as text, `"1%"`. `accumulator`: see
     `quantize.reference.adder`. `as_served`: see `validate.accuracy.as_served`.
     """

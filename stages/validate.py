@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import BackendError, GateError, InputError, UnfinishedError
 from ..core.run import Run
-from ..options import FLOAT, RUNTIMES, WITHOUT_FP8, WITHOUT_GRAPH, ValidateOptions
+from ..options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import load_tokens
 from .other_text import evaluation, positions
@@ -78,13 +78,21 @@ def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation")
 def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
     """Return `options` with the runtimes that `run` has.
 
-    Where no graph can be made of the model, the default omits runtimes that need it, with a note. Raises InputError for
-    one of these that is asked for.
+    The default has one-term where the run has two terms, and omits runtimes that need a graph, with a note, where none
+    can be made of the model. Raises InputError for one of these that is asked for.
     """
+    if options.runtimes is None and load_scales(run).two_terms:
+        options = replace(options, runtimes=(*options.chosen, ONE_TERM_ALONE))
+        return _without_graphs(run, options, notes, asked=False)
+    return _without_graphs(run, options, notes, asked=options.runtimes is not None)
+
+
+def _without_graphs(run: Run, options: ValidateOptions, notes: Notes, asked: bool) -> ValidateOptions:
     if not (reason := run.without_graph()):
         return options
-    check_runtimes(options.runtimes, run, reason)
-    if options.runtimes is None:
+    if asked:
+        check_runtimes(options.runtimes, run, reason)
+    else:
         kept = tuple(name for name in options.chosen if name in WITHOUT_GRAPH)
         left = ", ".join(name for name in options.chosen if name not in WITHOUT_GRAPH)
         notes.note(f"{left}: left out, since {run.root} has no ONNX graph")
@@ -210,7 +218,7 @@ def check_accumulator(options: ValidateOptions) -> None:
 
 def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
     """Raise InputError when `runtimes` include nothing to compare with the `limit`."""
-    if limit is not None and ("bf16" not in runtimes or WITHOUT_FP8.issuperset(runtimes)):
+    if limit is not None and ("bf16" not in runtimes or NOT_SERVED.issuperset(runtimes)):
         raise InputError(
             f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
             f"{', '.join(runtimes)}; add what is missing to --runtimes"
@@ -222,7 +230,7 @@ def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
 
     The files of the float model are at fault then. `what` follows the runtime's name in the message.
     """
-    for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in WITHOUT_FP8):
+    for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in NOT_SERVED):
         if isfinite(runtime.perplexity):
             continue
         bad, where = (
@@ -254,7 +262,7 @@ def check_increase(accuracy: "Accuracy", limit: float | None, what: str = "") ->
     increases = {
         name: runtime.perplexity_increase
         for name, runtime in accuracy.runtimes.items()
-        if name not in WITHOUT_FP8 and not runtime.sampled
+        if name not in NOT_SERVED and not runtime.sampled
     }
     for name, increase in increases.items():
         runtime = accuracy.runtimes[name]

@@ -38,7 +38,8 @@ NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime refer
 TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
 scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers and
-vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.
+vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations, which `fp8q validate RUN`
+measures as the runtime `one-term`.
 
 """
 #: The paragraph on activations with a tail.
@@ -46,7 +47,8 @@ TAIL = """\
 **Exact answers**: where fp8q's graphs and engines read the input of {modules}, each decoded token and the
 last {positions} positions of a prompt have two E4M3 codes a value, scale × (a + b/16), which is exact for a BF16
 number between a 64th of the scale and 476 times it; the rest of a prompt has one. transformers and vLLM do not know
-this: they run one term throughout, with the loss of ordinary FP8 activations.
+this: they run one term throughout, with the loss of ordinary FP8 activations, which `fp8q validate RUN` measures as
+the runtime `one-term`.
 
 """
 #: The paragraph on an FP8 source checkpoint.

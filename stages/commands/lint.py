@@ -15,6 +15,8 @@ from ...calibrate.input.untrusted import exists
 from ...core.errors import GateError, InputError
 from ...core.files import disk_errors, read_document
 from ...core.run import Run
+from ...options import ONE_TERM_ALONE
+from ...quantize.scales.decisions import ONE_TERM
 from ..shared.model_files import fp8_graphs
 from ..shared.opening import open_run
 
@@ -95,7 +97,26 @@ def lint_run(path: Path) -> LintedRun:
     parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
     if run.triton.is_dir():
         parts.append(lint_triton(run.triton))
+    if told := told_elsewhere(run):
+        parts.append(Linted(run.model, told, []))
     return LintedRun(path, tuple(parts))
+
+
+def told_elsewhere(run: Run) -> str | None:
+    """Say what other servers make of a run's second terms, and what that costs this model; None where it has none."""
+    from ...quantize.scales.decisions import load_scales
+    from ...validate.accuracy.document import load_accuracy
+
+    scales = load_scales(run)
+    if not scales.two_terms:
+        return None
+    forms = " and ".join(sorted({scale.form for scale in scales.activations.values()} - {ONE_TERM}))
+    told = f"{len(scales.two_terms)} inputs in {forms}, of which transformers and vLLM run the first term alone"
+    runtimes = load_accuracy(run).runtimes if "validate" in run.record().stages else {}
+    one, ours = (runtimes[name].kl_mean_nats if name in runtimes else None for name in (ONE_TERM_ALONE, "reference"))
+    if one is None or ours is None:
+        return f"{told}; `fp8q validate {run.root}` measures what that costs"
+    return f"{told}: KL from BF16 is {one:.3g} nats a token there, and {ours:.3g} here"
 
 
 def _outputs(run: Run, stage: str) -> list[str]:

@@ -13,6 +13,7 @@ from ...core.errors import BackendError
 from ...core.files import reading
 from ...core.run import Run, graph_names
 from ...export.lint.check import sound_graph
+from ...options import ONE_TERM_ALONE
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ...quantize.reference.fp8_model import Reference, load_reference
 from ...quantize.reference.linear import Mode
@@ -54,12 +55,16 @@ def logits_of(loaded: Reference) -> Forward:
     )
 
 
-def reference(run: Run, device: str, adapter: str | None = None, prompt: int | None = None) -> Forward:
+def reference(
+    run: Run, device: str, adapter: str | None = None, prompt: int | None = None, first_terms: bool = False
+) -> Forward:
     """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache and that adapter on.
 
-    `prompt`: as `openers` has it.
+    `prompt`: as `openers` has it. `first_terms`: with one code for each activation, the first.
     """
     loaded = open_reference(run, "fast", device, adapter)
+    if first_terms:
+        loaded.take_first_terms()
     return logits_of(loaded) if prompt is None else served(torch_start(loaded.model, loaded.new_cache), prompt)
 
 
@@ -115,8 +120,8 @@ def openers(
             own = stored_dtype(opened)
             if name == "bf16" and own not in [FLOATS[each] for each in names if each in FLOATS]:
                 made[ORIGINAL] = partial(float_model, opened, own, device, prompt)
-        elif name == "reference":
-            made[name] = partial(reference, run, device, adapter, prompt)
+        elif name in ("reference", ONE_TERM_ALONE):
+            made[name] = partial(reference, run, device, adapter, prompt, name == ONE_TERM_ALONE)
         else:
             if name.startswith("onnxruntime"):
                 sound_graph(graph_of(run, name, adapter))

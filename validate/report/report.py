@@ -20,7 +20,7 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.run import Run
-from ...options import WITHOUT_FP8
+from ...options import NOT_SERVED
 from ...quantize.codes.formats import E4M3
 from ...quantize.scales.decisions import load_scales
 from ..accuracy.continuations import Continuations, load_continuations
@@ -193,7 +193,7 @@ def summary_sentences(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleR
     done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > products else "."
     )
-    whole = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.tokens is None]
+    whole = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
     compared = [row for row in whole if row.perplexity_increase is not None]
     base = next((row for row in accuracy if row.runtime == "bf16"), None)
     if not compared or base is None:

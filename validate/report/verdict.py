@@ -21,7 +21,7 @@ from math import isfinite
 from typing import Literal
 
 from ...core.columns import Column, Table, nats
-from ...options import WITHOUT_FP8
+from ...options import NOT_SERVED
 from .rows import AccuracyRow
 from .tables import interval, too_short
 
@@ -61,7 +61,7 @@ class NextStep:
 
 def verdict(accuracy: Sequence[AccuracyRow]) -> Verdict:
     """Judge the evaluation; `accuracy` as `rows.accuracy_rows` gives it."""
-    whole = [row for row in accuracy if row.runtime not in WITHOUT_FP8 and row.tokens is None]
+    whole = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
     if broken := [row for row in whole if not isfinite(row.perplexity)]:
         said = f"Broken: the perplexity of {broken[0].runtime} is {broken[0].perplexity}."
         return Verdict("broken", said, broken[0].runtime)
