@@ -81,23 +81,17 @@ def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateO
     The default has one-term where the run has two terms, and omits runtimes that need a graph, with a note, where none
     can be made of the model. Raises InputError for one of these that is asked for.
     """
-    if options.runtimes is None and load_scales(run).two_terms:
-        options = replace(options, runtimes=(*options.chosen, ONE_TERM_ALONE))
-        return _without_graphs(run, options, notes, asked=False)
-    return _without_graphs(run, options, notes, asked=options.runtimes is not None)
-
-
-def _without_graphs(run: Run, options: ValidateOptions, notes: Notes, asked: bool) -> ValidateOptions:
-    if not (reason := run.without_graph()):
+    reason = run.without_graph()
+    if options.runtimes is not None:
+        if reason:
+            check_runtimes(options.runtimes, run, reason)
         return options
-    if asked:
-        check_runtimes(options.runtimes, run, reason)
-    else:
-        kept = tuple(name for name in options.chosen if name in WITHOUT_GRAPH)
-        left = ", ".join(name for name in options.chosen if name not in WITHOUT_GRAPH)
+    names = (*options.chosen, *((ONE_TERM_ALONE,) if load_scales(run).two_terms else ()))
+    if reason:
+        left = ", ".join(name for name in names if name not in WITHOUT_GRAPH)
         notes.note(f"{left}: left out, since {run.root} has no ONNX graph")
-        return replace(options, runtimes=kept)
-    return options
+        names = tuple(name for name in names if name in WITHOUT_GRAPH)
+    return replace(options, runtimes=names)
 
 
 def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
