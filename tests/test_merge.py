@@ -102,7 +102,7 @@ def test_parts_in_two_terms_have_the_scales_and_codes_of_the_text_measured_at_on
     source = open_source(str(demo_checkpoint))
     whole = Run(Path(shutil.copytree(part(0, 5).root, tmp_path / "whole")))
     added = merged(tmp_path / "merged", demo_checkpoint, part(0, 2), part(2, 3), part(3, 5))
-    options = ScaleOptions(kv_cache="fp8", two_terms=("*.v_proj", "*.down_proj"))
+    options = ScaleOptions(kv_cache="fp8", two_terms=("*.v_proj",), tail=("*.down_proj",), exact_tail=16)
     for run in (whole, added):
         quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
     assert added.scales.read_bytes() == whole.scales.read_bytes()
@@ -112,6 +112,7 @@ def test_parts_in_two_terms_have_the_scales_and_codes_of_the_text_measured_at_on
     assert {name.rpartition(".")[2] for name, scale in told.items() if scale["terms"] == 2} == {
         "q_proj", "k_proj", "v_proj", "down_proj",
     }  # fmt: skip
+    assert {name.rpartition(".")[2]: scale.get("tail") for name, scale in told.items()}["down_proj"] == 16
 
 
 @pytest.mark.slow

@@ -115,8 +115,34 @@ def test_inspecting_shows_them_and_the_card_says_who_runs_one(run: Run) -> None:
     assert (
         "**In two terms**: where fp8q's graphs and engines read the input of every FP8 product, a value is two E4M3 "
         "codes,\nscale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. "
-        "transformers and\nvLLM do not know this: they run one term here, with the loss of ordinary FP8 activations.\n"
+        "transformers and\nvLLM do not know this: they run one term here, with the loss of ordinary FP8 activations, which "
+        "`fp8q validate RUN`\nmeasures as the runtime `one-term`.\n"
     ) in card
+
+
+def test_a_tail_has_the_weights_and_scales_of_two_terms(copied: Run, source: Source) -> None:
+    two = load_scales(copied)
+    (weights,) = copied.model.glob("*.safetensors")
+    before = weights.read_bytes()
+    chosen(copied, source, quantize_stage.rescaled(copied, RescaleOptions(activation_terms="tail", exact_tail=16)))
+    tail = load_scales(copied)
+    assert weights.read_bytes() == before
+    assert tail.tails == {name: 16 for group in GROUPS for name in group}
+    assert {name: scale.model_copy(update={"tail": None}) for name, scale in tail.activations.items()} == (
+        two.activations
+    )
+    assert tail.two_terms == two.two_terms
+
+
+def test_one_member_s_tail_is_its_group_s_which_is_said(copied: Run, source: Source) -> None:
+    some = RescaleOptions(activation_terms=1, tail=("*.up_proj",), two_terms=("*.o_proj",))
+    chosen(copied, source, quantize_stage.rescaled(copied, some))
+    scales = load_scales(copied)
+    assert scales.tails == dict.fromkeys(GROUPS[2], 64)
+    assert scales.two_terms == [*GROUPS[1], *GROUPS[2]]
+    assert copied.record().stages["quantize"].notes[-1] == (
+        "--tail: model.layers.0.mlp.gate_proj read the same tensor as a module that it names, and take a tail with it"
+    )
 
 
 def test_int8_keeps_its_own_scales(run: Run, source: Source, tmp_path: Path) -> None:
