@@ -11,7 +11,8 @@ some arithmetic in the kernels around the product. So it is read from the progra
 
 With a tail the codes have more positions than the call, which the program computes before its kernels (`sizes`): for
 calls of a few lengths these are held to be those of the tail, and its beginning is among the sizes that the kernels
-before and behind the product take. A kernel that serves two products may take it for either.
+before and behind the product take. A kernel that serves two products may take it for either, and whether the rows that
+are added are the last or the first is not told, since both have the same sizes: lint holds the graph to that.
 
 Scales are powers of two and may be 16 and 1/16 too; kernels get them as literals, under names of their own.
 

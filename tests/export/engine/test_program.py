@@ -10,7 +10,7 @@ import pytest
 
 from fp8q.export.engine.program import Pool, Program, ProgramTensor, Statement, node_of, read_pool, read_programs
 from fp8q.export.engine.promise import promises
-from fp8q.export.engine.sizes import multiple, read_sizes
+from fp8q.export.engine.sizes import multiple, read_sizes, value_of
 from fp8q.export.onnx_file import names
 from fp8q.export.onnx_file.loading import load_graph
 
@@ -143,6 +143,28 @@ def test_a_kernel_finished_at_run_time_states_its_number_in_hexadecimal() -> Non
     text = b"\n".join(lines) + b"\n}\n\0"
     (program,) = read_programs(text)
     assert (program.profile, program.scalings) == (1, (("a.o.input.quantize", np.float32(295.20721435546875)),))
+
+
+def test_a_size_is_computed_from_those_that_are_known() -> None:
+    """The rows of a tail of 64, as TensorRT-RTX computes them: seq + max(0, seq - max(0, seq - 64))."""
+    text = b"""
+  sub={ name="a" output={"over" } input={"seq" "__s^64i64" } stream=0  layers="" }
+  max={ name="b" output={"begin" } input={"__s^0i64" "over" } stream=0  layers="" }
+  mul={ name="c" output={"minus" } input={"begin" "__s^M1i64" } stream=0  layers="" }
+  add={ name="d" output={"tail" } input={"minus" "seq" } stream=0  layers="" }
+  add={ name="e" output={"rows" } input={"tail" "seq" } stream=0  layers="" }
+  min={ name="f" output={"clamped" } input={"seq" "shape_subg0___s^8i64" } stream=0  layers="" }
+  mul={ name="g" output={"whole" } input={"rows" "batch" } stream=0  layers="" }
+  copy={ name="h" output={"again" } input={"again" }  stream=0  speculate={ }}
+"""
+    sizes = read_sizes(text)
+    assert [value_of(sizes, "rows", {"seq": seq}) for seq in (1, 64, 65, 200)] == [2, 128, 129, 264]
+    assert [value_of(sizes, "begin", {"seq": seq}) for seq in (1, 64, 65, 200)] == [0, 0, 1, 136]
+    assert value_of(sizes, "clamped", {"seq": 200}) == 8
+    assert value_of(sizes, "whole", {"seq": 1, "batch": 3}) == 6
+    assert value_of(sizes, "256", {}) == 256
+    for name in ("whole", "unknown", "again"):
+        assert value_of(sizes, name, {"seq": 1}) is None
 
 
 def test_a_size_is_a_number_of_times_another() -> None:
