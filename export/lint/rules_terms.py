@@ -31,7 +31,8 @@ _HALVES = 2
 @promise_rule("F214", "two-terms")
 def two_terms(graph: Indexed, promise: Promise) -> Broken:
     """An input that `scales.json` promises in two terms goes through one product in both, and no other does: without
-    the second it is as rounded as one term's, and what is added to the wrong share is another value.
+    the second it is as rounded as one term's, and what is added to the wrong share is another value. With a tail, the
+    second terms are of the last positions of a call alone, and are added to these.
     """
     for product in graph.products if promise.two_terms is not None else ():
         attends = product.node.name in promise.attention
