@@ -98,10 +98,11 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     worst = _worst(sites, progress, prefix, options)
     measured = batches[:MEASURED_BATCHES] if options.measure is None else batches
     _measure(quantizer, worst, measured, prefix, progress, notes)
-    tokens = sum(ids.numel() - len(ids) for ids in batches)
+    prompt = quantizer.prompt(batches[0].shape[1])
+    tokens = sum(len(ids) * (ids.shape[1] - prompt) for ids in batches)
     left = left_of_sites(quantizer, sites, Gathered(folder / "moments"), load_tokens(run, run.calibration).size)
     modules = ranked_losses(scales, sites, tokens, summed(progress.predicted), _over_all(progress), left)
-    return Sensitivity(windows=windows, tokens=tokens, modules=modules)
+    return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
 
 
 def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bool:
@@ -149,14 +150,15 @@ def _locate_streamed(
     task = LayerwiseTask(sites, batches, load_tokens(run, run.calibration).size)
     stored = open_codes(run.model, "exact", torch.float32, where)
     layerwise = Layerwise(source, stored, scales, task, folder, where)
+    prompt = layerwise.quantizer.prompt(ids[0].shape[1])
     notes.note(
         f"sensitivity: {len(sites)} tensors on {sum(map(np.size, batches.values())):,} tokens, layer by layer; about "
         f"{PASSES:.1f} forward passes; none is measured"
     )
     found = layerwise.run(notes.report)
-    tokens = sum(batch.numel() - len(batch) for batch in ids)
+    tokens = sum(len(batch) * (batch.shape[1] - prompt) for batch in ids)
     modules = ranked_losses(scales, sites, tokens, summed(found.predicted), {}, found.left)
-    return Sensitivity(windows=windows, tokens=tokens, modules=modules)
+    return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
 
 
 def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[torch.Tensor], int]":

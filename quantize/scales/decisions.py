@@ -31,8 +31,8 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 #: The method of scales and codes that are taken from an FP8 source checkpoint.
 INHERITED: Literal["inherited"] = "inherited"
-#: The form of an activation that is one code a value.
-ONE_TERM = "one term"
+#: The forms of an activation that is one code a value in all positions, or two.
+ONE_TERM, BOTH_TERMS = "one term", "two terms"
 #: The formats of activations, by the number of their terms.
 GRIDS: dict[int, CodeGrid] = {1: E4M3, 2: TWO_TERMS}
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
@@ -103,7 +103,7 @@ class TensorScale(Lossy):
         """The form of the values in words: `one term`, `two terms` or `a tail of 64`."""
         if self.tail is not None:
             return f"a tail of {self.tail}"
-        return ONE_TERM if self.terms == 1 else "two terms"
+        return ONE_TERM if self.terms == 1 else BOTH_TERMS
 
     @property
     def fits_fp16(self) -> bool:

@@ -32,11 +32,16 @@ class Loss(Strict):
 
 
 class Sensitivity(Strict):
-    """`sensitivity.json`; `tokens` are those that were predicted, of calibration `windows`."""
+    """`sensitivity.json`; `tokens` are those that were predicted, of calibration `windows`, and with a `prompt` those
+    behind it.
+    """
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     windows: int
     tokens: int
+    prompt: int | None = Field(
+        default=None, description="tokens of a window that are read as a prompt, where the run has tails; null: none"
+    )
     modules: list[Loss]
 
 

@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.expert_modules import shared_inputs
+from ...quantize.scales.decisions import BOTH_TERMS
 from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
@@ -74,7 +75,8 @@ def predict_sites(
     labels are drawn by `draw`. `see` is shown the activations, by their sites' modules.
     """
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
-        end = End(seen, drawn_loss(next_token_log_probabilities(quantizer.model, ids, cache), draw))
+        log_p = next_token_log_probabilities(quantizer.model, ids, cache, quantizer.prompt(ids.shape[1]))
+        end = End(seen, drawn_loss(log_p, draw))
     return found_back(quantizer, sites, end, see)[0]
 
 
@@ -108,18 +110,20 @@ def _losses(
     if site.kind == "kv_cache":
         return {AS_IT_IS: half_square(gradient, quantizer.cache_error(site.module, tensor))}
     found = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
-    if quantizer.scales.activations[site.module].terms == 1:
+    if quantizer.scales.activations[site.module].form != BOTH_TERMS:
         part = tensor[::TWO_TERMS_OF]
         nats = half_square(gradient[::TWO_TERMS_OF], quantizer.input_error(site.module, part, terms=2))
         found[TWO_TERMS] = nats * tensor.numel() / part.numel()
     return found
 
 
-def next_token_log_probabilities(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    """log p of each token that may follow each of the tokens `ids` int64 [windows, seq_len] but the last, float32
-    [windows, seq_len - 1, vocabulary].
+def next_token_log_probabilities(
+    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache, prompt: int = 1
+) -> torch.Tensor:
+    """log p of each token that may follow each of the tokens `ids` int64 [windows, seq_len] from the last of the
+    `prompt` on, but the last, float32 [windows, seq_len - prompt, vocabulary].
     """
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, :-1]
+    logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, prompt - 1 : -1]
     return torch.log_softmax(logits.float(), -1)
 
 

@@ -214,7 +214,8 @@ class Layerwise(Chain):
             stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.of(hidden)]
             draw = torch.Generator(self.device).manual_seed(batch)
             with standing_in([*self.layers.of(self.model), embedding], [*stands, blank]):
-                return End(seen, drawn_loss(next_token_log_probabilities(self.model, ids, cache), draw), begun=hidden)
+                log_p = next_token_log_probabilities(self.model, ids, cache, self.quantizer.prompt(ids.shape[1]))
+                return End(seen, drawn_loss(log_p, draw), begun=hidden)
 
         with self.weights.filled([*needed, head]):
             self._back(None, forward, self._gradient(count))

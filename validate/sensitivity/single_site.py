@@ -94,4 +94,5 @@ class Float:
 
     def _run(self, cache: DynamicCache) -> torch.Tensor:
         with torch.inference_mode():
-            return next_token_log_probabilities(self.quantizer.model, self.ids, cache)
+            prompt = self.quantizer.prompt(self.ids.shape[1])
+            return next_token_log_probabilities(self.quantizer.model, self.ids, cache, prompt)

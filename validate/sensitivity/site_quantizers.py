@@ -13,8 +13,9 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
+from ...quantize.reference.fp8_model import experts_around
 from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
-from ...quantize.reference.linear import FP8Linear
+from ...quantize.reference.linear import CallPositions, FP8Linear, Tail
 from ...quantize.scales.clip import power_of_two_ceil
 from ...quantize.scales.decisions import Scales, TensorScale
 from ...quantize.weights.sequential import product_input
@@ -72,11 +73,41 @@ class Quantizer:
         self.attention = attention_modules(model)
         self.coded = coded
         self.cache_scales = coded.cache_scales
+        self.positions = 0
+        self._experts = {name: experts_around(model, name) for name in scales.tails}
+
+    def prompt(self, positions: int) -> int:
+        """The tokens of a window of so many `positions` before the first that is scored: half of it where the run has
+        tails, which servers read as a prompt, and 1 else.
+        """
+        self.positions = positions
+        return max(1, positions // 2) if self.scales.tails else 1
 
     def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
         """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""
+        return (self.input(module, x) if terms is None else self._in_terms(module, x, terms)) - x
+
+    def _in_terms(self, module: str, x: torch.Tensor, terms: Literal[1, 2]) -> torch.Tensor:
         activation = self.scales.activations[module]
-        return product_input(x, activation if terms in (None, activation.terms) else in_terms(activation, terms)) - x
+        return product_input(x, activation if terms == activation.terms else in_terms(activation, terms))
+
+    def input(self, module: str, x: torch.Tensor) -> torch.Tensor:
+        """Round the input `x` of `module` as the run has it.
+
+        With a tail, positions of the prompt before it have one term. Rows of an expert that is not running are not
+        known by their positions, and have two.
+        """
+        activation, experts = self.scales.activations[module], self._experts.get(module)
+        exact = product_input(x, activation)
+        if activation.tail is None or (experts is not None and experts.tokens is None):
+            return exact
+        call = CallPositions(self.positions, self.positions - self.prompt(self.positions))
+        rows = Tail(activation.tail, call, experts).rows(x.flatten(0, -2))
+        if rows is None:
+            return exact
+        first = product_input(x, activation.model_copy(update={"terms": 1})).flatten(0, -2)
+        first[rows] = exact.flatten(0, -2)[rows]
+        return first.view_as(x)
 
     def output_error(self, module: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the change of the output of `module` for the input `x` when its weight is rounded."""
@@ -105,7 +136,7 @@ class Quantizer:
             if site.kind == "activation":
                 for member in site.members:
                     hook = self.products[member].register_forward_pre_hook(
-                        lambda module, given: (product_input(given[0], self.scales.activations[site.module]),)
+                        lambda module, given, member=member: (self.input(member, given[0]),)
                     )
                     stack.callback(hook.remove)
             own = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
