@@ -6,6 +6,7 @@ answer at once.
 
 from .calibrate import (
     AS_THE_RUN_HAS_IT,
+    DEFAULT_EXACT_TAIL,
     DEFAULT_SAMPLES,
     DEFAULT_SEQ_LEN,
     PRESETS,
@@ -50,6 +51,7 @@ from .validate import (
 
 __all__ = [
     "AS_THE_RUN_HAS_IT",
+    "DEFAULT_EXACT_TAIL",
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
     "FLOAT",

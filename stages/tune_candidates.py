@@ -106,7 +106,15 @@ class PredictedCandidates:
         from ..quantize.reference.fp8_model import load_reference
 
         reference = load_reference(self.run.model, "exact", torch.float32, device())
-        return lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits
+
+        def run(ids: "torch.Tensor") -> "torch.Tensor":
+            with reference.answering(ids.shape[1]):  # as every token is decoded, which is how mixes are measured
+                logits: torch.Tensor = reference.model(
+                    input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
+                ).logits
+            return logits
+
+        return run
 
 
 def predicted_candidates(
@@ -216,6 +224,7 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
     import torch
 
     from ..calibrate.model.products import matrix_products, output_channel_axis
+    from ..quantize.scales.serving_cost import prompt_terms
     from ..validate.tuning.choices import Group, Shape
 
     def rows_and_columns(module: "torch.nn.Module") -> tuple[int, int]:
@@ -225,8 +234,10 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
         return rows, columns
 
     shapes = {name: rows_and_columns(module) for name, module in matrix_products(candidates.model).items()}
+    exact = candidates.inputs["two_terms"]
     groups = tuple(
-        Group(name, {member: shapes[member] for member in members}) for name, members in candidates.groups.items()
+        Group(name, {member: shapes[member] for member in members}, prompt_terms(exact[name]))
+        for name, members in candidates.groups.items()
     )
     taken = {member for group in groups for member in group.weights}
     return Shape(groups, sum(prod(shape) for name, shape in shapes.items() if name not in taken), values)

@@ -2,20 +2,22 @@
 
 A decode step is bound by the bytes it reads: every product's weights once, and the cache of every position before. A
 prompt is bound by operations: a product of FP8 codes runs at twice the rate of one in BF16 on every GPU that has it,
-and two terms are twice the rows. Norms, biases and embeddings are less than a hundredth of either, and are left out;
-where a mixture sends a token to some of its experts, all of them are counted.
+and two terms are twice the rows, of a tail alone where there is one. Norms, biases and embeddings are less than a
+hundredth of either, and are left out; where a mixture sends a token to some of its experts, all of them are counted.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .decisions import Scales
+from .decisions import Scales, TensorScale
 
 #: Bytes of a value that is no code, and of a weight's or channel's scale.
 WIDE_BYTES, SCALE_BYTES = 2, 4
 #: The cost of a multiplication in BF16, where one of FP8 codes costs 1.
 WIDE_OPERATIONS = 2
+#: The tokens of the prompt that operations are counted for, where they depend on its length.
+PROMPT = 2048
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Cost:
         return self.weight_bytes + positions * self.cache_bytes
 
 
+def prompt_terms(scale: TensorScale) -> float:
+    """The codes for each value of an activation in a prompt of `PROMPT` tokens."""
+    return scale.terms if scale.tail is None else 1 + min(scale.tail, PROMPT) / PROMPT
+
+
 def largest_batch(memory: int, held: int, sequence: int) -> int:
     """An upper bound of the sequences that fit into `memory` bytes beside `held` bytes of weights.
 
@@ -51,7 +58,7 @@ def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], sc
 
     `weights`: module -> shape of its weight; `cache`: cache tensor, `<module>.k` or `.v` -> its values a position.
     """
-    terms = {name: scale.terms for name, scale in scales.activations.items()} if scales else {}
+    terms = {name: prompt_terms(scale) for name, scale in scales.activations.items()} if scales else {}
     codes = scales.kv_cache if scales else {}
     channels = {name: scale.channels for name, scale in scales.weights.items()} if scales else {}
     sizes = {module: math.prod(shape) for module, shape in weights.items()}
@@ -61,5 +68,5 @@ def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], sc
             for module, size in sizes.items()
         ),
         sum(values * (1 if name in codes else WIDE_BYTES) for name, values in cache.items()),
-        sum(size * terms.get(module, WIDE_OPERATIONS) for module, size in sizes.items()),
+        round(sum(size * terms.get(module, WIDE_OPERATIONS) for module, size in sizes.items())),
     )

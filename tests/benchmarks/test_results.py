@@ -24,6 +24,7 @@ NOT_MEASURED = (
     "| tried with | on | what holds |",
     "| verdict | the interval |",
     "| path | what |",
+    "| you want | take |",
     "| field | |",
     "| field | what it is |",
     "| `--runtimes` | what runs |",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
-from ...options import KvCache, Prefer, ScaleOptions
+from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Terms
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost
 
@@ -29,12 +29,14 @@ BESIDE = 1e-4
 
 
 def options_of(options: ScaleOptions) -> dict[Form, ScaleOptions]:
-    """Form on codes -> `options` that give it to every module; inherited scales are those of one term."""
-    plain = replace(options, two_terms=(), kv_cache="off")
-    return {
-        form: replace(plain, activation_terms=terms, inherit=options.inherit and terms == 1)
-        for form, terms in TERMS.items()
-    }
+    """Form on codes -> `options` that give it to every module; inherited scales are those of one term.
+
+    Where the options have a tail, that is the form of two terms: it decodes as two terms do, and costs a prompt less.
+    """
+    plain = replace(options, activation_terms=1, two_terms=(), tail=(), kv_cache="off", exact_tail=DEFAULT_EXACT_TAIL)
+    terms: Terms = "tail" if options.has_tail else 2
+    exact = replace(plain, inherit=False, activation_terms=terms, exact_tail=options.exact_tail)
+    return {"one_term": plain, "two_terms": exact}
 
 
 def form_of(scale: TensorScale) -> Form:
@@ -44,10 +46,14 @@ def form_of(scale: TensorScale) -> Form:
 
 @dataclass(frozen=True)
 class Group:
-    """Products that read one tensor, under the name of the first; `weights`: [out, in] of each of them."""
+    """Products that read one tensor, under the name of the first; `weights`: [out, in] of each of them.
+
+    `exact_terms`: the codes for each value of a prompt in the form of two terms, which is nearly 1 for a tail.
+    """
 
     name: str
     weights: Mapping[str, tuple[int, int]]
+    exact_terms: float = 2
 
     def bytes_of(self, form: Form) -> int:
         """Return the bytes that a decode step reads of their weights."""
@@ -57,7 +63,8 @@ class Group:
 
     def operations_of(self, form: Form) -> int:
         """Multiplications for each token of a prompt, in those of FP8 codes."""
-        return sum(map(prod, self.weights.values())) * (WIDE_OPERATIONS if form == "bf16" else TERMS[form])
+        terms = {"one_term": 1, "two_terms": self.exact_terms, "bf16": WIDE_OPERATIONS}[form]
+        return round(sum(map(prod, self.weights.values())) * terms)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import KvCache, Prefer, ScaleOptions
+from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions
 from .choices import Group, Mix, Shape, changes, members
 
 
@@ -79,11 +79,16 @@ class Recipe(Strict):
         )
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """The options that `fp8q scales` would be given on a run that was made with `before`."""
+        """The options that `fp8q scales` would be given on a run that was made with `before`; its tails stay tails."""
+        exact, length = tuple(self.two_terms), DEFAULT_EXACT_TAIL
+        if with_tail := before.has_tail and bool(exact):
+            length = before.exact_tail
         return replace(
             before,
             activation_terms=1,
-            two_terms=tuple(self.two_terms),
+            two_terms=() if with_tail else exact,
+            tail=exact if with_tail else (),
+            exact_tail=length,
             skip=(*before.skip, *self.skip),
             kv_cache=self.kv_cache,
             weight_rounding=self.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these

@@ -110,6 +110,37 @@ def test_an_activation_alone_costs_what_rounding_it_for_all_its_readers_makes(
     assert measured == pytest.approx(expected, rel=1e-3)
 
 
+def test_in_a_run_with_tails_a_prompt_has_one_term_before_them(
+    run: Run, ids: torch.Tensor, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    """By hand: half a window is the prompt, its last 16 positions and all behind it have two terms, 16 times apart."""
+    copied, tail, prompt = Run(shutil.copytree(run.root, tmp_path / "run")), 16, ids.shape[1] // 2
+    api.scales(copied.root, api.RescaleOptions(activation_terms="tail", exact_tail=tail))
+    members = tuple(f"model.layers.{LAYER}.mlp.{name}" for name in ("gate_proj", "up_proj"))
+    scale = json.loads(copied.scales.read_text())["activations"][members[0]]["scale"]
+    model = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.float32)
+
+    def by_phase(module: object, given: object, y: torch.Tensor) -> torch.Tensor:
+        one = rounded(y, scale)
+        two = one + rounded(y - one, scale / 16)
+        return torch.cat([one[:, : prompt - tail], two[:, prompt - tail :]], 1)
+
+    with torch.inference_mode():
+        before = torch.log_softmax(model(input_ids=ids).logits[:, prompt - 1 : -1], -1)
+        model.get_submodule(f"model.layers.{LAYER}.post_attention_layernorm").register_forward_hook(by_phase)
+        after = torch.log_softmax(model(input_ids=ids).logits[:, prompt - 1 : -1], -1)
+    expected = float((before.exp() * (before - after)).sum(dtype=torch.float64))
+    quantizer = Quantizer(
+        load_model(source_of(copied), torch.float32, "cpu").requires_grad_(False),
+        load_reference(copied.model, "exact", torch.float32),
+        load_scales(copied),
+    )
+    measured = Float(quantizer, ids, None, ()).divergence(Site(members[0], "activation", members))
+    assert measured == pytest.approx(expected, rel=1e-3)
+    found = api.sensitivity(copied.root, SensitivityOptions(windows=1))
+    assert (found.prompt, found.tokens) == (prompt, ids.shape[1] - prompt)
+
+
 def test_a_cache_tensor_alone_costs_what_rounding_the_values_makes(
     run: Run, quantizer: Quantizer, ids: torch.Tensor, demo_checkpoint: Path
 ) -> None:
@@ -237,7 +268,7 @@ def test_the_command_shows_the_worst_last_and_says_before_what_it_takes(
     worst = full.modules[0]
     assert shown.out.rstrip().splitlines()[-1].split()[:2] == [worst.module, worst.kind]
     found = json.loads(fp8q("sensitivity", run.root, "--windows", WINDOWS, "--measure", 2, "--json").out)
-    assert list(found) == ["schema", "windows", "tokens", "modules"]
+    assert list(found) == ["schema", "windows", "tokens", "prompt", "modules"]
     assert list(found["modules"][0]) == [
         "module", "kind", "kl_nats", "sqnr_db", "measured", "kl_after", "shared_by",
     ]  # fmt: skip

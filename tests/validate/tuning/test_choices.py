@@ -2,9 +2,11 @@
 
 import pytest
 
+from fp8q.options import ScaleOptions
 from fp8q.quantize.scales.decisions import Scales, TensorScale, WeightScales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
-from fp8q.validate.tuning.choices import Group, Mix, Price, Shape, changes, members
+from fp8q.validate.tuning.choices import Group, Mix, Price, Shape, changes, members, options_of
+from fp8q.validate.tuning.document import Recipe
 from fp8q.validate.tuning.solve import Correction, Losses, Problem, same
 
 #: q and k read one tensor, down another; a head of 80 × 40 stays in BF16.
@@ -120,3 +122,20 @@ def test_the_correction_goes_through_what_was_measured_and_on_with_the_nearest_r
 def test_what_was_measured_never_falls_where_more_is_predicted() -> None:
     found = Correction([(1, 2), (2, 1.5), (4, 6)])
     assert found.of(2) == pytest.approx(2)
+
+
+def test_a_run_with_tails_keeps_them_for_two_terms() -> None:
+    before = ScaleOptions(activation_terms="tail", exact_tail=16, kv_cache="v")
+    forms = options_of(before)
+    assert forms["one_term"] == ScaleOptions()
+    assert forms["two_terms"] == ScaleOptions(activation_terms="tail", exact_tail=16)
+    assert options_of(ScaleOptions(two_terms=("a",)))["two_terms"] == ScaleOptions(activation_terms=2)
+    recipe = Recipe(two_terms=["q"], skip=[], kv_cache="off", weight_rounding="nearest")
+    assert recipe.over(before) == ScaleOptions(tail=("q",), exact_tail=16)
+    assert recipe.model_copy(update={"two_terms": []}).over(before) == ScaleOptions()
+    assert recipe.over(ScaleOptions()) == ScaleOptions(two_terms=("q",))
+
+
+def test_a_tail_costs_a_prompt_its_share_of_2048_tokens() -> None:
+    group = Group("q", {"q": (64, 32)}, exact_terms=1 + 64 / 2048)
+    assert [group.operations_of(form) for form in ("one_term", "two_terms", "bf16")] == [2048, 2112, 4096]
