@@ -98,7 +98,7 @@ def logits_of(model: nn.Module) -> Forward:
     return lambda ids: model(input_ids=torch.from_numpy(ids), use_cache=False).logits
 
 
-def modelopt(directory: str, windows: np.ndarray, modules: set[str], dtype: torch.dtype) -> tuple[Forward, list[str]]:
+def modelopt(directory: str, windows: np.ndarray, modules: set[str], dtype: torch.dtype) -> tuple[Any, list[str]]:
     """ModelOpt's default, on `modules` alone; and what it would quantize besides."""
     import modelopt.torch.quantization as mtq
 
@@ -116,16 +116,16 @@ def modelopt(directory: str, windows: np.ndarray, modules: set[str], dtype: torc
         if kind.endswith("_quantizer") and getattr(quantizer, "is_enabled", False) and module not in modules:
             besides.append(name)
             quantizer.disable()
-    return logits_of(model), besides
+    return model, besides
 
 
-def compressor(python: str, directory: str, windows: np.ndarray, folder: Path) -> dict[torch.dtype, Forward]:
-    """llm-compressor's checkpoint, as transformers runs it in either type."""
+def compressor(python: str, directory: str, windows: np.ndarray, folder: Path) -> dict[torch.dtype, Any]:
+    """llm-compressor's checkpoint, as a model of transformers' in either type."""
     np.save(folder / "windows.npy", windows)
     command = [python, str(PEER), directory, str(folder / "windows.npy"), str(folder / "peer")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return {
-        dtype: logits_of(AutoModelForCausalLM.from_pretrained(folder / "peer", dtype=dtype).eval())
+        dtype: AutoModelForCausalLM.from_pretrained(folder / "peer", dtype=dtype).eval()
         for dtype in (torch.float32, torch.bfloat16)
     }
 
@@ -176,10 +176,11 @@ def measure(model: ModelTexts, options: argparse.Namespace, before: dict[str, An
         modules, besides = set(plain.weights), before["modelopt_besides"] if before else []
         if wanted(MODELOPT):
             in_fp32, besides = modelopt(model.directory, windows, modules, torch.float32)
-            add(MODELOPT, in_fp32, modelopt(model.directory, windows, modules, torch.bfloat16)[0], plain)
+            in_bf16, _ = modelopt(model.directory, windows, modules, torch.bfloat16)
+            add(MODELOPT, logits_of(in_fp32), logits_of(in_bf16), plain)
         if options.llmcompressor and wanted(COMPRESSOR):
             peer = compressor(options.llmcompressor, model.directory, windows, folder)
-            add(COMPRESSOR, peer[torch.float32], peer[torch.bfloat16], plain)
+            add(COMPRESSOR, logits_of(peer[torch.float32]), logits_of(peer[torch.bfloat16]), plain)
         for name, graph, served in ours(run, wanted):
             add(name, graph, served, load_scales(run))
         name = name_of(2, "sequential", "off")

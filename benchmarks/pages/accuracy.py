@@ -1,5 +1,6 @@
 """The tables and the picture of docs/accuracy.md, made from the result of `accuracy.py`."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BF16, MODELOPT, COMPRESSOR = "BF16", "ModelOpt", "llm-compressor"
+TAIL = "fp8q, a tail of 64, gptq"
+PEERS = ((MODELOPT, "ModelOpt `FP8_DEFAULT_CFG`"), (COMPRESSOR, "llm-compressor `FP8`"))
 WAYS = [(1, "nearest"), (1, "gptq"), (2, "nearest"), (2, "gptq"), (2, "sequential")]
 CACHES = ("off", "v", "fp8")
 COLORS = {"nearest": BLUE, "gptq": VERMILLION, "sequential": GREEN}
@@ -35,13 +38,11 @@ def way(terms: int, rounding: str) -> str:
 
 def without_cache() -> list[tuple[str, str]]:
     """Key and title of each row that has no FP8 cache."""
-    peers = [(MODELOPT, "ModelOpt `FP8_DEFAULT_CFG`"), (COMPRESSOR, "llm-compressor `FP8`")]
-    return peers + [(name_of(terms, rounding, "off"), way(terms, rounding)) for terms, rounding in WAYS]
+    return [*PEERS] + [(name_of(terms, rounding, "off"), way(terms, rounding)) for terms, rounding in WAYS]
 
 
-def kl(rows: Mapping[str, Figures], name: str, arithmetic: str) -> str:
-    """A cell: KL × 10⁶, and beside what of ModelOpt's that is."""
-    found, peer = rows[name][arithmetic], rows[MODELOPT][arithmetic]
+def cell(found: float, peer: float) -> str:
+    """KL × 10⁶, and beside it the share of ModelOpt's."""
     return f"{found:.3g} ({found / peer:.3f})" if found < 1000 else f"{found:.0f} ({found / peer:.3f})"
 
 
@@ -50,7 +51,7 @@ def compared(titles: Iterable[tuple[str, str]], arithmetic: str) -> str:
     found = models()
     yardstick = ["BF16 itself", *(f"{rows[BF16]['bf16 arithmetic']:.3g}" for rows in found.values())]
     rows = [
-        [title, *(kl(rows, name, arithmetic) for rows in found.values())]
+        [title, *(cell(rows[name][arithmetic], rows[MODELOPT][arithmetic]) for rows in found.values())]
         for name, title in titles
         if all(name in rows for rows in found.values())  # a peer that was not installed
     ]
@@ -62,9 +63,24 @@ def accuracy() -> str:
     return compared(without_cache(), "fp32")
 
 
-def accuracy_as_served() -> str:
+def accuracy_in_bf16() -> str:
     """What each way loses with everything in BF16 arithmetic."""
     return compared(without_cache(), "bf16 arithmetic")
+
+
+def accuracy_as_served() -> str:
+    """What each recipe loses on decoded tokens, with everything in BF16 arithmetic."""
+    found, titles = load("as_served")["results"], dict(PEERS)
+    names = [name for name in next(iter(found.values())) if name != BF16]
+    yardstick = ["BF16 itself", *(f"{rows[BF16]:.3g}" for rows in found.values())]
+    rows = [
+        [
+            titles.get(name, re.sub(", (nearest|gptq)$", r", `\1`", name)),
+            *(cell(rows[name], rows[MODELOPT]) for rows in found.values()),
+        ]
+        for name in names
+    ]
+    return table(["", *found], [yardstick, *rows])
 
 
 def accuracy_caches() -> str:
@@ -143,5 +159,5 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
     axes.set_xlim(0.45, 1.05)
 
 
-TABLES = (accuracy, accuracy_caches, accuracy_as_served, accuracy_costs)
+TABLES = (accuracy, accuracy_as_served, accuracy_caches, accuracy_in_bf16, accuracy_costs)
 PICTURES = {"docs/accuracy.svg": accuracy_plot}
