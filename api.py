@@ -254,8 +254,8 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
 def tune(
     path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = SILENT
 ) -> "Tuning":
-    """Find the cheapest mix of one term, two terms and BF16, of rounding and of the cache's form, within the budget of
-    `options`.
+    """Find the cheapest mix of one term, tails, two terms and BF16, of rounding and of the cache's form, within the
+    budget of `options`.
 
     It is chosen on calibration windows of the run at `path`, measured on its evaluation text, and written to
     `tune.json`. `apply`: make checkpoint and graphs anew with it, if it meets the budget (`met`). Raises InputError for

@@ -6,7 +6,8 @@
 Each model is calibrated by the defaults (one term, nearest, a cache in BF16). The budget is three tenths of its KL on
 the evaluation text, so that a third leaves room for what texts differ by; `--apply` makes the run anew. Held against
 each other: what was predicted, what other calibration windows give, what the evaluation text gives of the mix, of the
-checkpoint that was written, and of the default. Everything in FP32 arithmetic. The ceiling beside it: a third of the
+checkpoint that was written, and of the default. Everything in FP32 arithmetic, of the tokens behind a prompt of half a
+window. The ceiling beside it: a third of the
 default's KL. Prints one JSON line; exit status 1 when a limit is missed.
 """
 
@@ -25,9 +26,11 @@ from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOption
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune_candidates import batches_of
+from fp8q.validate.accuracy.perplexity import prompt_of
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.tuning.joint import measure_mixes
 
@@ -39,14 +42,19 @@ JUDGED = ("demo", "llama", "qwen2", "gemma", "opt")
 
 
 def kl_of(run: Run) -> float:
-    """KL from the FP32 model of the run's checkpoint in FP32, on its evaluation text."""
-    text, exact = evaluation(run, None, ValidateOptions(), SILENT), float_model(source_of(run), torch.float32, "cpu")
-    reference = load_reference(run.model, "exact", torch.float32)
+    """KL from FP32 of the run's checkpoint in FP32, on its evaluation text behind prompts of half a window."""
+    prompt = prompt_of(load_tokens(run, run.calibration).shape[1])
+    text = evaluation(run, None, ValidateOptions(as_served=prompt), SILENT)
+    exact, reference = (
+        float_model(source_of(run), torch.float32, "cpu"),
+        load_reference(run.model, "exact", torch.float32),
+    )
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = reference.model(
-            input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
-        ).logits
+        with reference.answering(ids.shape[1] - prompt):
+            logits: torch.Tensor = reference.model(
+                input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
+            ).logits
         return logits
 
     found = measure_mixes(lambda ids: exact(ids.numpy()), {"run": forward}, batches_of(text.ids, text.scored), SILENT)
@@ -67,6 +75,7 @@ def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
         tune(run.root, budget, apply=True)
         applied = kl_of(run) if found.met else None
     assert found.chosen is not None, "there is a budget"
+    last = found.frontier[-1]  # which has none in one term
     return {
         "default_kl_nats": default,
         "default_kl_on_windows": found.run.kl_nats,
@@ -82,8 +91,9 @@ def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
         "prefill_flops_ratio": round(found.chosen.prefill_flops_ratio, 3),
         "weight_rounding": found.chosen.weight_rounding,
         "kv_cache": found.chosen.kv_cache,
+        "tail": found.chosen.tail,
         "two_terms": found.chosen.two_terms,
-        "products": found.frontier[-1].bf16 + found.frontier[-1].two_terms,
+        "products": sum((last.bf16, last.tail, last.two_terms)),
         "rise_over_kl": round(found.rise_over_kl, 3),
         "processor_s": round(seconds, 1),
     }

@@ -394,8 +394,8 @@ def sensitivity(
 def tune(
     run: RunPath, /, *, options: TuneOptions = TuneOptions(), apply: Apply = False, common: Common = Common()
 ) -> None:
-    """Find the cheapest mix of one term, two terms and BF16, of weight rounding and cache format that meets a budget of
-    loss; without a budget, the cost of every loss. docs/tune.md explains it.
+    """Find the cheapest mix of one term, tails, two terms and BF16, of weight rounding and cache format that meets a
+    budget of loss; without a budget, the cost of every loss. docs/tune.md explains it.
     """
     from .. import api
     from ..stages.tune import check_met

@@ -175,6 +175,7 @@ class Search:
 
 
 def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
+    from ..validate.accuracy.perplexity import prompt_of
     from ..validate.tuning.choices import COARSEST, FINEST, Mix, Price
     from ..validate.tuning.document import Step, Tuning, Windows, changed, point
     from ..validate.tuning.joint import believed, ratio
@@ -210,6 +211,7 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
         changes=[],
         run=point(shape, own, as_it_is.kl_nats, True),
         frontier=frontier,
+        prompt=prompt_of(every.shape[1]),
         windows=Windows(rounding=len(parts[0]), choosing=len(parts[1]), held_out=len(parts[2])),
         rise_over_kl=factor,
     )
@@ -230,7 +232,7 @@ def _judged(
     from ..validate.tuning.document import Change, Chosen, Interval, Recipe, changed, point
 
     prepared, notes, shape = search.prepared, search.notes, search.problem.shape
-    text = evaluation(run, None, ValidateOptions(), notes)
+    text = evaluation(run, None, ValidateOptions(as_served=found.prompt), notes)
     predicted = search.measured(mix)
     elsewhere = prepared.measured("held out", mix, held_out, notes)
     there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)

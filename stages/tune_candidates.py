@@ -104,11 +104,12 @@ class PredictedCandidates:
         import torch
 
         from ..quantize.reference.fp8_model import load_reference
+        from ..validate.accuracy.perplexity import prompt_of
 
         reference = load_reference(self.run.model, "exact", torch.float32, device())
 
         def run(ids: "torch.Tensor") -> "torch.Tensor":
-            with reference.answering(ids.shape[1]):  # as every token is decoded, which is how mixes are measured
+            with reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
                 logits: torch.Tensor = reference.model(
                     input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
                 ).logits
@@ -141,16 +142,16 @@ def predicted_candidates(
     round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
     progress = TuneProgress.of(folder / "found.json")
     _predict(candidates, choosing, progress, notes)
-    tokens = sum(ids.numel() - len(ids) for ids in choosing)
+    tokens = sum(len(ids) * (ids.shape[1] - candidates.prompt(ids.shape[1])) for ids in choosing)
     parts = {
         name: {which: nats / tokens for which, nats in variants.items()}
         for name, variants in summed(progress.predicted).items()
     }
     caches = CACHES if candidates.cache else CACHES[:1]
     own = own_mix(scales, candidates.groups)
-    return PredictedCandidates(
-        run, scales, candidates, _shape(candidates, progress.values), Losses(parts, roundings, caches), own, progress
-    )
+    losses = Losses(parts, roundings, caches, tuple(candidates.inputs))
+    shape = _shape(candidates, progress.values, options.exact_tail)
+    return PredictedCandidates(run, scales, candidates, shape, losses, own, progress)
 
 
 def _candidates(
@@ -161,6 +162,8 @@ def _candidates(
 
     from ..calibrate.measure.statistics import load_statistics
     from ..calibrate.model.source import load_model
+    from ..quantize.reference.fp8_model import experts_around
+    from ..quantize.reference.linear import CallPositions, Tail
     from ..quantize.weights.rounding_progress import Rounded
     from ..validate.tuning.candidates import Candidates
     from ..validate.tuning.choices import ROUNDINGS, options_of
@@ -168,18 +171,25 @@ def _candidates(
     statistics = load_statistics(run)
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
     products, inputs = products_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
-    for form, asked in options_of(options).items():
+    for form, asked in options_of(options, source.max_positions).items():
         inputs[form] = choose_scales(source, statistics, products, asked).activations
     roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
     codes: dict[Kind, Rounded] = {}
     for rounding in roundings:
         for form in inputs:
-            place = folder / (rounding if rounding == "nearest" else f"{rounding}-{form}")
+            like = "two_terms" if form == "tail" else form  # whose weights are the same
+            place = folder / (rounding if rounding == "nearest" else f"{rounding}-{like}")
             place.mkdir(exist_ok=True)
             codes[rounding, form] = Rounded(place)
     model = load_model(source, torch.float32, device()).requires_grad_(False)
-    groups = {members[0]: members for members in read if members}
-    return Candidates(model, groups, inputs, codes, _cache_scales(statistics, options, notes)), codes, roundings
+    groups, call = {members[0]: members for members in read if members}, CallPositions()
+    tails = {
+        name: Tail(scale.tail, call, experts_around(model, name))
+        for name, scale in inputs.get("tail", {}).items()
+        if scale.tail is not None
+    }
+    cache = _cache_scales(statistics, options, notes)
+    return Candidates(model, groups, inputs, codes, cache, tails, call), codes, roundings
 
 
 def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes) -> dict[str, float]:
@@ -219,12 +229,11 @@ def _predict(
             advance(1)
 
 
-def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
-    """Return the sizes from which costs are computed."""
+def _shape(candidates: "Candidates", values: Mapping[str, int], tail: int) -> "Shape":
+    """Return the sizes from which costs are computed; `tail`: the length of a tail."""
     import torch
 
     from ..calibrate.model.products import matrix_products, output_channel_axis
-    from ..quantize.scales.serving_cost import prompt_terms
     from ..validate.tuning.choices import Group, Shape
 
     def rows_and_columns(module: "torch.nn.Module") -> tuple[int, int]:
@@ -234,10 +243,8 @@ def _shape(candidates: "Candidates", values: Mapping[str, int]) -> "Shape":
         return rows, columns
 
     shapes = {name: rows_and_columns(module) for name, module in matrix_products(candidates.model).items()}
-    exact = candidates.inputs["two_terms"]
     groups = tuple(
-        Group(name, {member: shapes[member] for member in members}, prompt_terms(exact[name]))
-        for name, members in candidates.groups.items()
+        Group(name, {member: shapes[member] for member in members}, tail) for name, members in candidates.groups.items()
     )
     taken = {member for group in groups for member in group.weights}
     return Shape(groups, sum(prod(shape) for name, shape in shapes.items() if name not in taken), values)
@@ -277,11 +284,17 @@ def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
 def batches_of(
     windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
 ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
-    """Split windows int64 [windows, seq_len], and the mask of their `scored` tokens (None: all), into batches."""
+    """Split windows int64 [windows, seq_len], and the mask of their `scored` tokens (None: those that are not read as a
+    prompt), into batches.
+    """
     import torch
+
+    from ..validate.accuracy.perplexity import prompt_of
 
     where = device()
     ids = torch.from_numpy(np.ascontiguousarray(windows)).to(where)
-    counted = torch.ones_like(ids, dtype=torch.bool) if scored is None else torch.from_numpy(scored).to(where)
+    counted = torch.arange(ids.shape[1], device=where).ge(prompt_of(ids.shape[1])).expand_as(ids)
+    if scored is not None:
+        counted = torch.from_numpy(scored).to(where)
     size = max(1, TOKENS // ids.shape[1])
     return list(zip(ids.split(size), counted.split(size), strict=True))

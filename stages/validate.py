@@ -100,16 +100,18 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without tails, or with
     an accumulator, whole windows stay the default.
     """
+    from ..validate.accuracy.perplexity import prompt_of
+
     tails = load_scales(run).tails.values()
     if not tails or options.as_served is not None or options.accumulator:
         return options
     window = load_tokens(run, run.calibration).shape[1]
-    context = options.context or min(window, positions(run) or window)
+    prompt = prompt_of(options.context or min(window, positions(run) or window))
     notes.note(
-        f"--as-served: is {context // 2}, half a window, since decoded tokens and a prompt's last {max(tails)} have "
-        "another form than the rest of the prompt; --as-served N takes another prompt"
+        f"--as-served: is {prompt}, half a window, since decoded tokens and a prompt's last {max(tails)} have another "
+        "form than the rest of the prompt; --as-served N takes another prompt"
     )
-    return replace(options, as_served=max(1, context // 2))
+    return replace(options, as_served=prompt)
 
 
 def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:

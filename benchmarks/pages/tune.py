@@ -18,7 +18,8 @@ def tune() -> str:
             f"{1e6 * found['applied_kl_nats']:.4g}" if found["applied_kl_nats"] is not None else "",
             f"{found['weight_bytes_over_default']:.2f}",
             f"{found['prefill_flops_ratio']:.2f}",
-            f"{found['weight_rounding']}, `{found['kv_cache']}`, {found['two_terms']} of {found['products']}",
+            f"{found['weight_rounding']}, `{found['kv_cache']}`",
+            f"{found['tail']} and {found['two_terms']} of {found['products']}",
         ]
         for name, found in load("tune")["results"].items()
     ]
@@ -30,7 +31,7 @@ def tune() -> str:
         "predicted over held out",
         "evaluation text, of the default",
     ]
-    return table([*head, "applied", "weight bytes", "prefill", "rounding, cache, two terms"], rows)
+    return table([*head, "applied", "weight bytes", "prefill", "rounding, cache", "tails and two terms"], rows)
 
 
 def culprits() -> str:

@@ -39,9 +39,14 @@ class Cost:
         return self.weight_bytes + positions * self.cache_bytes
 
 
+def tail_terms(length: int) -> float:
+    """The codes for each value of an activation with a tail of this length, in a prompt of `PROMPT` tokens."""
+    return 1 + min(length, PROMPT) / PROMPT
+
+
 def prompt_terms(scale: TensorScale) -> float:
     """The codes for each value of an activation in a prompt of `PROMPT` tokens."""
-    return scale.terms if scale.tail is None else 1 + min(scale.tail, PROMPT) / PROMPT
+    return scale.terms if scale.tail is None else tail_terms(scale.tail)
 
 
 def largest_batch(memory: int, held: int, sequence: int) -> int:

@@ -104,6 +104,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     import torch
 
     from ...calibrate.model.source import load_model
+    from ...validate.accuracy.perplexity import prompt_of
     from ...validate.accuracy.runtimes import open_reference
     from ...validate.advice import model_checks as running
     from ...validate.advice.activation_watch import Watcher
@@ -116,7 +117,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     batches = torch.from_numpy(windows).to(where).split(max(1, TOKENS // windows.shape[1]))
     with notes.track("Running BF16 and FP8", windows.size, "tokens") as advance:
         for ids in batches:
-            with pair.reference.answering(ids.shape[1] // 2):
+            with pair.reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
                 pair.run(ids, watcher.watching(ids))
             advance(ids.numel())
     seen, parted = watcher.seen, pair.parted

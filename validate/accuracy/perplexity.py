@@ -30,6 +30,13 @@ class Evaluation:
     protocol: Protocol
 
 
+def prompt_of(positions: int) -> int:
+    """The tokens of a window of so many `positions` that are read as a prompt: half of it. The others are scored, as
+    tokens that a server decodes.
+    """
+    return max(1, positions // 2)
+
+
 def cut(
     ids: npt.NDArray[np.int64], dataset: str, context: int, stride: int, prefix: tuple[int, ...] = (),
     prompt: int | None = None,

@@ -128,7 +128,7 @@ def frontier_plot(tuning: "Tuning") -> Plot:
         return figure
 
     caption = (
-        "What less loss costs: each point is a mix of one term, two terms and BF16, of rounding and of the cache’s "
-        "form, that nothing cheaper betters, as predicted; the run and what was chosen are measured."
+        "What less loss costs: each point is a mix of one term, tails, two terms and BF16, of rounding and of the "
+        "cache’s form, that nothing cheaper betters, as predicted; the run and what was chosen are measured."
     )
     return plot("Loss against cost", caption, draw)

@@ -19,6 +19,7 @@ from ...quantize.reference.linear import CallPositions, FP8Linear, Tail
 from ...quantize.scales.clip import power_of_two_ceil
 from ...quantize.scales.decisions import Scales, TensorScale
 from ...quantize.weights.sequential import product_input
+from ..accuracy.perplexity import prompt_of
 from .site import Site
 
 
@@ -28,6 +29,22 @@ def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:
     read = [tuple(member for member in members if member in scales.activations) for members in groups.values()]
     activations = [Site(members[0], "activation", members) for members in read if members]
     return [*weights, *activations, *(Site(name, "kv_cache", (name,)) for name in scales.kv_cache)]
+
+
+def input_with_tail(x: torch.Tensor, activation: TensorScale, tail: Tail) -> torch.Tensor:
+    """Quantize and dequantize `x` under the scale `activation`: two terms for the rows of `tail`, and one for the rest.
+
+    Rows of an expert that is not running are not known by their positions, and have two.
+    """
+    exact = product_input(x, activation)
+    if tail.experts is not None and tail.experts.tokens is None:
+        return exact
+    rows = tail.rows(x.flatten(0, -2))
+    if rows is None:
+        return exact
+    first = product_input(x, activation.model_copy(update={"terms": 1})).flatten(0, -2)
+    first[rows] = exact.flatten(0, -2)[rows]
+    return first.view_as(x)
 
 
 class Coded(Protocol):
@@ -81,7 +98,7 @@ class Quantizer:
         tails, which servers read as a prompt, and 1 else.
         """
         self.positions = positions
-        return max(1, positions // 2) if self.scales.tails else 1
+        return prompt_of(positions) if self.scales.tails else 1
 
     def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
         """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""
@@ -92,22 +109,12 @@ class Quantizer:
         return product_input(x, activation if terms == activation.terms else in_terms(activation, terms))
 
     def input(self, module: str, x: torch.Tensor) -> torch.Tensor:
-        """Round the input `x` of `module` as the run has it.
-
-        With a tail, positions of the prompt before it have one term. Rows of an expert that is not running are not
-        known by their positions, and have two.
-        """
-        activation, experts = self.scales.activations[module], self._experts.get(module)
-        exact = product_input(x, activation)
-        if activation.tail is None or (experts is not None and experts.tokens is None):
-            return exact
+        """Round the input `x` of `module` as the run has it."""
+        activation = self.scales.activations[module]
+        if activation.tail is None:
+            return product_input(x, activation)
         call = CallPositions(self.positions, self.positions - self.prompt(self.positions))
-        rows = Tail(activation.tail, call, experts).rows(x.flatten(0, -2))
-        if rows is None:
-            return exact
-        first = product_input(x, activation.model_copy(update={"terms": 1})).flatten(0, -2)
-        first[rows] = exact.flatten(0, -2)[rows]
-        return first.view_as(x)
+        return input_with_tail(x, activation, Tail(activation.tail, call, self._experts.get(module)))
 
     def output_error(self, module: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the change of the output of `module` for the input `x` when its weight is rounded."""

@@ -1,5 +1,5 @@
-"""Decide what to do about the loss: the cheapest mix of one term, two terms and BF16, of rounding and of the cache's
-form.
+"""Decide what to do about the loss: the cheapest mix of one term, tails, two terms and BF16, of rounding and of the
+cache's form.
 
 choices     what can be chosen, what it costs where it is served, and what a mix is
 frontier    the cheapest choices within a budget, and those of every budget

@@ -16,9 +16,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
 from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
+from ...quantize.reference.linear import CallPositions, Tail
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.weights.channels import RoundedCodes
 from ...quantize.weights.sequential import product_input
+from ..accuracy.perplexity import prompt_of
+from ..sensitivity.site_quantizers import input_with_tail
 from .choices import Form, Mix
 
 #: How codes were rounded, and for which form of the activation.
@@ -28,7 +31,8 @@ Kind = tuple[str, Form]
 @dataclass(frozen=True)
 class Candidates:
     """The candidates: `groups` (products that read one tensor, by the first), `inputs` form -> product -> scale,
-    `codes` of each kind, `cache` tensor -> scale (none where an FP8 cache has none).
+    `codes` of each kind, `cache` tensor -> scale (none where an FP8 cache has none), `tails` product -> the rows of a
+    `call` that have two terms in the form of that name.
     """
 
     model: PreTrainedModel
@@ -36,6 +40,8 @@ class Candidates:
     inputs: Mapping[Form, Mapping[str, TensorScale]]
     codes: Mapping[Kind, RoundedCodes]
     cache: Mapping[str, float]
+    tails: Mapping[str, Tail]
+    call: CallPositions
 
     @property
     def products(self) -> dict[str, nn.Module]:
@@ -57,7 +63,14 @@ class Candidates:
 
     def input(self, module: str, form: Form, x: torch.Tensor) -> torch.Tensor:
         """The numbers that the codes of the input `x` of a product stand for."""
-        return product_input(x, self.inputs[form][module])
+        scale = self.inputs[form][module]
+        return product_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.tails[module])
+
+    def prompt(self, positions: int) -> int:
+        """The tokens of a window of so many `positions` that the next call reads as a prompt."""
+        prompt = prompt_of(positions)
+        self.call.positions, self.call.decoded = positions, positions - prompt
+        return prompt
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the rounding error of the cache tensor `name`."""
@@ -72,6 +85,7 @@ class Candidates:
         """Token ids int64 [windows, seq_len] to logits, by the model as `mix` has it."""
 
         def run(ids: torch.Tensor) -> torch.Tensor:
+            self.prompt(ids.shape[1])
             with self._made_as(mix) as cache, torch.inference_mode():
                 logits: torch.Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             return logits

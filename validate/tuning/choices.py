@@ -1,6 +1,7 @@
 """List the choices, and their cost where they are served.
 
-Products that read one tensor are one `Group`: its codes are shared, so they take one term, two terms or BF16 together.
+Products that read one tensor are one `Group`: its codes are shared, so they take one term, a tail, two terms or BF16
+together.
 How weights are rounded and which form the cache has is chosen for the whole model, as `fp8q scales` has it. Rounding
 costs nothing that is served. What the run keeps in BF16 already stays there.
 """
@@ -12,12 +13,12 @@ from typing import Literal, get_args
 
 from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Terms
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
-from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost
+from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost, tail_terms
 
-Form = Literal["one_term", "two_terms", "bf16"]
+Form = Literal["one_term", "tail", "two_terms", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
-#: The codes that stand for an activation.
-TERMS: dict[Form, Literal[1, 2]] = {"one_term": 1, "two_terms": 2}
+#: What `--activation-terms` calls the forms on codes.
+TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2}
 #: The form that loses most, and the one on codes that loses least.
 COARSEST: Form = "one_term"
 FINEST: Form = "two_terms"
@@ -28,32 +29,36 @@ CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 BESIDE = 1e-4
 
 
-def options_of(options: ScaleOptions) -> dict[Form, ScaleOptions]:
+def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, ScaleOptions]:
     """Form on codes -> `options` that give it to every module; inherited scales are those of one term.
 
-    Where the options have a tail, that is the form of two terms: it decodes as two terms do, and costs a prompt less.
+    A tail is as long as `options` have it; a model of no more `positions` (None: no limit) has none.
     """
     plain = replace(options, activation_terms=1, two_terms=(), tail=(), kv_cache="off", exact_tail=DEFAULT_EXACT_TAIL)
-    terms: Terms = "tail" if options.has_tail else 2
-    exact = replace(plain, inherit=False, activation_terms=terms, exact_tail=options.exact_tail)
-    return {"one_term": plain, "two_terms": exact}
+    exact = replace(plain, inherit=False)
+    found: dict[Form, ScaleOptions] = {"one_term": plain}
+    if positions is None or options.exact_tail < positions:
+        found["tail"] = replace(exact, activation_terms="tail", exact_tail=options.exact_tail)
+    return found | {"two_terms": replace(exact, activation_terms=2)}
 
 
 def form_of(scale: TensorScale) -> Form:
     """The form of an activation with this scale."""
-    return next(form for form, terms in TERMS.items() if terms == scale.terms)
+    if scale.terms == 1:
+        return "one_term"
+    return "two_terms" if scale.tail is None else "tail"
 
 
 @dataclass(frozen=True)
 class Group:
     """Products that read one tensor, under the name of the first; `weights`: [out, in] of each of them.
 
-    `exact_terms`: the codes for each value of a prompt in the form of two terms, which is nearly 1 for a tail.
+    `tail`: the length of a tail, if they take one.
     """
 
     name: str
     weights: Mapping[str, tuple[int, int]]
-    exact_terms: float = 2
+    tail: int = DEFAULT_EXACT_TAIL
 
     def bytes_of(self, form: Form) -> int:
         """Return the bytes that a decode step reads of their weights."""
@@ -63,7 +68,7 @@ class Group:
 
     def operations_of(self, form: Form) -> int:
         """Multiplications for each token of a prompt, in those of FP8 codes."""
-        terms = {"one_term": 1, "two_terms": self.exact_terms, "bf16": WIDE_OPERATIONS}[form]
+        terms = {"one_term": 1, "tail": tail_terms(self.tail), "two_terms": 2, "bf16": WIDE_OPERATIONS}[form]
         return round(sum(map(prod, self.weights.values())) * terms)
 
 

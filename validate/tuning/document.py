@@ -13,9 +13,9 @@ from .choices import Group, Mix, Shape, changes, members
 
 
 class Change(Strict):
-    """A change to the run: `choice` is `one_term`, `two_terms` or `bf16`, of the module and all that read the same
-    tensor; `rescaled` where the run has another scale than would be chosen; of the module `*`, the whole model, how
-    weights are rounded or `kv_cache=` the form of the cache.
+    """A change to the run: `choice` is `one_term`, `tail`, `two_terms` or `bf16`, of the module and all that read
+    the same tensor; `rescaled` where the run has another scale than would be chosen; of the module `*`, the whole
+    model, how weights are rounded or `kv_cache=` the form of the cache.
     """
 
     module: str
@@ -32,6 +32,7 @@ class Point(Strict):
     prefill_flops_ratio: float
     weight_rounding: str
     kv_cache: KvCache
+    tail: int = Field(default=0, description="products")
     two_terms: int = Field(description="products")
     bf16: int = Field(description="products, beside those that the run keeps in BF16 already")
 
@@ -63,6 +64,7 @@ class Windows(Strict):
 class Recipe(Strict):
     """The options of `fp8q scales` for the mix, besides the run's own: `--apply` uses them."""
 
+    tail: list[str] = Field(default_factory=list)
     two_terms: list[str]
     skip: list[str]
     kv_cache: KvCache
@@ -72,6 +74,7 @@ class Recipe(Strict):
     def of(cls, groups: Sequence[Group], mix: Mix) -> "Recipe":
         """The recipe of a mix."""
         return cls(
+            tail=members(groups, mix.of("tail")),
             two_terms=members(groups, mix.of("two_terms")),
             skip=members(groups, mix.of("bf16")),
             kv_cache=mix.kv_cache,
@@ -79,16 +82,13 @@ class Recipe(Strict):
         )
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """The options that `fp8q scales` would be given on a run that was made with `before`; its tails stay tails."""
-        exact, length = tuple(self.two_terms), DEFAULT_EXACT_TAIL
-        if with_tail := before.has_tail and bool(exact):
-            length = before.exact_tail
+        """The options that `fp8q scales` would be given on a run that was made with `before`; tails keep its length."""
         return replace(
             before,
             activation_terms=1,
-            two_terms=() if with_tail else exact,
-            tail=exact if with_tail else (),
-            exact_tail=length,
+            two_terms=tuple(self.two_terms),
+            tail=tuple(self.tail),
+            exact_tail=before.exact_tail if self.tail else DEFAULT_EXACT_TAIL,
             skip=(*before.skip, *self.skip),
             kv_cache=self.kv_cache,
             weight_rounding=self.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these
@@ -126,6 +126,9 @@ class Tuning(Strict):
     run: Point
     frontier: list[Step]
     windows: Windows
+    prompt: int | None = Field(
+        default=None, description="tokens of a window that are read as a prompt; losses are of those behind it"
+    )
     rise_over_kl: float = Field(description="by which a rise of NLL follows from KL")
 
 
@@ -140,6 +143,7 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
         prefill_flops_ratio=cost.prefill_operations / shape.plain.prefill_operations,
         weight_rounding=mix.rounding,
         kv_cache=mix.kv_cache,
+        tail=len(members(shape.groups, mix.of("tail"))),
         two_terms=len(members(shape.groups, mix.of("two_terms"))),
         bf16=len(members(shape.groups, mix.of("bf16"))),
     )

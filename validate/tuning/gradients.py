@@ -15,7 +15,7 @@ from ...calibrate.model.products import output_channel_axis
 from ..sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
 from ..sensitivity.site import Predicted
 from .candidates import Candidates
-from .choices import ROUNDINGS, TERMS, Form
+from .choices import ROUNDINGS, Form
 
 #: What a cache tensor is predicted for.
 CODES = "fp8"
@@ -29,11 +29,12 @@ def variant(rounding: str, form: Form) -> str:
 def predict_choices(
     candidates: Candidates, ids: torch.Tensor, draw: torch.Generator
 ) -> tuple[Predicted, dict[str, int]]:
-    """Group or cache tensor -> variant -> the KL in nats that it adds to the tokens `ids` int64 [windows, seq_len] in
-    all, labels drawn by `draw`; and each cache tensor's values a position.
+    """Group or cache tensor -> variant -> the KL in nats that it adds to the scored tokens of `ids` int64 [windows,
+    seq_len] in all, labels drawn by `draw`; and each cache tensor's values a position.
     """
+    prompt = candidates.prompt(ids.shape[1])
     with seeing(candidates) as (seen, cache), torch.enable_grad():
-        loss = drawn_loss(next_token_log_probabilities(candidates.model, ids, cache), draw)
+        loss = drawn_loss(next_token_log_probabilities(candidates.model, ids, cache, prompt), draw)
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
         found = torch.autograd.grad(loss, tensors, allow_unused=True)
@@ -46,7 +47,7 @@ def predict_choices(
             for rounding in ROUNDINGS if reached else ():
                 if not any(kind[0] == rounding for kind in candidates.codes):
                     continue
-                for form in TERMS:
+                for form in candidates.inputs:
                     apart: dict[str, torch.Tensor] = {}
                     for member, g in reached.items():
                         tokens = along(g, _output_error(candidates, member, rounding, form, seen.inputs[member]))

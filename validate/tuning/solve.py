@@ -26,12 +26,13 @@ SMALLEST = 1e-12
 @dataclass(frozen=True)
 class Losses:
     """Predicted losses in nats a token: `parts` group or cache tensor -> variant -> its loss alone; and the available
-    roundings and cache forms.
+    roundings, cache forms and forms on codes.
     """
 
     parts: Mapping[str, Mapping[str, float]]
     roundings: tuple[RoundingName, ...]
     caches: tuple[KvCache, ...]
+    on_codes: tuple[Form, ...]
 
     def group(self, name: str, rounding: str, form: Form) -> float:
         """Return the loss of a group in a form; nothing in BF16, or where no token came by."""
@@ -133,6 +134,7 @@ class Problem:
                 + CHANGED * (form != self.own.forms[group.name]),
             )
             for form in FORMS
+            if form in (*self.losses.on_codes, "bf16")
         ]
 
     def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:

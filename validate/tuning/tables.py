@@ -46,6 +46,7 @@ def point_table(found: Tuning) -> Table[PointRow]:
         Column[PointRow]("prefill", lambda row: row.point.prefill_flops_ratio, "{:.2f}".format),
         Column[PointRow]("rounding", lambda row: row.point.weight_rounding, numeric=False),
         Column[PointRow]("kv", lambda row: row.point.kv_cache, numeric=False),
+        Column[PointRow]("tail", lambda row: row.point.tail, count),
         Column[PointRow]("two", lambda row: row.point.two_terms, count),
         Column[PointRow]("bf16", lambda row: row.point.bf16, count),
     )

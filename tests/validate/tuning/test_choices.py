@@ -1,11 +1,13 @@
 """Costs by hand, and against `quantize.scales.serving_cost`."""
 
+from dataclasses import replace
+
 import pytest
 
 from fp8q.options import ScaleOptions
 from fp8q.quantize.scales.decisions import Scales, TensorScale, WeightScales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
-from fp8q.validate.tuning.choices import Group, Mix, Price, Shape, changes, members, options_of
+from fp8q.validate.tuning.choices import FORMS, Group, Mix, Price, Shape, changes, form_of, members, options_of
 from fp8q.validate.tuning.document import Recipe
 from fp8q.validate.tuning.solve import Correction, Losses, Problem, same
 
@@ -22,6 +24,16 @@ LOSSES = Losses(
     },
     ("nearest", "gptq"),
     ("off", "v", "fp8"),
+    ("one_term", "two_terms"),
+)
+#: With a tail, which loses a little more than two terms and costs a prompt of 2,048 tokens a thirty-second more.
+TAILS = replace(
+    LOSSES,
+    parts={
+        **LOSSES.parts,
+        **{name: {**LOSSES.parts[name], "nearest tail": 1.5, "gptq tail": 1.0} for name in ("q", "down")},
+    },
+    on_codes=("one_term", "tail", "two_terms"),
 )
 
 
@@ -119,23 +131,44 @@ def test_the_correction_goes_through_what_was_measured_and_on_with_the_nearest_r
     assert [found.back(found.of(value)) for value in (0.3, 1.7, 9)] == pytest.approx([0.3, 1.7, 9])
 
 
+@pytest.mark.parametrize(("budget", "forms"), [(9, "one_term tail"), (7, "tail tail"), (6.5, "two_terms tail")])
+def test_a_tail_is_taken_before_two_terms(budget: float, forms: str) -> None:
+    """A cache in FP8 loses 5; nearest: 3 + 1.5, then 1.5 + 1.5 (gptq 1 + 1), then gptq with 1 + 0.5."""
+    tried = Problem(TAILS, SHAPE, Price(SHAPE.plain, "memory", 10), mix())
+    found = tried.cheapest(budget)
+    assert found is not None
+    assert " ".join(found.forms.values()) == forms
+
+
 def test_what_was_measured_never_falls_where_more_is_predicted() -> None:
     found = Correction([(1, 2), (2, 1.5), (4, 6)])
     assert found.of(2) == pytest.approx(2)
 
 
-def test_a_run_with_tails_keeps_them_for_two_terms() -> None:
+def test_a_tail_is_as_long_as_the_run_has_it() -> None:
     before = ScaleOptions(activation_terms="tail", exact_tail=16, kv_cache="v")
-    forms = options_of(before)
+    forms = options_of(before, None)
     assert forms["one_term"] == ScaleOptions()
-    assert forms["two_terms"] == ScaleOptions(activation_terms="tail", exact_tail=16)
-    assert options_of(ScaleOptions(two_terms=("a",)))["two_terms"] == ScaleOptions(activation_terms=2)
-    recipe = Recipe(two_terms=["q"], skip=[], kv_cache="off", weight_rounding="nearest")
-    assert recipe.over(before) == ScaleOptions(tail=("q",), exact_tail=16)
-    assert recipe.model_copy(update={"two_terms": []}).over(before) == ScaleOptions()
-    assert recipe.over(ScaleOptions()) == ScaleOptions(two_terms=("q",))
+    assert forms["tail"] == ScaleOptions(activation_terms="tail", exact_tail=16)
+    assert forms["two_terms"] == ScaleOptions(activation_terms=2)
+    assert options_of(ScaleOptions(two_terms=("a",)), 512)["tail"] == ScaleOptions(activation_terms="tail")
+    assert [*options_of(ScaleOptions(), 64)] == ["one_term", "two_terms"]  # a tail of 64 would be all of a call
+    recipe = Recipe(tail=["q"], two_terms=["o"], skip=[], kv_cache="off", weight_rounding="nearest")
+    assert recipe.over(before) == ScaleOptions(tail=("q",), two_terms=("o",), exact_tail=16)
+    assert recipe.model_copy(update={"tail": []}).over(before) == ScaleOptions(two_terms=("o",))
+    assert recipe.over(ScaleOptions()) == ScaleOptions(tail=("q",), two_terms=("o",))
 
 
 def test_a_tail_costs_a_prompt_its_share_of_2048_tokens() -> None:
-    group = Group("q", {"q": (64, 32)}, exact_terms=1 + 64 / 2048)
-    assert [group.operations_of(form) for form in ("one_term", "two_terms", "bf16")] == [2048, 2112, 4096]
+    group = Group("q", {"q": (64, 32)}, tail=64)
+    assert [group.operations_of(form) for form in FORMS] == [2048, 2112, 4096, 4096]
+
+
+def test_a_form_is_that_of_the_scale() -> None:
+    one = TensorScale(method="amax", amax=1, clip=1, scale=1, saturation=0, underflow=0, sqnr_db=30)
+    two = one.model_copy(update={"terms": 2})
+    assert [form_of(scale) for scale in (one, two.model_copy(update={"tail": 8}), two)] == [
+        "one_term",
+        "tail",
+        "two_terms",
+    ]
