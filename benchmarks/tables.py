@@ -44,7 +44,7 @@ from pages import (
 from fp8q.validate.report.plots import Plot
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"(<!-- table (?P<name>[a-z_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
