@@ -84,7 +84,7 @@ lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy -p fp8q
-	$(BIN)/mypy tests examples benchmarks
+	$(BIN)/mypy tests examples benchmarks integrations/vllm/fp8q_vllm
 	$(BIN)/lint-imports --no-logo
 
 format: install

@@ -18,8 +18,9 @@ import torch
 from fp8q.options import CalibrateOptions, Clipping
 from fp8q.quantize.codes.encoding import TRITON, encode, encode_terms, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
+from fp8q.quantize.codes.products import scaled_product
 from fp8q.quantize.reference.adder import add_products
-from fp8q.quantize.reference.linear import FP8Linear, Mode, scaled_product
+from fp8q.quantize.reference.linear import FP8Linear, Mode
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.delayed import amax_in_use
 

@@ -1,5 +1,5 @@
-"""Speed of the products of Llama 3 8B and 70B: BF16, FP8 alone, FP8 with the quantization of its activations, and with
-two terms.
+"""Speed of the products of Llama 3 8B and 70B: BF16, FP8 alone, FP8 with the quantization of its activations, with two
+terms, and BF16 with weights that are dequantized in each call, the other exact product of FP8 weights.
 
 Beside each stands its share of the peak that was measured here (a BF16, or FP8, product of 8,192 cubed) and of the
 bandwidth that was measured here (a copy of 2 GB): the larger of both is what bounds it. `FP8Linear` is the package's
@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from fp8q.quantize.codes.encoding import CODE, TRITON, encode, encode_terms, encode_two
 from fp8q.quantize.reference.linear import FP8Linear
@@ -25,8 +26,10 @@ SHAPES = {
     "70B qkv": (10_240, 8192), "70B o": (8192, 8192), "70B gate/up": (57_344, 8192), "70B down": (8192, 28_672),
 }  # fmt: skip
 TINY = {"tiny qkv": (48, 32), "tiny odd": (24, 172)}
-TOKENS = (1, 16, 128, 2048, 8192)
+TOKENS = (1, 16, 128, 512, 2048, 8192)
 BF16, ALONE, LAYER, TWO = "bf16", "fp8 alone", "FP8Linear", "FP8Linear, two terms"
+#: The product in BF16 with weights that are stored as codes, each of them dequantized in each call.
+DEQUANTIZED = "bf16, dequantized weights"
 PEAK_SIZE, COPY_BYTES = 8192, 2 * 10**9
 
 
@@ -53,7 +56,7 @@ def ceilings(setting: Setting, part: Part) -> tuple[dict[str, float], float]:
     x = torch.randn(size, size, device=setting.device).to(torch.bfloat16)
     codes, one = x.to(CODE), torch.ones((), device=setting.device)
     works = {
-        "bf16": lambda: torch.nn.functional.linear(x, x),
+        "bf16": lambda: linear(x, x),
         "fp8": lambda: torch._scaled_mm(codes, codes.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True),
         "fp8 promoted": lambda: torch._scaled_mm(codes, codes.t(), one, one, out_dtype=torch.bfloat16),
     }
@@ -108,6 +111,8 @@ def ways(outputs: int, width: int, tokens: int, setting: Setting, part: Part, na
         input_scale = torch.tensor(2.0**-6, device=setting.device)
         layers = [FP8Linear(each, scales, input_scale, None, "fast", terms) for each in codes]
         every[way] = [partial(apply, layer, x) for layer in layers]
+    dequantized = setting.compiled(lambda each: linear(x, (each.float() * scales[:, None]).to(x.dtype)))
+    every[DEQUANTIZED] = [partial(dequantized, each) for each in codes]
     found: dict[str, float] = {}
     with torch.inference_mode():
         for way, calls in every.items():
@@ -119,7 +124,7 @@ def ways(outputs: int, width: int, tokens: int, setting: Setting, part: Part, na
 def wide(x: torch.Tensor, codes: list[torch.Tensor], setting: Setting) -> dict[str, list[Work]]:
     """The product in BF16; half as many weights exceed the cache."""
     weights = [each.to(torch.bfloat16) for each in codes[: copies(2 * codes[0].numel(), setting)]]
-    return {BF16: [partial(torch.nn.functional.linear, x, weight) for weight in weights]}
+    return {BF16: [partial(linear, x, weight) for weight in weights]}
 
 
 def alone(x: torch.Tensor, codes: list[torch.Tensor], scales: torch.Tensor) -> dict[str, list[Work]]:
@@ -148,7 +153,7 @@ def row(
     bytes_ = (2 if way == BF16 else 1) * outputs * width + 2 * tokens * (width + outputs)
     part.row(
         "products", product=name, tokens=tokens, way=way, us=took * 1e6, tflops=operations / took / 1e12,
-        peak_share=operations / took / peaks["bf16" if way == BF16 else "fp8"],
+        peak_share=operations / took / peaks["bf16" if way in (BF16, DEQUANTIZED) else "fp8"],
         bandwidth_share=bytes_ / took / bandwidth,
     )  # fmt: skip
 
@@ -163,6 +168,8 @@ def conclusions(name: str, found: dict[str, dict[int, float]], part: Part) -> No
             way=way,
             tokens=break_even(base, found.get(way, {})),
         )
+    least = break_even(found.get(TWO, {}), found.get(DEQUANTIZED, {}))
+    part.row("dequantized weights in BF16 are faster than two terms from so many tokens on", product=name, tokens=least)
     two, one = found.get(TWO, {}), found.get(LAYER, {})
     for tokens in sorted(two.keys() & one.keys() & base.keys()):
         part.row(

@@ -37,18 +37,18 @@ NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime refer
 #: The paragraph on activations in two terms.
 TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
-scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. transformers and
-vLLM do not know this: they run one term here, with the loss of ordinary FP8 activations, which `fp8q validate RUN`
-measures as the runtime `one-term`.
+scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. vLLM reads both with
+the plugin fp8q-vllm. Without it, and in transformers, one term runs here, with the loss of ordinary FP8 activations,
+which `fp8q validate RUN` measures as the runtime `one-term`.
 
 """
 #: The paragraph on activations with a tail.
 TAIL = """\
 **Exact answers**: where fp8q's graphs and engines read the input of {modules}, each decoded token and the
 last {positions} positions of a prompt have two E4M3 codes a value, scale × (a + b/16), which is exact for a BF16
-number between a 64th of the scale and 476 times it; the rest of a prompt has one. transformers and vLLM do not know
-this: they run one term throughout, with the loss of ordinary FP8 activations, which `fp8q validate RUN` measures as
-the runtime `one-term`.
+number between a 64th of the scale and 476 times it; the rest of a prompt has one. vLLM does so too with the plugin
+fp8q-vllm. Without it, and in transformers, one term runs throughout, with the loss of ordinary FP8 activations, which
+`fp8q validate RUN` measures as the runtime `one-term`.
 
 """
 #: The paragraph on an FP8 source checkpoint.

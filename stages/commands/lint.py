@@ -111,7 +111,10 @@ def told_elsewhere(run: Run) -> str | None:
     if not scales.two_terms:
         return None
     forms = " and ".join(sorted({scale.form for scale in scales.activations.values()} - {ONE_TERM}))
-    told = f"{len(scales.two_terms)} inputs in {forms}, of which transformers and vLLM run the first term alone"
+    told = (
+        f"{len(scales.two_terms)} inputs in {forms}, of which transformers, and vLLM without fp8q-vllm, run the first "
+        "term alone"
+    )
     runtimes = load_accuracy(run).runtimes if "validate" in run.record().stages else {}
     one, ours = (runtimes[name].kl_mean_nats if name in runtimes else None for name in (ONE_TERM_ALONE, "reference"))
     if one is None or ours is None:

@@ -12,6 +12,7 @@ from fp8q.core.run import Run
 from ..architectures import Architecture, random_checkpoint, texts
 from ..conftest import Texts, WithoutGraphs
 from .packages import installed
+from .vllm_environment import mended_python
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
 
@@ -30,6 +31,12 @@ def home_of() -> Callable[[str], Path]:
             pytest.skip(f"{name} cannot be installed here: {error}")
 
     return find
+
+
+@pytest.fixture(scope="session")
+def vllm_python(home_of: Callable[[str], Path]) -> Path:
+    """vLLM's Python, which multiplies static scales on a CPU too."""
+    return mended_python(home_of("vllm"))
 
 
 @pytest.fixture(scope="session")

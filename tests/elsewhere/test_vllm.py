@@ -1,15 +1,11 @@
 """vLLM takes `model/` as it is, and says of the same tokens what the reference says: a second implementation of the
 whole model, its own kernels, its own cache, which knows nothing of fp8q.
 
-On a CPU it needs one line mended. Its product of FP8 codes narrows the scales of activations to the number of tokens,
-for it expects one scale a token, and a static scale is one for all; on a GPU other code runs. Of experts in FP8 it has
-no product for CPUs: here it loads them, and multiplies them in BF16.
+Of experts in FP8 it has no product for CPUs: here it loads them, and multiplies them in BF16.
 """
 
-import json
 import math
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm_jobs import ask, job
 
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
@@ -26,22 +23,13 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import reference
 
-from ..architectures import ARCHITECTURES, Architecture
+from ..architectures import Architecture
 from ..mixtures import MIXTURES
-from .packages import site_packages
-
-MENDED = "model_executor/kernels/linear/scaled_mm/pytorch.py"
-BEFORE = "        x_scale = torch.narrow(As, 0, 0, num_tokens)\n"
-AFTER = "        x_scale = As if As.numel() == 1 else torch.narrow(As, 0, 0, num_tokens)\n"
+from .vllm_environment import CASES
 
 #: Of trained models few windows, since PyTorch's product of codes does 57 million operations a second without AMX for
 #: FP8; of tiny random ones more: the losses of their tokens differ by more.
 CONTEXT, WINDOWS, MANY = 64, 6, 24
-#: No load takes so long, on a busy machine either.
-LIFE_S = 2400
-#: vLLM's attention on a CPU knows heads of 32, 64, 80 and more, not of 48.
-WIDE_HEADS = {"qwen3": {"head_dim": 64}}
-CASES = {case.name: replace(case, fields=case.fields | WIDE_HEADS.get(case.name, {})) for case in ARCHITECTURES}
 #: The first is trained.
 OF_EXPERTS = {"mixtral": Architecture("mixtral", "experts", "off")} | {
     name: Architecture(
@@ -87,10 +75,9 @@ class Asked:
 
     def asked(self) -> dict[str, Any]:
         """What `vllm_losses.py` reads."""
-        adapter = str(self.run.model / "adapters" / self.adapter) if self.adapter else None
-        model = str(self.other or self.run.model)
-        told = {"cache": self.cache, "adapter": adapter, "wide_experts": self.wide_experts}
-        return {"model": model, "windows": self.ids.tolist()} | told
+        adapter = self.run.model / "adapters" / self.adapter if self.adapter else None
+        model = self.other or self.run.model
+        return job(model, self.ids, adapter=adapter, cache=self.cache, wide_experts=self.wide_experts)
 
     def expected(self) -> np.ndarray:
         """The reference's loss of each token but the first of each window: nats, float [tokens]."""
@@ -103,32 +90,9 @@ class Asked:
         return found
 
 
-def ask(python: Path, jobs: list[Asked]) -> list[dict[str, Any]]:
-    """vLLM's answer to each of `jobs`, all in one process."""
-    document = [job.asked() for job in jobs]
-    done = subprocess.run(
-        [python, "-P", Path(__file__).with_name("vllm_losses.py")],
-        input=json.dumps(document), capture_output=True, text=True, timeout=LIFE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.fixture(scope="session")
-def python(home_of: Callable[[str], Path]) -> Path:
-    """vLLM's Python, the line mended."""
-    home = home_of("vllm")
-    kernel = site_packages(home) / "vllm" / MENDED
-    source = kernel.read_text(encoding="utf-8")
-    if AFTER not in source:
-        assert source.count(BEFORE) == 1, "vLLM's line is another: is it mended there?"
-        kernel.write_text(source.replace(BEFORE, AFTER), encoding="utf-8")
-    return home / "bin" / "python"
-
-
 @pytest.fixture(scope="session")
 def answered(
-    python: Path, quantized: Callable[..., Run], demo_validated: Run, demo_with_an_adapter: Run,
+    vllm_python: Path, quantized: Callable[..., Run], demo_validated: Run, demo_with_an_adapter: Run,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Asked, dict[str, Any]]]:  # fmt: skip
     """`answered("qwen2")`: what vLLM was asked of it, and its answer; a skip where the checkpoint is not here."""
@@ -146,7 +110,7 @@ def answered(
     asked |= {f"demo, {cache} cache": Asked(demo_validated, cache) for cache in ("auto", "fp8", "bfloat16")}
     saturating = cache_scales_divided(demo_validated.model, tmp_path_factory.mktemp("saturating") / "model")
     asked["demo, saturating cache"] = Asked(demo_validated, other=saturating)
-    answers = dict(zip(asked, ask(python, list(asked.values())), strict=True))
+    answers = dict(zip(asked, ask(vllm_python, [job.asked() for job in asked.values()]), strict=True))
 
     def answer(name: str) -> tuple[Asked, dict[str, Any]]:
         if name in absent:
@@ -214,5 +178,5 @@ def test_the_card_says_of_two_terms_that_vllm_runs_one(answered: Callable[[str],
     asked, answer = answered("phi3")
     card = (asked.run.model / "README.md").read_text(encoding="utf-8")
     assert {each.terms for each in load_scales(asked.run).activations.values()} == {2}
-    assert "transformers and\nvLLM do not know this: they run one term here" in card
+    assert "Without it, and in transformers, one term runs here" in card
     assert len(losses(answer))

@@ -9,8 +9,9 @@ from gpu.adder_bits import cuts, kept_bits
 
 from fp8q.quantize.codes.encoding import CODE, encode, encode_terms, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
+from fp8q.quantize.codes.products import scaled_product
 from fp8q.quantize.reference.adder import ADDERS, add_products
-from fp8q.quantize.reference.linear import FP8Linear, Mode, scaled_product
+from fp8q.quantize.reference.linear import FP8Linear, Mode
 from fp8q.quantize.scales.clip import scale_of
 
 pytestmark = pytest.mark.gpu

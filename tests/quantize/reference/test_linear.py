@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8q.quantize.codes.encoding import CODE, code_tables, code_values, encode, encode_two, two_code_values
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.reference.linear import FP8Linear, Mode, scaled_product
+from fp8q.quantize.codes.products import scaled_product
+from fp8q.quantize.reference.linear import FP8Linear, Mode
 
 
 def layer(mode: Mode, bias: bool = False, seed: int = 0) -> tuple[FP8Linear, torch.Tensor, torch.Tensor, torch.Tensor]:

