@@ -1,10 +1,10 @@
 """Measure what vLLM loses with fp8q-vllm and without it, and what a decode step takes, on a CPU.
 
-    python benchmarks/vllm_plugin.py [MODEL=CALIBRATION,EVALUATION …] --vllm PYTHON [--windows 8] [--context 128]
+    python benchmarks/vllm_plugin.py [MODEL=CALIBRATION,EVALUATION …] --vllm PYTHON [--windows 8] [--context 256]
         [--samples 256] [--tail 64] [--steps 64] [--save vllm_plugin]
 
 `--vllm`: the interpreter of an environment with vLLM for CPUs, as `make test-elsewhere` leaves one in `.venv/vllm`.
-Mean KL(FP32 || vLLM) × 10⁶ of every token of the windows, all in one batch, in BF16 arithmetic: the source in BF16, one
+Mean KL(FP32 || vLLM) × 10⁶ of every token of the windows, four in a batch, in BF16 arithmetic: the source in BF16, one
 term with GPTQ, two terms with the plugin and without it, and a tail with it; beside them our reference's in BF16
 arithmetic. A step is one token of one answer behind a window. On a CPU vLLM emulates FP8 products, so its times say
 nothing of a GPU. Prints one JSON line; exit status 1 where two terms or a tail lose more than 1.15 times what the
@@ -36,6 +36,8 @@ from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import float_model
 
 LIMIT = 1.15
+#: The windows in a batch: as many as have whole tails.
+BATCH = 4
 #: What vLLM runs: a name, and the terms of the checkpoint (None: the source), and whether with the plugin.
 BF16, ONE, ALONE, TWO, TAIL = "BF16", "one term", "two terms, no plugin", "two terms", "tail"
 FORMS: dict[str, tuple[Terms | None, bool]] = {
@@ -78,9 +80,8 @@ def measure(texts: ModelTexts, plugin: Path, options: argparse.Namespace) -> dic
         where = dict(checkpoints(run, texts, options.tail, folder))
         found: dict[str, Any] = {}
         for name, model in where.items():
-            asked = job(
-                model, ids, folder / "exact.npy", engine={"max_num_batched_tokens": ids.size}, steps=options.steps
-            )
+            batches = {"max_num_seqs": BATCH, "max_num_batched_tokens": BATCH * options.context}
+            asked = job(model, ids, folder / "exact.npy", engine=batches, steps=options.steps)
             (answer,) = ask(options.vllm, [asked], plugin if FORMS[name][1] else None)
             if "error" in answer:
                 raise SystemExit(f"{texts.name}: {name}: {answer['error']}")
@@ -94,7 +95,7 @@ def measure(texts: ModelTexts, plugin: Path, options: argparse.Namespace) -> dic
 
 def main() -> int:
     """Measure, judge, print."""
-    parser = model_arguments(__doc__, windows=8, context=128, samples=256, tail=64, steps=64)
+    parser = model_arguments(__doc__, windows=8, context=256, samples=256, tail=64, steps=64)
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", required=True, help="the interpreter that has vLLM")
     options = parser.parse_args()
     head = described("vllm_plugin", (ScaleOptions,))

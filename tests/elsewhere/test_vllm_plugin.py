@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fp8q_vllm.rows import FREE_ROWS
+from fp8q_vllm.rows import FREE_ROWS, PROMPTS
 from safetensors.torch import load_file, save_file
 from vllm_jobs import ask, installed_plugin, job, log_probabilities, mean_kl
 
@@ -39,8 +39,9 @@ from .vllm_environment import CASES
 TRAINED = ("llama", "qwen2", "gemma", "opt")
 #: Of no architecture that vLLM refuses on a CPU in any form (test_vllm.py).
 RANDOM = tuple(name for name, case in CASES.items() if not case.trained)
-#: The windows of `MANY` come in one batch, of more rows than have second terms throughout.
-CONTEXT, WINDOWS, MANY, TAIL = 64, 6, FREE_ROWS // 64 + 4, 16
+CONTEXT, WINDOWS, TAIL = 64, 6, 16
+#: Four windows of so many tokens are more rows than have second terms throughout, and have whole tails.
+LONG = FREE_ROWS // PROMPTS + 32
 #: Of the reference's KL, for what runs in two terms.
 MOST = 1.15
 #: Of the reference's KL, for the same checkpoint in one term.
@@ -67,13 +68,13 @@ class Served:
 
     run: Run
     folder: Path
-    windows: int = WINDOWS
+    context: int = CONTEXT
     adapter: str | None = None
 
     @cached_property
     def ids(self) -> np.ndarray:
         """The first windows of the evaluation text, int64 [windows, context]."""
-        return load_tokens(self.run, self.run.evaluation).ravel()[: self.windows * CONTEXT].reshape(-1, CONTEXT)
+        return load_tokens(self.run, self.run.evaluation).ravel()[: WINDOWS * self.context].reshape(WINDOWS, -1)
 
     @cached_property
     def exact(self) -> np.ndarray:
@@ -96,7 +97,7 @@ class Served:
     def reference_kl(self, tails: bool = False) -> float:
         """The reference's mean KL in nats: all positions in two terms, or those of `tails` alone."""
         loaded = load_reference(self.run.model, "fast", torch.bfloat16, adapter=self.adapter)
-        with torch.inference_mode(), loaded.answering(0 if tails else CONTEXT):
+        with torch.inference_mode(), loaded.answering(0 if tails else self.context):
             logits = loaded.model(
                 input_ids=torch.from_numpy(self.ids), past_key_values=loaded.new_cache(), use_cache=True
             ).logits
@@ -120,7 +121,7 @@ def served(
 ) -> Serve:  # fmt: skip
     """`served("llama", activation_terms=2)`: a run of that checkpoint with these options, rounded by GPTQ."""
 
-    def calibrate(name: str, windows: int = WINDOWS, adapter: str | None = None, **options: Any) -> Served:
+    def calibrate(name: str, context: int = CONTEXT, adapter: str | None = None, **options: Any) -> Served:
         folder, case = tmp_path_factory.mktemp(name), CASES.get(name, Architecture(name, "", "off"))
         if name == "demo":
             model = demo_checkpoint
@@ -140,7 +141,7 @@ def served(
         texts = str(demo_texts.calibration), str(demo_texts.evaluation)
         with without_graphs():
             run = api.calibrate(str(model), texts[0], folder / "run", texts[1], api.CalibrateOptions(**chosen))
-        return Served(run, folder, windows, adapter)
+        return Served(run, folder, context, adapter)
 
     return calibrate
 
@@ -186,13 +187,14 @@ def answers(
             found[name] = served(name)
         except pytest.skip.Exception as why:
             absent[name] = str(why)
-    found["tails"] = served("demo", MANY, activation_terms="tail", exact_tail=TAIL)
+    found["tails"] = served("demo", LONG, activation_terms="tail", exact_tail=TAIL)
     some: dict[str, Any] = {"two_terms": ("*.o_proj",), "tail": ("*.mlp.*",), "exact_tail": TAIL}
-    found["forms by pattern"] = served("demo", MANY, activation_terms=1, skip=("model.layers.0.*",), **some)
+    found["forms by pattern"] = served("demo", LONG, activation_terms=1, skip=("model.layers.0.*",), **some)
     found["FP8 cache"] = served("demo", kv_cache="fp8")
     found["adapter"] = served("demo", adapter="style")
     demo = found["demo"]
-    jobs = {name: each.job() for name, each in found.items()}
+    together = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPTS * LONG}
+    jobs = {name: each.job(**(together if each.context == LONG else {})) for name, each in found.items()}
     jobs |= {name: demo.job(**engine) for name, engine in BATCHING.items()}
     draft = {"model": str(demo.run.model), "num_speculative_tokens": 2, "method": "draft_model"}
     jobs["drafts"] = demo.job(speculative_config=draft)

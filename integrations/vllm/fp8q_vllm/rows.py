@@ -5,9 +5,10 @@ vLLM computes a batch of rows, and `query_start_loc` [sequences + 1] says where 
 read in chunks has a tail in each of them.
 
 Nothing here waits for the GPU: the number of rows with second terms must be known before it has counted them, so there
-is room for one row of each sequence and `PROMPTS` whole tails. Where more prompts than that come together in one batch
-their tails are shorter, by the same number of positions each. A batch of few rows has second terms throughout: its time
-goes into reading weights, and its shape does not depend on what is in it, as CUDA graphs ask.
+is room for one row of each sequence and for `PROMPTS` whole tails or an eighth of the rows, whichever is more. Where
+more prompts than that come together in one batch their tails are shorter, by the same number of positions each. A batch
+of few rows has second terms throughout: its time goes into reading weights, and its shape does not depend on what is in
+it, as CUDA graphs ask.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 
-#: The whole tails that there is room for in a batch.
-PROMPTS = 4
+#: The whole tails that there is room for in a batch at least, and the share of its rows that they may be.
+PROMPTS, SHARE = 4, 8
 #: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more.
 FREE_ROWS = 512
 
@@ -40,7 +41,7 @@ def tail_rows(starts: torch.Tensor, rows: int, tail: int) -> Rows:
     distance = (ends[sequence] - 1 - at).long()
     inside = at < starts[-1]
     nearest = torch.where(inside, distance, rows).argsort(stable=True)
-    room = min(rows, len(ends) + PROMPTS * tail)
+    room = min(rows, len(ends) + max(PROMPTS * tail, rows // SHARE))
     numbers = nearest[:room]
     return Rows(numbers, (inside & (distance < tail))[numbers])
 
