@@ -1,4 +1,4 @@
-"""Measure what a tail costs, beside one term (the floor) and two terms throughout.
+"""Measure what a tail costs, beside one term (the floor), two terms throughout, and FP8 weights alone.
 
     python benchmarks/tail_cost.py [--rounds 7] [--save tail_cost]
 
@@ -36,12 +36,14 @@ from fp8q.api import (
     scales,
 )
 from fp8q.core.run import Run
+from fp8q.export.engine.info import load_engines
 from fp8q.export.engine.plan import read_plan
 from fp8q.options import ScaleOptions, Terms
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.serving_cost import WIDE_OPERATIONS
 from fp8q.serve.loop.sessions import Batch, open_session
 
-FORMS: dict[str, Terms] = {"one term": 1, "tail of 64": "tail", "two terms": 2}
+FORMS: dict[str, Terms] = {"one term": 1, "tail of 64": "tail", "two terms": 2, "weights alone": "bf16"}
 TARGETS = ("sm89", "sm120")
 LONG, PROMPT, STEPS = 2048, 512, 16
 #: Operations of a prompt with a tail, over those of one term.
@@ -49,15 +51,20 @@ LIMIT = 1.04
 
 
 def operations(run: Run, positions: int) -> int:
-    """Multiplications of codes in the promised products of the run's graph, for one prompt of so many `positions`."""
+    """Multiplications in the products with FP8 weights of the run's graph, for one prompt of so many `positions`.
+
+    One in BF16 counts as two of codes.
+    """
     graph = onnx.load(run.onnx, load_external_data=False).graph
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
-    promised = {f"{name}.matmul" for name in load_scales(run).weights}
+    scales_of_run = load_scales(run)
+    cost = {f"{name}.matmul": 1 for name in scales_of_run.promised}
+    cost |= {f"{name}.matmul": WIDE_OPERATIONS for name in scales_of_run.bf16_inputs}
     total = 0
     for node in graph.node:
-        if node.name in promised:
+        if node.name in cost:
             dims = [dim.dim_value or size(dim.dim_param, positions) for dim in shapes[node.input[0]]]
-            total += math.prod(dims) * shapes[node.input[1]][-1].dim_value
+            total += cost[node.name] * math.prod(dims) * shapes[node.input[1]][-1].dim_value
     return total
 
 
@@ -71,7 +78,7 @@ def size(text: str, positions: int) -> int:
 def engines(run: Run) -> dict[str, Any]:
     """Target -> what its engine runs."""
     build_engine(run.root, EngineOptions(runtime="tensorrt-rtx", targets=TARGETS))
-    found = {}
+    found, ran = {}, {info.target: info.ran for info in load_engines(run)}
     for view in engine(run.root):
         data = Path(view.file).read_bytes()
         plan = read_plan(data)
@@ -80,6 +87,7 @@ def engines(run: Run) -> dict[str, Any]:
             "promised": view.promised_products,
             "fp8": view.fp8_products,
             "kernels": [len(kernels) for kernels in plan.kernels.values()],
+            "ran": ran[view.target],
             "megabytes": round(len(data) / 1e6, 2),
         }
     return found

@@ -93,7 +93,7 @@ def benchmark(texts: ModelTexts, options: argparse.Namespace) -> dict[str, Any]:
         "kv_cache": found.chosen.kv_cache,
         "tail": found.chosen.tail,
         "two_terms": found.chosen.two_terms,
-        "products": sum((last.bf16, last.tail, last.two_terms)),
+        "products": sum((last.bf16, last.tail, last.two_terms, last.weights_alone)),
         "rise_over_kl": round(found.rise_over_kl, 3),
         "processor_s": round(seconds, 1),
     }

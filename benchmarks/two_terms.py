@@ -29,7 +29,7 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.graph import trace
 from fp8q.export.modules import operators
-from fp8q.export.modules.graph_model import GraphLinear, GraphPlan, rounded
+from fp8q.export.modules.graph_model import GraphLinear, GraphPlan, QuantizedInput, rounded
 from fp8q.quantize.codes.formats import TWO_TERMS
 from fp8q.quantize.scales.decisions import load_scales
 
@@ -41,12 +41,14 @@ SIXTEENTH = 1 / TWO_TERMS.divisor
 def terms(layer: GraphLinear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`x`, and sixteen times what its codes leave of it."""
     (quantized,) = layer.quantized
+    assert isinstance(quantized, QuantizedInput), "its input is codes"
     return x, (x - rounded(x, quantized.scale, quantized.code, x.dtype)) * TWO_TERMS.divisor
 
 
 def coded(layer: GraphLinear, x: torch.Tensor) -> torch.Tensor:
     """`x` quantized and dequantized in the compute type."""
     (quantized,) = layer.quantized
+    assert isinstance(quantized, QuantizedInput), "its input is codes"
     return rounded(x, quantized.scale, quantized.code, layer.dtype)
 
 

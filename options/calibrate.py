@@ -35,8 +35,9 @@ ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
-#: The number of codes for one activation; `tail`: two in the last positions of a call, one in the others.
-Terms = Literal[1, 2, "tail"]
+#: The number of codes for one activation. `tail`: two in the last positions of a call, one in the others; `bf16`: none,
+#: so that only weights are codes.
+Terms = Literal[1, 2, "tail", "bf16"]
 #: The positions at the end of a call that a tail has the second codes of.
 DEFAULT_EXACT_TAIL = 64
 WeightRounding = Literal["nearest", "gptq", "sequential"]
@@ -156,7 +157,8 @@ class ScaleOptions(Options):
         option(
             SCALES,
             "FP8 codes for each activation. Two lose nothing of BF16, and multiply twice the rows. tail: two for "
-            "decoded tokens and the last of a prompt, one for the others; costs what one costs.",
+            "decoded tokens and the last of a prompt, one for the others; costs what one costs. bf16: none, the "
+            "activation as it is; as exact as two without any support of the server, at BF16's operations.",
         ),
     ] = 1
     exact_tail: Annotated[
@@ -180,6 +182,17 @@ class ScaleOptions(Options):
             SCALES,
             "Take two codes in a call's last positions alone for the input of modules whose name matches (* and ?), "
             "and of all modules that share it. Repeatable.",
+            "PATTERN",
+        ),
+        not_empty,
+    ] = ()
+
+    bf16_input: Annotated[
+        tuple[str, ...],
+        option(
+            SCALES,
+            "Leave the input of modules whose name matches (* and ?) in BF16, and of all modules that share it; their "
+            "weights are FP8. Repeatable.",
             "PATTERN",
         ),
         not_empty,
@@ -216,6 +229,7 @@ class ScaleOptions(Options):
         own = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
         own = own or next((f"--two-terms {pattern}" for pattern in self.two_terms), None)
         own = own or next((f"--tail {pattern}" for pattern in self.tail), None)
+        own = own or next((f"--bf16-input {pattern}" for pattern in self.bf16_input), None)
         own = own or first_given(self.clip, self.clip.declared())
         if self.inherit and own:
             raise InputError(
@@ -231,6 +245,11 @@ class ScaleOptions(Options):
             raise InputError(
                 f"--tail {self.tail[0]}: --activation-terms tail gives every module one; leave one of them out, or "
                 "give --activation-terms 1"
+            )
+        if self.bf16_input and self.activation_terms == "bf16":
+            raise InputError(
+                f"--bf16-input {self.bf16_input[0]}: --activation-terms bf16 leaves every input in BF16; leave one of "
+                "them out, or give --activation-terms 1"
             )
         self.check_tail()
 
@@ -252,8 +271,8 @@ class ScaleOptions(Options):
 class RescaleOptions(ScaleOptions):
     """Options of `fp8q scales`: those of `ScaleOptions`; options that are not given keep the run's value.
 
-    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `two_terms`
-    or `tail`.
+    The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `two_terms`,
+    `tail` or `bf16_input`.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -265,14 +284,14 @@ class RescaleOptions(ScaleOptions):
     def over(self, before: ScaleOptions) -> ScaleOptions:
         """Replace the options chosen `before` by those that are given.
 
-        Two terms for all modules also replace those of some, and so do tails; without a tail its length is no more.
+        A form for all modules also replaces the patterns of that form; without a tail its length is no more.
         """
-        replaced: dict[str, Any] = {2: {"two_terms": ()}, "tail": {"tail": ()}}.get(
-            self.given.get("activation_terms", 1), {}
-        )
+        patterns: dict[Terms, str] = {2: "two_terms", "tail": "tail", "bf16": "bf16_input"}
+        of_all = patterns.get(self.given.get("activation_terms", 1))
+        replaced: dict[str, Any] = {of_all: ()} if of_all else {}
         chosen = replaced | self.given
-        terms, patterns = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
-        forgotten = {} if terms == "tail" or patterns else {"exact_tail": DEFAULT_EXACT_TAIL}
+        terms, tails = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
+        forgotten = {} if terms == "tail" or tails else {"exact_tail": DEFAULT_EXACT_TAIL}
         return replace(before, **(forgotten | chosen))
 
     def check_tail(self) -> None:

@@ -24,6 +24,8 @@ NOT_SERVED = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8", ONE_TERM_ALONE}
 WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
+#: The forms of inputs that not every server runs.
+ServerForm = Literal["tail", "two_terms"]
 #: The costs that `tune` minimizes: bytes read by a decode step, or operations of a prefill.
 Prefer = Literal["memory", "prefill"]
 
@@ -216,6 +218,14 @@ class TuneOptions(Options):
         ),
         between(1),
     ] = 32
+    without: Annotated[
+        tuple[ServerForm, ...],
+        option(
+            EVALUATION,
+            "A form of inputs that the server does not run. Without two_terms, FP8 weights alone take its place. "
+            "Repeatable.",
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         """Refuse two budgets."""

@@ -36,17 +36,18 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[Engine
         note_base_alone(run, "these engines run", notes)
     options = resolve(options)
     precision, stage = options.precision, build_engine_stage(options.precision, options.adapter)
-    inputs, promised = files_of(run, precision), load_scales(run).promised if precision == "fp8" else []
+    inputs, scales = files_of(run, precision), load_scales(run) if precision == "fp8" else None
     max_seq_len = lower_default(
         "--max-seq-len", options.max_seq_len, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes
     )
     options = replace(options, max_seq_len=max_seq_len)
-    if precision == "fp8":
-        _check_calls(load_scales(run).tails.values(), options, max_seq_len)
+    if scales is not None:
+        _check_calls(scales.tails.values(), options, max_seq_len)
     key = Key(inputs, options, NO_FACTS)
     if not stage.is_current(run, key):
         with stage.writing(run, key, notes) as log:
-            log.outputs += build_engines(run, promised, options, notes)
+            promised, alone = (scales.promised, scales.bf16_inputs) if scales else ([], [])
+            log.outputs += build_engines(run, promised, options, notes, alone)
     built = load_engines(run, precision, options.adapter)
     if precision == "fp8":
         check_share(built, options.share)

@@ -115,12 +115,14 @@ def _rounding(
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with QUANTIZE.working(run, key, notes) as folder:
-            activations = {name: scale for name, scale in scales.activations.items() if name not in few}
+            inputs = scales.activations | dict.fromkeys(scales.bf16_inputs)
+            activations = {name: scale for name, scale in inputs.items() if name not in few}
             made = SequentialRounding(source, activations, method, batches, folder, device()).run(notes)
             yield Rounding(method, sequential=made, inherited=kept)
     else:
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
+        lost |= dict.fromkeys(scales.bf16_inputs, 0.0)
         compensations = Compensations(run.moments, group_of(record.groups), lost, few.keys()) if gptq else None
         yield Rounding(method, compensations, inherited=kept)
 
@@ -154,7 +156,7 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
     from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
     from ..quantize.scales.expert_scales import starved
-    from ..quantize.scales.policy import finer_modules, select
+    from ..quantize.scales.policy import bf16_input_modules, finer_modules, select
 
     chosen, skipped = select(products, options.skip, options.only)
     if options.inherit:
@@ -162,7 +164,9 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
         cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
         return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
     groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
+    alone = bf16_input_modules(options, products, chosen, groups)
+    on_codes = [module for module in chosen if module not in alone]
     finer = finer_modules(options, products, chosen, groups)
-    activations, unfit = activation_scales(statistics, chosen, options.clip, finer=finer, starved=few)
+    activations, unfit = activation_scales(statistics, on_codes, options.clip, finer=finer, starved=few)
     cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
-    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
+    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit, bf16_inputs=alone)

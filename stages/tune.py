@@ -6,7 +6,7 @@ mix is chosen by another, and the prediction is checked by the third. So roundin
 than they used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import expm1, isfinite, log1p
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -176,7 +176,7 @@ class Search:
 
 def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
     from ..validate.accuracy.perplexity import prompt_of
-    from ..validate.tuning.choices import COARSEST, FINEST, Mix, Price
+    from ..validate.tuning.choices import COARSEST, Mix, Price
     from ..validate.tuning.document import Step, Tuning, Windows, changed, point
     from ..validate.tuning.joint import believed, ratio
     from ..validate.tuning.solve import Problem
@@ -187,12 +187,14 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     prepared = predicted_candidates(
         run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
     )
-    shape, losses, own = prepared.shape, prepared.losses, prepared.own
+    shape, own = prepared.shape, prepared.own
+    offered = tuple(form for form in prepared.losses.on_codes if form not in options.without)
+    losses = replace(prepared.losses, on_codes=offered)
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
     search = Search(prepared, problem, choosing, notes)
     names = [group.name for group in shape.groups]
     worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])
-    finest = Mix(dict.fromkeys(names, FINEST), losses.roundings[-1], losses.caches[0])
+    finest = Mix(dict.fromkeys(names, losses.finest), losses.roundings[-1], losses.caches[0])
     as_it_is = prepared.as_it_is("choosing", choosing, notes)
     anchors, factor = [worst, finest], believed(*ratio(search.measured(worst)))
     chosen = None

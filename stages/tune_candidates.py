@@ -79,7 +79,7 @@ class PredictedCandidates:
         found = [
             name
             for name, form in mix.forms.items()
-            if form != "bf16"
+            if form in self.candidates.inputs
             and form == self.own.forms[name]
             and self.candidates.inputs[form][name].scale != self.scales.activations[name].scale
         ]
@@ -149,7 +149,7 @@ def predicted_candidates(
     }
     caches = CACHES if candidates.cache else CACHES[:1]
     own = own_mix(scales, candidates.groups)
-    losses = Losses(parts, roundings, caches, tuple(candidates.inputs))
+    losses = Losses(parts, roundings, caches, candidates.forms)
     shape = _shape(candidates, progress.values, options.exact_tail)
     return PredictedCandidates(run, scales, candidates, shape, losses, own, progress)
 
@@ -181,6 +181,7 @@ def _candidates(
             place = folder / (rounding if rounding == "nearest" else f"{rounding}-{like}")
             place.mkdir(exist_ok=True)
             codes[rounding, form] = Rounded(place)
+        codes[rounding, "weights_alone"] = codes[rounding, "two_terms"]
     model = load_model(source, torch.float32, device()).requires_grad_(False)
     groups, call = {members[0]: members for members in read if members}, CallPositions()
     tails = {
@@ -257,7 +258,7 @@ def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
 
     parts = {"".join(sorted(parts)): kv_cache for kv_cache, parts in CACHE_PARTS.items()}
     return Mix(
-        {name: form_of(scales.activations[name]) for name in groups},
+        {name: form_of(scales.activations.get(name)) for name in groups},
         next(iter(scales.weights.values())).rounding,
         parts[scales.cache_parts],
     )

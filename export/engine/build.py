@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +27,8 @@ from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.reading.run_checkpoint import checkpoint_of
-from ..lint.check import lint_file, promised_attention, sound_graph
+from ..lint.check import lint_graph, promised_attention, sound_graph
+from ..lint.rules import Promise
 from ..onnx_file import names
 from ..onnx_file.loading import load_graph
 from . import targets
@@ -81,21 +82,24 @@ def load(runtime: Runtime) -> Any:
         ) from error
 
 
-def build_engines(run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter) -> list[Path]:
+def build_engines(
+    run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter, bf16_inputs: Collection[str] = ()
+) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
     Beside each plan: its proof, a trtexec script, and the graph where another form of it was built
-    (`weight_scale_choice`). `promised`: the modules whose product must run on FP8; for a graph in another precision the
-    types are noted instead. `check_share` judges the share of FP8: an engine that falls short stays with its JSON, so
-    that it can be examined. Nothing is replaced before all engines are built; engines of other targets, built from an
-    earlier graph, are removed then. Raises InputError when the graph breaks a rule of `lint_file`, BackendError when
-    the builder fails.
+    (`weight_scale_choice`). `promised`: the modules whose product must run on FP8; where there are none the types are
+    noted instead. `bf16_inputs`: the modules of which the weight alone is FP8. `check_share` judges the share of FP8:
+    an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced before all engines
+    are built; engines of other targets, built from an earlier graph, are removed then. Raises InputError when the graph
+    breaks a rule of `lint_file`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
     directory = engines_of(run, options.precision, options.adapter)
     if options.precision == "fp8":
-        check_buildable(graph, promised, promised_attention(run))
+        promise = Promise(dict.fromkeys(promised), attention=promised_attention(run), bf16_inputs=bf16_inputs)
+        check_buildable(graph, promise)
     else:
         sound_graph(graph)
     wanted = profiles(
@@ -141,18 +145,14 @@ def together(directory: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def check_buildable(onnx_file: Path, promised: Sequence[str], attention: Mapping[str, tuple[float, float]]) -> None:
+def check_buildable(onnx_file: Path, promise: Promise) -> None:
     """Raise InputError where the graph or its external data cannot be built."""
-    if not promised:
+    if not promise.input_scales and not promise.bf16_inputs:
         raise InputError(
             f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer "
             "--skip"
         )
-    errors = [
-        finding
-        for finding in lint_file(onnx_file, dict.fromkeys(promised), attention=attention)
-        if finding.severity == "error"
-    ]
+    errors = [finding for finding in lint_graph(load_graph(onnx_file), promise) if finding.severity == "error"]
     if errors:
         more = f" ({places(errors) - 1} more)" if len(errors) > 1 else ""
         raise InputError(f"{onnx_file}: {errors[0]}{more}")

@@ -100,7 +100,7 @@ def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8
 
     `wide` products lack FP8 on a side, `narrow` ones have a result narrower than FP32; neither counts.
     """
-    if (promised - len(wide) - len(narrow)) / promised >= min_fp8_share:
+    if not promised or (promised - len(wide) - len(narrow)) / promised >= min_fp8_share:
         return None
     named = [f"{word}: {first_few(those)}" for word, those in (("wide", wide), ("narrow", narrow)) if those]
     answers = f" and {len(narrow)} of them answer in less than FP32" if narrow else ""

@@ -88,7 +88,7 @@ class Evidence:
 
     `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: every other promised module, and what
     ran instead. `narrow`: those of `fp8` whose product answers, unscaled, in less than FP32. `unknown` is said when the
-    engine does not read, misses a profile or has more, or names no promised product at all.
+    engine does not read, misses a profile or has more, or names none of the promised products.
     """
 
     kind: Kind
@@ -216,7 +216,7 @@ def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) 
     narrow = frozenset(
         module for module in fp8 for products in shown[module] for product in products if product.result != "fp32"
     )
-    known = any(any(products) for products in shown.values())
+    known = not shown or any(any(products) for products in shown.values())
     return Evidence(plan.kind if known else "unknown", fp8, wide, narrow)
 
 

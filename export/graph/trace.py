@@ -69,10 +69,14 @@ def graph_plan(
     record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: AttentionScales | None = None
 ) -> GraphPlan:
     """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does."""
-    groups, two_terms = promised_groups(record.groups, scales), frozenset(scales.two_terms)
-    codes = attention.terms if attention else 0
     return GraphPlan(
-        groups, scales.cache_parts, DTYPES[dtype], two_terms=two_terms, tails=scales.tails, attention=codes
+        promised_groups(record.groups, scales),
+        scales.cache_parts,
+        DTYPES[dtype],
+        two_terms=frozenset(scales.two_terms),
+        tails=scales.tails,
+        bf16_inputs=frozenset(scales.bf16_inputs),
+        attention=attention.terms if attention else 0,
     )
 
 

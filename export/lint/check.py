@@ -114,7 +114,8 @@ def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = M
     if attention and read_document(run.attention, AttentionScales).terms > 1:
         two_terms = [*two_terms, *attention]
     inputs = {module: activation.scale for module, activation in scales.activations.items()}
-    return Promise(inputs, weight_scales, attention, two_terms, scales.tails, tuple(scales.kv_cache))
+    cache, alone = tuple(scales.kv_cache), frozenset(scales.bf16_inputs)
+    return Promise(inputs, weight_scales, attention, two_terms, scales.tails, cache, alone)
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:

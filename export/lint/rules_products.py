@@ -98,7 +98,7 @@ def promised_product(graph: Indexed, promise: Promise) -> Broken:
     Nothing promised is a failure.
     """
     products = {product.node.name: product for product in graph.products}
-    if not promise.input_scales:
+    if not promise.input_scales and not promise.bf16_inputs:
         yield "", "nothing is promised on FP8; calibrate with fewer --skip"
     for module in promise.input_scales:
         product = products.get(names.matmul(module))
@@ -111,9 +111,26 @@ def promised_product(graph: Indexed, promise: Promise) -> Broken:
 @promise_rule("F204", "unpromised-product")
 def unpromised_product(graph: Indexed, promise: Promise) -> Broken:
     """Every product with an FP8 weight is promised: a module that `scales.json` keeps in BF16 stays so."""
+    known = {*promise.input_scales, *promise.bf16_inputs}
     for product in graph.products:
-        if weight_of(graph, product) is not None and names.module_of(product.node.name) not in promise.input_scales:
+        if weight_of(graph, product) is not None and names.module_of(product.node.name) not in known:
             yield product.node.name, f"its weight is FP8, which scales.json does not promise; {_AGAIN}"
+
+
+@promise_rule("F215", "weights-alone")
+def weights_alone(graph: Indexed, promise: Promise) -> Broken:
+    """The weight of each module in `scales.json`'s `bf16_inputs` is FP8 codes, and its input is not quantized.
+
+    Codes for that input would round what was measured as exact.
+    """
+    products = {product.node.name: product for product in graph.products}
+    for module in promise.bf16_inputs:
+        product = products.get(names.matmul(module))
+        if product is None or weight_of(graph, product) is None:
+            found = "there is no such product" if product is None else "its weight is not FP8 codes"
+            yield names.matmul(module), f"is promised with its weight in FP8: {found}; {_AGAIN}"
+        elif is_fp8(product):
+            yield product.node.name, f"is promised with its weight alone in FP8, and its input is quantized; {_AGAIN}"
 
 
 @rule("F205", "nothing-quantized", scope="foreign")

@@ -44,8 +44,8 @@ class GraphPlan:
     `groups`: first module -> quantized modules that share its input. `cache`: the cached parts on codes, of `kv`.
     `dtype`: the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the
     modules whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
-    `attention`: codes for each query or probability, 0 for attention without
-    codes. `adapter`: the name of the adapter beside the products.
+    `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for each query or probability, 0
+    for attention without codes. `adapter`: the name of the adapter beside the products.
     """
 
     groups: Mapping[str, list[str]]
@@ -54,6 +54,7 @@ class GraphPlan:
     code: torch.dtype = CODE
     two_terms: frozenset[str] = frozenset()
     tails: Mapping[str, int] = field(default_factory=dict)
+    bf16_inputs: frozenset[str] = frozenset()
     attention: int = 0
     adapter: str | None = None
 
@@ -90,6 +91,21 @@ class QuantizedInput(nn.Module):
         if self.first is None:
             return None
         return Halves(self.axis) if self.tail is None else HalvesOfTail(self.tail)
+
+
+class InputAsItIs(nn.Module):
+    """The input of a group of modules of which the weights alone are codes."""
+
+    def __init__(self, plan: GraphPlan):
+        super().__init__()
+        self.dtype, self.tail, self.rows = plan.dtype, None, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` unchanged."""
+        return x
+
+    def halves(self) -> None:
+        """There is nothing to add."""
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
@@ -168,7 +184,9 @@ class GraphLinear(nn.Module):
     tail takes tokens [batch · seq, in], which some models make of their sequences, as [batch, seq, in] again.
     """
 
-    def __init__(self, linear: nn.Linear | Conv1D, quantized: QuantizedInput, first: bool, plan: GraphPlan):
+    def __init__(
+        self, linear: nn.Linear | Conv1D, quantized: QuantizedInput | InputAsItIs, first: bool, plan: GraphPlan
+    ):
         """Replace `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_channel_axis(linear)
@@ -309,7 +327,8 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     places = experts_of(model)
     for members in groups_by_expert(places, plan.groups):
         terms = 2 if members[0] in plan.two_terms else 1
-        quantized = QuantizedInput(plan, terms, tail=plan.tails.get(members[0]))
+        alone = members[0] in plan.bf16_inputs
+        quantized = InputAsItIs(plan) if alone else QuantizedInput(plan, terms, tail=plan.tails.get(members[0]))
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"

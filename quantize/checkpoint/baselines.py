@@ -51,7 +51,7 @@ def write_int8(
 
     Returns the INT8 scales.
     """
-    activations, unfit = activation_scales(statistics, fp8.promised, clipping, INT8)
+    activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
     done = quantize_checkpoint(source, directory, chosen, Rounding("amax"), report)
     write_document(directory / "scales.json", done)

@@ -46,6 +46,10 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 CACHES = frozenset({"past_key_value", "past_key_values"})
 
 
+#: What vLLM makes of experts whose inputs stay in BF16.
+NO_EXPERT_WEIGHTS_ALONE = "vLLM has no product of experts with FP8 weights alone"
+
+
 @dataclass(frozen=True)
 class HfLayout:
     """The content of an FP8 model in the layout of Hugging Face's loaders.
@@ -110,6 +114,8 @@ class HfLayout:
             )
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
+            if not self.experts.isdisjoint(scales.bf16_inputs):
+                vllm = f"; {NO_EXPERT_WEIGHTS_ALONE}"
             return (
                 f"transformers 5.14 has no FP8 form for the experts of {architecture}, and ends with an error when it "
                 "loads `model/`; 5.23 loads them, and multiplies them in BF16. fp8q reads it"
@@ -137,12 +143,12 @@ def has_place(attention: nn.Module) -> bool:
 
 
 def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayout:
-    """Decide the layout of the model in `source`, of which the modules in `scales.activations` are quantized.
+    """Decide the layout of the model in `source`, of which `scales.modules` are quantized.
 
     `no_graph`: why no ONNX graph can be made of the model.
     """
     model = meta_model(source)
-    modules = {name: model.get_submodule(name) for name in scales.activations}
+    modules = {name: model.get_submodule(name) for name in scales.modules}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
     fewer = no_graph is None and source.served_positions != source.max_positions
@@ -150,7 +156,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
     blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
     stored = {
         name: source.stored(f"{name}.weight").removesuffix(".weight")
-        for name in (*scales.activations, *scales.skipped)
+        for name in (*scales.modules, *scales.skipped)
         if name.startswith(blocks)
     }
     return HfLayout(

@@ -7,7 +7,7 @@ from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
 from ..scales.policy import mixed_experts_warning
-from .hf_layout import HfLayout
+from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, HfLayout
 
 CARD = """\
 ---
@@ -16,9 +16,8 @@ CARD = """\
 
 # {name}, FP8
 
-{architecture} quantized by fp8q: E4M3 weights with one scale per output channel, E4M3 activations with one static
-scale per tensor, {cache}.
-{terms}{given}{adapters}{quantized} matrix products run on FP8 codes on both sides; embeddings, norms and {skipped} \
+{architecture} quantized by fp8q: E4M3 weights with one scale per output channel, {activations}, {cache}.
+{terms}{given}{adapters}{quantized}; embeddings, norms and {skipped} \
 stay in BF16.
 
 {loading} {graphs}
@@ -51,6 +50,16 @@ fp8q-vllm. Without it, and in transformers, one term runs throughout, with the l
 `fp8q validate RUN` measures as the runtime `one-term`.
 
 """
+#: The paragraph on modules of which the weight alone is FP8.
+WEIGHTS_ALONE = """\
+**Weights alone**: the input of {modules} stays in BF16, so that nothing but the rounding of weights is lost there.
+config.json says so in compressed-tensors' form. vLLM multiplies it on NVIDIA GPUs from Turing on (its Marlin kernel),
+and refuses it on CPUs.
+
+"""
+#: The activations, by whether any are codes.
+STATIC = "E4M3 activations with one static\nscale per tensor"
+IN_BF16 = "activations in BF16"
 #: The paragraph on an FP8 source checkpoint.
 FP8_SOURCE = """\
 **From FP8**: the checkpoint that this was made from holds FP8 codes already. {became}. Scales of
@@ -109,10 +118,11 @@ LOADABLE = """\
 MIXTURE = """\
 **transformers 5.14 cannot load its experts**: it holds all experts of a layer in one tensor, and makes none of FP8
 ones: `from_pretrained` reports missing keys, and ends with an error. Version 5.23 loads them, and multiplies them in
-BF16. {vllm} The static scales that fp8q runs them with are in `{file}`."""
+BF16. {vllm}"""
 HOSTED_EXPERTS = """\
 vLLM
-documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token."""
+documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token. The static
+scales that fp8q runs them with are in `{file}`."""
 #: Used where only some of a layer's experts are FP8.
 PARTED_EXPERTS = """\
 **Nor can
@@ -143,7 +153,8 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         terms=_terms(scales),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form),
         adapters=_adapters(source, form),
-        quantized=len(scales.weights),
+        activations=STATIC if scales.activations else IN_BF16,
+        quantized=_products(scales),
         skipped=skipped or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(markdown_text(architecture), scales, form),
@@ -158,14 +169,22 @@ def _graphs(form: HfLayout) -> str:
 
 
 def _terms(scales: Scales) -> str:
-    """Describe the modules in two terms, and those with a tail; empty where there are none."""
+    """Describe the modules in two terms, with a tail, and with FP8 weights alone; empty where there are none."""
     tails = scales.tails
     throughout = [module for module in scales.two_terms if module not in tails]
     text = TERMS.format(modules=_some(throughout, scales)) if throughout else ""
     for positions in sorted(set(tails.values())):
         modules = [module for module, tail in tails.items() if tail == positions]
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
-    return text
+    return text + (WEIGHTS_ALONE.format(modules=_some(scales.bf16_inputs, scales)) if scales.bf16_inputs else "")
+
+
+def _products(scales: Scales) -> str:
+    """Count the products by the sides that are codes."""
+    both, alone = len(scales.promised), len(scales.bf16_inputs)
+    parts = [f"{both} matrix products run on FP8 codes on both sides"] if both else []
+    parts += [f"{alone} {'others' if both else 'matrix products'} have FP8 weights alone"] if alone else []
+    return ", ".join(parts)
 
 
 def _some(modules: list[str], scales: Scales) -> str:
@@ -220,8 +239,11 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
-        vllm = PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS
-        return MIXTURE.format(file=EXPERT_FILE, vllm=vllm)
+        vllm = (
+            PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS.format(file=EXPERT_FILE)
+        )
+        alone = not remark and not form.experts.isdisjoint(scales.bf16_inputs)
+        return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",

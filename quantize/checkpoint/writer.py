@@ -1,9 +1,9 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
-Each quantized module has `weight` F8_E4M3 [out, in], `weight_scale` F32 [out, 1] and `input_scale` F32 [1]; each
-attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1]. transformers loads this layout, vLLM documents
-it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into shards of at most
-`SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
+Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1], and `input_scale` F32 [1] unless
+its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1]. transformers loads
+this layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into
+shards of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
 
 Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q and ONNX. A Conv1D has `weight`
 [in, out] and `weight_scale` [1, out]. Scales of a cache that compressed-tensors cannot describe, or has no module for,
@@ -53,13 +53,13 @@ def quantize_checkpoint(
 ) -> Scales:
     """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
 
-    `scales.activations` names the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
+    `scales.modules` are the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
     `scales.format`; an INT8 checkpoint is only for the graph beside it (`baselines`), and has no tokenizer and no model
     card. `no_graph`: why there is no ONNX graph, for the card. Raises InputError when the source stores a module's
     weight under another name than transformers does.
     """
     weights, form = source.weights(), hf_layout_of(source, scales, no_graph)
-    modules = {source.stored(f"{module}.weight"): module for module in scales.activations}
+    modules = {source.stored(f"{module}.weight"): module for module in scales.modules}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
         raise InputError(
@@ -74,10 +74,11 @@ def quantize_checkpoint(
     writer.close()
     done = Scales(
         format=scales.format,
-        weights={module: summaries[module] for module in scales.activations if module in summaries},
+        weights={module: summaries[module] for module in scales.modules if module in summaries},
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
         kv_cache=scales.kv_cache,
         skipped=scales.skipped | skipped,
+        bf16_inputs=[module for module in scales.bf16_inputs if module in summaries],
     )
     if scales.format == "int8":
         write_config(source, directory, INTEGERS)
@@ -158,11 +159,13 @@ class ModuleQuantizer:
         if isinstance(quantized, Skipped):
             return quantized
         method = f"{quantized.summary.method}{inherited.blocks(module) if inherited else ''}"
-        return quantized.summary.model_copy(update={"axis": axis, "method": method}), {
+        tensors = {
             f"{name}.weight": quantized.codes.movedim(0, axis),
             f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
-            f"{name}.input_scale": torch.tensor([self.scales.activations[module].scale], dtype=torch.float32),
         }
+        if (activation := self.scales.activations.get(module)) is not None:
+            tensors[f"{name}.input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
+        return quantized.summary.model_copy(update={"axis": axis, "method": method}), tensors
 
 
 class ShardWriter:
@@ -206,20 +209,26 @@ class ShardWriter:
         self.pending = {}
 
 
-def quantization_config(ignore: Sequence[str], fp8_cache: bool, experts: bool = False) -> dict[str, object]:
+def quantization_config(
+    ignore: Sequence[str], fp8_cache: bool, experts: bool = False, bf16_inputs: Sequence[str] | None = ()
+) -> dict[str, object]:
     """Make the `quantization_config` of config.json by compressed-tensors' own schema.
 
     `ignore`: the modules that stay in BF16; `fp8_cache`: whether the cache has scales; `experts`: whether the model has
     any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
+    `bf16_inputs`: the modules with FP8 weights whose inputs are not quantized, None for all. They are named one by one,
+    since loaders take the scheme of a name before that of a class.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
     def args(strategy: str) -> QuantizationArgs:
         return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False)
 
-    scheme = QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=args("tensor"))
-    groups = {"group_0": scheme}
-    if experts:
+    inputs = None if bf16_inputs is None else args("tensor")
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=inputs)}
+    if bf16_inputs:
+        groups["weights_alone"] = QuantizationScheme(targets=[*bf16_inputs], weights=args("channel"))
+    if experts and bf16_inputs is not None:
         tokens = QuantizationArgs(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
         groups["group_1"] = QuantizationScheme(targets=[EXPERTS], weights=args("channel"), input_activations=tokens)
     config = QuantizationConfig(
@@ -250,6 +259,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if scales.tails:
         own["tails"] = scales.tails
+    if scales.bf16_inputs:
+        own["bf16_inputs"] = scales.bf16_inputs
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
     if form.positions is not None:
@@ -261,7 +272,10 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         source,
         directory,
         quantization_config(
-            sorted([*map(form.in_files, scales.skipped), *form.ignored]), form.cache, bool(form.experts)
+            sorted([*map(form.in_files, scales.skipped), *form.ignored]),
+            form.cache,
+            bool(form.experts),
+            sorted(map(form.in_files, scales.bf16_inputs)) if scales.activations else None,
         )
         if form.loadable
         else UNLOADABLE,

@@ -53,7 +53,7 @@ class Reference:
         """Take one code for each activation from now on, as servers do that know no second ones."""
         for layer in self.model.modules():
             if isinstance(layer, FP8Linear):
-                layer.terms, layer.tail = 1, None
+                layer.terms, layer.tail = min(layer.terms, 1), None
 
     def layer(self, module: str) -> FP8Linear:
         """The FP8 layer `module`."""
@@ -70,6 +70,7 @@ class StoredCodes:
         self.model, self.mode, self.device = model, mode, device
         own = getattr(config, OWN_CONFIG, {})
         self.two_terms, self.tails = frozenset(own.get("two_terms", ())), own.get("tails", {})
+        self.bf16_inputs = frozenset(own.get("bf16_inputs", ()))
         self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
@@ -108,7 +109,8 @@ class StoredCodes:
         )
         terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
-        layer = FP8Linear(codes, scale[:, 0], self.read(f"{module}.input_scale")[0], bias, self.mode, terms)
+        input_scale = None if module in self.bf16_inputs else self.read(f"{module}.input_scale")[0]
+        layer = FP8Linear(codes, scale[:, 0], input_scale, bias, self.mode, terms)
         if module in self.tails:
             layer.tail = Tail(self.tails[module], self.call, experts_around(self.model, module))
         return layer

@@ -17,7 +17,9 @@ error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
 
 With a tail only the last positions of a call have second terms b (`CallPositions`); their rows lie behind those of all
-a.
+a. An input without a scale is not encoded: it is multiplied as it is, and the weight alone is codes,
+
+    y = cast( (Σ_k x[k] · code_w[n, k]) · s_w[n] + bias[n] )
 """
 
 from collections.abc import Mapping
@@ -80,24 +82,25 @@ class FP8Linear(nn.Module):
         self,
         codes: torch.Tensor,
         weight_scale: torch.Tensor,
-        input_scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
         mode: Mode,
         terms: int = 1,
     ):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
-        or None; the input takes one code a value, or two (`terms`).
+        or None; the input takes one code a value, or two (`terms`). Without an `input_scale` it is not encoded.
         """
         super().__init__()
-        self.mode, self.terms = mode, terms
+        self.mode, self.terms = mode, terms if input_scale is not None else 0
         self.tail: Tail | None = None
         self.accumulator: Accumulator | None = None
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
         held = CODE if on_fp8_gpu else torch.float32 if mode == "exact" else torch.bfloat16
         self.register_buffer("codes", codes.to(held), persistent=False)
         self.register_buffer("weight_scale", weight_scale.float(), persistent=False)
-        self.register_buffer("input_scale", input_scale.float(), persistent=False)
-        self.register_buffer("tables", code_tables(input_scale.float(), terms), persistent=False)
+        scale = None if input_scale is None else input_scale.float()
+        self.register_buffer("input_scale", scale, persistent=False)
+        self.register_buffer("tables", None if scale is None else code_tables(scale, terms), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
 
     codes: torch.Tensor
@@ -122,12 +125,17 @@ class FP8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        y = self._total(x.flatten(0, -2)).view(*x.shape[:-1], -1) * (self.input_scale * self.weight_scale)
+        factor = self.input_scale * self.weight_scale if self.terms else self.weight_scale
+        y = self._total(x.flatten(0, -2)).view(*x.shape[:-1], -1) * factor
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)
 
     def _total(self, x: torch.Tensor) -> torch.Tensor:
         """The unscaled product of `x` [rows, in] with the weight, float32 [rows, out]."""
+        if not self.terms:
+            held = x.dtype if self.codes.dtype == CODE else self.codes.dtype
+            with widened_products():
+                return torch.nn.functional.linear(x.to(held), self.codes.to(held)).float()
         rows = None if self.tail is None else self.tail.rows(x)
         if rows is None:
             total = self._product(self.input_codes(x))

@@ -31,8 +31,8 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 #: The method of scales and codes that are taken from an FP8 source checkpoint.
 INHERITED: Literal["inherited"] = "inherited"
-#: The forms of an activation that is one code a value in all positions, or two.
-ONE_TERM, BOTH_TERMS = "one term", "two terms"
+#: The forms of an activation that is one code a value in all positions, or two, or no codes.
+ONE_TERM, BOTH_TERMS, NO_TERM = "one term", "two terms", "BF16"
 #: The formats of activations, by the number of their terms.
 GRIDS: dict[int, CodeGrid] = {1: E4M3, 2: TWO_TERMS}
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
@@ -125,7 +125,8 @@ class Skipped(Strict):
 class Scales(Strict):
     """`scales.json`.
 
-    Every matrix product of the model is in `weights` or in `skipped`; `activations` has what `weights` has.
+    Every matrix product of the model is in `weights` or in `skipped`; what `weights` has is in `activations` or in
+    `bf16_inputs`.
     """
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
@@ -134,11 +135,19 @@ class Scales(Strict):
     activations: dict[str, TensorScale]
     kv_cache: dict[str, TensorScale] = Field(default_factory=dict)
     skipped: dict[str, Skipped]
+    bf16_inputs: list[str] = Field(
+        default_factory=list, description="the modules of which the weight alone is codes; their input stays in BF16"
+    )
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules whose weight is codes, or shall be."""
+        return [*self.activations, *self.bf16_inputs]
 
     @property
     def promised(self) -> list[str]:
         """The modules whose product runs on FP8 codes on both sides."""
-        return list(self.weights)
+        return [module for module in self.weights if module in self.activations]
 
     @property
     def two_terms(self) -> list[str]:

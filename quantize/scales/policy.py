@@ -98,6 +98,7 @@ def finer_modules(
         1: {},
         2: dict.fromkeys(chosen),
         "tail": dict.fromkeys(chosen, options.exact_tail),
+        "bf16": {},
     }
     finer = everywhere[options.activation_terms]
     for option, patterns, tail in (
@@ -108,10 +109,26 @@ def finer_modules(
     return finer
 
 
+def bf16_input_modules(
+    options: ScaleOptions, products: Products, chosen: Sequence[str], groups: Iterable[Sequence[str]]
+) -> list[str]:
+    """The modules among `chosen`, the quantized ones, whose input stays in BF16, so that their weight alone is codes.
+
+    A pattern goes before what all modules have, and that of `--bf16-input` before those of two terms and of tails.
+    `groups`: modules that receive the same tensor. Raises InputError for a pattern that matches no quantized module.
+    """
+    sharing = [*groups]
+    named = set(whole_groups(match_terms("--bf16-input", options.bf16_input, products, chosen), sharing))
+    if options.activation_terms == "bf16":
+        named |= set(chosen) - finer_modules(options, products, chosen, sharing).keys()
+    return [module for module in chosen if module in named]
+
+
 def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
     """The modules that are quantized under `options`; raises InputError for a pattern that matches nothing."""
     chosen, _ = select(products, options.skip, options.only)
     finer_modules(options, products, chosen, ())
+    bf16_input_modules(options, products, chosen, ())
     return chosen
 
 
@@ -130,12 +147,13 @@ def taken_along(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:
 
 
 def shared_input_notes(options: ScaleOptions, scales: Scales) -> Iterator[str]:
-    """Name the modules in two terms that --two-terms did not name, and those with a tail that --tail did not."""
+    """Name the modules that an option for some inputs did not name, and that take the form of those with them."""
     throughout = [module for module in scales.two_terms if module not in scales.tails]
     patterns = options.two_terms if options.activation_terms != 2 else ()
     for option, matching, modules, form in (
         ("--two-terms", patterns, throughout, "two terms"),
         ("--tail", options.tail, scales.tails, "a tail"),
+        ("--bf16-input", options.bf16_input, scales.bf16_inputs, "BF16"),
     ):
         if others := taken_along(matching, modules):
             yield (
@@ -176,7 +194,7 @@ def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
     """
     mixed: list[tuple[str, list[str], int]] = []
     for layer in experts:
-        inside = [name for name in (*scales.activations, *scales.skipped) if name.startswith(f"{layer}.")]
+        inside = [name for name in (*scales.modules, *scales.skipped) if name.startswith(f"{layer}.")]
         wide = [name for name in inside if name in scales.skipped]
         if 0 < len(wide) < len(inside):
             mixed.append((layer, wide, len(inside)))

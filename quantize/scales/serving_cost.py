@@ -64,6 +64,7 @@ def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], sc
     `weights`: module -> shape of its weight; `cache`: cache tensor, `<module>.k` or `.v` -> its values a position.
     """
     terms = {name: prompt_terms(scale) for name, scale in scales.activations.items()} if scales else {}
+    terms |= dict.fromkeys(scales.bf16_inputs, WIDE_OPERATIONS) if scales else {}
     codes = scales.kv_cache if scales else {}
     channels = {name: scale.channels for name, scale in scales.weights.items()} if scales else {}
     sizes = {module: math.prod(shape) for module, shape in weights.items()}

@@ -79,13 +79,15 @@ class SequentialRounding(Chain):
     def __init__(
         self,
         source: Source,
-        activations: Mapping[str, TensorScale],
+        activations: Mapping[str, TensorScale | None],
         method: WeightMethod,
         batches: Batches,
         folder: Path,
         device: str = "cpu",
     ):
-        """Prepare to round the modules of `activations` (module -> scale of its input), with weight scales by `method`.
+        """Prepare to round the modules of `activations`, with weight scales by `method`.
+
+        `activations`: module -> the scale of its input; None for an input that stays as it is.
 
         `batches`: index -> token ids int64 [windows, seq_len]. `folder`, which exists, holds the hidden states and the
         rounded modules. A killed call goes on from what it left there, so its arguments must have been the same.
@@ -105,7 +107,8 @@ class SequentialRounding(Chain):
 
     def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
         """Quantize and dequantize the input `x` of `module`, float32 of the same shape."""
-        return product_input(x, self.activations[module])
+        scale = self.activations[module]
+        return x.float() if scale is None else product_input(x, scale)
 
     def run(self, report: Reporter) -> Rounded:
         """Round the layers that are not yet rounded, one after the other."""

@@ -106,6 +106,7 @@ def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", s
     if found.kind == "unknown" and reason is None:
         reason = next(iter(found.wide.values()), "it shows no promised product")
     skipped = {module: skipped.reason for module, skipped in scales.skipped.items()}
+    skipped |= dict.fromkeys(scales.bf16_inputs, "its weight alone is FP8, its input stays in BF16")
     return EngineView(
         file=str(file),
         runtime=info.runtime,

@@ -215,6 +215,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "# exact-tail: as the run has it",
         "# two-terms: as the run has it",
         "# tail: as the run has it",
+        "# bf16-input: as the run has it",
         "# inherit: as the run has it",
         "# min-expert-tokens: as the run has it",
     ]

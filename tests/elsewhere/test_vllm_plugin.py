@@ -74,7 +74,9 @@ class Served:
     @cached_property
     def ids(self) -> np.ndarray:
         """The first windows of the evaluation text, int64 [windows, context]."""
-        return load_tokens(self.run, self.run.evaluation).ravel()[: WINDOWS * self.context].reshape(WINDOWS, -1)
+        windows = WINDOWS if self.context == CONTEXT else 2 * PROMPTS
+        ids: np.ndarray = load_tokens(self.run, self.run.evaluation).ravel()
+        return ids[: windows * self.context].reshape(windows, -1)
 
     @cached_property
     def exact(self) -> np.ndarray:
@@ -193,7 +195,7 @@ def answers(
     found["FP8 cache"] = served("demo", kv_cache="fp8")
     found["adapter"] = served("demo", adapter="style")
     demo = found["demo"]
-    together = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPTS * LONG}
+    together: dict[str, Any] = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPTS * LONG}
     jobs = {name: each.job(**(together if each.context == LONG else {})) for name, each in found.items()}
     jobs |= {name: demo.job(**engine) for name, engine in BATCHING.items()}
     draft = {"model": str(demo.run.model), "num_speculative_tokens": 2, "method": "draft_model"}

@@ -43,7 +43,13 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "exact_tail": {"activation_terms": "tail"},
 }
 #: Other values of fields whose type does not tell one.
-OTHERS: dict[str, Any] = {"percentile": 99.0, "runtimes": ("bf16",), "batch_sizes": (2,), "prompt_lengths": (2,)}
+OTHERS: dict[str, Any] = {
+    "percentile": 99.0,
+    "runtimes": ("bf16",),
+    "batch_sizes": (2,),
+    "prompt_lengths": (2,),
+    "without": ("tail",),
+}
 
 
 def another(kind: type[Options], name: str) -> Any:
@@ -264,7 +270,11 @@ def test_a_run_of_the_version_before_is_current(stage: Any_Stage, run: Run) -> N
         (QUANTIZE, {"skip": 5}, "has `skip` 5, and input should be a valid array"),
         (QUANTIZE, {"skip": ["a", 5]}, "has `skip.1` 5, and input should be a valid string"),
         (QUANTIZE, {"kv_cache": "fp4"}, "has `kv_cache` \"fp4\", and input should be 'off', 'v' or 'fp8'"),
-        (QUANTIZE, {"activation_terms": "2"}, 'has `activation_terms` "2", and input should be 1, 2 or \'tail\''),
+        (
+            QUANTIZE,
+            {"activation_terms": "2"},
+            "has `activation_terms` \"2\", and input should be 1, 2, 'tail' or 'bf16'",
+        ),
         (QUANTIZE, {"weight_method": None}, "has `weight_method` null, and input should be 'amax' or 'mse'"),
         (QUANTIZE, {"interval": 0, "method": "delayed"}, "has --interval 0: must be at least 1"),
         (MEASURE, {"batch_size": "x"}, 'has `batch_size` "x", and input should be a valid integer'),

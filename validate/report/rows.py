@@ -40,8 +40,8 @@ def layer_of(module: str) -> int | None:
 class ModuleRow:
     """A matrix product or one tensor of the FP8 cache.
 
-    Shares are fractions. A module in BF16 has a `reason` and no scale; with a scale, decibels are None where nothing is
-    lost.
+    Shares are fractions. A module in BF16 has a `reason` and no scale. One with its weight alone in FP8 has no scale
+    and 0 `terms`. With a scale, decibels are None where nothing is lost.
     """
 
     module: str
@@ -182,11 +182,12 @@ def module_rows(run: Run) -> list[ModuleRow]:
     """
     scales, statistics = load_scales(run), load_statistics(run)
     first = group_of(statistics.record.groups)
-    tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.weights}
+    tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.promised}
     rows = [
         _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module])
         for module, name in tensor_of.items()
     ]
+    rows += [_weight_alone(module, scales.weights[module]) for module in scales.bf16_inputs]
     rows += [
         ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples)
         for module, kept in scales.skipped.items()
@@ -229,6 +230,18 @@ def _fp8(
         weight_scale_min=weight.scale_min if weight else None,
         weight_scale_max=weight.scale_max if weight else None,
         samples=measured.histogram.samples if measured else None,
+    )
+
+
+def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:
+    """The row of a product whose input stays in BF16."""
+    return ModuleRow(
+        module,
+        "product",
+        terms=0,
+        weight_sqnr_db=weight.sqnr_db,
+        weight_scale_min=weight.scale_min,
+        weight_scale_max=weight.scale_max,
     )
 
 
@@ -389,7 +402,7 @@ def fact_rows(run: Run) -> list[FactRow]:
         "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, {_chosen(weights)}",
-        "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}",
+        "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}" if clips else "BF16",
         "KV cache": CACHES[scales.cache_parts],
         "libraries": ", ".join(
             f"{name} {version}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
 from ...core.run import Run
-from ...quantize.scales.decisions import ONE_TERM, Scales, load_scales
+from ...quantize.scales.decisions import NO_TERM, ONE_TERM, Scales, load_scales
 from ..accuracy.document import load_accuracy, load_token_losses
 from .curves import increase_interval
 from .rows import SizeRow, accuracy_rows, size_rows, wrote
@@ -89,11 +89,11 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
 
 def terms(scales: Scales) -> str:
     """Describe the codes for an activation: `one term`, `two terms`, `a tail of 64`, or of how many products each."""
-    forms = Counter(scale.form for scale in scales.activations.values())
+    forms = Counter([*(scale.form for scale in scales.activations.values()), *(NO_TERM for _ in scales.bf16_inputs)])
     if len(forms) < 2:
         return next(iter(forms), ONE_TERM)
     finer = {form: number for form, number in forms.items() if form != ONE_TERM}
-    return ", ".join(f"{form} in {number} of {len(scales.activations)}" for form, number in finer.items())
+    return ", ".join(f"{form} in {number} of {len(scales.modules)}" for form, number in finer.items())
 
 
 def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:

@@ -43,7 +43,7 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         number_column("scale", magnitude),
         number_column("saturation", share),
         number_column("underflow", share),
-        Column[ModuleRow]("terms", lambda row: row.terms if row.tail is None else f"tail of {row.tail}"),
+        Column[ModuleRow]("terms", _terms),
         Column[ModuleRow]("input dB", lambda row: lossless(row.sqnr_db), decibels),
         Column[ModuleRow]("best dB", lambda row: lossless(row.sqnr_best_db), decibels),
         Column[ModuleRow](
@@ -53,6 +53,13 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
     return Table(
         "Modules in FP8", [row for row in rows if row.reason is None], columns, "None: every module stays in BF16."
     )
+
+
+def _terms(row: ModuleRow) -> str | int | None:
+    """The codes for one value of the input."""
+    if row.tail is not None:
+        return f"tail of {row.tail}"
+    return "BF16" if row.terms == 0 else row.terms
 
 
 def wide_cache_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:

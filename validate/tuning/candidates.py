@@ -44,6 +44,11 @@ class Candidates:
     call: CallPositions
 
     @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms in which weights are codes."""
+        return (*self.inputs, "weights_alone")
+
+    @property
     def products(self) -> dict[str, nn.Module]:
         """The products that may be quantized, by name."""
         wanted = {member for members in self.groups.values() for member in members}
@@ -63,6 +68,8 @@ class Candidates:
 
     def input(self, module: str, form: Form, x: torch.Tensor) -> torch.Tensor:
         """The numbers that the codes of the input `x` of a product stand for."""
+        if form == "weights_alone":
+            return x
         scale = self.inputs[form][module]
         return product_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.tails[module])
 

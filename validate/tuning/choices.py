@@ -1,7 +1,9 @@
 """List the choices, and their cost where they are served.
 
-Products that read one tensor are one `Group`: its codes are shared, so they take one term, a tail, two terms or BF16
-together.
+Products that read one tensor are one `Group`: its codes are shared, so they take one term, a tail, two terms, FP8
+weights alone, or BF16 together. Weights alone cost and lose what two terms do. So they take the place of two terms
+where a server does not run these, and in groups that have them already.
+
 How weights are rounded and which form the cache has is chosen for the whole model, as `fp8q scales` has it. Rounding
 costs nothing that is served. What the run keeps in BF16 already stays there.
 """
@@ -15,13 +17,12 @@ from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Terms
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost, tail_terms
 
-Form = Literal["one_term", "tail", "two_terms", "bf16"]
+Form = Literal["one_term", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
 #: What `--activation-terms` calls the forms on codes.
-TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2}
-#: The form that loses most, and the one on codes that loses least.
+TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
+#: The form that loses most.
 COARSEST: Form = "one_term"
-FINEST: Form = "two_terms"
 RoundingName = Literal["nearest", "gptq"]
 ROUNDINGS: tuple[RoundingName, ...] = get_args(RoundingName)
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
@@ -30,11 +31,13 @@ BESIDE = 1e-4
 
 
 def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, ScaleOptions]:
-    """Form on codes -> `options` that give it to every module; inherited scales are those of one term.
+    """Form of codes of inputs -> `options` that give it to every module; inherited scales are those of one term.
 
     A tail is as long as `options` have it; a model of no more `positions` (None: no limit) has none.
     """
-    plain = replace(options, activation_terms=1, two_terms=(), tail=(), kv_cache="off", exact_tail=DEFAULT_EXACT_TAIL)
+    plain = replace(
+        options, activation_terms=1, two_terms=(), tail=(), bf16_input=(), kv_cache="off", exact_tail=DEFAULT_EXACT_TAIL
+    )
     exact = replace(plain, inherit=False)
     found: dict[Form, ScaleOptions] = {"one_term": plain}
     if positions is None or options.exact_tail < positions:
@@ -42,8 +45,10 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
     return found | {"two_terms": replace(exact, activation_terms=2)}
 
 
-def form_of(scale: TensorScale) -> Form:
-    """The form of an activation with this scale."""
+def form_of(scale: TensorScale | None) -> Form:
+    """The form of an activation with this scale; None: it stays in BF16, before a weight in FP8."""
+    if scale is None:
+        return "weights_alone"
     if scale.terms == 1:
         return "one_term"
     return "two_terms" if scale.tail is None else "tail"
@@ -68,8 +73,8 @@ class Group:
 
     def operations_of(self, form: Form) -> int:
         """Multiplications for each token of a prompt, in those of FP8 codes."""
-        terms = {"one_term": 1, "tail": tail_terms(self.tail), "two_terms": 2, "bf16": WIDE_OPERATIONS}[form]
-        return round(sum(map(prod, self.weights.values())) * terms)
+        terms: dict[Form, float] = {"one_term": 1, "tail": tail_terms(self.tail), "two_terms": 2}
+        return round(sum(map(prod, self.weights.values())) * terms.get(form, WIDE_OPERATIONS))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from .choices import Group, Mix, Shape, changes, members
 
 
 class Change(Strict):
-    """A change to the run: `choice` is `one_term`, `tail`, `two_terms` or `bf16`, of the module and all that read
-    the same tensor; `rescaled` where the run has another scale than would be chosen; of the module `*`, the whole
-    model, how weights are rounded or `kv_cache=` the form of the cache.
+    """A change to the run.
+
+    `choice` is `one_term`, `tail`, `two_terms`, `weights_alone` or `bf16`, of the module and all that read the same
+    tensor; `rescaled` where the run has another scale than would be chosen. Of the module `*`, the whole model, it is
+    how weights are rounded, or `kv_cache=` the form of the cache.
     """
 
     module: str
@@ -34,6 +36,7 @@ class Point(Strict):
     kv_cache: KvCache
     tail: int = Field(default=0, description="products")
     two_terms: int = Field(description="products")
+    weights_alone: int = Field(default=0, description="products")
     bf16: int = Field(description="products, beside those that the run keeps in BF16 already")
 
 
@@ -66,6 +69,7 @@ class Recipe(Strict):
 
     tail: list[str] = Field(default_factory=list)
     two_terms: list[str]
+    bf16_input: list[str] = Field(default_factory=list)
     skip: list[str]
     kv_cache: KvCache
     weight_rounding: str
@@ -76,6 +80,7 @@ class Recipe(Strict):
         return cls(
             tail=members(groups, mix.of("tail")),
             two_terms=members(groups, mix.of("two_terms")),
+            bf16_input=members(groups, mix.of("weights_alone")),
             skip=members(groups, mix.of("bf16")),
             kv_cache=mix.kv_cache,
             weight_rounding=mix.rounding,
@@ -87,6 +92,7 @@ class Recipe(Strict):
             before,
             activation_terms=1,
             two_terms=tuple(self.two_terms),
+            bf16_input=tuple(self.bf16_input),
             tail=tuple(self.tail),
             exact_tail=before.exact_tail if self.tail else DEFAULT_EXACT_TAIL,
             skip=(*before.skip, *self.skip),
@@ -145,6 +151,7 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
         kv_cache=mix.kv_cache,
         tail=len(members(shape.groups, mix.of("tail"))),
         two_terms=len(members(shape.groups, mix.of("two_terms"))),
+        weights_alone=len(members(shape.groups, mix.of("weights_alone"))),
         bf16=len(members(shape.groups, mix.of("bf16"))),
     )
 

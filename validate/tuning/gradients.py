@@ -47,7 +47,7 @@ def predict_choices(
             for rounding in ROUNDINGS if reached else ():
                 if not any(kind[0] == rounding for kind in candidates.codes):
                     continue
-                for form in candidates.inputs:
+                for form in candidates.forms:
                     apart: dict[str, torch.Tensor] = {}
                     for member, g in reached.items():
                         tokens = along(g, _output_error(candidates, member, rounding, form, seen.inputs[member]))

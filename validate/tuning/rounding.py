@@ -57,7 +57,8 @@ def round_weights(
     first = {member: name for name, members in candidates.groups.items() for member in members}
     products, todo = candidates.products, len(first) * len({kept.folder for kept in codes.values()})
     with report.track("Rounding weights", todo, "weights") as advance:
-        for kind, kept in {kept.folder: (kind, kept) for kind, kept in codes.items()}.values():
+        of_inputs = {kind: kept for kind, kept in codes.items() if kind[1] in candidates.inputs}
+        for kind, kept in {kept.folder: (kind, kept) for kind, kept in of_inputs.items()}.values():
             lost = {module: lost_share(found.sqnr_db) for module, found in candidates.inputs[kind[1]].items()}
             compensations = Compensations(moments, first, lost)
             for module, name in first.items():

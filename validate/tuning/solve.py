@@ -13,12 +13,14 @@ import numpy.typing as npt
 
 from ...options import KvCache
 from ...quantize.scales.decisions import CACHE_PARTS
-from .choices import FINEST, FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
+from .choices import FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
 from .frontier import Choice, Items, cheapest, loss_of, price_of, steps
 from .gradients import CODES, variant
 
 #: What a change counts, as a price: of equals the one that changes least is taken.
 CHANGED = 1e-9
+#: Forms that cost the same, and lose nothing but the rounding of weights: a group is offered one of them.
+EXACT: tuple[Form, ...] = ("two_terms", "weights_alone")
 #: The smallest loss whose logarithm is taken.
 SMALLEST = 1e-12
 
@@ -26,7 +28,7 @@ SMALLEST = 1e-12
 @dataclass(frozen=True)
 class Losses:
     """Predicted losses in nats a token: `parts` group or cache tensor -> variant -> its loss alone; and the available
-    roundings, cache forms and forms on codes.
+    roundings, cache forms and forms with codes of weights.
     """
 
     parts: Mapping[str, Mapping[str, float]]
@@ -34,9 +36,14 @@ class Losses:
     caches: tuple[KvCache, ...]
     on_codes: tuple[Form, ...]
 
+    @property
+    def finest(self) -> Form:
+        """The form with codes of weights that loses least."""
+        return "two_terms" if "two_terms" in self.on_codes else "weights_alone"
+
     def group(self, name: str, rounding: str, form: Form) -> float:
         """Return the loss of a group in a form; nothing in BF16, or where no token came by."""
-        return 0.0 if form == "bf16" else self.parts.get(name, {}).get(variant(rounding, form), 0.0)
+        return 0.0 if form == "bf16" or name not in self.parts else self.parts[name][variant(rounding, form)]
 
     def cache(self, kv_cache: KvCache) -> float:
         """Return the loss of the cache in a form."""
@@ -94,12 +101,13 @@ class Problem:
 
     def best(self) -> Mix:
         """The mix that loses least: all but one group in BF16, since a run without FP8 is none."""
+        finest = self.losses.finest
         rounding = min(
             self.losses.roundings,
-            key=lambda each: min(self.losses.group(g.name, each, FINEST) for g in self.shape.groups),
+            key=lambda each: min(self.losses.group(g.name, each, finest) for g in self.shape.groups),
         )
-        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, FINEST)).name
-        forms: dict[str, Form] = {g.name: FINEST if g.name == kept else "bf16" for g in self.shape.groups}
+        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, finest)).name
+        forms: dict[str, Form] = {g.name: finest if g.name == kept else "bf16" for g in self.shape.groups}
         return Mix(forms, rounding, self.losses.caches[0])
 
     def frontier(self) -> list[Mix]:
@@ -126,6 +134,8 @@ class Problem:
                 yield rounding, kv_cache, items
 
     def _choices(self, group: Group, rounding: RoundingName) -> Sequence[Choice]:
+        alone = self.own.forms[group.name] == "weights_alone"
+        exact: Form = "weights_alone" if alone else self.losses.finest
         return [
             Choice(
                 form,
@@ -134,7 +144,7 @@ class Problem:
                 + CHANGED * (form != self.own.forms[group.name]),
             )
             for form in FORMS
-            if form in (*self.losses.on_codes, "bf16")
+            if form == exact or (form not in EXACT and form in (*self.losses.on_codes, "bf16"))
         ]
 
     def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:

@@ -48,6 +48,7 @@ def point_table(found: Tuning) -> Table[PointRow]:
         Column[PointRow]("kv", lambda row: row.point.kv_cache, numeric=False),
         Column[PointRow]("tail", lambda row: row.point.tail, count),
         Column[PointRow]("two", lambda row: row.point.two_terms, count),
+        Column[PointRow]("alone", lambda row: row.point.weights_alone, count),
         Column[PointRow]("bf16", lambda row: row.point.bf16, count),
     )
     return Table("KL against cost", point_rows(found), columns, "Nothing is quantized.")

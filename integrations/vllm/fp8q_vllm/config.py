@@ -23,7 +23,7 @@ from .rows import FREE_ROWS
 
 NAME = "fp8q"
 #: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, and positions of graphs.
-KNOWN = {"two_terms", "tails", "stored", "positions"}
+KNOWN = {"two_terms", "tails", "bf16_inputs", "stored", "positions"}
 
 
 class TwoTerms(CompressedTensorsW8A8Fp8):

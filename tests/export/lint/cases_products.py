@@ -342,4 +342,18 @@ CASES = [
         options={"two_terms": True},
         two_terms=(),
     ),
+    Case(
+        "F215",
+        (
+            f"{DOWN}.matmul: is promised with its weight alone in FP8, and its input is quantized; {AGAIN}",
+            f"other.matmul: is promised with its weight in FP8: there is no such product; {AGAIN}",
+        ),
+        bf16_inputs=(DOWN, "other"),
+    ),
+    Case(
+        "F215",
+        (f"{DOWN}.matmul: is promised with its weight in FP8: its weight is not FP8 codes; {AGAIN}",),
+        wide_weight,
+        bf16_inputs=(DOWN,),
+    ),
 ]

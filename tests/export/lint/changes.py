@@ -32,6 +32,7 @@ class Case:
     weight_scales: dict[str, Any] = field(default_factory=dict)
     attention: dict[str, tuple[float, float]] = field(default_factory=dict)
     two_terms: tuple[str, ...] | None = None
+    bf16_inputs: tuple[str, ...] = ()
 
 
 def node(model: ModelProto, name: str) -> NodeProto:

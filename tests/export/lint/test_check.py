@@ -13,7 +13,9 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from fp8q.core.errors import InputError
-from fp8q.export.lint.check import RULES, Finding, lint_file
+from fp8q.export.lint.check import RULES, Finding, lint_file, lint_graph
+from fp8q.export.lint.rules import Promise
+from fp8q.export.onnx_file.loading import load_graph
 
 from . import cases_codes, cases_graph, cases_products, cases_storage
 from .changes import (
@@ -118,7 +120,12 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
     written = decoder(**case.options)
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
-    found = lint_file(written.path, promise_of(case, written), case.weight_scales, case.attention, case.two_terms)
+    inputs = promise_of(case, written)
+    promise = None if inputs is None else Promise(
+        {name: scale for name, scale in inputs.items() if name not in case.bf16_inputs},
+        case.weight_scales, case.attention, case.two_terms, bf16_inputs=case.bf16_inputs,
+    )  # fmt: skip
+    found = lint_graph(load_graph(written.path), promise)
     head = f"{case.rule} {RULES[case.rule].name}: "
     expected = [text if text.startswith("F") and text[1:4].isdigit() else head + text for text in case.expected]
     assert [str(finding) for finding in found] == [text.format(**numbers) if numbers else text for text in expected]

@@ -13,7 +13,9 @@ import onnx.parser
 import pytest
 from google.protobuf import text_format
 
-from fp8q.export.lint.check import RULES, lint_file
+from fp8q.export.lint.check import RULES, lint_file, lint_graph
+from fp8q.export.lint.rules import Promise
+from fp8q.export.onnx_file.loading import load_graph
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "lint.md"
 SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
@@ -21,8 +23,8 @@ SCOPES = {"any": "any graph", "promised": "a run's graph", "foreign": "a graph o
 PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
 #: And attention.json, for the rule about attention alone.
 ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
-#: And of two terms, for the rule about those.
-TWO_TERMS = {"F214": ["up"]}
+#: And of two terms, and of weights alone, for the rules about those.
+TWO_TERMS, BF16_INPUTS = {"F214": ["up"]}, {"F215": ["up"]}
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,12 @@ def test_severity_scope_and_reason_are_the_rules_own(entry: Section) -> None:
 def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: Section, tmp_path: Path) -> None:
     number = entry.title.partition(" ")[0]
     path = write(changed(entry.difference), tmp_path)
-    promised = RULES[number].scope == "promised"
-    attention, terms = ATTENTION.get(number), TWO_TERMS.get(number)
-    found = lint_file(path, PROMISED, WEIGHT_SCALES, attention, terms) if promised else lint_file(path)
+    alone = BF16_INPUTS.get(number, ())
+    inputs = {name: scale for name, scale in PROMISED.items() if name not in alone}
+    promise = Promise(
+        inputs, WEIGHT_SCALES, ATTENTION.get(number, {}), TWO_TERMS.get(number), bf16_inputs=frozenset(alone)
+    )
+    found = lint_graph(load_graph(path), promise if RULES[number].scope == "promised" else None)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings
 
 

@@ -200,7 +200,7 @@ def test_the_options_say_all_or_some_and_never_both() -> None:
         "--two-terms *.q_proj: --activation-terms 2 takes two for every module; leave one of them out, or give "
         "--activation-terms 1"
     )
-    with pytest.raises(InputError, match="^--activation-terms 3: is none of 1, 2, tail$"):
+    with pytest.raises(InputError, match="^--activation-terms 3: is none of 1, 2, tail, bf16$"):
         ScaleOptions(activation_terms=3)  # type: ignore[arg-type]
     some = ScaleOptions(two_terms=("*.q_proj",))
     assert RescaleOptions().over(some).two_terms == ("*.q_proj",)
