@@ -1,11 +1,15 @@
 """One real Triton server for all tests of this folder (one a worker), started by the first of them; each model is
 loaded where a test first asks for it.
+
+Tests that load a model anew have a server each: Triton 2.51 was seen to end by a segmentation fault meanwhile, and
+would take the others' server with it.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +30,13 @@ RIG = Path(__file__).parent / "rig"
 LIFE_S = 900
 
 
-@pytest.fixture(scope="session")
-def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that has no model yet, and the stand-in for its TensorRT backend."""
+@contextmanager
+def started(folder: Path) -> Iterator[Server]:
+    """A server that has no model yet, and the stand-in for its TensorRT backend; its files are in `folder`."""
     try:
         home = install()
     except UnavailableError as error:
         pytest.skip(f"Triton's server cannot be installed here: {error}")
-    folder = tmp_path_factory.mktemp("triton")
     (folder / "backends" / "tensorrt").mkdir(parents=True)
     (folder / "backends" / "python").symlink_to(home / BACKENDS / "python")
     shutil.copyfile(RIG / "tensorrt_stand_in.py", folder / "backends" / "tensorrt" / "model.py")
@@ -42,6 +45,20 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(folder / "models", folder / "log.txt", words, life_s=LIFE_S) as server:
         yield server
         assert server.alive, "the server outlives all that it was asked"
+
+
+@pytest.fixture(scope="session")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of all tests."""
+    with started(tmp_path_factory.mktemp("triton")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_triton(tmp_path: Path) -> Iterator[Server]:
+    """A server of one test."""
+    with started(tmp_path / "triton") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

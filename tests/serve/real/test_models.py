@@ -6,8 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +21,16 @@ from tritonclient.utils import np_to_triton_dtype
 from fp8q import api
 
 from ..conftest import make_wide_run, record_engine
+from .conftest import deploy
 
 if TYPE_CHECKING:
     from tritonserver import Server
 
     from fp8q.core.run import Run
+
+COUNTING = "counting"
+#: Once more with another server where Triton has ended by itself, or hangs: the connection closes, or nothing answers.
+AGAIN = pytest.mark.flaky(reruns=1, only_rerun=["RemoteProtocolError", "ConnectError", "ReadError", "ReadTimeout"])
 
 
 @pytest.mark.parametrize(
@@ -46,30 +52,40 @@ def test_the_demo_says_what_generate_says(
     assert "".join(piece["text_output"] for piece in streamed) == said
 
 
-def test_a_model_is_loaded_anew_while_it_answers(triton: Server, http: Http, counting_model: str) -> None:
+@pytest.fixture
+def reloaded(own_triton: Server, counting_run_at: Callable[[Path, int], Run], tmp_path: Path) -> Iterator[Http]:
+    """A server of its own that has loaded the counting model with 200 positions."""
+    deploy(own_triton, counting_run_at(tmp_path / "run", 200), COUNTING, 8)
+    with Http(own_triton.http) as client:
+        yield client
+
+
+@AGAIN
+def test_a_model_is_loaded_anew_while_it_answers(own_triton: Server, reloaded: Http) -> None:
     """The answer that is under way comes to its end from the old one, other models go on."""
-    under_way = http.stream(counting_model, text_input="t0", max_tokens=190, stream=True)
+    under_way = reloaded.stream(COUNTING, text_input="t0", max_tokens=190, stream=True)
     texts = [next(under_way)["text_output"]]
-    config = triton.repository / counting_model / "config.pbtxt"
+    config = own_triton.repository / COUNTING / "config.pbtxt"
     config.write_text(config.read_text() + "\n")
-    http.load(counting_model)
+    reloaded.load(COUNTING)
     texts += [piece["text_output"] for piece in under_way]
     assert texts == [" t0"] * 190
-    assert http.text(counting_model, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
+    assert reloaded.text(COUNTING, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
 
 
-def test_an_unloaded_model_finishes_what_it_began_and_comes_back(http: Http, counting_model: str) -> None:
-    under_way = http.stream(counting_model, text_input="t0", max_tokens=190, stream=True)
+@AGAIN
+def test_an_unloaded_model_finishes_what_it_began_and_comes_back(reloaded: Http) -> None:
+    under_way = reloaded.stream(COUNTING, text_input="t0", max_tokens=190, stream=True)
     texts = [next(under_way)["text_output"]]
-    http.load(counting_model, loaded=False)
-    assert http.generate(counting_model, text_input="t0") == (
+    reloaded.load(COUNTING, loaded=False)
+    assert reloaded.generate(COUNTING, text_input="t0") == (
         404,
         {"error": "Request for unknown model: 'counting' has no available versions"},
     )
     texts += [piece["text_output"] for piece in under_way]
     assert texts == [" t0"] * 190
-    http.load(counting_model)
-    assert http.text(counting_model, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
+    reloaded.load(COUNTING)
+    assert reloaded.text(COUNTING, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
 
 
 def test_the_client_in_the_repositorys_readme_streams(triton: Server, wide_run: Run, counting_model: str) -> None:
