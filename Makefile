@@ -9,6 +9,8 @@
 # make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
 # make gpu       on an FP8 GPU: all that only one can answer, or one PART of it (docs/gpu.md)
+# make wheel     the package as dist/fp8q-*.whl, and its source beside it
+# make release   the same, checked by twine and tried in a new environment; prints the command that publishes it
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
@@ -117,6 +119,25 @@ benchmarks: install
 .PHONY: gpu
 gpu: install
 	$(BIN)/python benchmarks/gpu/run.py $(PART:%=--part %)
+
+# The wheel is tried as a user has it: in an environment of its own, from a folder without the source.
+.PHONY: wheel release
+RELEASE := .venv/release
+wheel: install
+	rm -rf build dist
+	$(BIN)/python -m venv --clear $(RELEASE)/build
+	$(RELEASE)/build/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build twine
+	$(RELEASE)/build/bin/python -m build --outdir dist .
+	rm -rf build
+
+release: wheel
+	$(RELEASE)/build/bin/python -m twine check --strict dist/*
+	$(BIN)/python -m venv --clear $(RELEASE)/tried
+	$(RELEASE)/tried/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --constraint constraints.txt dist/*.whl
+	cd $(RELEASE) && tried/bin/fp8q --version && tried/bin/fp8q doctor
+	@echo "to publish: git tag v$$($(BIN)/fp8q --version | cut -d ' ' -f 2) &&" \
+	  "$(RELEASE)/build/bin/python -m twine upload dist/*"
 
 clean:
 	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

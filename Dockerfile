@@ -1,0 +1,30 @@
+# fp8q in a container: calibrates, proves, serves on a CPU, and builds engines of TensorRT-RTX. Nobody has built this
+# file yet: the machines that fp8q was made on have no Docker engine.
+#
+#   docker build -t fp8q .                                                          PyTorch for CPUs
+#   docker build -t fp8q --build-arg TORCH_INDEX=https://pypi.org/simple .          with CUDA
+#   docker run --rm -v "$PWD:/work" --user "$(id -u):$(id -g)" fp8q \
+#     run MODEL --data TEXT --out RUN
+#
+# EXTRAS: of pyproject.toml; `serve,tensorrt-rtx` makes an image without torch.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim AS wheel
+WORKDIR /source
+COPY . .
+RUN pip wheel --no-deps --wheel-dir /wheels .
+
+FROM python:${PYTHON}-slim
+ARG EXTRAS=all
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY --from=wheel /wheels /wheels
+COPY constraints.txt /wheels/
+RUN pip install --no-cache-dir --constraint /wheels/constraints.txt --extra-index-url "$TORCH_INDEX" \
+      "$(ls /wheels/*.whl)[$EXTRAS]" && \
+    useradd --create-home fp8q && \
+    install --directory --owner fp8q /work
+USER fp8q
+WORKDIR /work
+# What libraries keep is the user's, whoever that is, and ONNX Runtime reports nothing.
+ENV HF_HOME=/tmp/huggingface MPLCONFIGDIR=/tmp/matplotlib ORT_DISABLE_TELEMETRY=1
+ENTRYPOINT ["fp8q"]
+CMD ["--help"]
