@@ -33,6 +33,7 @@ from pages import (
     generate,
     kv_cache,
     numbers,
+    readme,
     sensitivity,
     serve,
     tune,
@@ -48,6 +49,7 @@ BLOCK = re.compile(r"(<!-- table (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", 
 
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
+    "README.md": readme.TABLES,
     "docs/accuracy.md": accuracy.TABLES,
     "docs/adapters.md": adapters.TABLES,
     "docs/architectures.md": architectures.TABLES,

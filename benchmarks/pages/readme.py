@@ -1,0 +1,41 @@
+"""README's table of the forms of FP8: what each loses as it is served, over ModelOpt's, and what a prompt costs."""
+
+from markdown import Figures, load, table
+
+MODELOPT = "ModelOpt"
+#: A toy whose heads have eight channels loses more in every form; docs/accuracy.md has it.
+LEFT_OUT = "stories260k"
+UNITS, ALL = "FP8 units: Ada, Hopper, Blackwell", "vLLM, transformers, TensorRT, TensorRT-RTX, Triton"
+GRAPHS = "TensorRT, TensorRT-RTX, Triton; vLLM with `fp8q-vllm`"
+
+
+def readme_forms() -> str:
+    """The losses as shares of ModelOpt's, from the least to the most over the models."""
+    results: dict[str, Figures] = load("as_served")["results"]
+    cost: Figures = load("tail_cost")["results"]
+
+    def loss(recipe: str) -> str:
+        shares = sorted(found[recipe] / found[MODELOPT] for name, found in results.items() if name != LEFT_OUT)
+        return f"{shares[0]:.2f} to {shares[-1]:.2f}"
+
+    def operations(form: str) -> str:
+        return f"{cost[form]['operations_ratio']:.3g}"
+
+    two = loss("fp8q, two terms, gptq")
+    rows = [
+        ["BF16 itself", loss("BF16"), operations("weights alone"), "any with BF16", "any"],
+        ["`--preset fast`: one code", loss("fp8q, one term, gptq"), operations("one term"), UNITS, ALL],
+        [
+            "`--preset exact`: two codes for decoded tokens and the last 64 of a prompt",
+            loss("fp8q, a tail of 64, gptq"), operations("tail of 64"), UNITS, GRAPHS,
+        ],
+        ["`--activation-terms 2`: two codes everywhere", two, operations("two terms"), UNITS, GRAPHS],
+        [
+            "`--activation-terms bf16`: FP8 weights alone", "as two codes", operations("weights alone"),
+            "any with BF16; in vLLM from Turing on", ALL,
+        ],
+    ]  # fmt: skip
+    return table(["form", "loss, over that of ModelOpt's FP8", "operations of a prompt of 2,048", "GPU", "server"], rows)
+
+
+TABLES = (readme_forms,)
