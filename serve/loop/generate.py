@@ -218,7 +218,7 @@ class Generator:
                 self._rows[index] = last
                 self._batch.move(len(self._rows), index, last.filled)
         if not self._rows:
-            self._batch.clear()
+            self._batch.idle()
 
 
 def complete(generator: Generator, requests: Sequence[Request]) -> list[GeneratedAnswer]:

@@ -46,6 +46,7 @@ def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> No
         "Counting-Model/1/cuda.py",
         "Counting-Model/1/device.py",
         "Counting-Model/1/device_batch.py",
+        "Counting-Model/1/device_calls.py",
         "Counting-Model/1/engine_session.py",
         "Counting-Model/1/generate.py",
         "Counting-Model/1/here.py",
