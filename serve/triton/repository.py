@@ -37,8 +37,9 @@ from .schema import import_schema
 #: The files of the loop, which lie side by side in a repository as they do there.
 LOOP_FOLDER = Path(__file__).parent.parent / "loop"
 LOOP = (
-    "cache.py", "cuda.py", "device.py", "device_batch.py", "device_calls.py", "engine_session.py", "generate.py",
-    "here.py", "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
+    "batch_sampling.py", "cache.py", "cuda.py", "device.py", "device_batch.py", "device_calls.py",
+    "engine_session.py", "generate.py", "here.py", "host_batch.py", "request.py", "sampling.py", "service.py",
+    "sessions.py", "text.py",
 )  # fmt: skip
 #: What the model reads beside its graph; the last is not in every checkpoint.
 COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
