@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from result import arguments, described, publish
 
 from fp8q.serve.loop import batch_sampling
-from fp8q.serve.loop.batch_sampling import Choice, choose_all
+from fp8q.serve.loop.batch_sampling import RowChoice, choose_all
 from fp8q.serve.loop.sampling import Sampling, choose
 
 ROWS, VOCABULARY = 64, 128_256
@@ -67,7 +67,7 @@ def timed(work: Callable[[], object], rounds: int, threads: int = 1) -> dict[str
 def measured(logits: NDArray[np.float32], sampling: Sampling, rounds: int, threads: int) -> dict[str, Any]:
     """Both ways to choose a token for each row, and the number of rows for which they differ."""
     one, other = ([np.random.default_rng(seed) for seed in range(ROWS)] for _ in range(2))
-    choices = [Choice(row, sampling, {}, random) for row, random in zip(logits, one, strict=True)]
+    choices = [RowChoice(row, sampling, {}, random) for row, random in zip(logits, one, strict=True)]
 
     def row_by_row() -> list[int]:
         return [choose(row, sampling, {}, random) for row, random in zip(logits, other, strict=True)]

@@ -40,7 +40,7 @@ ROW_WORTH, THREAD_WORTH, MOST_THREADS = 1 << 12, 1 << 19, 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class RowChoice:
     """A row's logits [vocabulary], and all that its next token depends on; see `sampling.choose`."""
 
     logits: NDArray[np.float32]
@@ -49,7 +49,7 @@ class Choice:
     random: np.random.Generator | None
 
 
-def choose_all(choices: Sequence[Choice]) -> list[int | Exception]:
+def choose_all(choices: Sequence[RowChoice]) -> list[int | Exception]:
     """The next token of each row, or the reason why it has none: what `sampling.choose` returns or raises."""
     drawn = [_drawn(choice) for choice in choices]  # here, in order: generators are not for several threads
     pairs = list(zip(choices, drawn, strict=True))
@@ -73,12 +73,12 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_most_threads(), "fp8q-sample")
 
 
-def _drawn(choice: Choice) -> float:
+def _drawn(choice: RowChoice) -> float:
     """The uniform number that a token takes of its request's generator."""
     return float(choice.random.random()) if choice.sampling.temperature and choice.random else 0.0
 
 
-def _chosen(pairs: Sequence[tuple[Choice, float]]) -> list[int | Exception]:
+def _chosen(pairs: Sequence[tuple[RowChoice, float]]) -> list[int | Exception]:
     found: list[int | Exception] = []
     for choice, uniform in pairs:
         try:

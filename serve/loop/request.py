@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch_sampling import Choice
+from .batch_sampling import RowChoice
 from .sampling import Sampling, log_probabilities
 from .text import TextStream, Vocabulary
 
@@ -194,11 +194,11 @@ class Row:
         """Tell whether the whole prompt is taken in."""
         return self.produced > 0
 
-    def choice(self, logits: NDArray[np.float32]) -> Choice:
+    def choice(self, logits: NDArray[np.float32]) -> RowChoice:
         """Return all that the next token depends on; `logits` [vocabulary]."""
         if self.random is None and self.request.temperature:
             self.random = np.random.default_rng(self.request.seed)
-        return Choice(logits, self.sampling, self.counts, self.random)
+        return RowChoice(logits, self.sampling, self.counts, self.random)
 
     def advance(self, logits: NDArray[np.float32], chosen: int | Exception) -> Piece:
         """Take the token that was chosen from `logits` [vocabulary].

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from fp8q.serve.loop import batch_sampling
-from fp8q.serve.loop.batch_sampling import BLOCK, SLACK, Choice, WeighedRow, best_first, choose_all, likely_token
+from fp8q.serve.loop.batch_sampling import BLOCK, SLACK, RowChoice, WeighedRow, best_first, choose_all, likely_token
 from fp8q.serve.loop.sampling import Sampling, choose, token_at
 
 VOCABULARY = 128_256
@@ -123,7 +123,7 @@ def test_a_weight_in_fp32_and_its_sum_are_within_the_slack() -> None:
             assert np.abs(ends[: len(cumulative)] - cumulative).max() < SLACK * exact.sum()
 
 
-def choices(rows: Sequence[NDArray[np.float32]], seed: int) -> list[Choice]:
+def choices(rows: Sequence[NDArray[np.float32]], seed: int) -> list[RowChoice]:
     """Rows of all kinds: greedy, plain, nucleus, with penalties."""
     kinds = [
         (Sampling(), {}),
@@ -132,7 +132,8 @@ def choices(rows: Sequence[NDArray[np.float32]], seed: int) -> list[Choice]:
         (Sampling(1.0, 0.9, 1.5, -0.5), {int(rows[0].argmax()): 3, 7: 1}),
     ]
     return [
-        Choice(row, *kinds[index % len(kinds)], np.random.default_rng(seed + index)) for index, row in enumerate(rows)
+        RowChoice(row, *kinds[index % len(kinds)], np.random.default_rng(seed + index))
+        for index, row in enumerate(rows)
     ]
 
 
@@ -155,9 +156,9 @@ def test_a_broken_row_harms_no_other() -> None:
     random = np.random.default_rng
     found = choose_all(
         [
-            Choice(good, Sampling(0.8, 0.95), {}, random(1)),
-            Choice(broken, Sampling(0.8, 0.95), {}, random(2)),
-            Choice(good, Sampling(), {}, None),
+            RowChoice(good, Sampling(0.8, 0.95), {}, random(1)),
+            RowChoice(broken, Sampling(0.8, 0.95), {}, random(2)),
+            RowChoice(good, Sampling(), {}, None),
         ]
     )
     assert (found[0], found[2]) == (choose(good, Sampling(0.8, 0.95), {}, random(1)), int(good.argmax()))
