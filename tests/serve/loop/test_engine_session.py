@@ -157,7 +157,7 @@ def test_a_session_is_read_from_its_engine(open_engine: Callable[..., Opened]) -
 def test_contexts_share_memory_that_their_shapes_need(open_engine: Callable[..., Opened]) -> None:
     session, engine, _ = open_engine("tensorrt")
     batch = session.open_batch(2, 4096)
-    batch.reserve(64, 128, 0)
+    batch.reserve(128, 128, 0)
     for rows, length in ((1, 8), (2, 4), (1, 64), (1, 8)):
         batch.prefill(0, np.ones((rows, length), np.int64), np.zeros(rows, np.int64), np.full(rows, length))
     for rows in (1, 2, 1):
