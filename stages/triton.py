@@ -64,7 +64,7 @@ def own_engines(run: Run) -> "list[OwnEngine]":
     from ..export.engine.info import load_engines
     from ..serve.triton.repository import OwnEngine
 
-    return [
+    return [  # load_engines has looked at the records beside the plans
         OwnEngine(info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT))
         for info in (load_engines(run) if engine_files(run) else [])
     ]

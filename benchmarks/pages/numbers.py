@@ -144,6 +144,7 @@ def limits() -> str:
         ["how long do the graphs of a deep model take?", "export_time", _deep(load("export_time"))],
         ["how long does the lint of 10,000 products take?", "lint_time", _lint(load("lint_time"))],
         ["how long to choose all scales of 32 layers again?", "rescale", _rescale(load("rescale"))],
+        ["how long to choose the tokens of 64 rows, of 128,256 each?", "sampling", _sampling(load("sampling"))],
     ]
     head = ["question", "`benchmarks/`", "result, or the page that has it"]
     return table(head, ([question, f"`{scripts}`", result] for question, scripts, result in rows))
@@ -185,6 +186,18 @@ def _lint(result: Figures) -> str:
 
 def _rescale(result: Figures) -> str:
     return f"{result['seconds']:.1f} s by the slowest method (limit {result['limit_seconds']:.0f})"
+
+
+def _sampling(result: Figures) -> str:
+    def shown(shape: str) -> str:
+        both = result["logits"][shape]["temperature 0.8, top_p 0.95"]
+        return f"{both['all_rows']['processor_ms']:.1f} ms (row by row {both['row_by_row']['processor_ms']:.0f})"
+
+    return (
+        f"temperature 0.8, top_p 0.95, processor time of each of {result['threads']} threads: {shown('texts')} on "
+        f"logits of texts (limit {result['limit_ms']:.0f}), {shown('flat')} on flat ones; the best of each row alone "
+        f"{result['one_pass']['processor_ms']:.1f}"
+    )
 
 
 TABLES = (

@@ -30,6 +30,7 @@ from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..lint.check import lint_graph, promised_attention, sound_graph
 from ..lint.rules import Promise
 from ..onnx_file import names
+from ..onnx_file.bodies import has_body
 from ..onnx_file.loading import load_graph
 from . import targets
 from .build_progress import BuildProgress
@@ -197,6 +198,7 @@ def build_engine(
         profiles=list(job.profiles),
         build_seconds=seconds,
         ran=ran,
+        branches=any(has_body(node) for node in load_graph(onnx_file).nodes),
     )
     return info, found
 

@@ -39,6 +39,10 @@ class EngineInfo(Strict):
     weight_scale: WeightScale | None = Field(
         default=None, description="the form of the graph beside it that it was built of; null: of model.onnx"
     )
+    branches: bool | None = Field(
+        default=None,
+        description="whether its graph chooses branches, as for experts; null: built before this was noted",
+    )
     evidence: Literal["plan", "inspector", "unknown"]
     profiles: list[Profile]
     build_seconds: float

@@ -1,8 +1,8 @@
 """Time an answer on a runtime: a `Batch` driven step by step, without tokenizer, server, or other requests.
 
 All prompts of a batch arrive together and are read as in the loop of `generate.py`: in chunks of the runtime's `Pace`,
-row by row or as many rows as a chunk holds. Then each row gains one greedy token a step. An answer begins with an empty
-cache, as after a pause, so allocating it counts.
+row by row or as many rows as a chunk holds. Then each row gains one greedy token a step. An answer begins as after a
+pause: on the CPU with no cache, so that allocating it counts, on a GPU with what the runtime keeps.
 
 Other traffic, sampling and text cost more; these belong to the server and are measured there.
 """
@@ -56,7 +56,7 @@ def time_batch(
 ) -> BatchTiming:
     """Take in `prompts` [rows, length] and give each row `tokens` tokens, two or more."""
     rows, length = prompts.shape
-    batch.clear()
+    batch.idle()
     begun = clock()
     last = _first_tokens(batch, pace, prompts, length + tokens)
     times = [clock()]

@@ -1,8 +1,10 @@
 """A GPU as a `device.Device`: CUDA's driver interface, by ctypes, on the context that TensorRT itself uses.
 
-A dozen functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed; a binding of the whole
-toolkit would be one more large library on a serving host. Names and structures are those of NVIDIA's "CUDA Driver API"
-(6.13 memory, 6.14 streams, 6.22 graphs).
+Two dozen functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed. NVIDIA's own binding
+(`cuda-bindings` 13.5: 8 MB to download, 31 MB installed) would take the place of the structure below and of the checks
+of status, some 60 lines; but it is made for one major version of CUDA, so each Triton image would need the one that
+fits its driver and its TensorRT, and a wrong one would be a new way to fail. Names and structures are those of NVIDIA's
+"CUDA Driver API" (6.13 memory, 6.14 streams, 6.22 graphs, 6.15 memory in the order of a stream).
 
 Written from that documentation: it has not run on a GPU yet.
 
@@ -18,12 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Copy
+from .device import CaptureError, Copy
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
 #: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR.
 MAJOR, MINOR = 75, 76
+#: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
+#: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
+RELEASE_THRESHOLD, KEPT_FREE = 4, 1 << 30
 Handle = ctypes.c_void_p
 Address = ctypes.c_uint64
 
@@ -88,9 +93,8 @@ class CudaDevice:
     `target`: its compute capability, as `sm90`.
     """
 
-    def __init__(self, captures: bool = True):
-        """Open the GPU. Without `captures`, work is repeated call by call, for a runtime that captures CUDA graphs
-        itself.
+    def __init__(self) -> None:
+        """Open the GPU.
 
         Raises CudaError where there is no driver or no GPU.
         """
@@ -105,7 +109,13 @@ class CudaDevice:
         self.target = f"sm{self._attribute(MAJOR, device)}{self._attribute(MINOR, device)}"
         self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
-        self._stream, self._captures = stream, captures
+        self._stream = stream
+        self._keep_free_memory(device)
+
+    def _keep_free_memory(self, device: ctypes.c_int) -> None:
+        pool, kept = Handle(), ctypes.c_uint64(KEPT_FREE)
+        self._call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), device)
+        self._call("cuMemPoolSetAttribute", pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(kept))
 
     def _attribute(self, which: int, device: ctypes.c_int) -> int:
         found = ctypes.c_int()
@@ -177,19 +187,18 @@ class CudaDevice:
         self._call("cuStreamSynchronize", self._stream)
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` as a CUDA graph. It is done once before: what an engine does at its first run cannot be captured."""
-        if not self._captures:
-            return work
-        work()
-        self.wait()
+        """`work` as a CUDA graph; whatever fails meanwhile ends the capture, and nothing else."""
         graph, launched = Handle(), Handle()
-        self._call("cuStreamBeginCapture_v2", self._stream, ctypes.c_int(THREAD_LOCAL))
         try:
-            work()
-        finally:
-            self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
-        self._call("cuGraphInstantiateWithFlags", ctypes.byref(launched), graph, ctypes.c_ulonglong(0))
-        self._call("cuGraphDestroy", graph)
+            self._call("cuStreamBeginCapture_v2", self._stream, ctypes.c_int(THREAD_LOCAL))
+            try:
+                work()
+            finally:
+                self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+            self._call("cuGraphInstantiateWithFlags", ctypes.byref(launched), graph, ctypes.c_ulonglong(0))
+            self._call("cuGraphDestroy", graph)
+        except RuntimeError as error:
+            raise CaptureError(str(error)) from error
 
         def launch(keep: Callable[[], None] = work) -> None:  # the graph's buffers and the engine's context live on
             self._call("cuGraphLaunch", launched, self._stream)

@@ -44,6 +44,10 @@ class Copy:
     target_block: int
 
 
+class CaptureError(RuntimeError):
+    """Work cannot be captured, or does something else when it is repeated."""
+
+
 class Device(Protocol):
     """Memory and one queue of work, in which all that is not said to wait is done in order, later."""
 
@@ -69,8 +73,8 @@ class Device(Protocol):
         """Write zeros."""
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture `work` as a function that repeats it, with the addresses that it has now, whenever it is called;
-        making it may do it, too.
+        """Capture `work`, without doing it, as a function that repeats it with the addresses that it has now. The
+        function ends nothing but itself: it goes with its last reference. Raises CaptureError where it cannot be.
         """
 
     def wait(self) -> None:

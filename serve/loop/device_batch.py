@@ -3,90 +3,48 @@
 A decode step is captured once for each number of rows (powers of two; surplus rows are padding that attends to itself
 alone) and each capacity: upload tokens, positions and mask, run the engine, download logits, in one launch. The new
 keys and values are then copied to their slots, with one copy for all rows at one position; the host waits once, at the
-end. The capacity grows by doubling, as in host memory (`host_batch`), since attention reads every slot.
+end. The capacity grows by doubling, as in host memory (`host_batch`), since attention reads every slot; it shrinks only
+after a while, for all steps are captured again then. While nothing is in flight all is kept for the next request.
 
-Chunks of prompts vary in shape and are not captured.
+A captured step is trusted after `CHECKED` calls in which it gave the logits that the engine gave uncaptured; one that
+does not ends all capturing, with a warning. Chunks of prompts vary in shape and are not captured.
 
 Imports only NumPy and its neighbours in this folder, as it is copied into Triton repositories.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import CacheLayout
-from .device import ALIGNMENT, Device, DeviceCache, bucket_of, by_number, groups_of, new_block, runs, slot_step
+from .device import CaptureError, Device, DeviceCache, bucket_of, runs, slot_step
+from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, float_logits
 from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
 
-Shapes = Mapping[str, tuple[int, ...]]
-Phase = Literal["prefill", "decode"]
-#: Bytes of an int64.
-WORD = 8
-
-
-class DeviceProgram(Protocol):
-    """An engine. Tensors are known by name: three of tokens, `past`, `new`, `logits`."""
-
-    layout: CacheLayout
-    vocabulary: int
-    logits_dtype: np.dtype[Any]
-
-    def names(self, kind: Literal["past", "new"]) -> Sequence[str]:
-        """The tensors of the past, or the new ones, in the order of the layout."""
-
-    def bind(self, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
-        """Return the function that runs the engine on tensors at these addresses; `shapes` are those of its inputs."""
-
-
-def float_logits(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """Logits as they came, [rows, bytes], in FP32; uint16 holds BF16, which NumPy has not."""
-    values = raw.view(dtype)
-    if dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
-
-
-@dataclass
-class Staging:
-    """Tokens, positions and mask of a call, on the host and on the device: one upload."""
-
-    whole: NDArray[np.uint8]
-    address: int
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    mask: NDArray[np.int64]
-    offsets: tuple[int, ...]
-
-
-def staging(device: Device, rows: int, seq: int, capacity: int) -> Staging:
-    """Room for the inputs of a call of `rows` × `seq` tokens over so many slots."""
-    shapes = ((rows, seq), (rows, seq), (rows, capacity + seq))
-    sizes = [WORD * int(np.prod(shape)) for shape in shapes]
-    offsets, total = [], 0
-    for size in sizes:
-        offsets.append(total)
-        total += -(-size // ALIGNMENT) * ALIGNMENT
-    whole = device.host(total)
-    tokens, positions, mask = (
-        whole[offset : offset + size].view(np.int64).reshape(shape)
-        for offset, size, shape in zip(offsets, sizes, shapes, strict=True)
-    )
-    return Staging(whole, device.allocate(total), tokens, positions, mask, tuple(offsets))
+LOG = logging.getLogger("fp8q")
+#: Calls of a captured step that are held against uncaptured ones: the second has other tokens than were captured.
+CHECKED = 2
+#: The largest difference between their logits, as a share of the largest logit: BF16 keeps 8 bits.
+ALIKE = 2.0**-6
+#: Steps in a row for which a far too large cache is kept.
+PATIENCE = 256
 
 
 @dataclass
 class _Step:
-    """A decode step for a bucket of rows: its inputs, the captured call, its outputs. `shown`: see `host_batch`."""
+    """A decode step for a bucket of rows. `shown`: see `host_batch`; `work`: all of it, uncaptured; `launch`: captured,
+    and trusted once it is `checked` often enough.
+    """
 
-    staged: Staging
+    call: BoundCall
+    room: Room
     shown: NDArray[np.int64]
-    new: list[int]
-    logits_at: int
-    logits: NDArray[np.uint8]
-    run: Callable[[], None]
+    work: Callable[[], None]
+    launch: Callable[[], None] | None = None
+    checked: int = 0
 
 
 class DeviceBatch:
@@ -99,6 +57,10 @@ class DeviceBatch:
         self._positions, self._step = positions // step * step, step
         self._cache: DeviceCache | None = None
         self._steps: dict[int, _Step] = {}
+        self._prompts = Room(device)
+        self._captures, self._wasted = program.captures, 0
+        # by the rows of a step; 0: of prompts, whose want of memory is to show at once
+        self._contexts: dict[int, Any] = {0: program.context("prefill")}
 
     @property
     def capacity(self) -> int:
@@ -108,8 +70,12 @@ class DeviceBatch:
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
         if (capacity := next_capacity(self.capacity, needed, most, self._whole)) is None:
+            self._wasted = 0
             return
-        before, held = self._cache, self.capacity
+        self._wasted += 1
+        if capacity < self.capacity and self._wasted < PATIENCE:
+            return
+        before, held, self._wasted = self._cache, self.capacity, 0
         self._forget_steps()
         self._cache = DeviceCache(self._device, self._program.layout, self._rows, capacity)
         if before:
@@ -126,91 +92,92 @@ class DeviceBatch:
         """Read a chunk of prompts; the outputs of padding are discarded."""
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
-        call = self._call("prefill", first, count, seq, past)
-        call.staged.tokens[:] = tokens
-        call.staged.positions[:], real = chunk_layout(seq, filled, lengths)
-        call.staged.mask[:] = attention_mask(filled, past, real)
-        self._device.upload(call.staged.whole, call.staged.address)
+        context, shape = self._context(0), CallShape(count, seq, past)
+        call = bound_call(self._program, context, "prefill", shape, cache.addresses(first), self._prompts)
+        call.tokens[:] = tokens
+        call.positions[:], real = chunk_layout(seq, filled, lengths)
+        call.mask[:] = attention_mask(filled, past, real)
+        self._device.upload(call.whole, call.address)
         call.run()
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):
             cache.write(call.new, (count, seq), (row, first + row, slot), 1, length)
             at = call.logits_at + (row * seq + seq - 1) * call.logits.shape[1]
             self._device.download(at, call.logits[row])
         self._device.wait()
-        found = float_logits(call.logits, self._program.logits_dtype).copy()
-        self._free(call)
-        return found
+        return float_logits(call.logits, self._program.logits_dtype).copy()  # the next chunk writes over them
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         count, bucket = len(tokens), bucket_of(len(tokens), self._rows)
-        step = self._steps.get(bucket) or self._captured(bucket)
-        step.staged.tokens[:] = step.staged.positions[:] = 0
-        step.staged.tokens[:count, 0], step.staged.positions[:count, 0] = tokens, filled
+        step = self._steps.get(bucket) or self._made(bucket)
+        call = step.call
+        call.tokens[:] = call.positions[:] = 0
+        call.tokens[:count, 0], call.positions[:count, 0] = tokens, filled
         now = np.zeros(bucket, np.int64)
         now[:count] = filled
         for row, (before, after) in enumerate(zip(step.shown.tolist(), now.tolist(), strict=True)):
-            step.staged.mask[row, min(before, after) : max(before, after)] = after > before
+            call.mask[row, min(before, after) : max(before, after)] = after > before
         step.shown[:] = now
-        step.run()
+        self._run(step)
         for first, rows, slot in runs(filled.tolist()):
-            self._held().write(step.new, (bucket, 1), (first, first, slot), rows, 1)
+            self._held().write(call.new, (bucket, 1), (first, first, slot), rows, 1)
         self._device.wait()
-        return float_logits(step.logits[:count], self._program.logits_dtype)
+        return float_logits(call.logits[:count], self._program.logits_dtype)
 
-    def _captured(self, bucket: int) -> _Step:
+    def _made(self, bucket: int) -> _Step:
         """The step of a bucket of rows, made once for each capacity."""
-        step = self._call("decode", 0, bucket, 1, self._held().capacity)
-        step.staged.mask[:] = 0
-        step.staged.mask[:, -1] = 1  # the new token
-        launch = step.run
+        cache, device, room = self._held(), self._device, Room(self._device)
+        shape = CallShape(bucket, 1, cache.capacity)
+        context, pasts = self._context(bucket), cache.addresses(0)
+        call = bound_call(self._program, context, "decode", shape, pasts, room)
+        call.mask[:] = 0
+        call.mask[:, -1] = 1  # the new token
 
-        def whole() -> None:
-            self._device.upload(step.staged.whole, step.staged.address)
-            launch()
-            self._device.download(step.logits_at, step.logits.reshape(-1))
+        def work() -> None:  # knows nothing of the step: that would be a cycle, which keeps both beyond their use
+            device.upload(call.whole, call.address)
+            call.run()
+            device.download(call.logits_at, call.logits.reshape(-1))
 
-        step.run = self._device.captured(whole)
-        self._steps[bucket] = step
-        return step
+        self._steps[bucket] = _Step(call, room, np.zeros(bucket, np.int64), work)
+        return self._steps[bucket]
 
-    def _call(self, phase: Phase, first: int, count: int, seq: int, past: int) -> _Step:
-        """Memory for a call of `count` × `seq` tokens of the rows from `first`, and the engine bound to it."""
-        program, device, cache = self._program, self._device, self._held()
-        groups, layout = groups_of(program.layout), program.layout
-        staged = staging(device, count, seq, past)
-        new = [device.allocate(len(group.tensors) * new_block(group, count, seq)) for group in groups]
-        width = program.vocabulary * program.logits_dtype.itemsize
-        logits_at = device.allocate(count * seq * width)
-        outputs = by_number(
-            (number, base + index * new_block(group, count, seq))
-            for group, base in zip(groups, new, strict=True)
-            for index, number in enumerate(group.tensors)
-        )
-        inputs = ("input_ids", "position_ids", "attention_mask")
-        pasts = program.names("past")
-        shapes = dict(zip(inputs, ((count, seq), (count, seq), (count, past + seq)), strict=True)) | {
-            name: (count, heads, past, size) for name, (heads, size) in zip(pasts, layout.shapes, strict=True)
-        }
-        addresses = (
-            dict(zip(inputs, (staged.address + offset for offset in staged.offsets), strict=True))
-            | dict(zip(pasts, cache.addresses(first), strict=True))
-            | dict(zip(program.names("new"), outputs, strict=True))
-            | {"logits": logits_at}
-        )
-        run = program.bind(phase, shapes, addresses)
-        logits = device.host(count * width).reshape(count, width)
-        return _Step(staged, np.zeros(count, np.int64), new, logits_at, logits, run)
+    def _run(self, step: _Step) -> None:
+        """Do a step: by its captured work, when that is trusted."""
+        if step.launch and step.checked == CHECKED:
+            step.launch()
+            return
+        step.work()  # the first run of an engine cannot be captured
+        if not self._captures:
+            return
+        self._device.wait()
+        dtype, expected = self._program.logits_dtype, step.call.logits.copy()
+        try:
+            step.launch = step.launch or self._device.captured(step.work)
+            step.launch()
+            self._device.wait()
+            if not same_logits(float_logits(expected, dtype), float_logits(step.call.logits, dtype)):
+                raise CaptureError("its logits are others than the engine gives uncaptured")
+        except CaptureError as error:
+            LOG.warning(
+                "a decode step is not captured (%s); the engine runs without CUDA graphs, which is slower", error
+            )
+            self._captures = False
+            for each in self._steps.values():
+                each.launch = None
+            step.work()
+        step.checked += 1
 
-    def _free(self, step: _Step) -> None:
-        for address in (step.staged.address, *step.new, step.logits_at):
-            self._device.free(address)
+    def _context(self, rows: int) -> Any:
+        """The engine's context for steps of so many rows, 0 for prompts: made once, whatever the capacity."""
+        if rows not in self._contexts:
+            self._contexts[rows] = self._program.context("decode" if rows else "prefill")
+        return self._contexts[rows]
 
     def _forget_steps(self) -> None:
         if self._steps:
             self._device.wait()
         for step in self._steps.values():
-            self._free(step)
+            step.room.free()
         self._steps.clear()
 
     def _held(self) -> DeviceCache:
@@ -225,9 +192,21 @@ class DeviceBatch:
         """Let a row hold zeros."""
         self._held().wipe(row)
 
+    def idle(self) -> None:
+        """Keep cache and steps: making them again costs more than many a request."""
+        self._program.idle()
+
     def clear(self) -> None:
         """Forget all rows, and give the memory back."""
         self._forget_steps()
+        self._prompts.free()
         if self._cache:
             self._cache.free()
         self._cache = None
+        self._contexts.clear()
+
+
+def same_logits(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
+    """Tell whether two calls gave the same logits, up to the order of sums."""
+    largest = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max()
+    return np.allclose(found, expected, rtol=0.0, atol=ALIKE * float(largest), equal_nan=True)

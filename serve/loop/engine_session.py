@@ -1,10 +1,16 @@
 """An engine of TensorRT or TensorRT-RTX as a session: everything but tokens and logits stays on the GPU.
 
 An engine has a profile for prompts and one for one token a row (`export.engine.profiles`), recognized by their numbers
-of tokens; their bounds are the session's. Each captured step has an execution context of its own: a CUDA graph contains
-the context's memory, and changing the context's shapes would invalidate it (TensorRT's documentation, "CUDA Graphs").
+of tokens; their bounds are the session's. Each captured step has an execution context of its own, since changing the
+context's shapes would invalidate its CUDA graph (TensorRT's documentation, "CUDA Graphs"). All contexts work in memory
+that they share (`ExecutionContextAllocationStrategy.USER_MANAGED`), for they run one after the other on one stream; it
+is what their shapes need, where a context with memory of its own takes as much as the largest call of any profile.
+
 TensorRT-RTX captures by itself, since its kernels change while it runs (`IRuntimeConfig.cuda_graph_strategy`), so
-nothing is captured around it.
+nothing is captured around it; its kernels are compiled here, and stored beside the plan for the next start.
+
+No engine whose graph has branches is captured: the condition of an `If` is read on the host (TensorRT's issue 2836), so
+that a CUDA graph repeats the branch that it was captured with. The engine's record beside the plan says whether it has.
 
 Written from NVIDIA's documentation and the signatures of tensorrt-rtx 1.7: neither runtime has run here yet, without a
 GPU.
@@ -12,6 +18,9 @@ GPU.
 Imports only NumPy, its neighbours in this folder, and the runtime, as it is copied into Triton repositories.
 """
 
+import json
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,16 +31,21 @@ import numpy as np
 
 from .cache import CacheLayout
 from .cuda import CudaDevice, CudaError
-from .device import slot_step
-from .device_batch import DeviceBatch, Phase, Shapes
+from .device import Device, slot_step
+from .device_batch import DeviceBatch
+from .device_calls import Phase, Shapes
 from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError
 
 EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
 RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
 #: TensorRT's name of an element type -> what holds it on the host: uint8 FP8 codes, uint16 BF16.
 DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "BF16": np.uint16, "FP8": np.uint8}
-#: Positions of prompts that a call takes in: enough that a GPU multiplies rather than reads. Not measured.
-CHUNK = 256
+#: Positions of prompts that a call takes in. An H200 multiplies 412 FP8 positions in the time in which it reads a
+#: weight (1,979 TFLOP/s, 4.8 TB/s, two operations a weight and position), if both go at their peak. Not measured.
+CHUNK = 1024
+#: The file beside a plan that TensorRT-RTX's compiled kernels are stored in.
+KERNELS = ".kernels"
+LOG = logging.getLogger("fp8q")
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,48 @@ def bounds_of(tokens: Sequence[tuple[int, int]], capacities: Sequence[int]) -> B
     )
 
 
+def has_branches(plan: Path) -> bool:
+    """Tell whether the record of the engine at `plan` says that its graph has branches, or is silent."""
+    try:
+        said = json.loads(plan.with_suffix(".json").read_text(encoding="utf-8"))["branches"]
+    except (OSError, ValueError, KeyError, TypeError):
+        said = None
+    if said is None:
+        LOG.warning(
+            "%s: nothing beside it says whether it has branches, so it runs without CUDA graphs, which is slower; "
+            "build it again with `fp8q build-engine`",
+            plan,
+        )
+    return said is not False
+
+
+class SharedMemory:
+    """Device memory that contexts share, one after the other.
+
+    Captured steps repeat its address, so blocks stay where they are, and each is twice the last. What no captured step
+    uses `moves`: it is one block of the size that was needed most.
+    """
+
+    def __init__(self, device: Device, moves: bool):
+        """No memory yet."""
+        self._device, self._moves = device, moves
+        self._blocks: list[tuple[int, int]] = []
+
+    def block(self, needed: int) -> tuple[int, int]:
+        """Return address and size of a block of `needed` bytes or more."""
+        for address, size in self._blocks:
+            if size >= needed:
+                return address, size
+        last, least = self._blocks[-1] if self._blocks else (0, 0)
+        if self._moves and last:
+            self._device.free(self._blocks.pop()[0])
+        size = max(needed, 1, 0 if self._moves else 2 * least)
+        self._blocks.append((self._device.allocate(size), size))
+        return self._blocks[-1]
+
+
 class EngineSession:
-    """A `sessions.Session` on the GPU, and the `device_batch.DeviceProgram` that its batches run."""
+    """A `sessions.Session` on the GPU, and the `device_calls.DeviceProgram` that its batches run."""
 
     def __init__(self, plan: Path, runtime: EngineRuntime):
         """Load the engine at `plan`.
@@ -72,7 +126,7 @@ class EngineSession:
         """
         self._library = _import(runtime)
         try:
-            self.device = CudaDevice(captures=runtime == "tensorrt")
+            self.device = CudaDevice()
         except CudaError as error:
             raise SessionError(
                 f"{runtime}: runs engines on an NVIDIA GPU ({error}); use the runtime onnxruntime"
@@ -85,9 +139,11 @@ class EngineSession:
                 f"{plan}: {runtime} {self._library.__version__} does not load it on this GPU; build it here with `fp8q "
                 "build-engine`"
             )
-        self._captures = runtime == "tensorrt"
+        self._branches = has_branches(plan)
+        self.captures = runtime == "tensorrt" and not self._branches
+        self._memory = {phase: SharedMemory(self.device, moves=phase == "prefill") for phase in get_args(Phase)}
+        self._kernels = Kernels(plan.with_suffix(KERNELS), self._engine) if runtime == "tensorrt-rtx" else None
         self._read(plan)
-        self._prefill = self._context("prefill")
 
     def _read(self, plan: Path) -> None:
         """Find out what the engine takes and gives."""
@@ -121,18 +177,6 @@ class EngineSession:
             raise SessionError(f"{plan}: {name} is of {kind}; this version takes {', '.join(DTYPES)}")
         return np.dtype(DTYPES[kind])
 
-    def _context(self, phase: Phase) -> Any:
-        """An execution context in the profile of `phase`; one that captures itself, where the runtime does that."""
-        if self._captures or phase == "prefill":
-            context = self._engine.create_execution_context()
-        else:
-            config = self._engine.create_runtime_config()
-            config.cuda_graph_strategy = self._library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-            context = self._engine.create_execution_context(config)
-        if context is None or not context.set_optimization_profile_async(self._profiles[phase], self.device.stream):
-            raise SessionError(f"the engine gives no execution context for {phase}: is the GPU's memory used up?")
-        return context
-
     def open_batch(self, rows: int, positions: int) -> DeviceBatch:
         """Make room on the GPU: `Session.open_batch`."""
         return DeviceBatch(self, self.device, rows, positions)
@@ -141,21 +185,74 @@ class EngineSession:
         """Tensors of the cache: `Program.names`."""
         return [(PAST if kind == "past" else NEW) + name for name in self.layout.names]
 
-    def bind(self, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
-        """Point the engine at tensors: `Program.bind`. Each step has a context of its own, prompts share one."""
-        context = self._prefill if phase == "prefill" else self._context(phase)
+    def context(self, phase: Phase) -> Any:
+        """An execution context in the profile of `phase`: `DeviceProgram.context`."""
+        shared = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self._kernels is None:
+            context = self._engine.create_execution_context(shared)
+        else:
+            graphs, config = self._library.CudaGraphStrategy, self._kernels.config()
+            config.set_execution_context_allocation_strategy(shared)
+            captures = phase == "decode" and not self._branches
+            config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if captures else graphs.DISABLED
+            context = self._engine.create_execution_context(config)
+        if context is None or not context.set_optimization_profile_async(self._profiles[phase], self.device.stream):
+            raise SessionError(f"the engine gives no execution context for {phase}: is the GPU's memory used up?")
+        return context
+
+    def bind(self, context: Any, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
+        """Point the engine at tensors: `DeviceProgram.bind`."""
         for name, shape in shapes.items():
             if not context.set_input_shape(name, shape):
                 raise SessionError(f"{name} of {shape}: is outside the engine's profile for {phase}")
         for name, address in addresses.items():
             if not context.set_tensor_address(name, address):
                 raise SessionError(f"{name}: the engine takes no tensor at {address:#x}")
+        context.set_device_memory(*self._memory[phase].block(context.update_device_memory_size_for_shapes()))
 
         def run() -> None:
             if not context.execute_async_v3(self.device.stream):
                 raise SessionError(f"the engine failed at {phase}; its log is on standard error")
 
         return run
+
+    def idle(self) -> None:
+        """Store the kernels that were compiled since the last time: `DeviceProgram.idle`."""
+        if self._kernels:
+            self._kernels.store()
+
+
+class Kernels:
+    """TensorRT-RTX's compiled kernels, which all contexts of an engine share, and the file that holds them."""
+
+    def __init__(self, path: Path, engine: Any):
+        """Load the kernels at `path`; another GPU's, or version's, are compiled anew."""
+        self._path, self._engine, self._fresh = path, engine, False
+        self._cache = engine.create_runtime_config().create_runtime_cache()
+        if path.is_file() and not self._cache.deserialize(path.read_bytes()):
+            LOG.info("%s: kernels of another GPU or version; they are compiled again", path)
+
+    def config(self) -> Any:
+        """Make the configuration of a context that compiles into, and takes from, what is shared."""
+        config = self._engine.create_runtime_config()
+        config.set_runtime_cache(self._cache)
+        self._fresh = True
+        return config
+
+    def store(self) -> None:
+        """Write the kernels where contexts came since the last time; a folder that cannot be written is left alone."""
+        if not self._fresh:
+            return
+        self._fresh = False
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        try:
+            partial.write_bytes(bytes(self._cache.serialize()))
+            partial.replace(self._path)
+        except OSError as error:
+            LOG.info(
+                "%s: compiled kernels are not stored (%s), and compiled again at the next start", self._path, error
+            )
+            partial.unlink(missing_ok=True)
 
 
 def _import(runtime: str) -> Any:

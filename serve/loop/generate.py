@@ -21,7 +21,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from .batch_sampling import choose_all
 from .request import BusyError, GeneratedAnswer, Piece, Request, RequestError, Row, TokenizedRequest, tokenize_request
 from .sessions import Pace, Session
 from .text import TextStream, Vocabulary
@@ -160,12 +162,12 @@ class Generator:
             return []
         rows = self._rows[:count]
         tokens, filled = np.array([row.last for row in rows]), np.array([row.filled for row in rows])
-        pieces = []
-        for row, values in zip(rows, self._batch.decode(tokens, filled), strict=True):
-            if row.answering:
-                row.filled += 1
-                pieces.append(row.advance(values))
-        return pieces
+        answering = [
+            (row, values) for row, values in zip(rows, self._batch.decode(tokens, filled), strict=True) if row.answering
+        ]
+        for row, _ in answering:
+            row.filled += 1
+        return advance_all(answering)
 
     def _prefill(self, others: int) -> list[Piece]:
         """Read a chunk of prompts, when their turn has come among the tokens of so many `others`; return the first
@@ -185,13 +187,12 @@ class Generator:
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             tokens[index, -length:] = row.prompt[row.filled : row.filled + length]
         logits = self._batch.prefill(first, tokens, np.array([row.filled for row in rows]), np.array(lengths))
-        pieces = []
-        for row, length, values in zip(rows, lengths, logits, strict=True):
+        for row, length in zip(rows, lengths, strict=True):
             row.filled += length
             row.turn = self._steps
-            if row.filled == len(row.prompt):
-                pieces.append(row.advance(values))
-        return pieces
+        return advance_all(
+            [(row, values) for row, values in zip(rows, logits, strict=True) if row.filled == len(row.prompt)]
+        )
 
     def _chunk(self) -> tuple[int, list[int]]:
         """The rows whose turn it is, the first and then its neighbours, and how much of each prompt to take in."""
@@ -218,7 +219,13 @@ class Generator:
                 self._rows[index] = last
                 self._batch.move(len(self._rows), index, last.filled)
         if not self._rows:
-            self._batch.clear()
+            self._batch.idle()
+
+
+def advance_all(rows: Sequence[tuple[Row, NDArray[np.float32]]]) -> list[Piece]:
+    """Choose the next token of each row from its logits [vocabulary], all in one call; return their pieces."""
+    chosen = choose_all([row.choice(logits) for row, logits in rows])
+    return [row.advance(logits, token) for (row, logits), token in zip(rows, chosen, strict=True)]
 
 
 def complete(generator: Generator, requests: Sequence[Request]) -> list[GeneratedAnswer]:

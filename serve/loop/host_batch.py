@@ -182,6 +182,10 @@ class HostBatch:
         """Let a row hold zeros."""
         self._held().wipe(row)
 
+    def idle(self) -> None:
+        """Give the memory back: another step is bound in no time."""
+        self.clear()
+
     def clear(self) -> None:
         """Forget all rows, and give the memory back."""
         self._cache = None

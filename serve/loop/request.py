@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .sampling import Sampling, choose, log_probabilities
+from .batch_sampling import RowChoice
+from .sampling import Sampling, log_probabilities
 from .text import TextStream, Vocabulary
 
 #: A prompt of more characters than this for each of the model's positions is refused untokenized.
@@ -193,13 +194,21 @@ class Row:
         """Tell whether the whole prompt is taken in."""
         return self.produced > 0
 
-    def advance(self, logits: NDArray[np.float32]) -> Piece:
-        """Choose the next token from `logits` [vocabulary].
+    def choice(self, logits: NDArray[np.float32]) -> RowChoice:
+        """Return all that the next token depends on; `logits` [vocabulary]."""
+        if self.random is None and self.request.temperature:
+            self.random = np.random.default_rng(self.request.seed)
+        return RowChoice(logits, self.sampling, self.counts, self.random)
+
+    def advance(self, logits: NDArray[np.float32], chosen: int | Exception) -> Piece:
+        """Take the token that was chosen from `logits` [vocabulary].
 
         Whatever is wrong with them or with the text is told in the piece: it is this request's misfortune alone.
         """
         try:
-            return self._accept(logits)
+            if isinstance(chosen, Exception):
+                raise chosen
+            return self._accept(logits, chosen)
         except (KeyboardInterrupt, SystemExit):  # of whoever steps, and of no request
             raise
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic in Rust, and the others must go on
@@ -207,11 +216,8 @@ class Row:
             told = f"{type(error).__name__}: {error}"
             return Piece(self.ticket, self.last, "", "error", len(self.prompt), self.produced, error=told)
 
-    def _accept(self, logits: NDArray[np.float32]) -> Piece:
+    def _accept(self, logits: NDArray[np.float32], token: int) -> Piece:
         request = self.request
-        if self.random is None and request.temperature:
-            self.random = np.random.default_rng(request.seed)
-        token = choose(logits, self.sampling, self.counts, self.random)
         logprob, best = (None, ()) if request.logprobs is None else log_probabilities(logits, token, request.logprobs)
         self.last = token
         self.produced += 1

@@ -35,9 +35,21 @@ def choose(
 
     `logits` [vocabulary]; `counts` how often each token was produced so far; `random` may be None where the temperature
     is 0. Raises FloatingPointError when the best
-    logit is NaN or infinite: the model is broken, and argmax would return a token all the same.
+    logit is NaN or infinite: the model is broken, and argmax would return a token all the same. `batch_sampling` does
+    this for many rows.
     """
-    logits = penalized(logits, sampling, counts)
+    uniform = 0.0
+    if sampling.temperature:
+        assert random is not None, "there is nothing to draw from"
+        uniform = random.random()
+    return token_at(penalized(logits, sampling, counts), sampling, uniform)
+
+
+def token_at(logits: NDArray[np.float32], sampling: Sampling, uniform: float) -> int:
+    """The token at `uniform`, from 0 to 1, of the nucleus; the best one at temperature 0.
+
+    `logits` [vocabulary], less the penalties. Raises what `choose` raises.
+    """
     best = int(logits.argmax())  # argmax returns the first NaN where there is one
     if not isfinite(logits[best]):
         raise FloatingPointError(
@@ -46,10 +58,9 @@ def choose(
         )
     if sampling.temperature == 0.0:
         return best
-    assert random is not None, "there is nothing to draw from"
     tokens, weights = nucleus(probabilities(logits, sampling.temperature), sampling.top_p)
     cumulative = weights.cumsum()
-    drawn = cumulative.searchsorted(random.random() * cumulative[-1], side="right")
+    drawn = cumulative.searchsorted(uniform * cumulative[-1], side="right")
     return int(tokens[min(int(drawn), len(tokens) - 1)])
 
 
@@ -66,8 +77,10 @@ def penalized(logits: NDArray[np.float32], sampling: Sampling, counts: Mapping[i
 
 def probabilities(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float64]:
     """softmax(logits / temperature), float64 [vocabulary]."""
-    exponents = logits.astype(np.float64)
-    weights: NDArray[np.float64] = np.exp((exponents - exponents.max()) / temperature)
+    weights = logits.astype(np.float64)
+    weights -= weights.max()
+    weights /= temperature
+    np.exp(weights, out=weights)
     weights /= weights.sum()
     return weights
 

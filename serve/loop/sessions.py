@@ -94,8 +94,11 @@ class Batch(Protocol):
     def wipe(self, row: int) -> None:
         """Set a row to zeros: it may hold NaN, which a mask does not hide."""
 
+    def idle(self) -> None:
+        """Nothing is in flight: memory may be given back, or kept for the next request. All rows are forgotten."""
+
     def clear(self) -> None:
-        """Forget all rows; the memory may go."""
+        """Forget all rows, whatever they hold, and give the memory back."""
 
 
 class Session(Protocol):

@@ -8,7 +8,7 @@
       <name>/1/model.py         triton_model.py, copied
       <name>/1/generate.py …    the loop and its neighbours, copied (`LOOP`): the server needs no fp8q
       <name>/1/weights/         the graph, the safetensors it points into, tokenizer and configuration
-      <name>/1/engines/         the run's engines, by runtime and target (`here`), where it has some
+      <name>/1/engines/         the run's engines, by runtime and target (`here`), and their records
       <name>_engine/…           the plain model of an engine, where there is one for TensorRT (`engine_model`)
 
 Weights are copies of those in `RUN/model`, without room of their own where the file system shares blocks. A
@@ -37,8 +37,9 @@ from .schema import import_schema
 #: The files of the loop, which lie side by side in a repository as they do there.
 LOOP_FOLDER = Path(__file__).parent.parent / "loop"
 LOOP = (
-    "cache.py", "cuda.py", "device.py", "device_batch.py", "engine_session.py", "generate.py", "here.py",
-    "host_batch.py", "request.py", "sampling.py", "service.py", "sessions.py", "text.py",
+    "batch_sampling.py", "cache.py", "cuda.py", "device.py", "device_batch.py", "device_calls.py",
+    "engine_session.py", "generate.py", "here.py", "host_batch.py", "request.py", "sampling.py", "service.py",
+    "sessions.py", "text.py",
 )  # fmt: skip
 #: What the model reads beside its graph; the last is not in every checkpoint.
 COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
@@ -111,7 +112,8 @@ def write_repository(
         for each in own_engines:
             place = plan_path(partial / name / "1", each.runtime, each.target)
             place.parent.mkdir(parents=True, exist_ok=True)
-            clone_file(each.plan, place)
+            for kind in (".plan", ".json"):  # what is known of an engine lies beside it there, too
+                clone_file(each.plan.with_suffix(kind), place.with_suffix(kind))
             advance(1)
         if engine:
             folder = partial / (name + SUFFIX)

@@ -125,6 +125,7 @@ def test_tensorrt_rtx_builds_it_with_every_promised_product_in_fp8(run: Run) -> 
         run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_batch=4, max_seq_len=64)
     )
     (engine,) = load_engines(run)
+    assert engine.branches is True
     number = len(load_scales(run).weights)
     assert (engine.promised_products, engine.fp8_products, engine.wide_products, engine.evidence) == (
         number, number, [], "plan",

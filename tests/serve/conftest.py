@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import numpy as np
 import onnx
@@ -210,7 +211,8 @@ class HostDevice:
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray] = {}
         self.queue: list[Callable[[], object]] = []
-        self.waits = self.captures = 0
+        self.waits = self.captures = self.downloaded = self.stream = 0
+        self.graphs = WeakSet[Callable[[], None]]()
 
     def allocate(self, size: int) -> int:
         assert size > 0
@@ -229,6 +231,7 @@ class HostDevice:
         self.queue.append(lambda: np.copyto(at(target, np.uint8, source.nbytes), source))
 
     def download(self, source: int, target: np.ndarray) -> None:
+        self.downloaded += target.nbytes
         self.queue.append(lambda: np.copyto(target, at(source, np.uint8, target.nbytes)))
 
     def copy(self, copy: Copy) -> None:
@@ -251,8 +254,17 @@ class HostDevice:
         self.queue.append(lambda: at(address, np.uint8, size).fill(0))
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """As CUDA does it: what `work` asks for is kept, with its addresses, and not done."""
         self.captures += 1
-        return work
+        queue, self.queue = self.queue, []
+        work()
+        recorded, self.queue = self.queue, queue
+
+        def launch(keep: Callable[[], None] = work) -> None:
+            self.queue.extend(recorded)
+
+        self.graphs.add(launch)
+        return launch
 
     def wait(self) -> None:
         self.waits += 1
@@ -260,23 +272,41 @@ class HostDevice:
             self.queue.pop(0)()
 
 
+class HostContext:
+    """A context of a `HostProgram`."""
+
+
 class HostProgram:
-    """A `device_batch.DeviceProgram` that is a graph on ONNX Runtime, over memory of a `HostDevice`."""
+    """A `device_calls.DeviceProgram` that is a graph on ONNX Runtime, over memory of a `HostDevice`."""
 
     logits_dtype = np.dtype(np.float32)
+    captures = True
 
     def __init__(self, session: OnnxRuntimeSession, device: HostDevice):
         self.session, self.device = session, device
         self.layout, self.vocabulary = session.layout, session.vocabulary
         self.bound: list[tuple[str, dict[str, tuple[int, ...]]]] = []
+        self.contexts = WeakSet[HostContext]()
+        self.made: list[str] = []
+        self.idles = 0
+
+    def context(self, phase: str) -> HostContext:
+        context = HostContext()
+        self.contexts.add(context)
+        self.made.append(phase)
+        return context
+
+    def idle(self) -> None:
+        self.idles += 1
 
     def names(self, kind: str) -> list[str]:
         return [(PAST if kind == "past" else NEW) + name for name in self.layout.names]
 
     def bind(
-        self, phase: str, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]
+        self, context: HostContext, phase: str, shapes: Mapping[str, tuple[int, ...]], addresses: Mapping[str, int]
     ) -> Callable[[], None]:
         assert all(address % ALIGNMENT == 0 for address in addresses.values())
+        self.logits_at = addresses["logits"]
         self.bound.append((phase, dict(shapes)))
         count, seq = shapes["input_ids"]
         dtypes = self.layout.dtypes
@@ -288,7 +318,17 @@ class HostProgram:
             for name, dtype, (heads, size) in zip(self.names("new"), dtypes, self.layout.shapes)
         ]
         step = self.session.bind(inputs, outputs)
-        return lambda: self.device.queue.append(step)
+
+        def run(keep: HostContext = context) -> None:
+            self.device.queue.append(step)
+
+        return run
+
+
+@pytest.fixture
+def host_device() -> type[HostDevice]:
+    """`host_device()`: a device in host memory."""
+    return HostDevice
 
 
 @pytest.fixture(params=["host", "device"])
@@ -307,12 +347,15 @@ def open_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
 
 @pytest.fixture
 def on_device() -> Callable[..., tuple[DeviceBatch, HostDevice, HostProgram]]:
-    """`on_device(counting, rows)`: a batch on a device, with that and its program."""
+    """`on_device(counting, rows, positions, captures)`: a batch on a device, with that and its program."""
 
-    def opened(counting: CountingModel, rows: int = 4) -> tuple[DeviceBatch, HostDevice, HostProgram]:
+    def opened(
+        counting: CountingModel, rows: int = 4, positions: int | None = None, captures: bool = True
+    ) -> tuple[DeviceBatch, HostDevice, HostProgram]:
         device = HostDevice()
         program = HostProgram(counting.session(), device)
-        return DeviceBatch(program, device, rows, counting.positions), device, program
+        program.captures = captures
+        return DeviceBatch(program, device, rows, positions or counting.positions), device, program
 
     return opened
 

@@ -69,6 +69,10 @@ class TorchBatch:
         """Forget the row."""
         self.clear()
 
+    def idle(self) -> None:
+        """Forget the row."""
+        self.clear()
+
     def clear(self) -> None:
         """Forget the row."""
         self._cache = self._new_cache()

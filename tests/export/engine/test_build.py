@@ -79,6 +79,7 @@ def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) ->
             "fp8_products",
             "wide_products",
             "narrow_products",
+            "branches",
             "evidence",
             "profiles",
             "build_seconds",
@@ -91,6 +92,7 @@ def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) ->
         )
         assert (info.promised_products, info.fp8_products, info.wide_products, info.evidence) == (7, 7, [], "plan")
         assert info.profiles == list(profiles(4, 128))
+        assert info.branches is False
         assert 0 < info.build_seconds < 60
     assert heard.tracks == [("Building the sm89 engine", 100, "%"), ("Building the sm120 engine", 100, "%")]
     assert heard.done == 100

@@ -112,6 +112,13 @@ def test_the_plan_and_what_is_known_of_it_lie_in_their_places(engine_run: Run) -
     assert described["inputs"]["attention_mask"] == {"type": "INT64", "dims": ["batch", "capacity + seq"]}
 
 
+def test_the_python_model_finds_beside_its_engine_whether_that_has_branches(engine_run: Run) -> None:
+    written(engine_run)
+    folder = engine_run.triton / "counting" / "1" / "engines" / "tensorrt"
+    assert sorted(path.name for path in folder.iterdir()) == ["sm90.json", "sm90.plan"]
+    assert (folder / "sm90.json").read_bytes() == (engine_run.engines / "sm90.json").read_bytes()
+
+
 def test_the_repository_is_written_anew_when_the_engine_is(engine_run: Run) -> None:
     written(engine_run)
     before = engine_run.record().stages["triton"]

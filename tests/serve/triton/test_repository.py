@@ -42,10 +42,12 @@ def parsed(text: str) -> Any:
 
 def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> None:
     assert write(counting_run) == [
+        "Counting-Model/1/batch_sampling.py",
         "Counting-Model/1/cache.py",
         "Counting-Model/1/cuda.py",
         "Counting-Model/1/device.py",
         "Counting-Model/1/device_batch.py",
+        "Counting-Model/1/device_calls.py",
         "Counting-Model/1/engine_session.py",
         "Counting-Model/1/generate.py",
         "Counting-Model/1/here.py",

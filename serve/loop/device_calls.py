@@ -1,0 +1,193 @@
+"""The memory of one call of an engine, in page-locked host memory and on the device.
+
+    host     tokens | positions | mask | logits of the last positions
+    device   tokens | positions | mask | new keys and values, group by group | logits of all positions
+
+The inputs lie alike on both sides, so they are uploaded at once. Of the logits only a row's last position is
+downloaded: rows of a chunk end together. Allocating page-locked memory stops the device, so a `Room` outlasts its call:
+that of a decode step belongs to it, since a captured step repeats its addresses; all chunks of prompts share one, which
+grows to the largest of them.
+
+Nothing here depends on CUDA. Imports only NumPy and its neighbours, as it is copied into Triton repositories.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .cache import CacheLayout
+from .device import ALIGNMENT, Device, by_number, groups_of, new_block
+
+Shapes = Mapping[str, tuple[int, ...]]
+Phase = Literal["prefill", "decode"]
+#: Bytes of an int64.
+WORD = 8
+
+
+class DeviceProgram(Protocol):
+    """An engine. Tensors are known by name: three of tokens, `past`, `new`, `logits`. `captures`: whether its work may
+    be captured and repeated; not where it reads a condition on the host, which a captured graph freezes.
+    """
+
+    layout: CacheLayout
+    vocabulary: int
+    logits_dtype: np.dtype[Any]
+    captures: bool
+
+    def names(self, kind: Literal["past", "new"]) -> Sequence[str]:
+        """The tensors of the past, or the new ones, in the order of the layout."""
+
+    def context(self, phase: Phase) -> Any:
+        """Make a context of the engine, which runs one shape of inputs at a time."""
+
+    def bind(self, context: Any, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
+        """Return the function that runs the engine in `context` on tensors at these addresses; `shapes` are those of
+        its inputs. What was bound in that context before is not to be run any more.
+        """
+
+    def idle(self) -> None:
+        """Use the time in which nothing is to be run."""
+
+
+def float_logits(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    """Logits as they came, [rows, bytes], in FP32; uint16 holds BF16, which NumPy has not."""
+    values = raw.view(dtype)
+    if dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """`count` rows of `seq` tokens over `past` slots."""
+
+    count: int
+    seq: int
+    past: int
+
+    @property
+    def tokens(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of tokens, positions and mask."""
+        return (self.count, self.seq), (self.count, self.seq), (self.count, self.past + self.seq)
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """Offsets in bytes: of the inputs on both sides, of each group's new values and of the logits on the device; the
+    logits of the host follow what is `uploaded`. `host` and `device`: the bytes in all.
+    """
+
+    inputs: tuple[int, ...]
+    uploaded: int
+    new: tuple[int, ...]
+    logits: int
+    host: int
+    device: int
+
+
+def call_layout(program: DeviceProgram, shape: CallShape) -> CallLayout:
+    """Lay out the memory of a call."""
+    width = program.vocabulary * program.logits_dtype.itemsize
+    *inputs, uploaded = _offsets([WORD * rows * columns for rows, columns in shape.tokens])
+    blocks = [len(group.tensors) * new_block(group, shape.count, shape.seq) for group in groups_of(program.layout)]
+    *new, logits, device = _offsets([*blocks, shape.count * shape.seq * width], uploaded)
+    return CallLayout(tuple(inputs), uploaded, tuple(new), logits, uploaded + shape.count * width, device)
+
+
+def _offsets(sizes: Sequence[int], begin: int = 0) -> list[int]:
+    """The beginnings of memory of these sizes, one behind the other from `begin`, and the end; all aligned."""
+    found = [begin]
+    for size in sizes:
+        found.append(found[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return found
+
+
+class Room:
+    """Memory for a call on both sides, which may be longer than the call's."""
+
+    def __init__(self, device: Device):
+        """No memory yet."""
+        self._device = device
+        self.host: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self.address = self._size = 0
+
+    def hold(self, layout: CallLayout) -> "Room":
+        """Have enough for a call; what was there is lost where it is too little. The device must be done with it."""
+        if layout.host > self.host.size:
+            self.host = self._device.host(layout.host)
+        if layout.device > self._size:
+            self.free()
+            self.address, self._size = self._device.allocate(layout.device), layout.device
+        return self
+
+    def free(self) -> None:
+        """Give the device's memory back, when the work that was asked for is done."""
+        if self._size:
+            self._device.free(self.address)
+        self.address = self._size = 0
+
+
+@dataclass
+class BoundCall:
+    """The inputs of a call on the host, its outputs on the device, its last logits on the host, and the engine's run;
+    `whole`: the inputs as they are uploaded.
+    """
+
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    mask: NDArray[np.int64]
+    whole: NDArray[np.uint8]
+    address: int
+    new: tuple[int, ...]
+    logits_at: int
+    logits: NDArray[np.uint8]
+    run: Callable[[], None]
+
+
+def bound_call(
+    program: DeviceProgram, context: Any, phase: Phase, shape: CallShape, pasts: Sequence[int], room: Room
+) -> BoundCall:
+    """Bind the engine to memory in `room`; `pasts`: the addresses of the past of the first row, tensor by tensor."""
+    layout = call_layout(program, shape)
+    room.hold(layout)
+    tokens, positions, mask = (
+        room.host[offset : offset + WORD * rows * columns].view(np.int64).reshape(rows, columns)
+        for offset, (rows, columns) in zip(layout.inputs, shape.tokens, strict=True)
+    )
+    width = program.vocabulary * program.logits_dtype.itemsize
+    logits = room.host[layout.uploaded : layout.uploaded + shape.count * width].reshape(shape.count, width)
+    new = tuple(room.address + offset for offset in layout.new)
+    run = program.bind(
+        context,
+        phase,
+        _shapes(program, shape),
+        dict(zip(_INPUTS, (room.address + offset for offset in layout.inputs), strict=True))
+        | dict(zip(program.names("past"), pasts, strict=True))
+        | dict(zip(program.names("new"), _new_addresses(program, shape, new), strict=True))
+        | {"logits": room.address + layout.logits},
+    )
+    whole = room.host[: layout.uploaded]
+    return BoundCall(tokens, positions, mask, whole, room.address, new, room.address + layout.logits, logits, run)
+
+
+_INPUTS = ("input_ids", "position_ids", "attention_mask")
+
+
+def _shapes(program: DeviceProgram, shape: CallShape) -> dict[str, tuple[int, ...]]:
+    """The shapes of the engine's inputs."""
+    sizes = zip(program.names("past"), program.layout.shapes, strict=True)
+    return dict(zip(_INPUTS, shape.tokens, strict=True)) | {
+        name: (shape.count, heads, shape.past, size) for name, (heads, size) in sizes
+    }
+
+
+def _new_addresses(program: DeviceProgram, shape: CallShape, bases: Sequence[int]) -> list[int]:
+    """The addresses of the new keys and values, tensor by tensor; `bases`: of their groups."""
+    return by_number(
+        (number, base + index * new_block(group, shape.count, shape.seq))
+        for group, base in zip(groups_of(program.layout), bases, strict=True)
+        for index, number in enumerate(group.tensors)
+    )
