@@ -234,9 +234,11 @@ def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool
             else ""
         )
         told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
+        fp8 = "an unknown number" if view.evidence == "unknown" else view.fp8_products
+        untold = f", and of {len(view.untold)} it cannot be told" if view.untold else ""
         head = (
-            f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised "
-            f"products on FP8 codes on both sides ({told}){codes}"
+            f"{view.target}, {view.runtime} {view.version}: {fp8} of {view.promised_products} promised "
+            f"products on FP8 codes on both sides{untold} ({told}){codes}"
         )
         columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
         products = [
@@ -261,7 +263,11 @@ def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool
             )
         wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
         if view.narrow:
-            reason = "the weights' scales are per tensor, or narrower than FP32"
+            reason = (
+                "the kernel scales by itself, and rounds its sum once"
+                if view.evidence == "inspector"
+                else "the weights' scales are per tensor, or narrower than FP32"
+            )
             narrow = [(module, reason) for module in view.narrow]
             speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
         differs = [
