@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..onnx_file import names
 from .plan import UNTOLD, EngineProduct, Kernel, Plan
 from .program import LAYER, program_type_name
 
@@ -156,8 +157,16 @@ def _with_own_nodes(listed: list[tuple[Layer, EngineProduct]]) -> Iterable[Engin
     named = [_named(layer, product.nodes) for layer, product in listed]
     elsewhere = {node for nodes in named for node in nodes}
     for (_, product), nodes in zip(listed, named, strict=True):
-        own = nodes or tuple(node for node in product.nodes if node not in elsewhere) or product.nodes
+        multiplied = tuple(node for node in product.nodes if multiplies(node) and node not in elsewhere)
+        own = nodes or multiplied or product.nodes
         yield EngineProduct(own, product.operands, product.result, product.layers)
+
+
+def multiplies(node: str) -> bool:
+    """Tell from its name whether an ONNX node is a matrix product of the graph."""
+    module = names.module_of(node) or ""
+    attention = (names.attention_product(module, product) for product in names.ATTENTION_PRODUCTS)
+    return node in (names.matmul(module), *attention)
 
 
 def _named(layer: Layer, nodes: tuple[str, ...]) -> tuple[str, ...]:

@@ -124,6 +124,19 @@ class DeviceBatch:
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Read a chunk of prompts; the outputs of padding are discarded."""
+        return self._read_chunk(first, tokens, filled, lengths, 1)[:, 0]
+
+    def prefill_all(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read a chunk `tokens` [count, seq] of the first rows as `prefill` does, without padding; return the logits of
+        all its positions [count, seq, vocabulary].
+        """
+        count, seq = tokens.shape
+        return self._read_chunk(0, tokens, filled, np.full(count, seq), seq)
+
+    def _read_chunk(
+        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64], kept: int
+    ) -> NDArray[np.float32]:
+        """Read a chunk of prompts; return the logits of each row's last `kept` positions [count, kept, vocabulary]."""
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
         call = self._call("prefill", first, count, seq, past)
@@ -132,12 +145,13 @@ class DeviceBatch:
         call.staged.mask[:] = attention_mask(filled, past, real)
         self._device.upload(call.staged.whole, call.staged.address)
         call.run()
+        width = call.logits.shape[1]
+        logits = call.logits if kept == 1 else self._device.host(count * kept * width).reshape(count, kept * width)
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):
             cache.write(call.new, (count, seq), (row, first + row, slot), 1, length)
-            at = call.logits_at + (row * seq + seq - 1) * call.logits.shape[1]
-            self._device.download(at, call.logits[row])
+            self._device.download(call.logits_at + (row * seq + seq - kept) * width, logits[row])
         self._device.wait()
-        found = float_logits(call.logits, self._program.logits_dtype).copy()
+        found = float_logits(logits, self._program.logits_dtype).reshape(count, kept, -1).copy()
         self._free(call)
         return found
 
