@@ -142,12 +142,13 @@ class EngineSession:
         return context
 
     def open_batch(self, rows: int, positions: int) -> DeviceBatch:
-        """Make room on the GPU: `Session.open_batch`.
+        """Make room on the GPU, for `positions` rounded up to whole steps of slots: `Session.open_batch`.
 
         Raises SessionError, saying what fits, where the GPU's free memory cannot hold the cache that is asked for. It
         is taken as the sequences grow, and a server that finds out then loses the requests in flight.
         """
-        layout, free = self.layout, self.device.free_memory()
+        layout, free, step = self.layout, self.device.free_memory(), slot_step(self.layout)
+        positions = min(-(-positions // step) * step, self.most_positions or positions)
         position = sum(
             heads * size * dtype.itemsize for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)
         )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...core.errors import BackendError
 from ...serve.loop.engine_session import EngineSession
 from .as_served import served, session_start
 from .compare import Forward
@@ -19,9 +20,20 @@ from .compare import Forward
 def engine_logits(session: EngineSession, prompt: int | None = None) -> Forward:
     """Return the function that computes logits by an engine; `prompt`: the tokens that are read in one call before the
     others are read one by one (None: whole windows, in chunks).
+
+    It raises BackendError for windows that are longer than the engine has slots, which are whole steps of memory.
     """
     forward = whole_windows(session) if prompt is None else served(session_start(session), prompt)
-    return in_groups(forward, session.most_rows)
+
+    def within(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        if session.most_positions is not None and ids.shape[1] > session.most_positions:
+            raise BackendError(
+                f"a window of {ids.shape[1]} tokens is longer than the engine's {session.most_positions} slots; give "
+                f"--context {session.most_positions}"
+            )
+        return forward(ids)
+
+    return in_groups(within, session.most_rows)
 
 
 def whole_windows(session: EngineSession) -> Forward:

@@ -470,7 +470,9 @@ def as_tensorrts(demo_run: Run, root: Path, inspected: Path | None = None) -> Ru
     outputs = record["stages"]["build-engine"]["outputs"]
     outputs["engines/sm89.json"] = sha256_file(info)
     if inspected:
-        outputs["engines/sm89.layers.json"] = sha256_file(shutil.copy(inspected, run.engines / "sm89.layers.json"))
+        beside = run.engines / "sm89.layers.json"
+        shutil.copy(inspected, beside)
+        outputs["engines/sm89.layers.json"] = sha256_file(beside)
     run.record_file.write_text(json.dumps(record))
     return run
 

@@ -1,0 +1,76 @@
+"""The commands of a GPU's user, from the engine to an answer over HTTP, on a stand-in for the GPU.
+
+The builder is TensorRT-RTX's, under both names; driver and runtime are those of `stand_in`, which run the engine's
+graph in FP32 on ONNX Runtime. So what comes out can be held against ONNX Runtime itself.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8q.core.run import Run
+from fp8q.export.engine.targets import MODULES, Runtime
+from fp8q.validate.accuracy.document import load_accuracy
+from tests.serve.web.started_server import in_thread
+
+pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
+
+from tests.stand_in.driver import Driver
+from tests.stand_in.runtime import Machine, machine
+
+Fp8q = Callable[..., Any]
+PROMPT = "def read_file(path):\n    "
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[Machine]:
+    """A machine with an Ada GPU of a gigabyte, and both runtimes."""
+    with machine(Driver(), *MODULES.values()) as found:
+        yield found
+
+
+@pytest.fixture
+def run(demo_run: Run, tmp_path: Path) -> Run:
+    """The demo, without engines."""
+    copied = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    shutil.rmtree(copied.engines)
+    return copied
+
+
+@pytest.mark.parametrize("runtime", MODULES)
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
+def test_a_gpus_user_builds_validates_and_serves(fp8q: Fp8q, on_gpu: Machine, run: Run, runtime: Runtime) -> None:
+    sizes = ("--max-batch", "2", "--max-seq-len", "256")
+    built = fp8q("build-engine", run.root, "--runtime", runtime, *sizes)
+    assert built.code == 0, built.err
+    on_gpu.knows(run.engines / "sm89.plan", run.onnx_fp32)
+    record = json.loads((run.engines / "sm89.json").read_text())
+    assert (record["runtime"], record["fp8_products"], record["wide_products"]) == (runtime, 28, [])
+    assert record["evidence"] == ("inspector" if runtime == "tensorrt" else "plan")
+    assert (run.engines / "sm89.layers.json").exists() == (runtime == "tensorrt")
+
+    looked = fp8q("engine", run.root, "--json")
+    (view,) = json.loads(looked.out)["engines"]
+    assert (looked.code, view["fp8_products"], view["untold"]) == (0, 28, [])
+
+    words = ("--runtimes", f"bf16,onnxruntime,{runtime}", "--context", "128")
+    for served in ((), ("--as-served", "96")):
+        validated = fp8q("validate", run.root, *words, *served)
+        assert validated.code == 0, validated.err
+        found = load_accuracy(run).runtimes
+        ours, theirs = found[runtime], found["onnxruntime"]
+        assert ours.perplexity == pytest.approx(theirs.perplexity, rel=1e-3)
+        assert ours.kl_mean_nats == pytest.approx(theirs.kl_mean_nats, rel=0.1)
+        assert ours.top1_agreement == pytest.approx(theirs.top1_agreement, abs=0.01)
+    on_gpu.driver.cuStreamSynchronize(0)  # memory is freed in the stream's order
+    assert on_gpu.driver.held == {}, "validating gave all memory back"
+
+    expected = json.loads(fp8q("generate", run.root, "--prompt", PROMPT, "--max-tokens", "12", "--json").out)
+    with in_thread(run.root, runtime=runtime, max_batch=2) as server:
+        answer = server.post(prompt=PROMPT, max_tokens=12, temperature=0).json()
+    assert answer["choices"][0]["text"] == expected["text"]
+    assert (on_gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"

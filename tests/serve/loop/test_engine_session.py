@@ -1,0 +1,141 @@
+"""An engine's session on a stand-in for driver and runtime: the calls of CUDA and TensorRT as they are made, and the
+errors where they fail. That its batches answer as host memory does is in test_host_batch.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from fp8q.core.errors import BackendError
+from fp8q.serve.loop.cuda import CudaDevice, CudaError
+from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
+from fp8q.serve.loop.generate import Generator, complete
+from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.sessions import SessionError
+from fp8q.serve.loop.text import Vocabulary
+from fp8q.validate.accuracy.engine_logits import engine_logits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.serve.conftest import CountingModel, OpenEngine
+    from tests.stand_in.runtime import Machine
+
+each_runtime = pytest.mark.parametrize("runtime", RUNTIMES)
+
+
+def logits_at_once(counting: CountingModel, ids: np.ndarray) -> np.ndarray:
+    """The logits of windows, each read in one call of the graph."""
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
+    found: np.ndarray = counting.session().forward(ids, np.ones_like(ids), positions)[0]
+    return found
+
+
+@each_runtime
+def test_an_engine_answers_as_the_model_does(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    prompts = ["t3 t1 t4", "t9", "t2 t6 t5 t3 t5 t8 t9 t7 t9 t3 t2", "t1 t1", "t8 t4"]
+    generator = Generator(open_engine(counting, runtime), Vocabulary.read(counting.directory))
+    assert generator.max_batch == 4
+    answers = complete(generator, [Request(prompt, 12) for prompt in prompts])
+    assert [list(answer.tokens) for answer in answers] == [counting.answer(prompt, 12) for prompt in prompts]
+    assert (gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+
+
+@each_runtime
+def test_windows_in_chunks_over_the_cache_have_the_logits_of_whole_ones(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    """Seven windows, in fours and with a chunk that the context is no multiple of."""
+    session = open_engine(counting, runtime)
+    session.pace = type(session.pace)(chunk=24, share=24)
+    ids = np.random.default_rng(0).integers(0, 15, (7, 100))
+    found = engine_logits(session)(ids).numpy()
+    assert found.shape == (7, 100, 16)
+    assert np.array_equal(found, logits_at_once(counting, ids))
+    gpu.driver.cuStreamSynchronize(0)
+    assert gpu.driver.held == {}
+
+
+@each_runtime
+def test_windows_as_served_have_the_logits_of_whole_ones_behind_the_prompt(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    ids = np.random.default_rng(1).integers(0, 15, (6, 40))
+    found = engine_logits(open_engine(counting, runtime), 30)(ids).numpy()
+    assert np.array_equal(found[:, 29:], logits_at_once(counting, ids)[:, 29:39])
+    assert not found[:, :29].any()
+    gpu.driver.cuStreamSynchronize(0)
+    assert gpu.driver.held == {}
+
+
+def test_windows_longer_than_the_slots_are_refused(counting: CountingModel, open_engine: OpenEngine) -> None:
+    session = open_engine(counting, "tensorrt")
+    most = {"off": 200, "v": 192, "fp8": 192}[counting.cache]
+    with pytest.raises(BackendError) as refused:
+        engine_logits(session)(np.zeros((1, 201), np.int64))
+    assert str(refused.value) == (
+        f"a window of 201 tokens is longer than the engine's {most} slots; give --context {most}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "fits"),
+    [
+        (24, "2 of them fit, with --max-batch 2"),
+        (4, "not one fits; build an engine with --max-seq-len 80 or less"),
+    ],
+)
+def test_a_cache_that_the_gpu_has_no_room_for_is_refused_and_what_fits_is_said(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, free: int, fits: str
+) -> None:
+    """`free` in units of 20 positions: eight sequences of 192 take 77 of them."""
+    position = {"off": 64, "v": 40, "fp8": 16}[counting.cache]
+    session = open_engine(counting, "tensorrt")
+    gpu.driver.total = free * 20 * position
+    with pytest.raises(SessionError) as refused:
+        session.open_batch(8, 192)
+    takes, has = (f"{size * position / 1e9:.2f} GB" for size in (8 * 192, free * 20))
+    assert str(refused.value) == (
+        f"a cache of 8 sequences of 192 positions takes {takes}, and this GPU has {has} free: {fits}"
+    )
+    session.open_batch(1, 64)
+    assert gpu.driver.held == {}
+
+
+def test_an_engine_that_the_runtime_does_not_load_is_named(gpu: Machine, tmp_path: Path) -> None:
+    plan = tmp_path / "cut.plan"
+    plan.write_bytes(b"ftrt, and cut off")
+    with pytest.raises(SessionError) as refused:
+        EngineSession(plan, "tensorrt")
+    assert str(refused.value) == (
+        f"{plan}: tensorrt 11.4.0.1 does not load it on this GPU; build it here with `fp8q build-engine`"
+    )
+
+
+def test_a_driver_on_which_the_runtime_does_not_start_is_named(gpu: Machine, tmp_path: Path) -> None:
+    gpu.starts = False
+    with pytest.raises(SessionError) as refused:
+        EngineSession(tmp_path / "any.plan", "tensorrt")
+    assert str(refused.value) == (
+        "tensorrt 11.4.0.1 does not start on this machine's driver; update it (built for CUDA 13 it needs r580 or "
+        "newer, for CUDA 12 r535)"
+    )
+
+
+def test_a_driver_without_a_function_is_too_old(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(type(gpu.driver), "cuMemAllocAsync")
+    with pytest.raises(CudaError) as refused:
+        CudaDevice().allocate(1)
+    assert str(refused.value) == "this NVIDIA driver is too old, and has no cuMemAllocAsync; update it to r535 or newer"
+
+
+def test_memory_that_is_used_up_is_the_drivers_own_word(gpu: Machine) -> None:
+    device = CudaDevice()
+    assert device.free_memory() == 1 << 30
+    with pytest.raises(CudaError, match=r"^cuMemAllocAsync failed with 2 \(out of memory\)$"):
+        device.allocate((1 << 30) + 1)
