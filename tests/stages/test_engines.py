@@ -51,8 +51,8 @@ def test_windows_and_prompts_that_an_engine_does_not_take_are_refused_before_any
     with pytest.raises(InputError) as longer:
         engine().check_windows(cut(text, "text", 128, 128))
     assert str(longer.value) == (
-        "--runtimes tensorrt: its engine has room for 64 positions, and a window has 128; give --context 64, or build it "
-        "with --max-seq-len 128"
+        "--runtimes tensorrt: its engine has room for 64 positions, and a window has 128; give --context 64, or build "
+        "it with --max-seq-len 128"
     )
     with pytest.raises(InputError) as prompt:
         replace(engine(), name="tensorrt-rtx").check_windows(cut(text, "text", 64, 64, prompt=33))
