@@ -74,3 +74,34 @@ def test_a_gpus_user_builds_validates_and_serves(fp8q: Fp8q, on_gpu: Machine, ru
         answer = server.post(prompt=PROMPT, max_tokens=12, temperature=0).json()
     assert answer["choices"][0]["text"] == expected["text"]
     assert (on_gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_engines_of_other_precisions_are_validated_beside_their_graphs(
+    fp8q: Fp8q, on_gpu: Machine, run: Run, keeping_graphs: Callable[..., Any], precision: str
+) -> None:
+    with keeping_graphs():
+        exported = fp8q("export", run.root, "--precision", precision)
+    assert exported.code == 0, exported.err
+    words = ("--runtime", "tensorrt-rtx", "--precision", precision, "--max-batch", "2", "--max-seq-len", "256")
+    built = fp8q("build-engine", run.root, *words)
+    assert built.code == 0, built.err
+    on_gpu.knows(run.engines / precision / "sm89.plan", run.baselines / precision / "model.fp32.onnx")
+    names = (f"onnxruntime-{precision}", f"tensorrt-rtx-{precision}")
+    validated = fp8q("validate", run.root, "--runtimes", ",".join(("bf16", *names)), "--context", "256")
+    assert validated.code == 0, validated.err
+    theirs, ours = (load_accuracy(run).runtimes[name] for name in names)
+    assert ours.perplexity == pytest.approx(theirs.perplexity, rel=1e-3)
+    assert ours.kl_mean_nats == pytest.approx(theirs.kl_mean_nats, rel=0.1)
+
+
+def test_an_engine_of_too_few_positions_is_named_and_nothing_is_left(fp8q: Fp8q, on_gpu: Machine, run: Run) -> None:
+    built = fp8q("build-engine", run.root, "--runtime", "tensorrt-rtx", "--max-batch", "2", "--max-seq-len", "64")
+    assert built.code == 0, built.err
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    line = fp8q("validate", run.root, "--runtimes", "bf16,tensorrt-rtx", "--context", "128").complaint(2)
+    assert line == (
+        "--runtimes tensorrt-rtx: its engine has room for 64 positions, and a window has 128; give --context 64, or "
+        "build it with --max-seq-len 128"
+    )
+    assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
