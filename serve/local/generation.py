@@ -44,11 +44,12 @@ def open_run_engine(
 
     Raises what `engine_here` raises, and BackendError where it does not load.
     """
-    plan, _ = engine_here(run, runtime, precision, adapter)
+    plan, info = engine_here(run, runtime, precision, adapter)
     try:
         return EngineSession(plan, runtime)
     except SessionError as error:
-        raise BackendError(str(error)) from error
+        other = f" (version {info.version} built it)" if info.version != load(runtime).__version__ else ""
+        raise BackendError(f"{error}{other}") from error
 
 
 def engine_here(

@@ -19,6 +19,7 @@ from tests.serve.web.started_server import in_thread
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
 
+from tests.stand_in import runtime as stand_in
 from tests.stand_in.driver import Driver
 from tests.stand_in.runtime import Machine, machine
 
@@ -105,3 +106,44 @@ def test_an_engine_of_too_few_positions_is_named_and_nothing_is_left(fp8q: Fp8q,
         "build it with --max-seq-len 128"
     )
     assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
+def test_the_other_form_of_the_scales_is_kept_with_what_the_inspector_says_of_it(
+    fp8q: Fp8q, on_gpu: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An inspector that shows weights in BF16 until their scales stand behind the product."""
+    told = stand_in.inspected
+
+    def wide_but_for_mul(plan: bytes) -> str:
+        said = told(plan)
+        return said if b"matmul.rescale" in plan else said.replace('"Datatype": "FP8"', '"Datatype": "BFloat16"')
+
+    monkeypatch.setattr(stand_in, "inspected", wide_but_for_mul)
+    built = fp8q("build-engine", run.root, "--runtime", "tensorrt", "--max-batch", "2", "--max-seq-len", "64")
+    assert built.code == 0, built.err
+    note = "sm89: with --weight-scale dq 28 of 28 products are wide, 0 with mul; the second is kept"
+    assert note in built.err
+    record = json.loads((run.engines / "sm89.json").read_text())
+    assert (record["weight_scale"], record["fp8_products"], record["evidence"]) == ("mul", 28, "inspector")
+    kept = {path.name for path in run.engines.iterdir() if not path.is_symlink()}
+    assert kept == {f"sm89{ending}" for ending in (".plan", ".json", ".layers.json", ".sh", ".onnx", ".timings")}
+    (view,) = json.loads(fp8q("engine", run.root, "--json").out)["engines"]
+    assert (view["fp8_products"], view["untold"]) == (28, [])
+
+
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
+def test_what_the_inspector_does_not_tell_is_noted_and_passes_where_no_share_was_asked_for(
+    fp8q: Fp8q, on_gpu: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = stand_in.inspected
+    monkeypatch.setattr(stand_in, "inspected", lambda plan: told(plan).replace('"Constants"', '"Constant inputs"'))
+    words = ("build-engine", run.root, "--runtime", "tensorrt", "--max-batch", "2", "--max-seq-len", "64")
+    built = fp8q(*words)
+    assert built.code == 0, built.err
+    assert "sm89: whether 28 of 28 promised products are FP8 on both sides cannot be told (as model." in built.err
+    record = json.loads((run.engines / "sm89.json").read_text())
+    assert (record["evidence"], record["wide_products"], len(record["unknown_products"])) == ("unknown", [], 28)
+    asked = fp8q(*words, "--min-fp8-share", "1")
+    refused = f"fp8q: sm89: what the engine of TensorRT {stand_in.VERSION} runs cannot be told from it"
+    assert (asked.code, asked.err.startswith(refused)) == (3, True), asked.err

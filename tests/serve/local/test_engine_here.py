@@ -92,6 +92,12 @@ def test_a_plan_that_does_not_load_and_a_runtime_that_does_not_start_are_backend
         open_run_engine(built, "tensorrt")
 
 
+def test_an_engine_of_another_tensorrt_rtx_is_tried_and_its_version_named(hopper: Machine, wide_run: Run) -> None:
+    record_engine(wide_run, "1.2.0", "tensorrt-rtx")
+    with pytest.raises(BackendError, match=r"build it here with `fp8q build-engine` \(version 1\.2\.0 built it\)$"):
+        open_run_engine(wide_run, "tensorrt-rtx")
+
+
 def test_a_server_that_has_no_room_for_its_cache_does_not_begin(hopper: Machine, built: Run) -> None:
     hopper.knows(built.engines / "sm90.plan", built.onnx_fp32)
     session = open_run_engine(built, "tensorrt")
