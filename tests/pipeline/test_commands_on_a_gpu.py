@@ -45,7 +45,7 @@ def run(demo_run: Run, tmp_path: Path) -> Run:
 @pytest.mark.parametrize("runtime", MODULES)
 @pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
 def test_a_gpus_user_builds_validates_and_serves(fp8q: Fp8q, on_gpu: Machine, run: Run, runtime: Runtime) -> None:
-    sizes = ("--max-batch", "2", "--max-seq-len", "256")
+    sizes = ("--max-batch", "2", "--max-seq-len", "256", "--max-prompt", "96")  # a window of 128 is two chunks
     built = fp8q("build-engine", run.root, "--runtime", runtime, *sizes)
     assert built.code == 0, built.err
     on_gpu.knows(run.engines / "sm89.plan", run.onnx_fp32)
