@@ -264,7 +264,7 @@ def engine(
 
     found = api.engine(run, target, plan)
     views.show_engines(terminal(), found, common.as_json)
-    check_views(found, options.share)
+    check_views(found, options.min_fp8_share)
 
 
 @app.command

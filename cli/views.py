@@ -227,17 +227,6 @@ def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool
     from ..export.onnx_file.names import product_of
 
     for view in found:
-        codes = (
-            f"; {view.codes_found} multiply the run's codes, {view.factors_found} have its factors s_x · s_w behind "
-            f"them, {view.inputs_found} its input scale before them"
-            if view.codes_found is not None
-            else ""
-        )
-        told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
-        head = (
-            f"{view.target}, {view.runtime} {view.version}: {view.fp8_products} of {view.promised_products} promised "
-            f"products on FP8 codes on both sides ({told}){codes}"
-        )
         columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
         products = [
             (
@@ -248,7 +237,7 @@ def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool
             )
             for row in view.products
         ]
-        speak.say(head)
+        speak.say(told_of_engine(view))
         if products:
             speak.table(f"{view.target}: products", columns, alike(products))
         attention = [
@@ -261,7 +250,11 @@ def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool
             )
         wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
         if view.narrow:
-            reason = "the weights' scales are per tensor, or narrower than FP32"
+            reason = (
+                "the kernel scales by itself, and rounds its sum once"
+                if view.evidence == "inspector"
+                else "the weights' scales are per tensor, or narrower than FP32"
+            )
             narrow = [(module, reason) for module in view.narrow]
             speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
         differs = [
@@ -275,6 +268,23 @@ def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool
             speak.table(
                 f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide)
             )
+
+
+def told_of_engine(view: "EngineView") -> str:
+    """The sentence above an engine's tables: how many promised products are on codes, and how that is known."""
+    codes = (
+        f"; {view.codes_found} multiply the run's codes, {view.factors_found} have its factors s_x · s_w behind "
+        f"them, {view.inputs_found} its input scale before them"
+        if view.codes_found is not None
+        else ""
+    )
+    told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
+    fp8 = "an unknown number" if view.evidence == "unknown" else view.fp8_products
+    untold = f", and of {len(view.untold)} it cannot be told" if view.untold else ""
+    return (
+        f"{view.target}, {view.runtime} {view.version}: {fp8} of {view.promised_products} promised "
+        f"products on FP8 codes on both sides{untold} ({told}){codes}"
+    )
 
 
 def kernels(names: Sequence[str]) -> str:

@@ -47,6 +47,7 @@ from .validate import (
     SensitivityOptions,
     TuneOptions,
     ValidateOptions,
+    graph_runtime,
 )
 
 __all__ = [
@@ -97,5 +98,6 @@ __all__ = [
     "WeightMethod",
     "WeightRounding",
     "WeightScale",
+    "graph_runtime",
     "model_name",
 ]

@@ -144,8 +144,3 @@ class EngineOptions(Options):
                 f"--adapter {self.adapter}: lies beside the FP8 graph, and --precision {self.precision} has another; "
                 "leave one of them out"
             )
-
-    @property
-    def share(self) -> float:
-        """The fraction of promised products that must run in FP8."""
-        return 1.0 if self.min_fp8_share is None else self.min_fp8_share

@@ -8,18 +8,22 @@ from typing import Annotated, Literal, get_args
 from ..core.errors import InputError
 from .calibrate import ALLOW_OVERLAP
 from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase_rule, nats_rule, option
-from .export import Baseline
+from .export import Baseline, Precision
 
 RUNTIMES = (
     "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",
-    "one-term",
+    "tensorrt-bf16", "tensorrt-int8", "tensorrt-rtx", "tensorrt-rtx-bf16", "tensorrt-rtx-int8", "one-term",
 )  # fmt: skip
+#: The runtimes that run the FP8 graph, or its engine for this machine's GPU; another precision stands behind the name.
+GraphRuntime = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
 #: The runtimes of the float model.
 FLOAT = frozenset({"bf16", "fp32", "original"})
 #: The reference with the first codes of its activations alone, as servers run it that know no second ones.
 ONE_TERM_ALONE = "one-term"
 #: The runtimes that a run is compared with, and not served by: the float model, other precisions, one term of two.
-NOT_SERVED = FLOAT | {"onnxruntime-bf16", "onnxruntime-int8", ONE_TERM_ALONE}
+NOT_SERVED = FLOAT | {
+    ONE_TERM_ALONE, *(f"{runtime}-{baseline}" for runtime in get_args(GraphRuntime) for baseline in get_args(Baseline))
+}  # fmt: skip
 #: The runtimes that need no graph: they run the checkpoint or the source model.
 WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
 #: The accumulators for products of codes (`quantize.reference.adder`).
@@ -28,6 +32,14 @@ Accumulator = Literal["fp32", "fp22", "two-level"]
 ServerForm = Literal["tail", "two_terms"]
 #: The costs that `tune` minimizes: bytes read by a decode step, or operations of a prefill.
 Prefer = Literal["memory", "prefill"]
+
+
+def graph_runtime(name: str) -> tuple[GraphRuntime, Precision]:
+    """Split the name of a runtime that runs a graph or an engine into that and its precision: `tensorrt-rtx-bf16`."""
+    runtimes: tuple[GraphRuntime, ...] = get_args(GraphRuntime)
+    runtime = next(each for each in runtimes if name == each or name.startswith(f"{each}-"))
+    precisions: tuple[Precision, ...] = get_args(Precision)
+    return runtime, next((each for each in precisions if name == f"{runtime}-{each}"), "fp8")
 
 
 def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
@@ -53,8 +65,10 @@ class ValidateOptions(Options):
     is the yardstick; `original` is the source model in its stored type, and is added to `bf16` where that is another.
     `one-term` is the reference with one code for each activation, as servers run it that know no second ones. The
     runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
-    --precision` writes. `max_ppl_increase` is a fraction, and may be given as text, `"1%"`. `accumulator`: see
-    `quantize.reference.adder`. `as_served`: see `validate.accuracy.as_served`.
+    --precision` writes; `tensorrt` and `tensorrt-rtx` run the engine for this machine's GPU, which `fp8q build-engine`
+    builds, with a precision behind the name the one of `--precision`. `max_ppl_increase` is a fraction, and may be
+    given as text, `"1%"`. `accumulator`: see `quantize.reference.adder`. `as_served`: see
+    `validate.accuracy.as_served`.
     """
 
     runtimes: Annotated[
@@ -109,8 +123,13 @@ class ValidateOptions(Options):
         return RUNTIMES[:3] if self.runtimes is None else self.runtimes
 
     @property
+    def engines(self) -> tuple[str, ...]:
+        """The requested runtimes that run engines."""
+        return tuple(name for name in self.chosen if name.startswith("tensorrt"))
+
+    @property
     def baselines(self) -> "tuple[Baseline, ...]":
-        """The precisions other than FP8 whose graphs the runtimes need."""
+        """The precisions other than FP8 whose graphs ONNX Runtime needs."""
         return tuple(precision for precision in get_args(Baseline) if f"onnxruntime-{precision}" in self.chosen)
 
 

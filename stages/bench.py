@@ -11,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 
-from ..core.errors import InputError
+from ..core.errors import BackendError, InputError
 from ..core.files import replacing, write_document
 from ..core.record import library_versions
 from ..core.run import Run
@@ -272,7 +272,10 @@ def _rows(
         for rows in batches:
             for length in prompts:
                 size = rows, length, options.tokens
-                answers = time_contenders(contenders, size, options.rounds, advance)
+                try:
+                    answers = time_contenders(contenders, size, options.rounds, advance)
+                except SessionError as error:
+                    raise BackendError(str(error)) from error
                 names = [each.name for each in contenders]
                 yield from rows_of_size(names, answers, size, options.gpu_hour_price, emulated)
 

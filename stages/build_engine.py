@@ -50,7 +50,7 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[Engine
             log.outputs += build_engines(run, promised, options, notes, alone)
     built = load_engines(run, precision, options.adapter)
     if precision == "fp8":
-        check_share(built, options.share)
+        check_share(built, options.min_fp8_share)
     return built
 
 

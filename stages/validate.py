@@ -15,6 +15,7 @@ from .pipeline.stage import Key
 from .pipeline.stages import VALIDATE, ValidateFacts
 from .pipeline.steps import Notes, device, note_other_arithmetic
 from .shared.adapters import adapters_of
+from .shared.engines import engines_here
 from .shared.model_files import files_of, fp8_files
 from .shared.opening import command
 from .shared.sources import source_of
@@ -38,10 +39,14 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
+    engines = engines_here(run, options)
+    inputs |= {name: digest for engine in engines for name, digest in engine.file.items()}
     check_comparable(options.chosen, options.max_ppl_increase)
     check_accumulator(options)
     options = as_a_server_reads(run, options, notes)
     tokens = evaluation(run, data, options, notes)
+    for engine in engines:
+        engine.check_windows(tokens)
     key = _key(inputs, options, tokens)
     if not VALIDATE.is_current(run, key):
         note_other_arithmetic(run, notes)

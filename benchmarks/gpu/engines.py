@@ -80,9 +80,11 @@ def fp8(run: Run, runtime: str, form: WeightScale, setting: Setting, part: Part,
             build_seconds=info.build_seconds, promised=info.promised_products, fp8=info.fp8_products,
             evidence=info.evidence,
         )  # fmt: skip
-        part.target(
-            f"{name}: share of promised products in FP8", info.fp8_products / info.promised_products, 1, least=True
-        )
+        share = f"{name}: share of promised products in FP8"
+        if info.evidence == "unknown":
+            part.skipped[share] = f"the engine does not tell; {info.target}.layers.json has what its inspector says"
+        else:
+            part.target(share, info.fp8_products / info.promised_products, 1, least=True)
     if not setting.dry:
         answers(run, runtime, "fp8", part, name)
         part.row("perplexity", runtime=name, perplexity=perplexity(run, runtime))

@@ -1,10 +1,10 @@
 """Build engines from `model.onnx` and prove what runs in them.
 
-Besides the session that runs an engine (`serve.loop.engine_session`) this is the only file that imports TensorRT. One
-path serves TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that all types are the
-graph's. TensorRT-RTX gets a target and needs no GPU; TensorRT builds for the GPU of this machine. The engine is then
-read back (`plan`), and every promised product must have FP8 on both sides in every profile. TensorRT's own path, its
-inspector included, follows its documentation and has not run yet.
+One path serves TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that all types are
+the graph's. TensorRT-RTX gets a target and needs no GPU; TensorRT builds for the GPU of this machine. The engine is
+then read back (`plan`, `inspector`), and every promised product must have FP8 on both sides in every profile.
+TensorRT's own path, its inspector included, follows its documentation and public dumps, and has not run yet. What the
+inspector says is written beside the plan, so that it can be read where no GPU is, and sent with a report.
 """
 
 import errno
@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,17 @@ from ..onnx_file.loading import load_graph
 from . import targets
 from .build_progress import BuildProgress
 from .failures import explain
-from .info import LISTED, EngineInfo, engines_of
-from .plan import Evidence, doubt, evidence, modules_by_types, read_inspector, read_plan
+from .info import LAYERS, LISTED, EngineInfo, engines_of
+from .inspector import read_inspector
+from .plan import Evidence, Plan, doubt, evidence, modules_by_types, read_plan
 from .profiles import Profile, profiles
+from .runtime import collecting_logger, inspect_plan, load, start
 from .script import write_script
 from .targets import Runtime
 from .weight_scale_choice import in_better_form
 
 #: What an engine's files end in; ONNX where it was built of another form of the graph.
-WRITTEN = (".plan", ".json", ".sh", ".onnx")
+WRITTEN = (".plan", ".json", LAYERS, ".sh", ".onnx")
 
 
 def resolve(options: EngineOptions) -> EngineOptions:
@@ -73,27 +74,17 @@ def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
     return tuple(name.lower() for name in members if targets.capability(name.lower()))
 
 
-def load(runtime: Runtime) -> Any:
-    """Import a runtime; raises BackendError, saying why, where it is missing or broken."""
-    try:
-        return import_module(targets.MODULES[runtime])
-    except (ImportError, OSError) as error:
-        raise BackendError(
-            f"{targets.TITLES[runtime]} cannot be imported ({error}); install it with `pip install 'fp8q[{runtime}]'`"
-        ) from error
-
-
 def build_engines(
     run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter, bf16_inputs: Collection[str] = ()
 ) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
-    Beside each plan: its proof, a trtexec script, and the graph where another form of it was built
-    (`weight_scale_choice`). `promised`: the modules whose product must run on FP8; where there are none the types are
-    noted instead. `bf16_inputs`: the modules of which the weight alone is FP8. `check_share` judges the share of FP8:
-    an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced before all engines
-    are built; engines of other targets, built from an earlier graph, are removed then. Raises InputError when the graph
-    breaks a rule of `lint_file`, BackendError when the builder fails.
+    Beside each plan: its proof, a trtexec script, what TensorRT's inspector says of it, and the graph where another
+    form of it was built (`weight_scale_choice`). `promised`: the modules whose product must run on FP8; where there are
+    none the types are noted instead. `bf16_inputs`: the modules of which the weight alone is FP8. `check_share` judges
+    the share of FP8: an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced
+    before all engines are built; engines of other targets, built from an earlier graph, are removed then. Raises
+    InputError when the graph breaks a rule of `lint_file`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
@@ -174,14 +165,12 @@ def build_engine(
     onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter
 ) -> tuple[EngineInfo, Evidence]:
     """Build one engine into the file `path` and read it back."""
-    start = time.monotonic()
+    began = time.monotonic()
     plan = build(onnx_file, job, report)
-    seconds = round(time.monotonic() - start, 3)
+    seconds = round(time.monotonic() - began, 3)
     with replacing(path) as whole:
         whole.write_bytes(plan)
-    looked = read_inspector(inspect_plan(plan)) if job.runtime == "tensorrt" else read_plan(plan)
-    if job.runtime == "tensorrt-rtx" and looked and doubt(plan, looked, job.target):
-        looked = None
+    looked = looked_into(plan, path, job)
     found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
     kind = found.kind if promised or looked is None else looked.kind
     ran = None if promised or looked is None else modules_by_types(looked)
@@ -192,8 +181,9 @@ def build_engine(
         bytes=plan.nbytes,
         promised_products=len(promised),
         fp8_products=len(found.fp8),
-        wide_products=[module for module in promised if module not in found.fp8],
+        wide_products=[module for module in promised if module in found.wide],
         narrow_products=[module for module in promised if module in found.narrow],
+        unknown_products=[module for module in promised if module in found.unknown],
         evidence=kind,
         profiles=list(job.profiles),
         build_seconds=seconds,
@@ -203,15 +193,39 @@ def build_engine(
     return info, found
 
 
+def looked_into(plan: memoryview, path: Path, job: Job) -> Plan | None:
+    """Read the products of an engine that was written to `path`, and write beside it what TensorRT's inspector says of
+    it; None where they do not read.
+    """
+    if job.runtime == "tensorrt":
+        information = inspect_plan(plan)
+        with replacing(path.with_suffix(LAYERS)) as whole:
+            whole.write_text(information, encoding="utf-8")
+        return read_inspector(information)
+    looked = read_plan(plan)
+    return None if looked is None or doubt(plan, looked, job.target) else looked
+
+
 def remarks(info: EngineInfo, found: Evidence) -> list[str]:
-    """List the promised products of an engine that run wide, and those with an output narrower than FP32."""
+    """List the promised products of an engine that run wide; count those that are not told, and those that answer in
+    less than FP32.
+    """
     lines = [
         f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}"
         for module in info.wide_products[:LISTED]
     ]
+    if found.unknown:
+        example, reason = next(iter(found.unknown.items()))
+        kept = f"; {info.target}{LAYERS} has what its inspector says" if info.runtime == "tensorrt" else ""
+        lines.append(
+            f"{info.target}: whether {len(found.unknown)} of {info.promised_products} promised products are FP8 on "
+            f"both sides cannot be told (as {example}: {reason}){kept}"
+        )
     if found.narrow:
         example = min(found.narrow)
         reason = "their weights' scales are per tensor, or narrower than FP32"
+        if found.kind == "inspector":
+            reason = "a kernel that scales by itself rounds its sum once, to the graph's next type"
         lines.append(
             f"{info.target}: {len(found.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}"
         )
@@ -231,7 +245,7 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     def near(node: str) -> str | None:
         return load_graph(onnx_file).module_near(node)
 
-    builder = trt.Builder(logger)
+    builder = start(job.runtime, "Builder", logger)
     flags = trt.NetworkDefinitionCreationFlag.__members__
     network = builder.create_network(1 << int(flags["STRONGLY_TYPED"]) if "STRONGLY_TYPED" in flags else 0)
     parser = trt.OnnxParser(network, logger)
@@ -256,21 +270,6 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
         raise BackendError(f"{failed}: {explain(errors, layers=layers, near=near)}")
     return memoryview(plan).cast("B")
-
-
-def collecting_logger(trt: Any) -> tuple[Any, list[str]]:
-    """A logger that prints nothing, and the list of its errors."""
-    errors: list[str] = []
-
-    class Collecting(trt.ILogger):  # type: ignore[misc]  # the base class is known when the runtime is
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                errors.append(message)
-
-    return Collecting(), errors
 
 
 def configure(trt: Any, builder: Any, job: Job) -> Any:
@@ -353,17 +352,3 @@ def interruptible(work: Callable[[], Any], progress: BuildProgress) -> Any:
         except BaseException:
             progress.cancel()
             raise
-
-
-def inspect_plan(plan: memoryview) -> str:
-    """Return the JSON of TensorRT's engine inspector; needs the GPU it was built on.
-
-    Written from the documentation, not run yet.
-    """
-    trt = load("tensorrt")
-    logger, errors = collecting_logger(trt)
-    engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
-    if engine is None:
-        raise BackendError(f"TensorRT cannot load the engine it built: {explain(errors)}")
-    information: str = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
-    return information

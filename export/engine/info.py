@@ -1,6 +1,7 @@
 """`engines/<target>.json`: an engine, its proof, and the check of its FP8 share."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ from .targets import Runtime
 
 #: Names listed in a message; the rest are counted.
 LISTED = 8
+#: The ending of the file, beside a plan of TensorRT's, of what the engine inspector says of it.
+LAYERS = ".layers.json"
 
 
 class EngineInfo(Strict):
@@ -29,10 +32,13 @@ class EngineInfo(Strict):
     bytes: int
     promised_products: int = Field(description="modules that scales.json promises on FP8")
     fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
-    wide_products: list[str] = Field(description="the others")
+    wide_products: list[str] = Field(description="those whose product does not")
     narrow_products: list[str] = Field(
-        default=[], description="those of fp8_products that answer in less than FP32, and so do not count as promised"
+        default=[],
+        description="those of fp8_products that answer in less than FP32; read from the plan, they do not count as "
+        "promised",
     )
+    unknown_products: list[str] = Field(default=[], description="those of which the engine does not tell")
     ran: dict[str, int] | None = Field(
         default=None, description="of an engine that promises none: how many modules' products are of which types"
     )
@@ -69,7 +75,7 @@ def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = N
     """
     name = engine_stage(precision, adapter)
     stage = run.record().stages.get(name)
-    files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if path.endswith(".json")]
+    files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if is_record(path)]
     if not files:
         raise InputError(
             f"{engines_of(run, precision, adapter)}: holds no engine; run `{stage_command(name, run.root)}` first"
@@ -79,38 +85,78 @@ def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = N
     )
 
 
-def check_share(engines: Sequence[EngineInfo], min_fp8_share: float) -> None:
-    """Raise GateError, naming the wide products, for an engine whose share of FP8 among promised products is below
-    `min_fp8_share` (a fraction).
+def is_record(name: str) -> bool:
+    """Tell whether a file beside engines is an engine's record."""
+    return name.endswith(".json") and not name.endswith(LAYERS)
 
-    An engine that cannot be read has no share: it passes only where the least share is 0.
+
+@dataclass(frozen=True)
+class Counted:
+    """The promised products of an engine: their number, and the names of those that are short of the promise.
+
+    `wide` products lack FP8 on a side; of `unknown` ones it cannot be told; `narrow` ones answer in less than FP32.
+    """
+
+    promised: int
+    wide: Sequence[str]
+    narrow: Sequence[str]
+    unknown: Sequence[str]
+
+
+def check_share(engines: Sequence[EngineInfo], min_fp8_share: float | None) -> None:
+    """Raise GateError, naming the wide products, for an engine whose share of FP8 among promised products is below
+    `min_fp8_share` (a fraction; None: none was asked for, and all that can be told must be FP8).
+
+    An engine of which nothing can be told has no share. It passes where the least share is 0, and where none was asked
+    for and the inspector of TensorRT, whose words vary, does not tell.
     """
     for info in engines:
-        if info.evidence == "unknown" and min_fp8_share > 0:
+        asked = asked_share(min_fp8_share)
+        if info.evidence == "unknown" and not may_be_unknown(info.runtime, min_fp8_share):
+            remedy = (
+                f"its inspector's words are in {info.target}{LAYERS}, which a report should have"
+                if info.runtime == "tensorrt"
+                else "use the version that fp8q pins"
+            )
             raise GateError(
                 f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told "
-                f"from it, which does not meet --min-fp8-share {min_fp8_share:g}; "
-                f"use the version that fp8q pins, or accept it with --min-fp8-share 0"
+                f"from it, which does not meet {asked}; {remedy}, or accept it with --min-fp8-share 0"
             )
-        if short := shortfall(info.promised_products, info.wide_products, info.narrow_products, min_fp8_share):
+        narrow = info.narrow_products if info.evidence == "plan" else []
+        counted = Counted(info.promised_products, info.wide_products, narrow, info.unknown_products)
+        if short := shortfall(counted, min_fp8_share):
             raise GateError(
                 f"{info.target}: {short}; the engine is kept, `fp8q export` again or accept it with a smaller share"
             )
 
 
-def shortfall(promised: int, wide: Sequence[str], narrow: Sequence[str], min_fp8_share: float) -> str | None:
-    """Say why the share of `promised` products that run as promised is below `min_fp8_share` (a fraction); None where
-    it is not.
+def asked_share(min_fp8_share: float | None) -> str:
+    """The gate as an option, the default where none was given."""
+    return f"--min-fp8-share {1 if min_fp8_share is None else min_fp8_share:g}"
 
-    `wide` products lack FP8 on a side, `narrow` ones have a result narrower than FP32; neither counts.
+
+def may_be_unknown(runtime: str, min_fp8_share: float | None) -> bool:
+    """Tell whether an engine may pass of which nothing can be told."""
+    return min_fp8_share == 0 or (min_fp8_share is None and runtime == "tensorrt")
+
+
+def shortfall(counted: Counted, min_fp8_share: float | None) -> str | None:
+    """Say why the share of promised products that run as promised is below `min_fp8_share` (a fraction); None where it
+    is not.
+
+    Unknown products count against a share that was asked for; without one (None) those that are known must all be.
     """
-    if not promised or (promised - len(wide) - len(narrow)) / promised >= min_fp8_share:
+    unknown = counted.unknown if min_fp8_share is not None else ()
+    parts = {"wide": counted.wide, "narrow": counted.narrow, "unknown": unknown}
+    least = 1.0 if min_fp8_share is None else min_fp8_share
+    if not counted.promised or (counted.promised - sum(map(len, parts.values()))) / counted.promised >= least:
         return None
-    named = [f"{word}: {first_few(those)}" for word, those in (("wide", wide), ("narrow", narrow)) if those]
-    answers = f" and {len(narrow)} of them answer in less than FP32" if narrow else ""
+    named = [f"{word}: {first_few(those)}" for word, those in parts.items() if those]
+    answers = f" and {len(counted.narrow)} of them answer in less than FP32" if counted.narrow else ""
+    fp8 = counted.promised - len(counted.wide) - len(counted.unknown)
     return (
-        f"{promised - len(wide)} of {promised} promised products take FP8 on both sides{answers}, less than "
-        f"--min-fp8-share {min_fp8_share:g}; {'; '.join(named)}"
+        f"{fp8} of {counted.promised} promised products take FP8 on both sides{answers}, less than "
+        f"{asked_share(min_fp8_share)}; {'; '.join(named)}"
     )
 
 

@@ -147,9 +147,8 @@ def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mappi
     products = {product.node.name: product for product in graph.products}
     rows = []
     for module, what in found.wide.items():
-        product = products.get(names.matmul(module))
-        cause = "" if found.kind == "unknown" else _cause(graph, product)
-        rows.append(WideRow(module, True, f"{what}{cause}"))
+        rows.append(WideRow(module, True, f"{what}{_cause(graph, products.get(names.matmul(module)))}"))
+    rows += [WideRow(module, True, what) for module, what in found.unknown.items()]
     seen = {row.product for row in rows}
     for product_row in [] if plan is None else product_rows(plan, [str(index) for index in plan.profiles]):
         name = names.product_of(product_row.node)

@@ -12,22 +12,24 @@ applies `s_x · s_w[channel]`. With scales in BF16 or FP16 the result has that n
 Per-tensor weights put the scale into the product itself, whose result then has the compute type: fp8q does not export
 this, and it counts as narrow too.
 
-TensorRT proper needs a GPU to inspect an engine; its inspector's JSON is read into the same form.
+TensorRT proper needs a GPU to inspect an engine; its inspector's JSON is read into the same form (`inspector`). Of it
+another rule holds: a product's type that it does not tell is neither FP8 nor wide, but unknown, and a narrow result is
+that of a kernel which scales by itself.
 """
 
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ..onnx_file import names
-from .program import LAYER, Buffer, Program, program_type_name, read_programs
+from .program import Buffer, Program, read_programs
 
 Profile = int
 Kind = Literal["plan", "inspector", "unknown"]
 _OPERANDS = 2
+#: The type of an operand that is not told.
+UNTOLD = "unknown"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class EngineProduct:
     def fp8(self) -> bool:
         """Tell whether both operands are FP8."""
         return self.operands == ("fp8", "fp8")
+
+    @property
+    def untold(self) -> bool:
+        """Tell whether it may be of FP8 on both sides, for all that is told of its operands."""
+        return UNTOLD in self.operands and set(self.operands) <= {UNTOLD, "fp8"}
 
     def __str__(self) -> str:
         """Format it as `fp8 × fp8 -> fp32`."""
@@ -86,15 +93,17 @@ class Plan:
 class Evidence:
     """The types in which an engine runs the promised products.
 
-    `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: every other promised module, and what
-    ran instead. `narrow`: those of `fp8` whose product answers, unscaled, in less than FP32. `unknown` is said when the
-    engine does not read, misses a profile or has more, or names none of the promised products.
+    `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: those whose product does not, and
+    what ran instead. `unknown`: those of which the engine does not tell, and why: all of them, where it does not read,
+    misses a profile or has more, or names none of the promised products (`kind` is `unknown` then). `narrow`: those of
+    `fp8` whose product answers in less than FP32; of a plan's own program that is an unscaled sum.
     """
 
     kind: Kind
     fp8: frozenset[str] = frozenset()
     wide: Mapping[str, str] = field(default_factory=dict)
     narrow: frozenset[str] = frozenset()
+    unknown: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_plan(plan: Buffer) -> Plan | None:
@@ -149,75 +158,45 @@ def _kernels(program: Program) -> Iterator[Kernel]:
             yield Kernel(statement.name, statement.layers, *ends)
 
 
-def read_inspector(information: str) -> Plan | None:
-    """Read the matrix products from an engine inspector's JSON (`get_engine_information`, built with detailed profiling
-    verbosity).
-
-    Follows NVIDIA's documentation of TensorRT 10 and 11 and was never run on an engine: each of `Layers` has a `Name`,
-    a `LayerType`, its ONNX nodes in `Metadata`, and `Inputs` and `Outputs` with a `Format/Datatype` (10) or a
-    `DataType` (11). Only layers that are declared matrix products count, and other forms give None, so the worst
-    outcome of a surprise is "unknown".
-    """
-    try:
-        layers = [layer for layer in json.loads(information)["Layers"] if isinstance(layer, dict)]
-    except (ValueError, KeyError, TypeError):
-        return None
-    ends = [layer.get(end) or [] for layer in layers for end in ("Inputs", "Outputs")]
-    if not all(isinstance(tensors, list) and all(isinstance(tensor, dict) for tensor in tensors) for tensors in ends):
-        return None
-    found: dict[Profile, list[EngineProduct]] = {}
-    kernels: dict[Profile, list[Kernel]] = {}
-    for layer in layers:
-        nodes, mark = tuple(LAYER.findall(str(layer.get("Metadata")))), _PROFILE.search(str(layer.get("Name")))
-        operands = [_inspected_type(tensor) for tensor in layer.get("Inputs") or []]
-        results = [_inspected_type(tensor) for tensor in layer.get("Outputs") or []]
-        profile = int(mark[1]) if mark else 0
-        if _IS_PRODUCT.search(str(layer.get("LayerType"))) and nodes and len(operands) >= 2 and len(results) == 1:
-            found.setdefault(profile, []).append(EngineProduct(nodes, (operands[0], operands[1]), results[0], nodes))
-        else:
-            kernels.setdefault(profile, []).append(
-                Kernel(str(layer.get("Name")), nodes, tuple(operands), tuple(results))
-            )
-    told = {profile: tuple(found[profile]) for profile in sorted(found)}
-    return Plan(told, "inspector", {profile: tuple(made) for profile, made in kernels.items()}) if found else None
-
-
-_IS_PRODUCT = re.compile("gemm|matrix|matmul", re.IGNORECASE)
-_PROFILE = re.compile(r"\[profile (\d+)\]")
-_INSPECTED = re.compile("fp8|float8|bfloat16|bf16|half|fp16|float16|float|fp32|int8", re.IGNORECASE)
-
-
-def _inspected_type(tensor: Mapping[str, object]) -> str:
-    match = _INSPECTED.search(str(tensor.get("DataType") or tensor.get("Format/Datatype")))
-    return program_type_name(match[0]) if match else "unknown"
-
-
 def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) -> Evidence:
     """Tell which modules' products take FP8 on both sides in every one of `profiles` profiles.
 
-    `promised`: name of the product's ONNX node -> module. A product that a profile does not show counts as wide.
+    `promised`: name of the product's ONNX node -> module. A product that a profile of a plan does not show counts as
+    wide, and as unknown where the inspector does not show it.
     """
-    if plan is None:
-        return Evidence("unknown", wide=dict.fromkeys(promised.values(), "the engine does not read"))
-    if missing := [profile for profile in range(profiles) if profile not in plan.profiles]:
-        return Evidence(
-            "unknown", wide=dict.fromkeys(promised.values(), f"the engine shows no product of profile {missing[0]}")
-        )
-    if more := [profile for profile in plan.profiles if profile not in range(profiles)]:
-        return Evidence(
-            "unknown",
-            wide=dict.fromkeys(
-                promised.values(), f"the engine shows products of profile {more[0]}, and {profiles} are expected"
-            ),
-        )
+    if (reason := _unreadable(plan, profiles)) is not None or plan is None:
+        return Evidence("unknown", unknown=dict.fromkeys(promised.values(), reason or ""))
     shown = {module: [plan.products(node, profile) for profile in range(profiles)] for node, module in promised.items()}
-    wide = {module: reason for module, products in shown.items() if (reason := _why_wide(products))}
-    fp8 = frozenset(shown.keys() - wide.keys())
+    if shown and not any(any(products) for products in shown.values()):
+        return Evidence("unknown", unknown={module: _why_wide(products) or "" for module, products in shown.items()})
+    unknown = {
+        module: reason
+        for module, products in shown.items()
+        if plan.kind == "inspector" and (reason := _why_unknown(products))
+    }
+    wide = {
+        module: reason
+        for module, products in shown.items()
+        if module not in unknown and (reason := _why_wide(products))
+    }
+    fp8 = frozenset(shown.keys() - wide.keys() - unknown.keys())
+    exact = {"fp32", UNTOLD} if plan.kind == "inspector" else {"fp32"}
     narrow = frozenset(
-        module for module in fp8 for products in shown[module] for product in products if product.result != "fp32"
+        module for module in fp8 for products in shown[module] for product in products if product.result not in exact
     )
-    known = not shown or any(any(products) for products in shown.values())
-    return Evidence(plan.kind if known else "unknown", fp8, wide, narrow)
+    known = not shown or fp8 or wide
+    return Evidence(plan.kind if known else "unknown", fp8, wide, narrow, unknown)
+
+
+def _unreadable(plan: Plan | None, profiles: int) -> str | None:
+    """Say why nothing can be told of an engine that should have so many profiles; None where it can."""
+    if plan is None:
+        return "the engine does not read"
+    if missing := [profile for profile in range(profiles) if profile not in plan.profiles]:
+        return f"the engine shows no product of profile {missing[0]}"
+    if more := [profile for profile in plan.profiles if profile not in range(profiles)]:
+        return f"the engine shows products of profile {more[0]}, and {profiles} are expected"
+    return None
 
 
 def modules_by_types(plan: Plan) -> dict[str, int]:
@@ -239,5 +218,20 @@ def _why_wide(products: list[list[EngineProduct]]) -> str | None:
             return f"the engine shows no such product in profile {profile}"
         for product in shown:
             if not product.fp8:
+                return f"{product} in profile {profile}"
+    return None
+
+
+def _why_unknown(products: list[list[EngineProduct]]) -> str | None:
+    """Say why it cannot be told whether a product, given for each profile, is FP8 on both sides; None where it can:
+    also where it is wide in one of them.
+    """
+    if any(not (product.fp8 or product.untold) for shown in products for product in shown):
+        return None
+    for profile, shown in enumerate(products):
+        if not shown:
+            return f"the inspector shows no such product in profile {profile}"
+        for product in shown:
+            if product.untold:
                 return f"{product} in profile {profile}"
     return None

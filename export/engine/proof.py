@@ -16,7 +16,7 @@ from ..lint.rules import Promise
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare_numbers
-from .plan import Evidence, Kernel, Plan, evidence
+from .plan import Evidence, Plan, evidence
 from .program import Buffer, Pool, read_pool
 from .promise import ProductNumbers, attended, promises
 from .two_terms import TERMS, compare_attention, compare_terms
@@ -120,22 +120,26 @@ def _attention(
     for index, profile in enumerate(profiles):
         for node in promised:
             shown = plan.products(node, index)
-            if wide := [product for product in shown if not product.fp8]:
+            if plan.kind == "inspector" and (untold := [product for product in shown if product.untold]):
+                yield Difference(node, profile, INSIDE, f"the product is {untold[0]}", "", told=False)
+            elif wide := [product for product in shown if not product.fp8]:
                 yield Difference(node, profile, "types", f"the product is {wide[0]}", "FP8 on both sides")
             elif not shown:
-                yield _fused(plan.kernels.get(index, ()), node, profile)
+                yield _fused(plan, index, node, profile)
         for product in plan.profiles.get(index, ()):
             for node in product.nodes:
                 if product.fp8 and node not in promised and names.module_of(node) and names.product_of(node) == node:
                     yield Difference(node, profile, "types", f"the product is {product}", "attention not in FP8")
 
 
-def _fused(kernels: Sequence[Kernel], node: str, profile: str) -> Difference:
-    """A Difference for a promised attention product without a product of its own: a fused attention kernel may quantize
-    its operands, but the types of its products are unknown.
+def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
+    """A Difference for a promised attention product without a product of its own in a profile: a fused attention kernel
+    may quantize its operands, but the types of its products are unknown.
     """
     module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
-    kernel = next((kernel for kernel in kernels if node in kernel.layers), None)
+    kernel = next((kernel for kernel in plan.kernels.get(index, ()) if node in kernel.layers), None)
+    if kernel is None and plan.kind == "inspector":
+        return Difference(node, profile, INSIDE, "the inspector shows no such product", "", told=False)
     if kernel is None:
         return Difference(node, profile, "types", "the engine has no such product", "one on FP8 codes")
     if names.attention_pair(module, quantized).quantize in kernel.layers:

@@ -12,7 +12,7 @@ from ...core.errors import BackendError
 from ...core.reporter import Reporter
 from ..graph.weight_scale_form import link_data, other, recorded_form, write_form
 from ..onnx_file.loading import load_graph
-from .info import EngineInfo
+from .info import LAYERS, EngineInfo
 from .plan import Evidence
 
 Built = tuple[EngineInfo, Evidence]
@@ -33,7 +33,7 @@ def better(first: Evidence, second: Evidence) -> bool:
 
 
 def _short(found: Evidence) -> tuple[int, int]:
-    return len(found.wide) + len(found.narrow), len(found.wide)
+    return len(found.wide) + len(found.unknown), len(found.wide)
 
 
 def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
@@ -55,9 +55,12 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
     except BackendError as error:
         kept = False
         report.note(f"{tried}; with {other(form)} it cannot be built: {error}")
+    said = again.with_suffix(LAYERS)
     if kept:
         again.replace(path)
+        if said.exists():
+            said.replace(path.with_suffix(LAYERS))
         return (other_info.model_copy(update={"weight_scale": other(form)}), in_other), beside
-    for file in (beside, again, *links):
+    for file in (beside, again, said, *links):
         file.unlink(missing_ok=True)
     return built, graph

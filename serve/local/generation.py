@@ -1,11 +1,13 @@
 """Generating from a run directory in this process: what `fp8q generate` does, with the errors of the command line."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.record import stage_command
 from ...core.run import Run, graph_names
-from ...export.engine.info import engine_stage, engines_of, load_engines
+from ...export.engine.info import EngineInfo, engine_stage, engines_of, load_engines
+from ...export.engine.runtime import load
 from ...export.engine.targets import MODULES, Runtime, gpu_target
 from ...export.lint.check import sound_graph
 from ...options import Precision
@@ -35,40 +37,62 @@ def open_run_session(
         raise BackendError(str(error)) from error
 
 
-def open_run_engine(run: Run, runtime: Runtime, precision: Precision = "fp8", adapter: str | None = None) -> Session:
+def open_run_engine(
+    run: Run, runtime: Runtime, precision: Precision = "fp8", adapter: str | None = None
+) -> EngineSession:
     """The engine of a precision, or with an adapter, that the run has for this machine's GPU.
 
-    Raises BackendError when there is no GPU, or the runtime does not serve; InputError when the run has no engine for
-    it.
+    Raises what `engine_here` raises, and BackendError where it does not load.
+    """
+    plan, info = engine_here(run, runtime, precision, adapter)
+    try:
+        return EngineSession(plan, runtime)
+    except SessionError as error:
+        other = f" (version {info.version} built it)" if info.version != load(runtime).__version__ else ""
+        raise BackendError(f"{error}{other}") from error
+
+
+def engine_here(
+    run: Run, runtime: Runtime, precision: Precision = "fp8", adapter: str | None = None
+) -> tuple[Path, EngineInfo]:
+    """Find the engine of a precision, or with an adapter, for this machine's GPU, and its record; nothing is loaded.
+
+    Raises BackendError when there is no GPU, or the engine is of another version of TensorRT than the installed one;
+    InputError when the run has no engine for it, or the plan is not the file that was built.
     """
     gpu = gpu_target()
     if gpu is None:
         raise BackendError(f"{runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime")
     stage, folder = engine_stage(precision, adapter), engines_of(run, precision, adapter)
     run.refuse_stale(stage)
-    built = [info.target for info in load_engines(run, precision, adapter) if info.runtime == runtime]
-    if gpu not in built:
+    engines = [info for info in load_engines(run, precision, adapter) if info.runtime == runtime]
+    info = next((info for info in engines if info.target == gpu), None)
+    again = f"`{stage_command(stage, run.root)} --runtime {runtime} --target {gpu}`"
+    if info is None:
+        built = ", ".join(info.target for info in engines) or "none"
         raise InputError(
-            f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: "
-            f"{', '.join(built) or 'none'}); run `{stage_command(stage, run.root)} --runtime {runtime} --target "
-            f"{gpu}`"
+            f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: {built}); run {again}"
         )
-    plan = run.require(folder / f"{gpu}.plan", stage)
-    try:
-        return EngineSession(plan, runtime)
-    except SessionError as error:
-        raise BackendError(str(error)) from error
+    plan, installed = run.require(folder / f"{gpu}.plan", stage), load(runtime).__version__
+    if runtime == "tensorrt" and info.version != installed:
+        raise BackendError(
+            f"{plan}: TensorRT {info.version} built it, and runs it; TensorRT {installed} is installed and does not: "
+            f"install that one (`pip install tensorrt=={info.version}`), or run {again} here"
+        )
+    return plan, info
 
 
 def open_generator(run: Run, session: Session, max_batch: int = 8) -> Generator:
     """The generation loop over a session of the model in `run`, up to `max_batch` requests at a time.
 
-    Raises InputError when the model's files do not serve.
+    Raises InputError when the model's files do not serve, BackendError when the runtime has no room for the cache.
     """
     try:
         return Generator(session, Vocabulary.read(run.model), max_batch)
     except ModelFileError as error:
         raise InputError(str(error)) from error
+    except SessionError as error:
+        raise BackendError(str(error)) from error
 
 
 def generate_answers(

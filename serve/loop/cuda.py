@@ -122,6 +122,12 @@ class CudaDevice:
         self._check("cuDeviceGetAttribute", ctypes.byref(found), ctypes.c_int(which), device)
         return found.value
 
+    def free_memory(self) -> int:
+        """The bytes of the GPU's memory that nobody has."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
     @property
     def stream(self) -> int:
         """The handle of the stream."""
@@ -136,8 +142,9 @@ class CudaDevice:
 
     def _check(self, name: str, *arguments: Any) -> None:
         """Call a function of the driver; raises CudaError, with the driver's words, where it fails."""
-        code = getattr(self._cuda, name)(*arguments)
-        if code:
+        if (function := getattr(self._cuda, name, None)) is None:
+            raise CudaError(f"this NVIDIA driver is too old, and has no {name}; update it to r535 or newer")
+        if code := function(*arguments):
             said = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(said))
             raise CudaError(f"{name} failed with {code} ({(said.value or b'unknown').decode()})")

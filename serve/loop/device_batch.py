@@ -90,6 +90,19 @@ class DeviceBatch:
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Read a chunk of prompts; the outputs of padding are discarded."""
+        return self._read_chunk(first, tokens, filled, lengths, 1)[:, 0]
+
+    def prefill_all(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read a chunk `tokens` [count, seq] of the first rows as `prefill` does, without padding; return the logits of
+        all its positions [count, seq, vocabulary].
+        """
+        count, seq = tokens.shape
+        return self._read_chunk(0, tokens, filled, np.full(count, seq), seq)
+
+    def _read_chunk(
+        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64], kept: int
+    ) -> NDArray[np.float32]:
+        """Read a chunk of prompts; return the logits of each row's last `kept` positions [count, kept, vocabulary]."""
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
         context, shape = self._context(0), CallShape(count, seq, past)
@@ -99,12 +112,14 @@ class DeviceBatch:
         call.mask[:] = attention_mask(filled, past, real)
         self._device.upload(call.whole, call.address)
         call.run()
+        width = call.logits.shape[1]
+        logits = call.logits if kept == 1 else self._device.host(count * kept * width).reshape(count, kept * width)
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):
             cache.write(call.new, (count, seq), (row, first + row, slot), 1, length)
-            at = call.logits_at + (row * seq + seq - 1) * call.logits.shape[1]
-            self._device.download(at, call.logits[row])
+            self._device.download(call.logits_at + (row * seq + seq - kept) * width, logits[row])
         self._device.wait()
-        return float_logits(call.logits, self._program.logits_dtype).copy()  # the next chunk writes over them
+        found = float_logits(logits, self._program.logits_dtype)
+        return found.reshape(count, kept, -1).copy()  # the next chunk writes over them
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""

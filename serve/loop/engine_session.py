@@ -46,6 +46,8 @@ CHUNK = 1024
 #: The file beside a plan that TensorRT-RTX's compiled kernels are stored in.
 KERNELS = ".kernels"
 LOG = logging.getLogger("fp8q")
+#: The unit in which memory is told.
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,13 @@ class EngineSession:
                 f"{runtime}: runs engines on an NVIDIA GPU ({error}); use the runtime onnxruntime"
             ) from error
         self._logger = self._library.Logger(self._library.Logger.ERROR)
-        self._runtime = self._library.Runtime(self._logger)
+        try:
+            self._runtime = self._library.Runtime(self._logger)
+        except TypeError as error:  # "factory function returned nullptr": NVIDIA/TensorRT, issue 2913
+            raise SessionError(
+                f"{runtime} {self._library.__version__} does not start on this machine's driver; update it (built for "
+                "CUDA 13 it needs r580 or newer, for CUDA 12 r535)"
+            ) from error
         self._engine = self._runtime.deserialize_cuda_engine(plan.read_bytes())
         if self._engine is None:
             raise SessionError(
@@ -178,7 +186,27 @@ class EngineSession:
         return np.dtype(DTYPES[kind])
 
     def open_batch(self, rows: int, positions: int) -> DeviceBatch:
-        """Make room on the GPU: `Session.open_batch`."""
+        """Make room on the GPU, for `positions` rounded up to whole steps of slots: `Session.open_batch`.
+
+        Raises SessionError, saying what fits, where the GPU's free memory cannot hold the cache that is asked for. It
+        is taken as the sequences grow, and a server that finds out then loses the requests in flight.
+        """
+        layout, free, step = self.layout, self.device.free_memory(), slot_step(self.layout)
+        positions = min(-(-positions // step) * step, self.most_positions or positions)
+        position = sum(
+            heads * size * dtype.itemsize for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)
+        )
+        if (needed := rows * positions * position) > free:
+            fit, longest = free // (positions * position), free // position
+            raise SessionError(
+                f"a cache of {rows} sequences of {positions:,} positions takes {needed / GB:.2f} GB, and this GPU has "
+                f"{free / GB:.2f} GB free: "
+                + (
+                    f"{fit} of them fit, with --max-batch {fit}"
+                    if fit
+                    else f"not one fits; build an engine with --max-seq-len {longest} or less"
+                )
+            )
         return DeviceBatch(self, self.device, rows, positions)
 
     def names(self, kind: Literal["past", "new"]) -> Sequence[str]:

@@ -4,7 +4,9 @@ A TensorRT plan runs on the TensorRT that built it and no other, so the release 
 support matrix (`MATRIX`) lists them. It could not be opened when this was written, so each row is from another place:
 10.16.0 from the release notes of the CUDA Deep Learning image 26.03, on which the month's images are built; the others
 from what people who run the images found in them, of `tritonserver` for 10.15.1, 10.16.1 and 11.1.0, of `tensorrt` of
-the same month for 11.0.0 and 11.2.1. A version that is not here is not guessed.
+the same month for 11.0.0 and 11.2.1. A version that is not here is not guessed: NVIDIA's release notes of 26.09 and
+26.10 name their CUDA (13.4.1, 13.4.3) and not their TensorRT, of which 11.4.0 is the newest. For such a version the
+Dockerfile says how an image is asked for its own (`ASK`), and where to begin.
 """
 
 import re
@@ -22,6 +24,8 @@ RELEASES = {
     "11.1.0": "26.07",
     "11.2.1": "26.08",
 }
+#: The command that prints the TensorRT of a release's image.
+ASK = "docker run --rm nvcr.io/nvidia/tritonserver:YY.MM-py3 dpkg-query -W 'libnvinfer[0-9]*'"
 #: What the Python model needs and the image lacks, as constraints.txt pins it. NumPy is there: the server is built
 #: against it.
 PINS = {"onnxruntime": "1.31.1", "tokenizers": "0.22.2"}
@@ -51,7 +55,8 @@ def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool, packages: Map
         built = f"{tensorrt} built the plan" if tensorrt else "which built the plan"
         why = (
             f"The release must have the TensorRT {built}: give it, as --build-arg TRITON=YY.MM.\n"
-            f"# Known here: {known}; all are in\n# {MATRIX}"
+            f"# Known here: {known}; all are in\n# {MATRIX}\n"
+            f"# An image tells its own; {where_to_begin(tensorrt)}:\n#   {ASK}"
         )
     return Template((TEMPLATES / "Dockerfile").read_text(encoding="utf-8")).substitute(
         image=image_name(name),
@@ -59,6 +64,19 @@ def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool, packages: Map
         release=f"={release}" if release else "",
         packages=pinned(packages),
     )
+
+
+def where_to_begin(tensorrt: str | None) -> str:
+    """The release to look at first for a TensorRT whose release is not known."""
+    later = [where for version, where in RELEASES.items() if numbers_of(version) > numbers_of(tensorrt or "")]
+    if not tensorrt or not later:
+        return f"begin with {newest()} and go on to later ones"
+    return f"begin with {later[0]} and go back to earlier ones"
+
+
+def numbers_of(version: str) -> list[int]:
+    """The numbers of a version, up to three."""
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def pinned(packages: Mapping[str, str]) -> str:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class EngineView:
     """The kernels of one engine.
 
-    `unknown`: why they are unknown, where they are. `codes_found`, `factors_found` and `inputs_found`: FP8 products
+    `unknown`: why they are unknown, where they are. `untold`: promised products of which the inspector does not tell
+    whether they are FP8 on both sides. `codes_found`, `factors_found` and `inputs_found`: FP8 products
     that multiply the codes of their own weight, are scaled by the run's factors `s_x · s_w[channel]`, and whose input
     was quantized with the run's scale (None: not checked). `terms_found`: FP8 products without those that are promised
     in two terms and multiply one (None: none is promised so). `differences`: values that differ or are unknown.
@@ -43,6 +44,7 @@ class EngineView:
     unknown: str | None
     promised_products: int
     fp8_products: int
+    untold: tuple[str, ...]
     codes_found: int | None
     codes_missing: tuple[str, ...]
     factors_found: int | None
@@ -79,7 +81,19 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
         raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
     scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
     promise = run_promise(run, scales)
-    return [view(info, engine_file(run, info, plan), graph, promise, scales) for info in chosen]
+    return [
+        view(info, engine_file(run, info, plan), graph, promise, scales, None if plan else inspected_file(run, info))
+        for info in chosen
+    ]
+
+
+def inspected_file(run: Run, info: "EngineInfo") -> Path | None:
+    """The file of what TensorRT's inspector said when it built an engine; None for engines without one."""
+    from ...export.engine.info import LAYERS
+
+    file = run.engines / f"{info.target}{LAYERS}"
+    built = run.record().stages["build-engine"].outputs
+    return run.require(file, "build-engine") if str(file.relative_to(run.root)) in built else None
 
 
 def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
@@ -91,20 +105,30 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
     return plan
 
 
-def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", scales: "Scales") -> EngineView:
-    """Read one engine, and compare it with the promise of its run."""
+def view(
+    info: "EngineInfo",
+    file: Path,
+    graph: "Indexed",
+    promise: "Promise",
+    scales: "Scales",
+    inspected: Path | None = None,
+) -> EngineView:
+    """Read one engine, and compare it with the promise of its run.
+
+    `inspected`: what the inspector said of it is in this file (None: TensorRT has to be asked).
+    """
     from ...export.engine.kernel_rows import attention_rows, product_rows, wide_rows
     from ...export.engine.numbers import CODES, FACTORS, INPUT
     from ...export.engine.proof import prove
     from ...export.engine.two_terms import TERMS
 
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
-    plan, reason = read_engine(info, data)
+    plan, reason = read_engine(info, data, inspected)
     profiles = [profile.name for profile in info.profiles]
     proof = prove(data.data, plan, graph, promise, profiles)
     found = proof.evidence
     if found.kind == "unknown" and reason is None:
-        reason = next(iter(found.wide.values()), "it shows no promised product")
+        reason = next(iter(found.unknown.values()), "it shows no promised product")
     skipped = {module: skipped.reason for module, skipped in scales.skipped.items()}
     skipped |= dict.fromkeys(scales.bf16_inputs, "its weight alone is FP8, its input stays in BF16")
     return EngineView(
@@ -117,6 +141,7 @@ def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", s
         unknown=reason,
         promised_products=len(promise.modules),
         fp8_products=len(found.fp8),
+        untold=tuple(found.unknown) if found.kind != "unknown" else (),
         codes_found=proof.found(CODES),
         codes_missing=tuple(dict.fromkeys(each.module for each in proof.differences if each.what == CODES)),
         factors_found=proof.found(FACTORS),
@@ -131,46 +156,51 @@ def view(info: "EngineInfo", file: Path, graph: "Indexed", promise: "Promise", s
 
 
 def read_engine(
-    info: "EngineInfo", data: "np.memmap[tuple[int], np.dtype[np.uint8]] | np.ndarray[tuple[int], np.dtype[np.uint8]]"
+    info: "EngineInfo", data: "np.ndarray[tuple[int], np.dtype[np.uint8]]", inspected: Path | None = None
 ) -> "tuple[Plan | None, str | None]":
-    """The plan of an engine, or why it cannot be read."""
-    from ...export.engine.build import inspect_plan
-    from ...export.engine.plan import doubt, read_inspector, read_plan
+    """The plan of an engine, or why it cannot be read; of TensorRT's engines by what the file `inspected` has of its
+    inspector, or (None) by asking it.
+    """
+    from ...export.engine.inspector import read_inspector
+    from ...export.engine.plan import doubt, read_plan
+    from ...export.engine.runtime import inspect_plan
 
     if info.runtime == "tensorrt-rtx":
         plan = read_plan(data.data) if len(data) else None
         reason = doubt(data.data, plan, info.target) if plan else "its text does not read"
         return None if reason else plan, reason
     try:
-        plan = read_inspector(inspect_plan(data.data))
+        plan = read_inspector(inspected.read_text(encoding="utf-8") if inspected else inspect_plan(data.data))
     except BackendError as error:
         return None, f"TensorRT's inspector has to be asked, on the GPU that it was built for: {error}"
     return plan, None if plan else "what the inspector says does not read"
 
 
-def check_views(views: Sequence[EngineView], min_fp8_share: float) -> None:
+def check_views(views: Sequence[EngineView], min_fp8_share: float | None) -> None:
     """Raise GateError for an engine with too few promised products in FP8, or with other codes or scales.
 
-    `min_fp8_share`: the least share of promised products in FP8, a fraction; the cache and the attention must be as
-    promised too.
+    `min_fp8_share`: the least share of promised products in FP8, a fraction (None: none was asked for, and all that can
+    be told must be FP8); the cache and the attention must be as promised too.
     """
-    from ...export.engine.info import shortfall
+    from ...export.engine.info import Counted, asked_share, may_be_unknown, shortfall
     from ...export.engine.proof import broken
 
     for view in views:
-        asked = f"--min-fp8-share {min_fp8_share:g}"
-        if view.evidence == "unknown" and min_fp8_share > 0:
+        if view.evidence == "unknown" and not may_be_unknown(view.runtime, min_fp8_share):
             raise GateError(
-                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet {asked}; "
-                "build it again with `fp8q build-engine`"
+                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet "
+                f"{asked_share(min_fp8_share)}; build it again with `fp8q build-engine`"
             )
-        wide = [row.product for row in view.wide if row.promised]
-        if short := shortfall(view.promised_products, wide, view.narrow, min_fp8_share):
+        wide = [row.product for row in view.wide if row.promised and row.product not in view.untold]
+        narrow = view.narrow if view.evidence == "plan" else ()
+        if view.evidence != "unknown" and (
+            short := shortfall(Counted(view.promised_products, wide, narrow, view.untold), min_fp8_share)
+        ):
             raise GateError(
                 f"{view.target}: {short}; `fp8q export` and `fp8q build-engine` again, or accept it with a smaller "
                 "share"
             )
-        if (found := broken(view.differences)) and min_fp8_share > 0:
+        if (found := broken(view.differences)) and min_fp8_share != 0:
             first, *others = found
             more = f" ({len(others)} more, --json has all)" if others else ""
             raise GateError(

@@ -157,7 +157,7 @@ VALIDATE = Stage(
     "validate",
     ValidateOptions,
     ValidateFacts,
-    inputs=(*FP8_FILES, "baselines/*", "tokens"),
+    inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens"),
     outputs=("accuracy.json", "tokens.npz"),
     code="validate.validate",
 )

@@ -204,7 +204,7 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
             ["validate", "run", "--runtimes", "abacus"],
             (
                 "--runtimes abacus: abacus is no runtime; choose from bf16, reference, onnxruntime, fp32, original, "
-                "onnxruntime-bf16, onnxruntime-int8, tensorrt"
+                "onnxruntime-bf16, onnxruntime-int8, tensorrt, tensorrt-bf16, tensorrt-int8, tensorrt-rtx, "
             ),
         ),
         (

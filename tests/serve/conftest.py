@@ -9,7 +9,7 @@ each step it is off.
 import ctypes
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,13 +28,18 @@ from fp8q.core.files import write_document
 from fp8q.core.run import Run
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
+from fp8q.export.engine.targets import MODULES
 from fp8q.serve.loop.cuda import memcpy_3d
 from fp8q.serve.loop.device import ALIGNMENT, Copy
 from fp8q.serve.loop.device_batch import DeviceBatch
+from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
 from fp8q.serve.loop.generate import Generator
 from fp8q.serve.loop.sessions import NEW, PAST, TOKEN_INPUTS, Batch, OnnxRuntimeSession
 from fp8q.serve.loop.text import Vocabulary
+from tests.stand_in.driver import Driver
+from tests.stand_in.runtime import Machine, machine
 
+OpenEngine = Callable[..., EngineSession]
 END = 15
 WEIGHTS = "model-00001-of-00001.safetensors"
 
@@ -224,6 +229,9 @@ class HostDevice:
     def free(self, address: int) -> None:
         self.queue.append(lambda: self.memory.pop(address))
 
+    def free_memory(self) -> int:
+        return 1 << 40
+
     def host(self, size: int) -> np.ndarray:
         return np.full(size, 0xFF, np.uint8)
 
@@ -331,16 +339,41 @@ def host_device() -> type[HostDevice]:
     return HostDevice
 
 
-@pytest.fixture(params=["host", "device"])
-def open_batch(request: pytest.FixtureRequest) -> Callable[..., Batch]:
-    """`open_batch(counting, rows)`: a batch of the counting model in host memory, and one on a device."""
+@pytest.fixture(params=["host", "device", *RUNTIMES])
+def open_batch(request: pytest.FixtureRequest, open_engine: OpenEngine) -> Callable[..., Batch]:
+    """`open_batch(counting, rows)`: a batch of the counting model in host memory, one on a device, and one of an engine
+    on each runtime.
+    """
 
     def opened(counting: CountingModel, rows: int = 4) -> Batch:
+        if request.param in RUNTIMES:
+            return open_engine(counting, request.param, rows).open_batch(rows, counting.positions)
         session = counting.session()
         if request.param == "host":
             return session.open_batch(rows, counting.positions)
         device = HostDevice()
         return DeviceBatch(HostProgram(session, device), device, rows, counting.positions)
+
+    return opened
+
+
+@pytest.fixture
+def gpu() -> Iterator[Machine]:
+    """A machine with a GPU and both runtimes, by stand-ins for the driver and for them."""
+    with machine(Driver(), *MODULES.values()) as found:
+        yield found
+
+
+@pytest.fixture
+def open_engine(gpu: Machine, tmp_path: Path) -> OpenEngine:
+    """`open_engine(counting, "tensorrt", rows)`: an engine of the counting model for so many rows, on a runtime."""
+
+    def opened(counting: CountingModel, runtime: EngineRuntime, rows: int = 4) -> EngineSession:
+        plan = tmp_path / "counting.plan"
+        plan.write_bytes(PLAN)
+        plan.with_suffix(".json").write_text(json.dumps({"branches": False}))
+        gpu.knows(plan, counting.directory / "model.fp32.onnx", profiles(rows, counting.positions))
+        return EngineSession(plan, runtime)
 
     return opened
 

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...core.errors import BackendError
-from ...serve.loop.sessions import GraphSession
+from ...serve.loop.sessions import Session
 from .compare import Forward
 from .document import DistanceBucket
 from .perplexity import Evaluation
@@ -91,8 +91,9 @@ def torch_start(model: PreTrainedModel, new_cache: Callable[[], DynamicCache] = 
     return start
 
 
-def session_start(session: GraphSession) -> Start:
-    """Begin windows on a graph's session, in a batch of its own.
+def session_start(session: Session) -> Start:
+    """Begin windows on a graph's or an engine's session, in a batch of its own, which gives its memory back when all
+    but a window's last token are read, or a step fails.
 
     A step raises BackendError where the runtime fails.
     """
@@ -110,9 +111,13 @@ def session_start(session: GraphSession) -> Start:
                 else:
                     logits = batch.prefill(0, tokens, filled, np.full(windows, tokens.shape[1]))
             except Exception as error:  # its exceptions have no common class of their own
+                batch.clear()
                 raise BackendError(f"{type(error).__name__}: {error}") from error
+            found = torch.from_numpy(logits.copy())
             filled[:] += tokens.shape[1]
-            return torch.from_numpy(logits.copy())
+            if filled[0] == context - 1:
+                batch.clear()
+            return found
 
         return step
 

@@ -13,13 +13,15 @@ from ...core.errors import BackendError
 from ...core.files import reading
 from ...core.run import Run, graph_names
 from ...export.lint.check import sound_graph
-from ...options import ONE_TERM_ALONE
+from ...options import ONE_TERM_ALONE, graph_runtime
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ...quantize.reference.fp8_model import Reference, load_reference
 from ...quantize.reference.linear import Mode
+from ...serve.local.generation import open_run_engine
 from ...serve.loop.sessions import SessionError, open_session
 from .as_served import served, session_start, torch_start
 from .compare import FLOAT32, Forward, Opener
+from .engine_logits import engine_logits
 
 #: The runtime of the checkpoint's own type.
 ORIGINAL = "original"
@@ -69,15 +71,17 @@ def reference(
 
 
 def session(run: Run, runtime: str, adapter: str | None = None, prompt: int | None = None) -> Forward:
-    """A graph of the run on ONNX Runtime or TensorRT (`onnxruntime-int8`: the graph of another precision); each window
-    is a separate prompt. `prompt`: as `openers` has it.
+    """A graph of the run on ONNX Runtime, or its engine for this GPU on TensorRT or TensorRT-RTX (`onnxruntime-int8`:
+    that of another precision); each window is a separate prompt. `prompt`: as `openers` has it.
 
-    Raises InputError for a graph whose external data cannot be opened, BackendError when the runtime is missing or
-    refuses the graph.
+    Raises InputError for a graph whose external data cannot be opened and an engine that is not there, BackendError
+    when the runtime is missing or refuses the graph.
     """
-    graph, name = graph_of(run, runtime, adapter), runtime.partition("-")[0]
-    if name == "onnxruntime":
-        sound_graph(graph)
+    name, precision = graph_runtime(runtime)
+    if name != "onnxruntime":
+        return engine_logits(open_run_engine(run, name, precision, adapter), prompt)
+    graph = graph_of(run, runtime, adapter)
+    sound_graph(graph)
     try:
         opened = open_session(graph.parent, name, graph.name)
     except SessionError as error:
@@ -97,8 +101,8 @@ def session(run: Run, runtime: str, adapter: str | None = None, prompt: int | No
 
 
 def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
-    """The graph that a runtime of that name runs, with that adapter on."""
-    return checkpoint_of(run, runtime.partition("-")[2] or "fp8") / graph_names(adapter)[1]
+    """The graph that ONNX Runtime runs under the name `runtime`, with that adapter on."""
+    return checkpoint_of(run, graph_runtime(runtime)[1]) / graph_names(adapter)[1]
 
 
 def openers(

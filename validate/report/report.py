@@ -241,6 +241,7 @@ def engines_sentence(built: Sequence[EngineRow]) -> str:
     outdated = [row.target for row in rows if row.evidence == "outdated"]
     unproven = [row.target for row in rows if row.fp8_products is None]
     short = [row.target for row in rows if row.wide]
+    untold = [row.target for row in rows if (row.fp8_products or 0) + len(row.wide) < (row.promised_products or 0)]
     if outdated:
         return (
             f"What runs in FP8 is not said of {', '.join(outdated)}: the engine was built from other files than the "
@@ -250,6 +251,8 @@ def engines_sentence(built: Sequence[EngineRow]) -> str:
         return f"What runs in FP8 cannot be told for {', '.join(unproven)}: the engine could not be read."
     if short:
         return f"Some promised products ran wider on {', '.join(short)}; the table names them."
+    if untold:
+        return f"Of some promised products on {', '.join(untold)} TensorRT's inspector does not tell what they run in."
     return (
         f"Every promised product takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read "
         "from the engines themselves."

@@ -16,9 +16,10 @@ from fp8q.core.files import disk_errors, read_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine import build as engine
-from fp8q.export.engine import targets
-from fp8q.export.engine.build import Job, build, build_engines
+from fp8q.export.engine import runtime, targets
+from fp8q.export.engine.build import Job, build, build_engines, remarks
 from fp8q.export.engine.info import EngineInfo, check_share, load_engines
+from fp8q.export.engine.plan import Evidence
 from fp8q.export.engine.profiles import profiles
 from fp8q.options import EngineOptions
 
@@ -79,6 +80,7 @@ def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) ->
             "fp8_products",
             "wide_products",
             "narrow_products",
+            "unknown_products",
             "branches",
             "evidence",
             "profiles",
@@ -246,7 +248,7 @@ def info(**changes: object) -> EngineInfo:
 
 
 def test_evidence_that_cannot_be_read_does_not_meet_a_share() -> None:
-    unknown = info(evidence="unknown", fp8_products=0, wide_products=["a"])
+    unknown = info(evidence="unknown", fp8_products=0, unknown_products=["a"])
     with pytest.raises(GateError) as refused:
         check_share([info(), unknown], 0.5)
     assert str(refused.value) == (
@@ -255,6 +257,60 @@ def test_evidence_that_cannot_be_read_does_not_meet_a_share() -> None:
         "use the version that fp8q pins, or accept it with --min-fp8-share 0"
     )
     check_share([unknown], 0)
+
+
+def test_what_tensorrts_inspector_does_not_tell_fails_a_share_that_was_asked_for_alone() -> None:
+    on_hopper = {"runtime": "tensorrt", "version": "11.4.0.1", "target": "sm90"}
+    nothing = info(**on_hopper, evidence="unknown", fp8_products=0, unknown_products=["a"])
+    check_share([nothing], None)
+    check_share([nothing], 0)
+    with pytest.raises(GateError) as refused:
+        check_share([nothing], 1.0)
+    assert str(refused.value) == (
+        "sm90: what the engine of TensorRT 11.4.0.1 runs cannot be told from it, which does not meet --min-fp8-share "
+        "1; its inspector's words are in sm90.layers.json, which a report should have, or accept it with "
+        "--min-fp8-share 0"
+    )
+    some = info(**on_hopper, evidence="inspector", fp8_products=11, unknown_products=["a"])
+    check_share([some], None)
+    check_share([some], 0.9)
+    with pytest.raises(GateError) as short:
+        check_share([some], 1.0)
+    assert str(short.value) == (
+        "sm90: 11 of 12 promised products take FP8 on both sides, less than --min-fp8-share 1; unknown: a; the engine "
+        "is kept, `fp8q export` again or accept it with a smaller share"
+    )
+    wide = info(**on_hopper, evidence="inspector", fp8_products=10, unknown_products=["a"], wide_products=["b"])
+    with pytest.raises(GateError, match="^sm90: 10 of 12 .*, less than --min-fp8-share 1; wide: b; the engine is kept"):
+        check_share([wide], None)
+    with pytest.raises(GateError, match="^sm89: what the engine of TensorRT-RTX 1.8 runs cannot be told from it"):
+        check_share([info(evidence="unknown")], None)
+
+
+def test_a_narrow_answer_is_short_of_the_promise_in_a_plan_and_not_with_the_inspector() -> None:
+    narrow = ["a", "b"]
+    check_share([info(runtime="tensorrt", evidence="inspector", narrow_products=narrow)], 1.0)
+    with pytest.raises(
+        GateError, match="and 2 of them answer in less than FP32, less than --min-fp8-share 1; narrow: a, b"
+    ):
+        check_share([info(narrow_products=narrow)], None)
+
+
+def test_what_is_not_told_is_noted_in_one_line_and_so_is_what_is_only_remarked() -> None:
+    of = info(runtime="tensorrt", target="sm90", evidence="inspector", unknown_products=["a"], narrow_products=["b"])
+    found = Evidence(
+        "inspector", frozenset("b"), narrow=frozenset("b"), unknown={"a": "fp8 × unknown -> bf16 in profile 0"}
+    )
+    assert remarks(of, found) == [
+        (
+            "sm90: whether 1 of 12 promised products are FP8 on both sides cannot be told (as a: fp8 × unknown -> bf16 "
+            "in profile 0); sm90.layers.json has what its inspector says"
+        ),
+        (
+            "sm90: 1 FP8 products (as b) answer in less than FP32: a kernel that scales by itself rounds its sum once, "
+            "to the graph's next type"
+        ),
+    ]
 
 
 def test_what_an_earlier_version_wrote_of_an_engine_still_reads() -> None:
@@ -347,8 +403,8 @@ def test_ctrl_c_stops_the_builder_and_leaves_nothing(run: tuple[Run, Any]) -> No
 @RTX
 @pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
 def test_timings_are_kept_and_loaded_and_what_does_not_read_begins_anew(tmp_path: Path) -> None:
-    trt, file = engine.load("tensorrt-rtx"), tmp_path / "sm90.timings"
-    logger, _ = engine.collecting_logger(trt)
+    trt, file = runtime.load("tensorrt-rtx"), tmp_path / "sm90.timings"
+    logger, _ = runtime.collecting_logger(trt)
     builder = trt.Builder(logger)
     for known in (None, b"of another version", "of the first round"):
         config = builder.create_builder_config()
@@ -361,8 +417,8 @@ def test_timings_are_kept_and_loaded_and_what_does_not_read_begins_anew(tmp_path
 
 @RTX
 def test_a_workspace_limit_reaches_the_builder() -> None:
-    trt = engine.load("tensorrt-rtx")
-    logger, _ = engine.collecting_logger(trt)
+    trt = runtime.load("tensorrt-rtx")
+    logger, _ = runtime.collecting_logger(trt)
     config = engine.configure(trt, trt.Builder(logger), Job("tensorrt-rtx", "sm89", profiles(1, 16), workspace=512))
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 512 * 1024 * 1024
 

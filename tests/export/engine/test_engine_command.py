@@ -461,20 +461,50 @@ def test_a_run_without_engines_says_what_to_run(fp8q: Fp8q, demo_run: Run, tmp_p
         api.engine(run.root)
 
 
-def test_tensorrts_own_engine_without_its_gpu_is_unknown_and_says_why(
-    fp8q: Fp8q, demo_run: Run, tmp_path: Path
-) -> None:
-    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+def as_tensorrts(demo_run: Run, root: Path, inspected: Path | None = None) -> Run:
+    """A copy of the run whose engine for sm89 is said to be TensorRT's, with what its inspector said of it."""
+    run = Run(Path(shutil.copytree(demo_run.root, root)))
     info = run.engines / "sm89.json"
     info.write_text(info.read_text().replace('"tensorrt-rtx"', '"tensorrt"'))
     record = json.loads(run.record_file.read_text())
-    record["stages"]["build-engine"]["outputs"]["engines/sm89.json"] = sha256_file(info)
+    outputs = record["stages"]["build-engine"]["outputs"]
+    outputs["engines/sm89.json"] = sha256_file(info)
+    if inspected:
+        beside = run.engines / "sm89.layers.json"
+        shutil.copy(inspected, beside)
+        outputs["engines/sm89.layers.json"] = sha256_file(beside)
     run.record_file.write_text(json.dumps(record))
-    result = fp8q("engine", run.root, "--target", "sm89", "--json")
+    return run
+
+
+def test_tensorrts_own_engine_without_its_gpu_is_unknown_and_says_why(
+    fp8q: Fp8q, demo_run: Run, tmp_path: Path
+) -> None:
+    run = as_tensorrts(demo_run, tmp_path / "run")
+    result = fp8q("engine", run.root, "--target", "sm89", "--json", "--min-fp8-share", "1")
     (view,) = json.loads(result.out)["engines"]
     assert (result.code, view["evidence"], view["codes_found"]) == (3, "unknown", None)
     assert view["unknown"].startswith(
         "TensorRT's inspector has to be asked, on the GPU that it was built for: TensorRT cann"
+    )
+    shown = fp8q("engine", run.root, "--target", "sm89")
+    assert shown.code == 0
+    assert "an unknown number of 28 promised products on FP8 codes on both sides (UNKNOWN: TensorRT's" in shown.out
+
+
+def test_what_the_inspector_said_on_the_gpu_is_read_where_there_is_none(
+    fp8q: Fp8q, demo_run: Run, tmp_path: Path
+) -> None:
+    """The dump has the demo's first layer of four."""
+    run = as_tensorrts(demo_run, tmp_path / "run", Path(__file__).parent / "layers" / "dq-10.layers.json")
+    result = fp8q("engine", run.root, "--target", "sm89", "--json")
+    (view,) = json.loads(result.out)["engines"]
+    assert (result.code, view["evidence"], view["unknown"]) == (0, "inspector", None)
+    assert (view["fp8_products"], len(view["untold"]), len(view["narrow"])) == (7, 21, 7)
+    assert fp8q("engine", run.root, "--target", "sm89", "--min-fp8-share", "1").err == (
+        "fp8q: sm89: 7 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; unknown: "
+        f"{', '.join(view['untold'][:8])} and 13 more; `fp8q export` and `fp8q build-engine` again, or accept it with "
+        "a smaller share\n"
     )
 
 

@@ -1,14 +1,12 @@
 """What an engine is read to run, on real engines: every one of these is built here, and some are built to deceive."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from onnx import TensorProto
 
-from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, product_rows
-from fp8q.export.engine.plan import EngineProduct, Plan, evidence, modules_by_types, read_inspector, read_plan
+from fp8q.export.engine.plan import EngineProduct, Plan, evidence, modules_by_types, read_plan
 from fp8q.export.onnx_file import names
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -144,7 +142,7 @@ def test_an_engine_of_another_model_is_unknown(engine_of: Engines) -> None:
     _, engine = engine_of("sm89")
     found = evidence(read_plan(engine), promise(("transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj")), profiles=2)
     assert (found.kind, found.fp8) == ("unknown", frozenset())
-    assert found.wide["transformer.h.0.mlp.c_fc"] == "the engine shows no such product in profile 0"
+    assert found.unknown["transformer.h.0.mlp.c_fc"] == "the engine shows no such product in profile 0"
 
 
 def test_a_promised_layer_that_the_engine_lacks_is_wide(engine_of: Engines) -> None:
@@ -157,13 +155,13 @@ def test_a_promised_layer_that_the_engine_lacks_is_wide(engine_of: Engines) -> N
 def test_an_engine_with_fewer_profiles_than_asked_for_is_unknown(engine_of: Engines) -> None:
     found = evidence(read_plan(engine_of("sm89")[1]), promise(), profiles=3)
     assert (found.kind, found.fp8) == ("unknown", frozenset())
-    assert found.wide[DOWN] == "the engine shows no product of profile 2"
+    assert found.unknown[DOWN] == "the engine shows no product of profile 2"
 
 
 def test_an_engine_with_more_profiles_than_expected_is_unknown(engine_of: Engines) -> None:
     found = evidence(read_plan(engine_of("sm89")[1]), promise(), profiles=1)
     assert (found.kind, found.fp8) == ("unknown", frozenset())
-    assert found.wide[DOWN] == "the engine shows products of profile 1, and 1 are expected"
+    assert found.unknown[DOWN] == "the engine shows products of profile 1, and 1 are expected"
 
 
 def test_an_engine_whose_text_does_not_read_is_unknown(engine_of: Engines) -> None:
@@ -176,7 +174,7 @@ def test_an_engine_whose_text_does_not_read_is_unknown(engine_of: Engines) -> No
     ):
         assert read_plan(foreign) is None
     found = evidence(None, promise(), profiles=2)
-    assert (found.kind, found.fp8, found.wide[DOWN]) == ("unknown", frozenset(), "the engine does not read")
+    assert (found.kind, found.wide, found.unknown[DOWN]) == ("unknown", {}, "the engine does not read")
 
 
 def test_an_operand_whose_type_is_not_told_is_not_fp8(engine_of: Engines) -> None:
@@ -199,84 +197,3 @@ def test_fp8_in_one_profile_is_not_enough() -> None:
     found = evidence(Plan({0: (fp8,), 1: (wide,)}), {"a.matmul": "a"}, profiles=2)
     assert (found.fp8, dict(found.wide)) == (frozenset(), {"a": "bf16 × fp8 -> bf16 in profile 1"})
     assert evidence(Plan({0: (fp8,), 1: (fp8, wide)}), {"a.matmul": "a"}, profiles=2).fp8 == frozenset()
-
-
-def layer(
-    name: str, kind: str, nodes: tuple[str, ...], inputs: tuple[str, ...], output: str, key: str
-) -> dict[str, object]:
-    metadata = "\x1e".join(f"[ONNX Layer: {node}]" for node in nodes)
-    return {
-        "Name": name,
-        "LayerType": kind,
-        "Metadata": metadata,
-        "Inputs": [{"Name": "x", key: text} for text in inputs],
-        "Outputs": [{"Name": "y", key: output}],
-    }
-
-
-@pytest.mark.parametrize(
-    ("key", "fp8", "fp32"),
-    [
-        ("Format/Datatype", "Row major linear FP8 format", "Row major linear FP32"),
-        ("DataType", "FP8", "Float"),
-        ("DataType", "Float8", "Float"),
-    ],
-)
-def test_the_inspectors_json_of_tensorrt_10_and_11_reads_as_documented(key: str, fp8: str, fp32: str) -> None:
-    layers = [
-        layer("q_myl0_1", "gemm", ("a.q.matmul", "a.q.weight.dequantize"), (fp8, fp8), fp32, key),
-        layer("__myl_Mul_myl0_2", "kgen", ("a.q.matmul", "b.matmul"), (fp8, fp8), fp8, key),
-        layer("q_myl1_1 [profile 1]", "gemm", ("a.q.matmul",), ("BFloat16", fp8), "BFloat16", key),
-        layer("b_myl0_3", "gemm", ("b.matmul",), (fp8, fp8), fp32, key),
-        layer("b_myl1_3 [profile 1]", "gemm", ("b.matmul",), (fp8, fp8), fp32, key),
-    ]
-    plan = read_inspector(json.dumps({"Layers": layers}))
-    found = evidence(plan, {"a.q.matmul": "a.q", "b.matmul": "b"}, profiles=2)
-    assert (found.kind, found.fp8, dict(found.wide)) == (
-        "inspector",
-        frozenset({"b"}),
-        {"a.q": "bf16 × fp8 -> bf16 in profile 1"},
-    )
-
-
-def test_kernels_around_a_product_and_attention_are_told_from_the_inspectors_json_as_well() -> None:
-    layers = [
-        layer("__myl_norm_quantize", "kgen", ("norm", "a.q.input.quantize"), ("BFloat16",), "FP8", "DataType"),
-        layer(
-            "q_myl0_1",
-            "gemm",
-            ("a.q.matmul", "a.q.input.dequantize", "a.q.weight.dequantize"),
-            ("FP8", "FP8"),
-            "Float",
-            "DataType",
-        ),
-        layer("__myl_Mul", "kgen", ("a.q.matmul", "rope"), ("Float",), "BFloat16", "DataType"),
-        layer("_fmha_v2", "kgen", ("attend",), ("BFloat16", "BFloat16", "BFloat16", "Bool"), "BFloat16", "DataType"),
-        layer("__myl_quantize", "kgen", ("a.o.input.quantize",), ("BFloat16",), "FP8", "DataType"),
-        layer("q_myl1_1 [profile 1]", "gemm", ("a.q.matmul",), ("FP8", "FP8"), "Float", "DataType"),
-    ]
-    plan = read_inspector(json.dumps({"Layers": layers}))
-    assert plan is not None
-    prefill, decode = product_rows(plan, ["prefill", "decode"])
-    assert (prefill.module, prefill.before, prefill.after) == ("a.q", ("__myl_norm_quantize",), ("__myl_Mul",))
-    assert (decode.profile, decode.module, decode.before, decode.after) == ("decode", "a.q", (), ())
-    assert attention_rows(plan, ["prefill", "decode"]) == [
-        AttentionRow("prefill", "a", "attend", "_fmha_v2", ("bf16",) * 3, "bf16")
-    ]
-
-
-@pytest.mark.parametrize(
-    "information",
-    [
-        "",
-        "no JSON",
-        "[]",
-        "{}",
-        '{"Layers": ["a.matmul", "b.matmul"]}',
-        '{"Layers": [{"Name": "a", "LayerType": "gemm"}]}',
-        '{"Layers": [{"LayerType": "gemm", "Inputs": ["x"]}]}',
-        '{"Layers": [{"LayerType": "gemm", "Inputs": 3}]}',
-    ],
-)
-def test_what_the_inspector_says_otherwise_is_unknown(information: str) -> None:
-    assert read_inspector(information) is None

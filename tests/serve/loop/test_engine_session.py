@@ -1,274 +1,146 @@
-"""An engine as a session, on a stand-in for TensorRT whose engines remember what is asked of them, over memory of the
-host: a GPU runs the real one (`tests/gpu`). The names that are called are held against the real runtime.
+"""An engine's session on a stand-in for driver and runtime: the calls of CUDA and TensorRT as they are made, and the
+errors where they fail. That its batches answer as host memory does is in test_host_batch.py.
 """
 
-import json
-from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from fp8q.serve.loop import engine_session
-from fp8q.serve.loop.engine_session import Bounds, EngineRuntime, EngineSession, SharedMemory, bounds_of, has_branches
+from fp8q.core.errors import BackendError
+from fp8q.serve.loop.cuda import CudaDevice, CudaError
+from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
+from fp8q.serve.loop.generate import Generator, complete
+from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.sessions import SessionError
+from fp8q.serve.loop.text import Vocabulary
+from fp8q.validate.accuracy.engine_logits import engine_logits
 
-SHAPES = {
-    "input_ids": (-1, -1),
-    "attention_mask": (-1, -1),
-    "position_ids": (-1, -1),
-    "past_key_values.0.key": (-1, 2, -1, 64),
-    "past_key_values.0.value": (-1, 2, -1, 64),
-    "logits": (-1, -1, 16),
-    "new_key_values.0.key": (-1, 2, -1, 64),
-    "new_key_values.0.value": (-1, 2, -1, 64),
-}
-#: The largest tokens and past of each profile: prompts, and steps.
-MOST = [{"input_ids": (2, 2048), "past": (2, 2, 4096, 64)}, {"input_ids": (8, 1), "past": (8, 2, 4096, 64)}]
+if TYPE_CHECKING:
+    from pathlib import Path
 
+    from tests.serve.conftest import CountingModel, OpenEngine
+    from tests.stand_in.runtime import Machine
 
-class Context:
-    """A context that needs 1,000 bytes a token."""
-
-    def __init__(self, how: Any):
-        self.how, self.profile, self.shapes, self.memory, self.runs = how, -1, {}, (0, 0), 0  # type: ignore[var-annotated]
-
-    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
-        self.profile = profile
-        return True
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shapes[name] = shape
-        return True
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        return address % 256 == 0
-
-    def update_device_memory_size_for_shapes(self) -> int:
-        assert "past_key_values.0.value" in self.shapes
-        return 1000 * int(np.prod(self.shapes["input_ids"]))
-
-    def set_device_memory(self, address: int, size: int) -> None:
-        self.memory = address, size
-
-    def execute_async_v3(self, stream: int) -> bool:
-        needed = self.update_device_memory_size_for_shapes()
-        assert self.memory[1] >= needed
-        self.runs += 1
-        return True
+each_runtime = pytest.mark.parametrize("runtime", RUNTIMES)
 
 
-class Cache:
-    """Compiled kernels: one byte for each context that compiled into them."""
-
-    def __init__(self) -> None:
-        self.kernels = b""
-
-    def deserialize(self, blob: bytes) -> bool:
-        self.kernels = blob
-        return blob.startswith(b"k")
-
-    def serialize(self) -> bytes:
-        return self.kernels
+def logits_at_once(counting: CountingModel, ids: np.ndarray) -> np.ndarray:
+    """The logits of windows, each read in one call of the graph."""
+    positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
+    found: np.ndarray = counting.session().forward(ids, np.ones_like(ids), positions)[0]
+    return found
 
 
-class Config:
-    def __init__(self) -> None:
-        self.strategy = self.cache = self.cuda_graph_strategy = None
-
-    def create_runtime_cache(self) -> Cache:
-        return Cache()
-
-    def set_runtime_cache(self, cache: Any) -> bool:
-        self.cache = cache
-        return True
-
-    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
-        self.strategy = strategy
+def held_beside_contexts(gpu: Machine, session: EngineSession) -> set[int]:
+    """The addresses that are allocated when all is done, but for the memory that the session's contexts share."""
+    gpu.driver.cuStreamSynchronize(0)
+    return gpu.driver.held.keys() - {address for memory in session._memory.values() for address, _ in memory._blocks}
 
 
-class Engine:
-    num_io_tensors, num_optimization_profiles = len(SHAPES), len(MOST)
-
-    def __init__(self) -> None:
-        self.contexts: list[Context] = []
-
-    def get_tensor_name(self, index: int) -> str:
-        return [*SHAPES][index]
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return SHAPES[name]
-
-    def get_tensor_dtype(self, name: str) -> Any:
-        return SimpleNamespace(name="BF16" if "key" in name else "FLOAT")
-
-    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        most = MOST[profile]["past" if name.startswith("past") else name]
-        return [most, most, most]
-
-    def create_runtime_config(self) -> Config:
-        return Config()
-
-    def create_execution_context(self, how: Any) -> Context:
-        if isinstance(how, Config) and how.cache is not None:
-            how.cache.kernels += b"k"
-        self.contexts.append(Context(how))
-        return self.contexts[-1]
-
-
-Opened = tuple[EngineSession, Engine, Path]
-
-
-@pytest.fixture
-def open_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_device: Callable[[], Any]
-) -> Callable[..., Opened]:
-    """`open_engine(runtime, branches)`: a session of the stand-in, its engine, its plan; None: nothing is known of
-    branches.
-    """
-
-    def opened(runtime: EngineRuntime, branches: bool | None = False) -> Opened:
-        engine, plan = Engine(), tmp_path / "sm90.plan"
-        plan.write_bytes(b"plan")
-        if branches is not None:
-            plan.with_suffix(".json").write_text(json.dumps({"branches": branches}))
-        library = SimpleNamespace(
-            Logger=type("Logger", (), {"ERROR": 1, "__init__": lambda self, level: None}),
-            Runtime=lambda logger: SimpleNamespace(deserialize_cuda_engine=lambda plan: engine),
-            ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="shared"),
-            CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole", DISABLED="none"),
-        )
-        monkeypatch.setattr(engine_session, "_import", lambda runtime: library)
-        monkeypatch.setattr(engine_session, "CudaDevice", host_device)
-        return EngineSession(plan, runtime), engine, plan
-
-    return opened
-
-
-def test_a_session_is_read_from_its_engine(open_engine: Callable[..., Opened]) -> None:
-    session, _, _ = open_engine("tensorrt")
-    assert (session.vocabulary, session.most_rows, session.most_positions) == (16, 2, 4096)
-    assert (session.pace.chunk, session.pace.share) == (1024, 1024)
-    assert session.layout.names == ("0.key", "0.value")
-
-
-def test_contexts_share_memory_that_their_shapes_need(open_engine: Callable[..., Opened]) -> None:
-    session, engine, _ = open_engine("tensorrt")
-    batch = session.open_batch(2, 4096)
-    batch.reserve(128, 128, 0)
-    for rows, length in ((1, 8), (2, 4), (1, 64), (1, 8)):
-        batch.prefill(0, np.ones((rows, length), np.int64), np.zeros(rows, np.int64), np.full(rows, length))
-    for rows in (1, 2, 1):
-        batch.decode(np.ones(rows, np.int64), np.full(rows, 64))
-    prompts, one, two = engine.contexts
-    assert [context.how for context in engine.contexts] == ["shared"] * 3
-    assert [context.profile for context in engine.contexts] == [0, 1, 1]
-    assert prompts.memory[1] == 64_000  # the largest chunk's; a smaller one takes no less
-    assert (one.memory[1], two.memory[1]) == (1000, 2000)
-    sizes = [len(whole) for whole in session.device.memory.values()]  # type: ignore[attr-defined]
-    assert 8000 + 256 not in sizes  # the block of the first chunk was given back
-
-
-def test_blocks_of_captured_steps_stay_where_they_are(host_device: Callable[[], Any]) -> None:
-    device = host_device()
-    memory = SharedMemory(device, moves=False)
-    first = memory.block(1000)
-    assert memory.block(400) == memory.block(1000) == first
-    second = memory.block(1001)
-    assert second[1] == 2000
-    assert (memory.block(1000), memory.block(2000)) == (first, second)
-    device.wait()
-    assert set(device.memory) == {first[0], second[0]}
-    assert SharedMemory(device, moves=False).block(0)[1] == 1  # an engine may need none
-
-
-@pytest.mark.parametrize(("branches", "captures"), [(False, True), (True, False), (None, False)])
-def test_an_engine_is_captured_unless_it_may_have_branches(
-    open_engine: Callable[..., Opened], branches: bool | None, captures: bool, caplog: pytest.LogCaptureFixture
+@each_runtime
+def test_an_engine_answers_as_the_model_does(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
 ) -> None:
-    session, _, plan = open_engine("tensorrt", branches)
-    assert session.captures is captures
-    told = (
-        f"{plan}: nothing beside it says whether it has branches, so it runs without CUDA graphs, which is slower; "
-        "build it again with `fp8q build-engine`"
+    prompts = ["t3 t1 t4", "t9", "t2 t6 t5 t3 t5 t8 t9 t7 t9 t3 t2", "t1 t1", "t8 t4"]
+    generator = Generator(open_engine(counting, runtime), Vocabulary.read(counting.directory))
+    assert generator.max_batch == 4
+    answers = complete(generator, [Request(prompt, 12) for prompt in prompts])
+    assert [list(answer.tokens) for answer in answers] == [counting.answer(prompt, 12) for prompt in prompts]
+    assert (gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+
+
+@each_runtime
+def test_windows_in_chunks_over_the_cache_have_the_logits_of_whole_ones(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    """Seven windows, in fours and with a chunk that the context is no multiple of."""
+    session = open_engine(counting, runtime)
+    session.pace = type(session.pace)(chunk=24, share=24)
+    ids = np.random.default_rng(0).integers(0, 15, (7, 100))
+    found = engine_logits(session)(ids).numpy()
+    assert found.shape == (7, 100, 16)
+    assert np.array_equal(found, logits_at_once(counting, ids))
+    assert held_beside_contexts(gpu, session) == set()
+
+
+@each_runtime
+def test_windows_as_served_have_the_logits_of_whole_ones_behind_the_prompt(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    ids = np.random.default_rng(1).integers(0, 15, (6, 40))
+    session = open_engine(counting, runtime)
+    found = engine_logits(session, 30)(ids).numpy()
+    assert np.array_equal(found[:, 29:], logits_at_once(counting, ids)[:, 29:39])
+    assert not found[:, :29].any()
+    assert held_beside_contexts(gpu, session) == set()
+
+
+def test_windows_longer_than_the_slots_are_refused(counting: CountingModel, open_engine: OpenEngine) -> None:
+    session = open_engine(counting, "tensorrt")
+    most = {"off": 200, "v": 192, "fp8": 192}[counting.cache]
+    with pytest.raises(BackendError) as refused:
+        engine_logits(session)(np.zeros((1, 201), np.int64))
+    assert str(refused.value) == (
+        f"a window of 201 tokens is longer than the engine's {most} slots; give --context {most}"
     )
-    assert caplog.messages == ([told] if branches is None else [])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"branches": null}'])
-def test_a_record_that_does_not_read_says_nothing_of_branches(tmp_path: Path, text: str) -> None:
-    (tmp_path / "sm90.json").write_text(text)
-    assert has_branches(tmp_path / "sm90.plan")
-
-
-@pytest.mark.parametrize(("branches", "steps"), [(False, "whole"), (True, "none")])
-def test_tensorrt_rtx_captures_its_steps_by_itself(
-    open_engine: Callable[..., Opened], branches: bool, steps: str
+@pytest.mark.parametrize(
+    ("free", "fits"),
+    [
+        (24, "2 of them fit, with --max-batch 2"),
+        (4, "not one fits; build an engine with --max-seq-len 80 or less"),
+    ],
+)
+def test_a_cache_that_the_gpu_has_no_room_for_is_refused_and_what_fits_is_said(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, free: int, fits: str
 ) -> None:
-    session, engine, _ = open_engine("tensorrt-rtx", branches)
-    assert session.captures is False
-    session.context("prefill")
-    session.context("decode")
-    assert [context.how.cuda_graph_strategy for context in engine.contexts] == ["none", steps]
-    assert {context.how.strategy for context in engine.contexts} == {"shared"}
+    """`free` in units of 20 positions: eight sequences of 192 take 77 of them."""
+    position = {"off": 64, "v": 40, "fp8": 16}[counting.cache]
+    session = open_engine(counting, "tensorrt")
+    gpu.driver.total = free * 20 * position
+    with pytest.raises(SessionError) as refused:
+        session.open_batch(8, 192)
+    takes, has = (f"{size * position / 1e9:.2f} GB" for size in (8 * 192, free * 20))
+    assert str(refused.value) == (
+        f"a cache of 8 sequences of 192 positions takes {takes}, and this GPU has {has} free: {fits}"
+    )
+    session.open_batch(1, 64)
+    assert gpu.driver.held == {}
 
 
-def test_compiled_kernels_are_stored_beside_the_plan(open_engine: Callable[..., Opened]) -> None:
-    session, _, plan = open_engine("tensorrt-rtx")
-    stored = plan.with_suffix(".kernels")
-    session.idle()
-    assert not stored.exists()  # nothing is compiled yet
-    session.context("prefill")
-    session.idle()
-    assert stored.read_bytes() == b"k"
-    stored.write_bytes(b"kk")
-    session.idle()  # nothing new
-    assert stored.read_bytes() == b"kk"
-    again, _, _ = open_engine("tensorrt-rtx")
-    again.context("decode")
-    again.idle()
-    assert stored.read_bytes() == b"kkk"  # those of the file, and one more
-    assert sorted(path.name for path in plan.parent.iterdir()) == ["sm90.json", "sm90.kernels", "sm90.plan"]
+def test_an_engine_that_the_runtime_does_not_load_is_named(gpu: Machine, tmp_path: Path) -> None:
+    plan = tmp_path / "cut.plan"
+    plan.write_bytes(b"ftrt, and cut off")
+    with pytest.raises(SessionError) as refused:
+        EngineSession(plan, "tensorrt")
+    assert str(refused.value) == (
+        f"{plan}: tensorrt 11.4.0.1 does not load it on this GPU; build it here with `fp8q build-engine`"
+    )
 
 
-def test_a_folder_that_takes_no_kernels_is_left_alone(open_engine: Callable[..., Opened]) -> None:
-    session, _, plan = open_engine("tensorrt-rtx")
-    plan.with_suffix(".kernels").mkdir()
-    session.context("prefill")
-    session.idle()
-    assert sorted(path.name for path in plan.parent.iterdir()) == ["sm90.json", "sm90.kernels", "sm90.plan"]
+def test_a_driver_on_which_the_runtime_does_not_start_is_named(gpu: Machine, tmp_path: Path) -> None:
+    gpu.starts = False
+    with pytest.raises(SessionError) as refused:
+        EngineSession(tmp_path / "any.plan", "tensorrt")
+    assert str(refused.value) == (
+        "tensorrt 11.4.0.1 does not start on this machine's driver; update it (built for CUDA 13 it needs r580 or "
+        "newer, for CUDA 12 r535)"
+    )
 
 
-def test_a_step_and_a_prompt_take_the_profiles_made_for_them() -> None:
-    both = bounds_of([(4, 512), (8, 1)], [2048, 4096])
-    assert both == Bounds({"decode": 1, "prefill": 0}, rows=4, capacity=2048, chunk=512)
-    assert bounds_of([(2, 64)], [128]) == Bounds({"decode": 0, "prefill": 0}, rows=2, capacity=128, chunk=64)
+def test_a_driver_without_a_function_is_too_old(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(type(gpu.driver), "cuMemAllocAsync")
+    with pytest.raises(CudaError) as refused:
+        CudaDevice().allocate(1)
+    assert str(refused.value) == "this NVIDIA driver is too old, and has no cuMemAllocAsync; update it to r535 or newer"
 
 
-def test_the_runtime_has_what_is_called() -> None:
-    library = import_module("tensorrt_rtx")
-    used = {
-        "Runtime": ["deserialize_cuda_engine"],
-        "ICudaEngine": [
-            "create_execution_context", "create_runtime_config", "get_tensor_dtype", "get_tensor_name",
-            "get_tensor_profile_shape", "get_tensor_shape", "num_io_tensors", "num_optimization_profiles",
-        ],
-        "IExecutionContext": [
-            "execute_async_v3", "set_device_memory", "set_input_shape", "set_optimization_profile_async",
-            "set_tensor_address", "update_device_memory_size_for_shapes",
-        ],
-        "ExecutionContextAllocationStrategy": ["USER_MANAGED"],
-        "IRuntimeConfig": [
-            "create_runtime_cache", "cuda_graph_strategy", "set_execution_context_allocation_strategy",
-            "set_runtime_cache",
-        ],
-        "IRuntimeCache": ["deserialize", "serialize"],
-        "CudaGraphStrategy": ["DISABLED", "WHOLE_GRAPH_CAPTURE"],
-        "DataType": ["FLOAT", "HALF", "BF16", "FP8"],
-    }  # fmt: skip
-    absent = [
-        f"{kind}.{name}" for kind, names in used.items() for name in names if not hasattr(getattr(library, kind), name)
-    ]
-    assert absent == []
+def test_memory_that_is_used_up_is_the_drivers_own_word(gpu: Machine) -> None:
+    device = CudaDevice()
+    assert device.free_memory() == 1 << 30
+    with pytest.raises(CudaError, match=r"^cuMemAllocAsync failed with 2 \(out of memory\)$"):
+        device.allocate((1 << 30) + 1)

@@ -44,6 +44,25 @@ def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tensorrt", "begin"),
+    [
+        ("11.4.0.1", "begin with 26.08 and go on to later ones"),
+        ("11.1.1.2", "begin with 26.08 and go back to earlier ones"),
+        ("10.14.1", "begin with 26.02 and go back to earlier ones"),
+    ],
+)
+def test_for_a_tensorrt_that_is_not_known_the_dockerfile_says_how_to_find_its_release(
+    tensorrt: str, begin: str
+) -> None:
+    lines = dockerfile("demo", tensorrt, awaits_plan=False).splitlines()
+    at = lines.index(f"# An image tells its own; {begin}:")
+    assert lines[at + 1 : at + 3] == [
+        "#   docker run --rm nvcr.io/nvidia/tritonserver:YY.MM-py3 dpkg-query -W 'libnvinfer[0-9]*'",
+        "ARG TRITON",
+    ]
+
+
+@pytest.mark.parametrize(
     ("tensorrt", "awaits_plan", "release", "words"),
     [
         ("10.16.1.11", False, "26.05", "TensorRT 10.16.1.11 built the plan, and runs it: this release has it."),

@@ -235,6 +235,10 @@ def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: st
             "Some promised products ran wider on sm120; the table names them.",
         ),
         (
+            [engine("sm89", 2), engine("sm120", 1)],
+            "Of some promised products on sm120 TensorRT's inspector does not tell what they run in.",
+        ),
+        (
             [engine("sm89", None), engine("sm120", 2)],
             "What runs in FP8 cannot be told for sm89: the engine could not be read.",
         ),

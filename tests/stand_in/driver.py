@@ -1,0 +1,196 @@
+"""A stand-in for NVIDIA's driver: the functions of `libcuda.so.1` that fp8q calls, on memory of the host.
+
+It is as late as a driver may be: work is queued on the stream, and done when somebody waits for it. What it allocates
+holds what is no number, memory is bounded, and what lies outside of it is an error. A captured graph is the list of
+what was queued meanwhile.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8q.serve.loop.cuda import MAJOR, Memcpy3D
+from fp8q.serve.loop.device import ALIGNMENT
+
+#: CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY.
+SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
+SAID = {INVALID: b"invalid argument", OUT_OF_MEMORY: b"out of memory"}
+
+
+def number(value: Any) -> int:
+    """A number that was handed over by ctypes, or as Python's."""
+    return int(getattr(value, "value", value) or 0)
+
+
+def memory(address: int, size: int) -> np.ndarray:
+    """Bytes at an address."""
+    found: np.ndarray = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+    return found
+
+
+class Driver:
+    """One GPU of compute capability `major`.`minor` with `total` bytes, under a driver whose newest CUDA is `cuda`."""
+
+    def __init__(self, major: int = 8, minor: int = 9, total: int = 1 << 30, cuda: int = 13040) -> None:
+        self.capability, self.total, self.cuda = (major, minor), total, cuda
+        self.held: dict[int, tuple[np.ndarray, int]] = {}
+        self.pinned: dict[int, np.ndarray] = {}
+        self.queue: list[Callable[[], object]] = []
+        self.capturing: list[Callable[[], object]] | None = None
+        self.graphs: dict[int, list[Callable[[], object]]] = {}
+        self.launches = 0
+
+    def enqueue(self, work: Callable[[], object]) -> int:
+        """Do `work` in the order of the stream, later."""
+        (self.queue if self.capturing is None else self.capturing).append(work)
+        return SUCCESS
+
+    def used(self) -> int:
+        """The bytes that are allocated."""
+        return sum(size for _, size in self.held.values())
+
+    def inside(self, address: int, size: int) -> bool:
+        """Tell whether memory of the device lies there."""
+        return any(base <= address and address + size <= base + held for base, (_, held) in self.held.items())
+
+    # The driver's functions, in the order of `serve/loop/cuda.py`.
+
+    def cuInit(self, flags: Any) -> int:
+        return SUCCESS
+
+    def cuDriverGetVersion(self, found: Any) -> int:
+        found._obj.value = self.cuda
+        return SUCCESS
+
+    def cuDeviceGet(self, found: Any, index: Any) -> int:
+        found._obj.value = 0
+        return SUCCESS
+
+    def cuDeviceGetCount(self, found: Any) -> int:
+        found._obj.value = 1
+        return SUCCESS
+
+    def cuDeviceGetAttribute(self, found: Any, which: Any, device: Any) -> int:
+        found._obj.value = self.capability[number(which) - MAJOR]
+        return SUCCESS
+
+    def cuDevicePrimaryCtxRetain(self, found: Any, device: Any) -> int:
+        found._obj.value = 1
+        return SUCCESS
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        return SUCCESS if number(context) == 1 else INVALID
+
+    def cuStreamCreate(self, found: Any, flags: Any) -> int:
+        found._obj.value = 7
+        return SUCCESS
+
+    def cuDeviceGetDefaultMemPool(self, found: Any, device: Any) -> int:
+        found._obj.value = 3
+        return SUCCESS
+
+    def cuMemPoolSetAttribute(self, pool: Any, which: Any, value: Any) -> int:
+        return SUCCESS if number(pool) == 3 else INVALID
+
+    def cuGetErrorString(self, code: int, said: Any) -> int:
+        said._obj.value = SAID[code]
+        return SUCCESS
+
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
+        free._obj.value, total._obj.value = self.total - self.used(), self.total
+        return SUCCESS
+
+    def cuMemAllocAsync(self, found: Any, size: Any, stream: Any) -> int:
+        asked = number(size)
+        if not asked:
+            return INVALID
+        if self.used() + asked > self.total:
+            return OUT_OF_MEMORY
+        whole = np.full(asked + ALIGNMENT, 0xFF, np.uint8)
+        address = -(-whole.ctypes.data // ALIGNMENT) * ALIGNMENT
+        self.held[address] = (whole, asked)
+        found._obj.value = address
+        return SUCCESS
+
+    def cuMemFreeAsync(self, address: Any, stream: Any) -> int:
+        where = number(address)
+        return self.enqueue(lambda: self.held.pop(where)) if where in self.held else INVALID
+
+    def cuMemHostAlloc(self, found: Any, size: Any, flags: Any) -> int:
+        whole = np.full(max(number(size), 1), 0xFF, np.uint8)
+        self.pinned[whole.ctypes.data] = whole
+        found._obj.value = whole.ctypes.data
+        return SUCCESS
+
+    def cuMemFreeHost(self, address: Any) -> int:
+        return SUCCESS if self.pinned.pop(number(address), None) is not None else INVALID
+
+    def cuMemcpyHtoDAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
+        to, of, count = number(target), number(source), number(size)
+        return self.enqueue(lambda: self._copied(to, of, count, to)) if self.inside(to, count) else INVALID
+
+    def cuMemcpyDtoHAsync_v2(self, target: Any, source: Any, size: Any, stream: Any) -> int:
+        to, of, count = number(target), number(source), number(size)
+        return self.enqueue(lambda: self._copied(to, of, count, of)) if self.inside(of, count) else INVALID
+
+    def _copied(self, to: int, of: int, count: int, on_device: int) -> None:
+        assert self.inside(on_device, count), "it was freed meanwhile"
+        np.copyto(memory(to, count), memory(of, count))
+
+    def cuMemcpy3DAsync_v2(self, copy: Any, stream: Any) -> int:
+        asked = copy._obj
+        assert isinstance(asked, Memcpy3D)
+        told = {name: getattr(asked, name) for name, *_ in Memcpy3D._fields_}
+        return self.enqueue(lambda: self._copied_3d(told))
+
+    def _copied_3d(self, told: dict[str, int]) -> None:
+        width, lines, blocks = told["WidthInBytes"], told["Height"], told["Depth"]
+
+        def view(address: int, pitch: int, height: int) -> np.ndarray:
+            assert pitch >= width, "a line is as wide as the pitch at most"
+            end = address + (blocks - 1) * height * pitch + (lines - 1) * pitch + width
+            assert self.inside(address, end - address), "what lies outside was not allocated"
+            flat = memory(address, end - address)
+            return np.lib.stride_tricks.as_strided(flat, (blocks, lines, width), (height * pitch, pitch, 1))
+
+        source = view(told["srcDevice"], told["srcPitch"], told["srcHeight"])
+        view(told["dstDevice"], told["dstPitch"], told["dstHeight"])[:] = source
+
+    def cuMemsetD8Async(self, address: Any, value: Any, size: Any, stream: Any) -> int:
+        where, count, byte = number(address), number(size), number(value)
+        return self.enqueue(lambda: memory(where, count).fill(byte)) if self.inside(where, count) else INVALID
+
+    def cuStreamSynchronize(self, stream: Any) -> int:
+        assert self.capturing is None, "a stream that is captured cannot be waited for"
+        while self.queue:
+            self.queue.pop(0)()
+        return SUCCESS
+
+    def cuStreamBeginCapture_v2(self, stream: Any, mode: Any) -> int:
+        self.capturing = []
+        return SUCCESS
+
+    def cuStreamEndCapture(self, stream: Any, found: Any) -> int:
+        assert self.capturing is not None
+        key = len(self.graphs) + 1
+        self.graphs[key], self.capturing = self.capturing, None
+        found._obj.value = key
+        return SUCCESS
+
+    def cuGraphInstantiateWithFlags(self, found: Any, graph: Any, flags: Any) -> int:
+        found._obj.value = number(graph)
+        return SUCCESS
+
+    def cuGraphDestroy(self, graph: Any) -> int:
+        return SUCCESS
+
+    def cuGraphLaunch(self, launched: Any, stream: Any) -> int:
+        self.launches += 1
+        for work in self.graphs[number(launched)]:
+            self.enqueue(work)
+        return SUCCESS
+
+    def cuGraphExecDestroy(self, launched: Any) -> int:
+        return SUCCESS
