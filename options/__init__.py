@@ -29,6 +29,7 @@ from .calibrate import (
     WeightMethod,
     WeightRounding,
 )
+from .compare import CompareOptions
 from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
@@ -68,6 +69,7 @@ __all__ = [
     "Bos",
     "CalibrateOptions",
     "Clipping",
+    "CompareOptions",
     "ContinueOptions",
     "CorpusOptions",
     "DoctorOptions",
