@@ -19,6 +19,7 @@ from .options import (
     BenchOptions,
     CalibrateOptions,
     Clipping,
+    CompareOptions,
     DoctorOptions,
     EngineOptions,
     ExportOptions,
@@ -40,6 +41,7 @@ from .serve.local.generation import answer_request
 from .serve.loop.request import GeneratedAnswer
 from .stages import bench as bench_stage
 from .stages import build_engine as build_engine_stage
+from .stages import compare as compare_stage
 from .stages import generate as generate_stage
 from .stages import report as report_stage
 from .stages import sensitivity as sensitivity_stage
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from .validate.accuracy.document import Accuracy
     from .validate.advice.checkup import Checkup
     from .validate.bench.document import Bench
+    from .validate.endpoint.document import ModelComparison
     from .validate.report.plots import Plot
     from .validate.report.verdict import Verdict
     from .validate.sensitivity.document import Sensitivity
@@ -80,6 +83,7 @@ __all__ = [
     "BenchOptions",
     "CalibrateOptions",
     "Clipping",
+    "CompareOptions",
     "DoctorOptions",
     "EngineOptions",
     "ExportOptions",
@@ -105,6 +109,7 @@ __all__ = [
     "calibrate",
     "chat",
     "compare",
+    "compare_answers",
     "doctor",
     "engine",
     "export",
@@ -284,9 +289,20 @@ def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_s
     return generate_stage.open_chat(open_run(path), options)
 
 
-def compare(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generate_stage.Comparison:
+def compare(path: Path, options: CompareOptions, progress: Reporter = SILENT) -> "ModelComparison":
+    """Ask the server at `options.url`, or the checkpoint at `options.model`, for log-probabilities of the evaluation
+    text of the run at `path`, judge whether it is the model that was validated, and write `compare.json`.
+
+    A verdict raises no error (`check_validated` in `stages.compare` does). Raises InputError for a run without the
+    likeliest tokens that `validate` keeps, and for a server with another tokenizer or too short a context; BackendError
+    for one that does not answer.
+    """
+    return compare_stage.compare_served.at(path, progress, options)
+
+
+def compare_answers(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generate_stage.Comparison:
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
-    return generate_stage.compare_answers(open_run(path), prompt, options)
+    return generate_stage.compare_both(open_run(path), prompt, options)
 
 
 def serve(

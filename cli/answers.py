@@ -115,7 +115,7 @@ def lines(prompt: str | None) -> Iterator[str]:
 
 def compared(speak: "Terminal", run: Path, prompt: str, options: GenerateOptions, as_json: bool) -> None:
     """Let FP8 and BF16 answer, and show both."""
-    found = api.compare(run, prompt, options)
+    found = api.compare_answers(run, prompt, options)
     if as_json:
         end_answer(answer_document(found.fp8) | {"bf16": answer_document(found.bf16), "parts_at": found.parts_at})
     else:

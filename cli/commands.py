@@ -19,6 +19,7 @@ from ..core.errors import GateError, InputError, UnfinishedError
 from ..options import (
     BenchOptions,
     CalibrateOptions,
+    CompareOptions,
     DoctorOptions,
     EngineOptions,
     ExportOptions,
@@ -282,6 +283,21 @@ def validate(
     speak = terminal()
     with showing(speak, run, common):
         api.validate(run, data, options, speak)
+
+
+@app.command(name="compare")
+def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions(), common: Common = Common()) -> None:
+    """Tell whether a server (vLLM, SGLang, `fp8q serve`, Triton), or another checkpoint, is the model that was
+    validated: its distance from each runtime of the run, on the held-out text. Exit code 3 where it is not.
+    """
+    from .. import api
+    from ..stages.compare import check_validated
+    from . import views
+
+    speak = terminal()
+    found = api.compare(run, options, speak)
+    views.show_model_comparison(speak, found, common.as_json)
+    check_validated(found)
 
 
 @app.command

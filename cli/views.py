@@ -17,6 +17,7 @@ from ..validate.accuracy.document import load_accuracy
 from ..validate.advice.certificate import record_table, text_table
 from ..validate.advice.expert_coverage import expert_table
 from ..validate.bench.document import Bench, bench_table, capacity_table
+from ..validate.endpoint.document import ModelComparison, comparison_table
 from ..validate.report.prompt_distance import distance_rows, distance_table
 from ..validate.report.rows import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
 from ..validate.report.tables import (
@@ -171,6 +172,19 @@ def show_losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:
         emit(found.model_dump(by_alias=True, mode="json"))
         return
     draw_table(speak, loss_table(found.modules[::-1]))
+
+
+def show_model_comparison(speak: "Terminal", found: ModelComparison, as_json: bool) -> None:
+    """Show what `fp8q compare` found: the distances, and the verdict."""
+    if as_json:
+        emit(found.model_dump(by_alias=True, mode="json"))
+        return
+    draw_table(speak, comparison_table(found))
+    perplexity = f", perplexity {found.perplexity.mean:.3f}" if found.perplexity else ""
+    speak.say(
+        f"{found.model}: {found.positions:,} positions of {found.prompts:,} prompts by {found.form}, "
+        f"{found.requests:,} requests{perplexity}. Verdict: {found.verdict}: {found.sentence}."
+    )
 
 
 def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:

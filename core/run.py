@@ -91,6 +91,8 @@ class Run:
     engines = _Path("engines")
     accuracy = _Path("accuracy.json")
     tokens = _Path("tokens.npz")
+    top_logits = _Path("top_logits.npz")
+    comparison = _Path("compare.json")
     sensitivity = _Path("sensitivity.json")
     continuations = _Path("continuations.json")
     tuning = _Path("tune.json")

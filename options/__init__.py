@@ -29,6 +29,7 @@ from .calibrate import (
     WeightMethod,
     WeightRounding,
 )
+from .compare import CompareOptions
 from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
@@ -69,6 +70,7 @@ __all__ = [
     "Bos",
     "CalibrateOptions",
     "Clipping",
+    "CompareOptions",
     "ContinueOptions",
     "CorpusOptions",
     "DoctorOptions",

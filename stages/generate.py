@@ -132,7 +132,7 @@ class Comparison:
     bf16_token: str
 
 
-def compare_answers(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
+def compare_both(run: Run, prompt: str, options: GenerateOptions) -> Comparison:
     """Let FP8, on the runtime that `options` name, and BF16 answer `prompt`: `compare_all` of one."""
     return compare_all(run, [prompt], options)[0]
 

@@ -35,6 +35,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     more than `options.max_ppl_increase`.
     """
     from ..validate.accuracy.document import load_accuracy, save_accuracy
+    from ..validate.accuracy.top_logits import save_top_logits
 
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
@@ -48,7 +49,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     for engine in engines:
         engine.check_windows(tokens)
     key = _key(inputs, options, tokens)
-    if not VALIDATE.is_current(run, key):
+    if not (VALIDATE.is_current(run, key) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
@@ -56,6 +57,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             found.failed.update(failed)
             explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
             log.outputs += save_accuracy(run, explained, found.nll, found.kl)
+            log.outputs.append(save_top_logits(run, tokens, found.top))
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found)
@@ -78,6 +80,11 @@ def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation")
     )
     facts = ValidateFacts(prefix=protocol.prefix, overlap=protocol.overlap)
     return Key(inputs | {"tokens": protocol.sha256}, resolved, facts)
+
+
+def has_top_logits(run: Run) -> bool:
+    """Tell whether the validated `run` has the likeliest tokens of its runtimes, which older versions did not keep."""
+    return run.top_logits.name in run.record().stages[VALIDATE.name].outputs
 
 
 def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:

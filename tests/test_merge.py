@@ -272,7 +272,7 @@ OF_A_RUN: dict[str, list[str]] = {
 }
 REPORTS = ("report-continuations", "report-plots", "report-tables", "report-verdict")
 #: The public functions that are asked something of a run.
-ASKED = (api.generate, api.compare)
+ASKED = (api.generate, api.compare_answers)
 
 
 def refusal_of(run: Run) -> str:

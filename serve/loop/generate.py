@@ -105,7 +105,9 @@ class Generator:
         text = TextStream(self.vocabulary.tokenizer, ready.prompt, asked.stop_words, self._lengths)
         limit = min(asked.max_tokens, self.positions - len(ready.prompt))
         end = frozenset[int]() if asked.ignore_end else self.vocabulary.end
-        self._waiting.append(Row(self._tickets, asked, ready.prompt, limit, text, end))
+        first = len(ready.prompt) if asked.prompt_logprobs is None else 1
+        prompt, forced = ready.prompt[:first], ready.prompt[first:]
+        self._waiting.append(Row(self._tickets, asked, prompt, limit + len(forced), text, end, forced=forced))
         return self._tickets
 
     def cancel(self, ticket: int) -> None:

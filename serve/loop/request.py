@@ -42,7 +42,9 @@ class Request:
     `prompt`: text, or token ids. `max_tokens` bounds the generated tokens, the end-of-text token included; the model's
     positions bound prompt and answer together. `temperature` 0 takes the best token. Without a `seed` every run draws
     other tokens. `logprobs`: the number of best tokens to return with each token, beside its own (None: none).
-    `ignore_end`: go on after the end-of-text token, for measurements. Raises RequestError for values out of range.
+    `ignore_end`: go on after the end-of-text token, for measurements. `prompt_logprobs`: return each token of the
+    prompt but the first too, with so many best tokens (None: not); they are taken in one by one, as tokens that were
+    generated are, so that the logits of one position are all that is held. Raises RequestError for values out of range.
     """
 
     prompt: str | tuple[int, ...]
@@ -55,6 +57,7 @@ class Request:
     seed: int | None = None
     logprobs: int | None = None
     ignore_end: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check each value; NaN is in no range."""
@@ -64,8 +67,9 @@ class Request:
         for name in ("frequency_penalty", "presence_penalty"):
             _check(name, getattr(self, name), -MOST_PENALTY <= getattr(self, name) <= MOST_PENALTY, "from -2 to 2")
         _check("seed", self.seed, self.seed is None or 0 <= self.seed <= MOST_SEED, "from 0 to 2^64 - 1")
-        most = MOST_LOGPROBS
-        _check("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= most, f"from 0 to {most}")
+        for name in ("logprobs", "prompt_logprobs"):
+            number, most = getattr(self, name), MOST_LOGPROBS
+            _check(name, number, number is None or 0 <= number <= most, f"from 0 to {most}")
         self._check_stop_words()
 
     def _check_stop_words(self) -> None:
@@ -96,7 +100,7 @@ class Piece(NamedTuple):
     `length` at max_tokens or the model's last position, `error` when this request failed, for the reason `error`; such
     a piece has no token of its own, and repeats the one before. `output_tokens` were generated so far, this one
     included. `logprob` is the token's own, and `best` the (id, logprob) of the best tokens, both where the request asks
-    for them.
+    for them. `of_prompt`: the token is the prompt's, of a request with `prompt_logprobs`.
     """
 
     ticket: int
@@ -108,6 +112,7 @@ class Piece(NamedTuple):
     logprob: float | None = None
     best: tuple[tuple[int, float], ...] = ()
     error: str | None = None
+    of_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,8 @@ def _is_text(text: str) -> bool:
 @dataclass
 class Row:
     """A request in flight. `filled` slots of its row in the cache hold positions; `last` is the token to feed next;
-    `turn` the step that last took in some of its prompt, or that it came in after.
+    `turn` the step that last took in some of its prompt, or that it came in after. `forced`: tokens of the prompt that
+    are taken in as if they were generated, and count among the `produced` and in `limit`.
     """
 
     ticket: int
@@ -184,6 +190,7 @@ class Row:
     last: int = 0
     turn: int = 0
     random: np.random.Generator | None = None
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Take out of the request what every token needs."""
@@ -194,8 +201,15 @@ class Row:
         """Tell whether the whole prompt is taken in."""
         return self.produced > 0
 
+    @property
+    def forcing(self) -> bool:
+        """Tell whether the next token is one of the prompt."""
+        return self.produced < len(self.forced)
+
     def choice(self, logits: NDArray[np.float32]) -> RowChoice:
-        """Return all that the next token depends on; `logits` [vocabulary]."""
+        """Return all that the next token depends on; `logits` [vocabulary]. A forced token draws no random number."""
+        if self.forcing:
+            return RowChoice(logits, Sampling(), Counter(), None)
         if self.random is None and self.request.temperature:
             self.random = np.random.default_rng(self.request.seed)
         return RowChoice(logits, self.sampling, self.counts, self.random)
@@ -214,11 +228,22 @@ class Row:
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic in Rust, and the others must go on
             self.ended = self.failed = True
             told = f"{type(error).__name__}: {error}"
-            return Piece(self.ticket, self.last, "", "error", len(self.prompt), self.produced, error=told)
+            return Piece(self.ticket, self.last, "", "error", *self._lengths, error=told)
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """The tokens of the prompt, and those that were generated."""
+        return len(self.prompt) + len(self.forced), max(0, self.produced - len(self.forced))
 
     def _accept(self, logits: NDArray[np.float32], token: int) -> Piece:
         request = self.request
-        logprob, best = (None, ()) if request.logprobs is None else log_probabilities(logits, token, request.logprobs)
+        if self.forcing:
+            self.last = self.forced[self.produced]
+            self.produced += 1
+            known = log_probabilities(logits, self.last, request.prompt_logprobs or 0)
+            return Piece(self.ticket, self.last, "", None, *self._lengths, *known, of_prompt=True)
+        asked = request.logprobs
+        logprob, best = (None, ()) if asked is None else log_probabilities(logits, token, asked)
         self.last = token
         self.produced += 1
         self.counts[token] += 1
@@ -232,4 +257,4 @@ class Row:
         if reason:
             self.ended = True
             text += self.text.flush()
-        return Piece(self.ticket, token, text, reason, len(self.prompt), self.produced, logprob, best)
+        return Piece(self.ticket, token, text, reason, *self._lengths, logprob, best)

@@ -37,13 +37,14 @@ class ModelFileError(ValueError):
 @dataclass(frozen=True)
 class Vocabulary:
     """Of a model, what the loop needs besides the graph: its tokenizer, the ids that begin and end a text, and its
-    positions.
+    positions. `tails`: its products have second terms at the end of a prompt alone, and in decoded tokens.
     """
 
     tokenizer: "Tokenizer"
     begin: int | None
     end: frozenset[int]
     positions: int
+    tails: bool = False
 
     @classmethod
     def read(cls, directory: Path) -> "Vocabulary":
@@ -64,7 +65,8 @@ class Vocabulary:
         positions = min(positions, served) if isinstance(served, int) else positions
         begin, end = (_token_ids(tokens, name, directory) for name in ("bos_token_id", "eos_token_id"))
         tokenizer = _read_tokenizer(directory / "tokenizer.json")
-        return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions)
+        tails = isinstance(own, dict) and bool(own.get("tails"))
+        return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions, tails)
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of `prompt`, with the special tokens that the tokenizer puts around a text.

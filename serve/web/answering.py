@@ -102,6 +102,8 @@ class AnswerResponse(Response):
 
     def _count(self, arrived: Arrived, piece: Piece) -> None:
         index, counts = arrived.answer, self._counts
+        if piece.of_prompt:
+            return
         if self._last[index] is None:
             counts.first.observe(arrived.at - self._times[index])
             counts.prompt.inc(piece.input_tokens)

@@ -114,15 +114,25 @@ class CompletionForm:
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, vocabulary: Vocabulary, logprobs: bool):
-        """`vocabulary` gives the text of single tokens."""
-        self._vocabulary, self._logprobs = vocabulary, logprobs
+    def __init__(self, vocabulary: Vocabulary, logprobs: bool, of_prompt: bool = False):
+        """`vocabulary` gives the text of single tokens. `of_prompt`: the prompt's tokens are listed too."""
+        self._vocabulary, self._logprobs, self._of_prompt = vocabulary, logprobs, of_prompt
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
-        logprobs = self._listed(index, found)
-        return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish_reason}
+        prompt = [piece for piece in found.pieces if piece.of_prompt]
+        logprobs = self._listed(index, AnswerPart(found.pieces[len(prompt) :]))
+        more = {"prompt_logprobs": [None, *map(self._by_token, prompt)]} if self._of_prompt else {}
+        return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish_reason} | more
+
+    def _by_token(self, piece: Piece) -> dict[str, dict[str, Any]]:
+        """A token of the prompt and the best ones in its place, by id, as vLLM has them."""
+        text, own = self._vocabulary.token_text, (piece.token, piece.logprob)
+        return {
+            str(token): {"logprob": _told(logprob), "decoded_token": text(token)}
+            for token, logprob in (own, *piece.best)
+        }
 
     def opening(self, index: int) -> str | None:
         """Nothing comes before the text."""

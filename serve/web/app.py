@@ -125,8 +125,11 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         """Go on from a prompt, or from several."""
         begun, model = perf_counter(), serving.find(fields.model)
         given = prompts(fields.prompt, model.positions)
-        asked = [fields.asked(prompt, fields.max_tokens or 16, fields.logprobs) for prompt in given]
-        form = CompletionForm(model.vocabulary, fields.logprobs is not None)
+        if fields.prompt_logprobs is not None and (refused := _without_prompt_logprobs(fields, model, len(given))):
+            raise Refusal(400, f"prompt_logprobs: {refused}", "prompt_logprobs")
+        most = fields.max_tokens or 16
+        asked = [fields.asked(prompt, most, fields.logprobs, fields.prompt_logprobs) for prompt in given]
+        form = CompletionForm(model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None)
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "prompt")
         return _answer(serving, model, asked, told, begun)
 
@@ -142,6 +145,20 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "messages")
         return _answer(serving, model, asked, told, begun)
+
+
+def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: int) -> str | None:
+    """The reason why a prompt's log-probabilities are not given, if there is one."""
+    if fields.stream:
+        return "come with a whole answer; leave out stream"
+    if prompts > 1:
+        return f"are kept until an answer is whole, so that one prompt may ask for them, and here are {prompts}"
+    if model.vocabulary.tails:
+        return (
+            "are of tokens taken in one by one, and this model reads the end of a prompt in another form than the rest "
+            "of it; ask for the logprobs of one token behind beginnings of the prompt"
+        )
+    return None
 
 
 def _answer(serving: Serving, model: Model, asked: list[Asked], told: Told, begun: float) -> AnswerResponse:

@@ -91,12 +91,14 @@ class Fields(StrictFields):
         """Tell whether a stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def asked(self, prompt: str | tuple[int, ...], most: int, logprobs: int | None) -> Request:
+    def asked(
+        self, prompt: str | tuple[int, ...], most: int, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> Request:
         """Make the request to the loop, at most `most` tokens of it; defaults are OpenAI's."""
         words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Request(
             prompt, most, words, _or(self.temperature, 1.0), _or(self.top_p, 1.0), self.frequency_penalty or 0.0,
-            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos),
+            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos), prompt_logprobs,
         )  # fmt: skip
 
 
@@ -105,6 +107,9 @@ class CompletionFields(Fields):
 
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
+        None, description="Of each token of the prompt but the first, too: by token id, as vLLM has them."
+    )
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     best_of: One | None = None

@@ -15,6 +15,7 @@ from ...options import (
     Baseline,
     BenchOptions,
     Clipping,
+    CompareOptions,
     ContinueOptions,
     CorpusOptions,
     EngineOptions,
@@ -158,8 +159,17 @@ VALIDATE = Stage(
     ValidateOptions,
     ValidateFacts,
     inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens"),
-    outputs=("accuracy.json", "tokens.npz"),
+    outputs=("accuracy.json", "tokens.npz", "top_logits.npz"),
     code="validate.validate",
+)
+#: Asks a server, or another checkpoint, for the evaluation text.
+COMPARE = Stage(
+    "compare",
+    CompareOptions,
+    NoFacts,
+    inputs=("tokens.npz", "top_logits.npz"),
+    outputs=("compare.json",),
+    code="compare.compare_served",
 )
 #: Measures the loss that each tensor causes alone.
 SENSITIVITY = Stage(
@@ -240,6 +250,7 @@ STAGES = (
     *EXPORT_BASELINE.values(),
     BUILD_ENGINE,
     VALIDATE,
+    COMPARE,
     SENSITIVITY,
     TUNE,
     TRITON,

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 #: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
 NOT_MEASURED = (
+    "| verdict | what it says |",
+    "| form | positions of a window | gives |",
     "| word | meaning |",
     "| form | scale of a weight [out, in] | of a static input | of a cache | who reads it |",
     "| architecture | what is different about it | tested with | Hugging Face form |",

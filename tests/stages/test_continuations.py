@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fp8q.api import GenerateOptions, compare
+from fp8q.api import GenerateOptions, compare_answers
 from fp8q.core.reporter import SILENT
 from fp8q.options import ContinueOptions
 from fp8q.stages import continuations as continuations_stage
@@ -33,7 +33,7 @@ def test_they_are_the_answers_of_generate(run: Run) -> None:
     assert len(found.continuations) == 2
     assert notes.lines == []
     each = found.continuations[0]
-    expected = compare(run.root, each.prompt, GenerateOptions(max_tokens=found.tokens, runtime="reference"))
+    expected = compare_answers(run.root, each.prompt, GenerateOptions(max_tokens=found.tokens, runtime="reference"))
     assert (each.bf16, each.fp8, each.parts_at) == (expected.bf16.text, expected.fp8.text, expected.parts_at)
     assert each.bf16 == each.common + each.rests[0]
     before = run.continuations.stat().st_mtime_ns

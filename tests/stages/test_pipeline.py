@@ -131,7 +131,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_every_stage_is_current_after_it_was_run(run: Run) -> None:
-    assert len(STAGES) == len({stage.name for stage in STAGES}) == 15
+    assert len(STAGES) == len({stage.name for stage in STAGES}) == 16
     for stage in STAGES:
         assert stage.is_current(run, key_of(run, stage, stage.options())), stage.name
 
@@ -226,6 +226,7 @@ OLD: dict[str, dict[str, Any]] = {
         "max_prompt": None, "opt_batch": None, "opt_seq_len": None, "workspace": None, "precision": "fp8",
     },
     "validate": {"runtimes": ["bf16", "reference", "onnxruntime"], "context": 512, "stride": 512},
+    "compare": {"url": "http://127.0.0.1:8000", "model": None, "served": None, "windows": None},
     "triton": {"name": None, "max_batch": 8, "engine_model": False},
     "sensitivity": {"windows": 16, "measure": None},
     "tune": {"max_kl": None, "max_ppl_increase": 0.01, "prefer": "memory", "windows": 32},

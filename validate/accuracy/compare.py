@@ -29,6 +29,7 @@ from .divergence import Against, Baselines, Found, joined, measure_tokens
 from .document import Accuracy, RuntimeAccuracy
 from .perplexity import Evaluation
 from .stored_logits import StoredLogits
+from .top_logits import TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
 
 #: Logits of a batch of windows: int64 [windows, context] -> float tensor [windows, context, vocabulary].
 Forward = Callable[[npt.NDArray[np.int64]], torch.Tensor]
@@ -66,19 +67,20 @@ class Workplace:
 @dataclass(frozen=True)
 class Outcome:
     """The accuracy of each runtime, and why some `failed`. `nll`, and `kl` from the baseline: float32 [windows,
-    context], nats, NaN where not scored.
+    context], nats, NaN where not scored. `top`: the likeliest tokens at `positions_to_keep`.
     """
 
     accuracy: Accuracy
     nll: dict[str, npt.NDArray[np.float32]]
     failed: dict[str, str]
     kl: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    top: dict[str, TopLogits] = field(default_factory=dict)
 
     def joined(self, other: "Outcome") -> "Outcome":
         """Join the results of other runtimes."""
         runtimes = self.accuracy.runtimes | other.accuracy.runtimes
         accuracy = self.accuracy.model_copy(update={"runtimes": runtimes})
-        return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl)
+        return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl, self.top)
 
 
 def compare_runtimes(
@@ -131,6 +133,7 @@ class Turns:
         self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
         self.names = [name for name in YARDSTICKS if name in openers]
         self.names += [name for name in openers if name not in YARDSTICKS]
+        self.kept = positions_to_keep(evaluation)
         windows, context = evaluation.ids.shape
         self.batch = max(1, LOGITS_BYTES // (4 * context * vocabulary))
         self.chunk = self._chunk(4 * context * vocabulary)
@@ -179,15 +182,18 @@ class Turns:
         """Load a runtime, run it over a chunk, and save the results; `keep`: save its logits too."""
         forward, against = loading(name, self.openers[name]), self._against(name, part)
         baselines = Baselines(against, BACK if name == FLOAT32 and against else None)
-        found, row = list[Found](), 0
+        found, top, row = list[Found](), list[TopLogits](), 0
         with self._kept(name, part).writing() if keep else nullcontext() as write:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
                 some = slice(start, min(start + self.batch, self.parts[part].stop))
                 ids, scored = self.evaluation.ids[some], self.evaluation.scored[some]
                 logits = running(name, forward, ids, some, len(self.evaluation.ids))
                 found.append(measure_tokens(logits, scored, ids, row, baselines, write))
+                windows, positions = np.nonzero(self.kept[some])
+                top.append(top_of(logits[windows, positions - 1]))
                 row += int(scored.sum())
                 advance(len(ids))
+        write_top(self._top_file(name, part), joined_top(top))
         with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:
             np.savez(handle, allow_pickle=False, **joined(found))
 
@@ -207,6 +213,9 @@ class Turns:
 
     def _file(self, name: str, part: int) -> Path:
         return self.folder / f"{part}-{quote(name, safe='')}.npz"
+
+    def _top_file(self, name: str, part: int) -> Path:
+        return self._file(name, part).with_suffix(".top.npz")
 
     def _found(self, name: str, part: int) -> Found:
         """Load the saved results of a runtime on a chunk; nothing where it has not run."""
@@ -229,7 +238,9 @@ class Turns:
         own = YARDSTICKS[BASELINE]
         kl = {name: self._placed(each[own]) for name, each in found.items() if own in each}
         runtimes = {name: summarize_tokens(each, None if name == BASELINE else base) for name, each in found.items()}
-        return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed, kl)
+        parts = range(len(self.parts))
+        top = {name: joined_top([read_top(self._top_file(name, part)) for part in parts]) for name in found}
+        return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed, kl, top)
 
     def _placed(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
         """A value for each scored token, where the token is; NaN elsewhere."""

@@ -100,6 +100,37 @@ def test_log_probabilities_stand_beside_the_tokens(server: Thread) -> None:
     ] == [{}]
 
 
+def test_log_probabilities_of_a_prompt_stand_by_the_ids_of_its_tokens(server: Thread) -> None:
+    """Those of t1 behind t3 and of t2 behind t3 t1, with the two likeliest in their places; the answer is the same."""
+    found = server.post(prompt="t3 t1 t2", max_tokens=1, temperature=0, prompt_logprobs=2, logprobs=1).json()
+    (choice,) = found["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    for begun, token, listed in (("t3", 1, others[0]), ("t3 t1", 2, others[1])):
+        best = server.post(prompt=begun, max_tokens=1, temperature=0, logprobs=20).json()["choices"][0]["logprobs"]
+        expected = best["top_logprobs"][0]
+        assert listed[str(token)]["logprob"] == pytest.approx(expected[f"t{token}"], abs=1e-4)
+        assert listed[str(token)]["decoded_token"] == f"t{token}"
+        assert {each["decoded_token"] for each in listed.values()} >= {*list(expected)[:2]}
+        assert len(listed) in (2, 3)
+    assert (choice["text"], len(choice["logprobs"]["tokens"])) == (
+        server.post(prompt="t3 t1 t2", max_tokens=1, temperature=0).json()["choices"][0]["text"], 1,
+    )  # fmt: skip
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    assert server.post(prompt="t3", max_tokens=1, prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"] == [None]
+
+
+def test_they_are_of_one_prompt_and_a_whole_answer(server: Thread) -> None:
+    several = server.post(prompt=["t1", "t2"], prompt_logprobs=1)
+    streamed = server.post(prompt="t1", prompt_logprobs=1, stream=True)
+    assert [each.status_code for each in (several, streamed)] == [400, 400]
+    assert several.json()["error"]["message"] == (
+        "prompt_logprobs: are kept until an answer is whole, so that one prompt may ask for them, and here are 2"
+    )
+    told = "prompt_logprobs: come with a whole answer; leave out stream"
+    assert (streamed.json()["error"]["message"], streamed.json()["error"]["param"]) == (told, "prompt_logprobs")
+
+
 #: Fields (beside a good prompt, where they have none), which of them is at fault, and what is said.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "the prompt has no tokens; write something to continue"),

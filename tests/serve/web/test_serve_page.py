@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fp8q.api import GenerateOptions, compare
+from fp8q.api import GenerateOptions, compare_answers
 from tests.serve.web.started_server import SECONDS, Thread, in_thread
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def test_fp8_and_bf16_stand_side_by_side_with_the_token_where_they_part(
 ) -> None:
     open_page(browser, server)
     ask(browser, PROMPT, 48)
-    expected = compare(demo_run.root, PROMPT, GenerateOptions(max_tokens=48))
+    expected = compare_answers(demo_run.root, PROMPT, GenerateOptions(max_tokens=48))
     shown = browser.execute_script("return [...document.querySelectorAll('pre')].map(each => each.textContent)")
     assert shown == [expected.fp8.text, expected.bf16.text]
     note = browser.execute_script("return document.querySelector('.note').textContent")

@@ -1,0 +1,132 @@
+"""The stage `compare`: ask a server or a checkpoint for the evaluation text, and judge if it is the run's model."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..core.errors import GateError, InputError
+from ..core.files import write_document
+from ..core.reporter import Reporter
+from ..core.run import Run
+from ..options import CompareOptions
+from ..quantize.scales.decisions import load_scales
+from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stages import COMPARE, VALIDATE
+from .pipeline.steps import CALIBRATE_MODULES, Notes, needs
+from .shared.opening import command
+
+if TYPE_CHECKING:
+    from ..validate.accuracy.top_logits import KeptTokens
+    from ..validate.endpoint.document import ModelComparison
+
+#: Where the key of a server comes from.
+KEY = "OPENAI_API_KEY"
+#: Prompts that are asked again without their BOS.
+AGAIN = 4
+
+
+@command(modules=())
+def compare_served(run: Run, notes: Notes, options: CompareOptions) -> "ModelComparison":
+    """Ask the server or checkpoint of `options`, write `compare.json` and return it.
+
+    Raises GateError, once that is written, for any verdict but that it is the validated model.
+    """
+    from ..validate.accuracy.top_logits import load_top_logits
+
+    check_one_given(options)
+    run.refuse_stale(VALIDATE.name)
+    kept, recorded = load_top_logits(run), run.record().stages[VALIDATE.name].outputs
+    inputs = {path.name: recorded[path.name] for path in (run.tokens, run.top_logits)}
+    key = Key(inputs, options, NO_FACTS)
+    with COMPARE.writing(run, key, notes) as log:
+        # no part of the key is the machine's arithmetic: it is the server that computes
+        with run.work(COMPARE.name, {"inputs": inputs, "options": COMPARE.dump(options, NO_FACTS)}) as folder:
+            found = _asked(run, kept, options, folder, notes) if options.url else _run(run, kept, options, notes)
+        write_document(run.comparison, found)
+        log.outputs.append(run.comparison)
+    return found
+
+
+def check_one_given(options: CompareOptions) -> None:
+    """Raise InputError for both, or neither, of a server and a checkpoint."""
+    if (options.url is None) == (options.model is None):
+        given = f"--url {options.url} and --model {options.model}" if options.url else "neither --url nor --model"
+        raise InputError(f"{given}: give one of them, a server's address or a checkpoint's directory")
+
+
+def check_validated(found: "ModelComparison") -> None:
+    """Raise GateError for any verdict but that it is the validated model."""
+    if found.verdict != "validated":
+        raise GateError(f"{found.answered}: {found.sentence}")
+
+
+def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, notes: Reporter) -> "ModelComparison":
+    from ..serve.loop.text import ModelFileError, Vocabulary
+    from ..validate.accuracy.document import load_accuracy
+    from ..validate.endpoint.asking import ask_all, find_server, without_prefix
+    from ..validate.endpoint.client import Client
+    from ..validate.endpoint.document import ModelComparison
+    from ..validate.endpoint.judgement import judge, judge_prompt
+    from ..validate.endpoint.prompts import prompts_of
+
+    assert options.url is not None, "the caller looked"
+    client = Client(options.url, options.timeout, os.environ.get(KEY))
+    try:
+        vocabulary = Vocabulary.read(run.model)
+    except ModelFileError as error:
+        raise InputError(str(error)) from None
+    server, longest = find_server(client, options.served, kept, vocabulary)
+    tail = min(load_scales(run).tails.values(), default=None)
+    prompts = prompts_of(kept, tail, options.windows, longest)
+    asked = ask_all(server, prompts, folder, tail, notes)
+    windows = np.nonzero(kept.kept)[0]
+    judged = judge(kept, asked.answers, windows)
+    if judged.verdict != "validated":
+        prefix, again = len(load_accuracy(run).protocol.prefix), None
+        if prefix and asked.answers.with_logprobs:
+            shorter = without_prefix(prompts, prefix, AGAIN)
+            (part := folder / "without-prefix").mkdir(exist_ok=True)
+            again = judge(kept, ask_all(server, shorter, part, tail, notes).answers, windows)
+        judged = judge_prompt(judged, asked.answers, again)
+    return ModelComparison(
+        answered=client.url,
+        model=server.model,
+        form=asked.form,
+        requests=client.requests,
+        prompts=len(prompts),
+        sent=asked.answers.sent,
+        positions=len(asked.answers.rows),
+        perplexity=judged.perplexity,
+        runtimes=judged.runtimes,
+        verdict=judged.verdict,
+        sentence=judged.sentence,
+    )
+
+
+def _run(run: Run, kept: "KeptTokens", options: CompareOptions, notes: Reporter) -> "ModelComparison":
+    needs("calibrate", CALIBRATE_MODULES)
+    from ..validate.endpoint.checkpoint import run_checkpoint
+    from ..validate.endpoint.document import ModelComparison
+    from ..validate.endpoint.judgement import judge
+    from ..validate.endpoint.prompts import prompts_of
+    from .pipeline.steps import device
+
+    assert options.model is not None, "the caller looked"
+    prompts = prompts_of(kept, min(load_scales(run).tails.values(), default=None), options.windows, None)
+    answers = run_checkpoint(options.model, run.model, prompts, device(), notes)
+    judged = judge(kept, answers, np.nonzero(kept.kept)[0])
+    return ModelComparison(
+        answered=str(options.model),
+        model=options.model.name,
+        form="transformers",
+        requests=0,
+        prompts=len(prompts),
+        sent=answers.sent,
+        positions=len(answers.rows),
+        perplexity=judged.perplexity,
+        runtimes=judged.runtimes,
+        verdict=judged.verdict,
+        sentence=judged.sentence,
+    )

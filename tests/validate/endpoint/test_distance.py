@@ -1,0 +1,70 @@
+"""KL over the tokens that both name and one rest: by hand, and never more than the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8q.validate.accuracy.bootstrap import Bootstrap
+from fp8q.validate.accuracy.top_logits import TopLogits
+from fp8q.validate.endpoint.answers import NO_TOKEN, LikelyTokens
+from fp8q.validate.endpoint.distance import coarse_kl
+
+
+def top(shares: np.ndarray, count: int) -> TopLogits:
+    """The `count` likeliest of one position's `shares`."""
+    order = np.argsort(-shares)
+    rest = np.log(shares[order[count:]].sum()) if count < len(shares) else -np.inf
+    return TopLogits(
+        order[None, :count].astype(np.int32), np.log(shares[order[None, :count]]).astype(np.float32),
+        np.array([rest], np.float32),
+    )  # fmt: skip
+
+
+def answered(shares: np.ndarray, count: int) -> LikelyTokens:
+    order = np.argsort(-shares)[:count]
+    nothing = np.array([np.nan])
+    return LikelyTokens(np.array([0]), order[None], np.log(shares[order])[None], nothing, 0, 0)
+
+
+def test_the_sum_is_over_common_tokens_and_one_rest() -> None:
+    """p knows 0, 1, 2 and q knows 0, 1, 3: common are 0 and 1, and the rests 3/16 and 1/4."""
+    p, q = np.array([1 / 2, 5 / 16, 1 / 8, 1 / 16]), np.array([1 / 4, 1 / 2, 1 / 16, 3 / 16])
+    kl, rest = coarse_kl(top(p, 3), answered(q, 3))
+    expected = 1 / 2 * np.log(2) + 5 / 16 * np.log((5 / 16) / (1 / 2)) + 3 / 16 * np.log((3 / 16) / (1 / 4))
+    assert kl[0] == pytest.approx(expected, rel=1e-5)
+    assert rest[0] == pytest.approx(3 / 16, rel=1e-5)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 12))
+def test_it_is_never_more_than_the_whole_and_the_whole_where_all_is_known(seed: int, ours: int, theirs: int) -> None:
+    random = np.random.default_rng(seed)
+    p, q = random.dirichlet(np.full(12, 0.5), 2) * 0.99 + 0.01 / 12
+    whole = float((p * np.log(p / q)).sum())
+    assert coarse_kl(top(p, ours), answered(q, theirs))[0][0] <= whole + 1e-5
+    assert coarse_kl(top(p, 12), answered(q, 12))[0][0] == pytest.approx(whole, abs=1e-5)
+
+
+def test_what_is_no_token_is_part_of_the_rest() -> None:
+    p = np.array([1 / 2, 1 / 4, 1 / 4])
+    answer = LikelyTokens(np.array([0]), np.array([[0, NO_TOKEN]]), np.log([[1 / 2, 1 / 4]]), np.array([np.nan]), 0, 0)
+    kl, rest = coarse_kl(top(p, 2), answer)
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert rest[0] == pytest.approx(1 / 2, rel=1e-5)
+
+
+def test_an_interval_is_over_windows_and_not_over_their_tokens() -> None:
+    """Equal values in a window are one value: the interval of ten windows of a hundred is that of ten."""
+    values = np.random.default_rng(0).normal(size=10)
+    each = Bootstrap(np.arange(10)).interval(values)
+    many = Bootstrap(np.repeat(np.arange(10), 100)).interval(np.repeat(values, 100))
+    assert many == pytest.approx(each)
+    assert each.low < each.mean < each.high
+
+
+def test_values_that_are_not_known_are_left_out() -> None:
+    values = np.array([1.0, np.nan, 3.0, np.nan])
+    assert Bootstrap(np.array([0, 0, 1, 1])).interval(values).mean == 2
+    assert np.isnan(Bootstrap(np.array([0, 1])).interval(np.full(2, np.nan)).mean)

@@ -1,0 +1,87 @@
+"""Log-probabilities that came back, by the row of `top_logits.npz` that each belongs to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.files import replacing
+
+#: In the place of a token: nothing is known of it.
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class LikelyTokens:
+    """Likeliest tokens at `rows` int64 [n]: `tokens` int64 [n, k], the likeliest first, `NO_TOKEN` where there are
+    fewer or a text is no token that the run knows there; `logprobs` float64 [n, k] in nats, NaN where unknown; `nll`
+    float64 [n], the loss of the text's own token, NaN where that is not among the answers.
+
+    `sent` and `counted`: tokens of all prompts, as they were sent and as the server counts them (0: it does not).
+    """
+
+    rows: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float64]
+    nll: npt.NDArray[np.float64]
+    sent: int
+    counted: int
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Tell whether there are log-probabilities, and not likeliest tokens alone."""
+        return bool(np.isfinite(self.logprobs).any())
+
+
+@dataclass(frozen=True)
+class Position:
+    """One position's likeliest tokens with their log-probabilities, and the loss of the text's own token."""
+
+    row: int
+    best: Sequence[tuple[int, float]]
+    nll: float
+
+
+def answers_of(positions: Sequence[Position], sent: int, counted: int) -> LikelyTokens:
+    """Put positions together."""
+    width = max((len(each.best) for each in positions), default=1)
+    tokens = np.full((len(positions), width), NO_TOKEN, np.int64)
+    logprobs = np.full((len(positions), width), np.nan)
+    for index, each in enumerate(positions):
+        best = sorted(each.best, key=lambda pair: -pair[1])
+        tokens[index, : len(best)] = [token for token, _ in best]
+        logprobs[index, : len(best)] = [logprob for _, logprob in best]
+    rows, nll = np.array([each.row for each in positions], np.int64), np.array([each.nll for each in positions])
+    return LikelyTokens(rows, tokens, logprobs, nll, sent, counted)
+
+
+def joined_answers(parts: Sequence[LikelyTokens]) -> LikelyTokens:
+    """All rows of `parts`, in order."""
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def wide(table: npt.NDArray[np.generic], fill: float) -> npt.NDArray[np.generic]:
+        return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=fill)
+
+    return LikelyTokens(
+        np.concatenate([part.rows for part in parts]),
+        np.concatenate([wide(part.tokens, NO_TOKEN) for part in parts]).astype(np.int64),
+        np.concatenate([wide(part.logprobs, np.nan) for part in parts]).astype(np.float64),
+        np.concatenate([part.nll for part in parts]),
+        sum(part.sent for part in parts),
+        sum(part.counted for part in parts),
+    )
+
+
+def save_answers(path: Path, answers: LikelyTokens) -> None:
+    """Keep answers for a call that goes on."""
+    with replacing(path) as partial, open(partial, "wb") as handle:
+        np.savez(handle, allow_pickle=False, **{each.name: getattr(answers, each.name) for each in fields(answers)})
+
+
+def load_answers(path: Path) -> LikelyTokens:
+    """Read what `save_answers` wrote."""
+    with np.load(path, allow_pickle=False) as arrays:
+        held = {name: arrays[name] for name in arrays.files}
+    return LikelyTokens(**held | {name: int(held[name]) for name in ("sent", "counted")})

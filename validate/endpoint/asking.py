@@ -1,0 +1,146 @@
+"""Find a server's model, and ask it for all prompts: once each, in one form, with what a killed call was told.
+
+The answer to the first prompt is asked for again, and what was kept is used only where it is the same: behind one
+address there may be another model now.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ...core.errors import BackendError, InputError
+from ...core.reporter import Reporter
+from ...serve.loop.text import Vocabulary
+from ..accuracy.top_logits import KeptTokens
+from .answers import LikelyTokens, joined_answers, load_answers, save_answers
+from .client import Client, RefusedError
+from .forms import FORMS, TRITON, Endpoint, Question, UnansweredError
+from .prompts import Prompt
+
+#: Two answers to one prompt by the same server differ by less, in nats: a batch may add in another order.
+SAME_NATS = 0.01
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The answers to all prompts, and the form and number of log-probabilities that were asked for."""
+
+    answers: LikelyTokens
+    form: str
+
+
+def find_server(
+    client: Client, served: str | None, kept: KeptTokens, vocabulary: Vocabulary
+) -> tuple[Endpoint, int | None]:
+    """The model `served` by `client`, or its only one, and the most tokens of its prompts where it tells.
+
+    Raises InputError for a server without that model, or with several and none named.
+    """
+    with translated(client):
+        try:
+            answer, triton = client.get("/v1/models"), False
+        except RefusedError as error:
+            if error.status != 404:
+                raise
+            answer, triton = client.post("/v2/repository/index", {"ready": True}), True
+    listed = answer if triton else answer.get("data") if isinstance(answer, dict) else None
+    name = "name" if triton else "id"
+    models = [each for each in listed or [] if isinstance(each, dict) and isinstance(each.get(name), str)]
+    names = [each[name] for each in models]
+    chosen = [each for each in models if served in (None, each[name])]
+    if len(chosen) != 1:
+        raise InputError(
+            f"{client.url}: serves {', '.join(names) or 'no model'}"
+            + (f", and not --served {served}" if served else "")
+            + "; name one with --served"
+        )
+    limit = chosen[0].get("max_model_len")
+    longest = limit - 1 if isinstance(limit, int) else None
+    return Endpoint(client, chosen[0][name], kept, vocabulary, triton), longest
+
+
+def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int | None, report: Reporter) -> Asked:
+    """Ask for all `prompts` in the first form that the server answers; `folder` keeps the answers.
+
+    A prompt of a run with a `tail` of one position is not asked for whole: its last position alone has second terms.
+    """
+    form, number, first = answered_form(server, prompts[0], tail)
+    kept = folder / f"{prompts[0].window}.npz"
+    if kept.exists() and not same_answers(load_answers(kept), first):
+        report.note(f"{server.client.url}: another model answers than before; all prompts are asked again")
+        for path in folder.glob("*.npz"):
+            path.unlink()
+    save_answers(kept, first)
+    per = "of each" if form.whole else "behind beginnings of each"
+    report.note(
+        f"{len(prompts)} requests of {sum(len(each.ids) for each in prompts):,} tokens of evaluation text, for "
+        f"{form.name}" + (f": {number} log-probabilities {per}" if number else "")
+    )
+    found = list[LikelyTokens]()
+    with report.track(f"Asking {server.client.url}", len(prompts), "prompts") as advance, translated(server.client):
+        for prompt in prompts:
+            path = folder / f"{prompt.window}.npz"
+            if not path.exists():
+                save_answers(path, form.ask(server, prompt, number))
+            found.append(load_answers(path))
+            advance(1)
+    answers = joined_answers(found)
+    if not len(answers.rows):
+        raise InputError(
+            f"{server.client.url}: gives no token that can be compared; no beginning of the evaluation text is read as "
+            "the same tokens again"
+        )
+    return Asked(answers, form.name)
+
+
+def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Question, int, LikelyTokens]:
+    """The first form that the server answers, its number of log-probabilities, and the answer to `prompt`.
+
+    Raises InputError where it answers none, with its own words.
+    """
+    reasons = list[str]()
+    with translated(server.client):
+        for form in TRITON if server.triton else FORMS:
+            if form.whole and tail == 1:
+                continue
+            for number in form.numbers:
+                try:
+                    return form, number, form.ask(server, prompt, number)
+                except UnansweredError as error:
+                    reasons.append(f"{form.name}: {error}")
+    raise InputError(
+        f"{server.client.url}: answers no completion of {server.model} ({'; '.join(dict.fromkeys(reasons))[:600]}); "
+        "compare needs /v1/completions, since a chat's template would stand before the text"
+    )
+
+
+def same_answers(before: LikelyTokens, now: LikelyTokens) -> bool:
+    """Tell whether two answers to one prompt are of one model."""
+    if before.rows.tolist() != now.rows.tolist() or before.tokens.shape != now.tokens.shape:
+        return False
+    if not now.with_logprobs:
+        return bool((before.tokens == now.tokens).all())
+    return bool(np.abs(before.logprobs[:, 0] - now.logprobs[:, 0]).mean() < SAME_NATS)
+
+
+def without_prefix(prompts: Sequence[Prompt], prefix: int, count: int) -> list[Prompt]:
+    """The first `count` prompts without the `prefix` tokens that they begin with."""
+    return [replace(each, ids=each.ids[prefix:], positions=each.positions - prefix) for each in prompts[:count]]
+
+
+@contextmanager
+def translated(client: Client) -> Iterator[None]:
+    """Raise a server's refusals in this block as errors with a remedy."""
+    try:
+        yield
+    except UnansweredError as error:
+        raise InputError(f"{client.url}: answered one prompt and not another ({error}); ask it again") from None
+    except RefusedError as error:
+        if error.status in (401, 403):
+            raise InputError(f"{client.url}: wants a key ({error}); set OPENAI_API_KEY") from None
+        if error.status >= 500 or error.status == 429:
+            raise BackendError(f"{client.url}: failed ({error}); see the server's log, and ask again") from None
+        raise InputError(f"{client.url}: refused ({error}); is it the address of a model's server?") from None

@@ -1,0 +1,75 @@
+"""`compare.json`: the answers of a server or a checkpoint, their distances from the run's runtimes, the verdict."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ...core.columns import Column, Table, nats, share, text_column
+from ...core.files import Strict
+
+Verdict = Literal["validated", "undecided", "other-arithmetic", "other-model", "other-prompt"]
+
+
+class Estimate(Strict):
+    """A mean over positions, and its interval of 95 % over windows."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class RuntimeDistance(Strict):
+    """The distance from one runtime of the run. `validated`: the run is served by it."""
+
+    runtime: str
+    validated: bool
+    kl_nats: Estimate | None = Field(
+        default=None, description="KL(runtime || answers) over the tokens that both name and one rest: at most the KL"
+    )
+    rest: float | None = Field(default=None, description="mean probability of that rest, within which no KL is seen")
+    flips: Estimate = Field(description="positions at which another token is the likeliest")
+    loss_difference_nats: float | None = Field(default=None, description="mean of absolute values, a token")
+    perplexity: float | None = Field(default=None, description="of this runtime, on the tokens the answers' is of")
+
+
+class ModelComparison(Strict):
+    """`compare.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    answered: str = Field(description="the server's URL, or the checkpoint's path")
+    model: str = Field(description="the server's name of it")
+    form: str = Field(description="how log-probabilities were asked for")
+    requests: int
+    prompts: int
+    sent: int = Field(description="tokens of all prompts")
+    positions: int = Field(description="compared")
+    perplexity: Estimate | None = Field(
+        default=None, description="of the text's own tokens, where all of these have a log-probability"
+    )
+    runtimes: list[RuntimeDistance] = Field(description="the nearest first")
+    verdict: Verdict
+    sentence: str
+
+
+def estimate(found: Estimate) -> str:
+    """Write an estimate in nats."""
+    return f"{nats(found.mean)} ({nats(found.low)} to {nats(found.high)})"
+
+
+def estimated_share(found: Estimate) -> str:
+    """Write an estimate of a share."""
+    return f"{share(found.mean)} ({share(found.low)} to {share(found.high)})"
+
+
+def comparison_table(found: ModelComparison) -> Table[RuntimeDistance]:
+    """The distances from the run's runtimes, the nearest first."""
+    columns: tuple[Column[Any], ...] = (
+        text_column("runtime"),
+        Column("validated", lambda row: "yes" if row.validated else "no", numeric=False),
+        Column("KL, nats (95 %)", lambda row: row.kl_nats, estimate),
+        Column("outside", lambda row: row.rest, share),
+        Column("flips (95 %)", lambda row: row.flips, estimated_share),
+        Column("loss, |difference|", lambda row: row.loss_difference_nats, nats),
+        Column("perplexity", lambda row: row.perplexity, "{:.3f}".format),
+    )
+    return Table(f"{found.answered}: distance from the run's runtimes", found.runtimes, columns, "")

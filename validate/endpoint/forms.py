@@ -1,0 +1,285 @@
+"""Ask a server for a prompt's log-probabilities, in the first of these forms that it answers.
+
+1. `prompt_logprobs` of `/v1/completions` (vLLM, `fp8q serve`): every position of a prompt, by token ids.
+2. `echo` with `logprobs` (OpenAI's own, SGLang): every position, by the tokens' texts.
+3. `logprobs` of one generated token behind beginnings of the prompt: `PREFIXES` positions of a request. The loss of
+   the text's own token is known where that is among the likeliest.
+4. As 3, of texts, for a server that takes no token ids.
+5. The text of one greedy token behind beginnings, without log-probabilities: flips alone.
+6. As 5, by Triton's `generate`: of texts, one a request.
+
+A text is sent where it is read as the same tokens again by the run's tokenizer, special tokens in front included. A
+token's text may belong to several tokens; those are left out. A server answers a form when the answer has its lists
+in the lengths that belong to the prompt: fewer are an error, since something else was read then.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import InputError
+from ...serve.loop.text import Vocabulary
+from ..accuracy.top_logits import KeptTokens
+from .answers import NO_TOKEN, LikelyTokens, Position, answers_of
+from .client import Client, RefusedError
+from .prompts import Prompt, evenly
+
+#: Log-probabilities of a position that are asked for, the first number that is answered; and the fewest that will do.
+ASKED, LEAST = (20, 5), 5
+#: Beginnings of a prompt whose next token is asked for.
+PREFIXES = 8
+#: Statuses of a server that does not know a form; others are faults.
+UNKNOWN = (400, 404, 405, 413, 422, 501)
+COMPLETIONS = "/v1/completions"
+
+
+class UnansweredError(Exception):
+    """The server does not answer in this form, for this reason."""
+
+
+@dataclass
+class Endpoint:
+    """A model of a server, with the run's `vocabulary` and kept tokens to read its answers by.
+
+    `triton`: it is asked through Triton's `generate`, not through OpenAI's API.
+    """
+
+    client: Client
+    model: str
+    kept: KeptTokens
+    vocabulary: Vocabulary
+    triton: bool = False
+    _texts: dict[int, str] = field(default_factory=dict)
+
+    def text(self, token: int) -> str:
+        """The text of one token by itself."""
+        if token not in self._texts:
+            self._texts[token] = self.vocabulary.token_text(token)
+        return self._texts[token]
+
+    def tokens_of(self, row: int) -> dict[str, int]:
+        """The tokens that some runtime finds likely at `row`, by their texts; none where two have the same text."""
+        tokens = {int(token) for top in self.kept.runtimes.values() for token in top.tokens[row]}
+        named: dict[str, list[int]] = {}
+        for token in tokens:
+            named.setdefault(self.text(token), []).append(token)
+        return {text: own[0] for text, own in named.items() if len(own) == 1}
+
+    def post(self, fields: Mapping[str, Any]) -> Any:
+        """Ask for one greedy token, and `fields`; raises UnansweredError where the server does not know these."""
+        path = f"/v2/models/{self.model}/generate" if self.triton else COMPLETIONS
+        model = {} if self.triton else {"model": self.model}
+        try:
+            return self.client.post(path, {**model, "max_tokens": 1, "temperature": 0, **fields})
+        except RefusedError as error:
+            if error.status not in UNKNOWN:
+                raise
+            raise UnansweredError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A way to ask: its `name`, and the function that asks for one prompt's positions with so many log-probabilities.
+
+    `numbers`: of log-probabilities, in the order they are tried. `whole`: every position of a prompt is answered.
+    """
+
+    name: str
+    ask: Callable[[Endpoint, Prompt, int], LikelyTokens]
+    numbers: Sequence[int] = ASKED
+    whole: bool = False
+
+
+def ask_prompt_logprobs(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
+    """Ask in the form 1."""
+    answer = server.post({"prompt": list(prompt.ids), "prompt_logprobs": number})
+    (choice,) = choices_of(answer, 1)
+    table = of_length(choice.get("prompt_logprobs"), len(prompt.ids), "prompt_logprobs")
+    found = []
+    for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
+        entry = table[position] or {}
+        try:
+            best = {int(token): float(each["logprob"]) for token, each in entry.items()}
+        except (TypeError, ValueError, KeyError) as error:
+            raise UnansweredError(f"prompt_logprobs has {str(entry)[:80]} ({type(error).__name__})") from None
+        if prompt.ids[position] not in best:
+            raise InputError(
+                f"{server.client.url}: read the token {server.text(next(iter(best), 0))!r} where "
+                f"{server.text(prompt.ids[position])!r} was sent; it has another tokenizer, or sets other tokens "
+                "before a prompt"
+            )
+        found.append(Position(row, [*best.items()], -best[prompt.ids[position]]))
+    return answers_of(enough(found, server, number), len(prompt.ids), counted(answer))
+
+
+def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
+    """Ask in the form 2."""
+    answer = server.post({"prompt": list(prompt.ids), "echo": True, "logprobs": number})
+    (choice,) = choices_of(answer, 1)
+    logprobs = choice.get("logprobs") or {}
+    tokens, own, tops = (
+        of_length(logprobs.get(name), len(prompt.ids), f"logprobs.{name}", 1)
+        for name in ("tokens", "token_logprobs", "top_logprobs")
+    )
+    found = []
+    for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
+        text, sent = str(tokens[position]), prompt.ids[position]
+        if text not in (server.text(sent), f"token_id:{sent}"):
+            raise InputError(
+                f"{server.client.url}: echoes the token {text[:40]!r} where {server.text(sent)!r} was sent; it has "
+                "another tokenizer, or sets other tokens before a prompt"
+            )
+        best = dict(by_text(server, row, tops[position])) | {sent: float(own[position])}
+        found.append(Position(row, [*best.items()], -float(own[position])))
+    return answers_of(enough(found, server, number), len(prompt.ids), counted(answer))
+
+
+def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = False) -> LikelyTokens:
+    """Ask in the form 3, or 4."""
+    begun = beginnings(server, prompt, evenly(range(len(prompt.rows)), PREFIXES), as_text)
+    if not begun:
+        return answers_of([], 0, 0)
+    answer = server.post({"prompt": [each.prompt for each in begun], "logprobs": number})
+    found = []
+    for index, choice in zip([each.index for each in begun], choices_of(answer, len(begun)), strict=True):
+        tops = of_length((choice.get("logprobs") or {}).get("top_logprobs"), 1, "logprobs.top_logprobs")
+        row, own = int(prompt.rows[index]), prompt.ids[prompt.positions[index]]
+        best = dict(by_text(server, row, tops[0]))
+        found.append(Position(row, [*best.items()], -best.get(own, np.nan)))
+    return answers_of(enough(found, server, number), sum(each.tokens for each in begun), counted(answer))
+
+
+def ask_greedy(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
+    """Ask in the form 5."""
+    begun = beginnings(server, prompt, telling(server, prompt))
+    answer = server.post({"prompt": [each.prompt for each in begun]})
+    texts = [choice.get("text") for choice in choices_of(answer, len(begun))]
+    found = [likeliest(server, int(prompt.rows[each.index]), text) for each, text in zip(begun, texts, strict=True)]
+    return answers_of([each for each in found if each], sum(each.tokens for each in begun), counted(answer))
+
+
+def ask_generate(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
+    """Ask in the form 6."""
+    found, sent, total = list[Position](), 0, 0
+    for each in beginnings(server, prompt, telling(server, prompt), as_text=True):
+        answer = server.post({"text_input": each.prompt, "return_num_input_tokens": True})
+        if not isinstance(answer, dict) or not isinstance(answer.get("text_output"), str):
+            raise UnansweredError("no text_output")
+        sent, total = sent + each.tokens, total + (number_of(answer, "num_input_tokens") or each.tokens)
+        position = likeliest(server, int(prompt.rows[each.index]), answer["text_output"])
+        found += [position] if position else []
+    return answers_of(found, sent, total)
+
+
+#: In the order they are tried; Triton has its own.
+FORMS = (
+    Question("prompt_logprobs", ask_prompt_logprobs, whole=True),
+    Question("echo", ask_echo, whole=True),
+    Question("logprobs", ask_next),
+    Question("logprobs of texts", partial(ask_next, as_text=True)),
+    Question("text", ask_greedy, (0,)),
+)
+TRITON = (Question("generate", ask_generate, (0,)),)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The beginning of a prompt behind which the next token is asked for: the `index` of the position among the
+    prompt's, its `prompt` as ids or text, and its number of `tokens`.
+    """
+
+    index: int
+    prompt: list[int] | str
+    tokens: int
+
+
+def beginnings(server: Endpoint, prompt: Prompt, indices: Sequence[int], as_text: bool = False) -> list[Beginning]:
+    """The beginnings before those positions; of texts only those that are read as the same tokens again."""
+    found = []
+    for index in indices:
+        ids = list(prompt.ids[: prompt.positions[index]])
+        text = str(server.vocabulary.tokenizer.decode(ids, skip_special_tokens=True)) if as_text else ""
+        if not as_text:
+            found.append(Beginning(index, ids, len(ids)))
+        elif server.vocabulary.encode(text) == ids:
+            found.append(Beginning(index, text, len(ids)))
+    return found
+
+
+def telling(server: Endpoint, prompt: Prompt) -> list[int]:
+    """Positions whose likeliest token tells most: those at which the run's runtimes differ in it, and others evenly.
+
+    Half of `PREFIXES` are of each kind, where there are so many.
+    """
+    tops = np.stack([top.tokens[prompt.rows, 0] for top in server.kept.runtimes.values()])
+    differ = evenly(np.flatnonzero((tops != tops[0]).any(axis=0)).tolist(), PREFIXES // 2)
+    return sorted({*differ, *evenly(range(len(prompt.rows)), PREFIXES - len(differ))})
+
+
+def likeliest(server: Endpoint, row: int, text: Any) -> Position | None:
+    """The position whose likeliest token has that text; None where the text is empty, as that of half a character."""
+    if not isinstance(text, str):
+        raise UnansweredError("no text")
+    token = server.tokens_of(row).get(text, NO_TOKEN)
+    return Position(row, [(token, np.nan)], np.nan) if text else None
+
+
+def by_text(server: Endpoint, row: int, top: Any) -> Iterable[tuple[int, float]]:
+    """The tokens of a list of log-probabilities by text, those that some runtime of the run finds likely there too."""
+    if not isinstance(top, dict):
+        raise UnansweredError(f"top_logprobs has {str(top)[:80]}")
+    known = server.tokens_of(row)
+    for text, logprob in top.items():
+        token = int(text[9:]) if text.startswith("token_id:") and text[9:].isdigit() else known.get(text)
+        if token is not None and isinstance(logprob, int | float):
+            yield token, float(logprob)
+
+
+def choices_of(answer: Any, count: int) -> list[dict[str, Any]]:
+    """The `count` choices of an answer, by index."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+        raise UnansweredError("no choices")
+    if len(choices) != count:
+        raise UnansweredError(f"{len(choices)} choices for {count} prompts")
+    return sorted(choices, key=lambda choice: choice.get("index", 0))
+
+
+def of_length(table: Any, length: int, name: str, more: int = 0) -> list[Any]:
+    """Return a list of the prompt's length; raises UnansweredError where it is missing, InputError for another
+    length.
+    """
+    if not isinstance(table, list) or not table:
+        raise UnansweredError(f"no {name}")
+    if not length <= len(table) <= length + more:
+        raise InputError(
+            f"the server gives {name} of {len(table):,} tokens where {length:,} were sent: it cuts prompts short, or "
+            "sets other tokens before them; serve the model with a longer context, without a template"
+        )
+    return table
+
+
+def enough(found: list[Position], server: Endpoint, number: int) -> list[Position]:
+    """Return positions that have so many log-probabilities as can be compared; raises InputError."""
+    most = max((len(each.best) for each in found), default=0)
+    least = min(LEAST, number, len(server.kept.runtimes) and next(iter(server.kept.runtimes.values())).tokens.shape[1])
+    if most < least:
+        raise InputError(
+            f"{server.client.url}: gives {most} log-probabilities of a token where {number} were asked for, too few to "
+            f"compare; let it give {least} or more (vLLM: --max-logprobs 20)"
+        )
+    return found
+
+
+def counted(answer: Any) -> int:
+    """The tokens of the prompts as the server counts them; 0 where it does not."""
+    return number_of(answer.get("usage") or {}, "prompt_tokens")
+
+
+def number_of(fields: Any, name: str) -> int:
+    """A whole number among `fields`; 0 where there is none."""
+    value = fields.get(name) if isinstance(fields, dict) else None
+    return value if isinstance(value, int) else 0

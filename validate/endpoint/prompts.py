@@ -1,0 +1,64 @@
+"""Choose the prompts that a server is sent: the beginnings of kept windows of the evaluation text, and nothing else.
+
+Without tails, what a model computes does not depend on the phase, and a window is one prompt whose every position
+counts. With tails the prompt's last T positions have second terms and those before them do not. The kept positions of
+such a run follow a prompt of P tokens and were decoded one by one; a prompt that ends m tokens behind P has the same
+form at all of these, and before them but for m positions of the cache, which lie T - m or more tokens back. With m = T
+/ 2 half a tail of positions is compared in one request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.errors import InputError
+from ..accuracy.top_logits import KeptTokens
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens `ids` of the kept window of that index, up to the last of `positions`, that one included.
+
+    `positions` int64 [n] in `ids`, each scored by the logits before it; `rows` int64 [n]: their rows in `KeptTokens`.
+    """
+
+    window: int
+    ids: tuple[int, ...]
+    positions: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+
+
+def prompts_of(kept: KeptTokens, tail: int | None, windows: int | None, longest: int | None) -> list[Prompt]:
+    """The prompts for a run whose shortest tail is `tail` (None: it has none), of at most so many `windows`.
+
+    `longest`: the most tokens of a prompt that the server takes (None: unknown). Raises InputError where no position
+    lies within.
+    """
+    numbers = np.zeros(kept.kept.shape, np.int64)
+    numbers[kept.kept] = np.arange(int(kept.kept.sum()))
+    found, least = list[Prompt](), kept.ids.shape[1]
+    for window in evenly(range(len(kept.ids)), windows):
+        positions = np.flatnonzero(kept.kept[window])
+        least = min(least, int(positions[0]))
+        if tail is not None:
+            positions = positions[positions < positions[0] + max(1, tail // 2)]
+        if longest is not None:
+            positions = positions[positions < longest]
+        if len(positions):
+            ids = tuple(kept.ids[window, : positions[-1] + 1].tolist())
+            found.append(Prompt(window, ids, positions, numbers[window, positions]))
+    if not found:
+        raise InputError(
+            f"the server takes {longest:,} tokens of a prompt, and the run's positions begin behind {least:,}; give "
+            "the server a longer context, or validate with a shorter one: `fp8q validate RUN --context N`"
+        )
+    return found
+
+
+def evenly(items: "Sequence[int] | range", count: int | None) -> list[int]:
+    """At most `count` of `items`, evenly spaced, in their order."""
+    if count is None or count >= len(items):
+        return list(items)
+    return [items[index] for index in np.unique(np.linspace(0, len(items) - 1, count).astype(np.int64))]
