@@ -66,6 +66,15 @@ class ScaleOptions(Options):
         KvCache,
         option(SCALES, "The part of the KV cache in FP8: none (off), the values (v), or keys and values (fp8)."),
     ] = "off"
+    kv_skip: Annotated[
+        tuple[str, ...],
+        option(
+            SCALES,
+            "Keep the cache of attention modules whose name matches (* and ?) in the compute type. Repeatable.",
+            "PATTERN",
+        ),
+        not_empty,
+    ] = ()
     skip: Annotated[
         tuple[str, ...],
         option(SCALES, "Keep modules whose name matches (* and ?) in BF16. Repeatable.", "PATTERN"),
@@ -185,6 +194,15 @@ class ScaleOptions(Options):
                 "them out, or give --activation-terms 1"
             )
         self.check_tail()
+        self.check_kv_skip()
+
+    def check_kv_skip(self) -> None:
+        """Raise InputError for layers to leave out of an FP8 cache where there is none."""
+        if self.kv_skip and self.kv_cache == "off":
+            raise InputError(
+                f"--kv-skip {self.kv_skip[0]}: the cache of every layer stays in the compute type; give --kv-cache fp8 "
+                "or --kv-cache v, or leave it out"
+            )
 
     def check_tail(self) -> None:
         """Raise InputError for a length of the tail where no module has one."""
@@ -205,7 +223,7 @@ class RescaleOptions(ScaleOptions):
     """Options of `fp8q scales`: those of `ScaleOptions`; options that are not given keep the run's value.
 
     The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `two_terms`,
-    `tail` or `bf16_input`.
+    `tail`, `bf16_input` or `kv_skip`.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -217,11 +235,13 @@ class RescaleOptions(ScaleOptions):
     def over(self, before: ScaleOptions) -> ScaleOptions:
         """Replace the options chosen `before` by those that are given.
 
-        A form for all modules also replaces the patterns of that form; without a tail its length is no more.
+        A form for all modules also replaces the patterns of that form; without a tail its length is no more, and
+        without codes in the cache neither are the layers left out of it.
         """
         patterns: dict[Terms, str] = {2: "two_terms", "tail": "tail", "bf16": "bf16_input"}
         of_all = patterns.get(self.given.get("activation_terms", 1))
         replaced: dict[str, Any] = {of_all: ()} if of_all else {}
+        replaced |= {"kv_skip": ()} if self.given.get("kv_cache") == "off" else {}
         chosen = replaced | self.given
         terms, tails = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
         forgotten = {} if terms == "tail" or tails else {"exact_tail": DEFAULT_EXACT_TAIL}
@@ -229,6 +249,9 @@ class RescaleOptions(ScaleOptions):
 
     def check_tail(self) -> None:
         """Accept any length of the tail: it may be that of the run's, which `over` finds out."""
+
+    def check_kv_skip(self) -> None:
+        """Accept layers to leave out of the cache: the run's cache may be codes, which `over` finds out."""
 
 
 @dataclass(frozen=True)

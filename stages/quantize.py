@@ -154,19 +154,28 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     written.
     """
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
-    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
+    from ..quantize.scales.cache_scales import attentions_of, kv_cache_scales, split_by_layer, wide_attentions
+    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales
     from ..quantize.scales.expert_scales import starved
     from ..quantize.scales.policy import bf16_input_modules, finer_modules, select
 
     chosen, skipped = select(products, options.skip, options.only)
+    parts, wide = CACHE_PARTS[options.kv_cache], wide_attentions(options.kv_skip, attentions_of(statistics))
     if options.inherit:
         activations, unfit = inherited_activations(source, statistics, chosen)
-        cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
-        return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
+        codes, left = split_by_layer(inherited_cache(source, statistics, parts), wide)
+        return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | unfit)
     groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
     alone = bf16_input_modules(options, products, chosen, groups)
     on_codes = [module for module in chosen if module not in alone]
     finer = finer_modules(options, products, chosen, groups)
     activations, unfit = activation_scales(statistics, on_codes, options.clip, finer=finer, starved=few)
-    cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
-    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit, bf16_inputs=alone)
+    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, wide), wide)
+    return Scales(
+        weights={},
+        activations=activations,
+        kv_cache=codes,
+        wide_cache=left,
+        skipped=skipped | unfit,
+        bf16_inputs=alone,
+    )

@@ -77,6 +77,7 @@ def quantize_checkpoint(
         weights={module: summaries[module] for module in scales.modules if module in summaries},
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
         kv_cache=scales.kv_cache,
+        wide_cache=scales.wide_cache,
         skipped=scales.skipped | skipped,
         bf16_inputs=[module for module in scales.bf16_inputs if module in summaries],
     )
@@ -127,10 +128,12 @@ def _write_tensors(
 
 
 def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
-    """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`."""
-    caches = {
-        f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
-    }
+    """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`.
+
+    Loaders expect those of every layer; in `CACHE_FILE` are those of codes alone.
+    """
+    written = scales.kv_cache | (scales.wide_cache if form.cache else {})
+    caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in written.items()}
     if form.cache:
         for name, tensor in caches.items():
             writer.add(name, tensor)
@@ -261,6 +264,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         own["tails"] = scales.tails
     if scales.bf16_inputs:
         own["bf16_inputs"] = scales.bf16_inputs
+    if form.wide_cache:
+        own["wide_cache"] = [*form.wide_cache.values()]
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
     if form.positions is not None:
