@@ -85,6 +85,15 @@ class ScaleOptions(Options):
         option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
         not_empty,
     ] = ()
+    q_scale: Annotated[
+        bool,
+        option(
+            SCALES,
+            "Write scales of queries beside those of an FP8 cache: vLLM reads them where its attention runs on FP8 "
+            "codes, and takes 1.0 without. Runs the model once more, to measure them.",
+            negative="--no-q-scale",
+        ),
+    ] = False
     weight_rounding: Annotated[
         WeightRounding,
         option(
@@ -194,14 +203,21 @@ class ScaleOptions(Options):
                 "them out, or give --activation-terms 1"
             )
         self.check_tail()
-        self.check_kv_skip()
+        self.check_cache()
 
-    def check_kv_skip(self) -> None:
-        """Raise InputError for layers to leave out of an FP8 cache where there is none."""
+    def check_cache(self) -> None:
+        """Raise InputError for layers to leave out of an FP8 cache, or scales to stand beside its own, where there is
+        none.
+        """
+        if self.q_scale and self.kv_cache != "fp8":
+            raise InputError(
+                f"--q-scale: is read with an FP8 cache alone, and --kv-cache is {self.kv_cache}; give --kv-cache fp8, "
+                "or leave it out"
+            )
         if self.kv_skip and self.kv_cache == "off":
             raise InputError(
-                f"--kv-skip {self.kv_skip[0]}: the cache of every layer stays in the compute type; give --kv-cache fp8 "
-                "or --kv-cache v, or leave it out"
+                f"--kv-skip {self.kv_skip[0]}: the cache of every layer stays in the compute type; give --kv-cache "
+                "fp8 or v, or leave it out"
             )
 
     def check_tail(self) -> None:
@@ -236,12 +252,13 @@ class RescaleOptions(ScaleOptions):
         """Replace the options chosen `before` by those that are given.
 
         A form for all modules also replaces the patterns of that form; without a tail its length is no more, and
-        without codes in the cache neither are the layers left out of it.
+        without codes in the cache neither are the layers left out of it, and without FP8 keys no scales of queries.
         """
         patterns: dict[Terms, str] = {2: "two_terms", "tail": "tail", "bf16": "bf16_input"}
         of_all = patterns.get(self.given.get("activation_terms", 1))
         replaced: dict[str, Any] = {of_all: ()} if of_all else {}
         replaced |= {"kv_skip": ()} if self.given.get("kv_cache") == "off" else {}
+        replaced |= {"q_scale": False} if self.given.get("kv_cache", "fp8") != "fp8" else {}
         chosen = replaced | self.given
         terms, tails = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
         forgotten = {} if terms == "tail" or tails else {"exact_tail": DEFAULT_EXACT_TAIL}
@@ -250,8 +267,8 @@ class RescaleOptions(ScaleOptions):
     def check_tail(self) -> None:
         """Accept any length of the tail: it may be that of the run's, which `over` finds out."""
 
-    def check_kv_skip(self) -> None:
-        """Accept layers to leave out of the cache: the run's cache may be codes, which `over` finds out."""
+    def check_cache(self) -> None:
+        """Accept any option of the cache: the run's may be codes, which `over` finds out."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,14 @@ class HfLayout:
         """The outermost modules that text does not reach."""
         return [name for name in self.non_text if name.rpartition(".")[0] not in self.non_text]
 
+    def query_remark(self, scales: Scales) -> str | None:
+        """Describe who reads the scales of queries; None where there are none."""
+        if not scales.queries:
+            return None
+        if not self.cache:
+            return "--q-scale: loaders have no place for scales of this architecture's cache, and none are written"
+        return "--q-scale: is for vLLM; transformers reports q_scale as unexpected keys, and computes without them"
+
     @property
     def vllm_skips(self) -> str:
         """The arguments by which vLLM leaves the same layers wide; empty where there are none."""

@@ -57,6 +57,12 @@ config.json says so in compressed-tensors' form. vLLM multiplies it on NVIDIA GP
 and refuses it on CPUs.
 
 """
+#: The paragraph on scales of queries.
+QUERIES = """\
+**Queries** have scales too, `q_scale`, for attention on FP8 codes in vLLM (with FlashAttention 3 or FlashInfer).
+transformers reports them as unexpected keys, and computes without them.
+
+"""
 #: The activations, by whether any are codes.
 STATIC = "E4M3 activations with one static\nscale per tensor"
 IN_BF16 = "activations in BF16"
@@ -158,7 +164,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         name=markdown_text(name),
         architecture=markdown_text(architecture),
         cache=CACHES[scales.cache_parts] + _wide_layers(form),
-        terms=_terms(scales),
+        terms=_terms(scales) + (QUERIES if scales.queries and form.cache else ""),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form),
         adapters=_adapters(source, form),
         activations=STATIC if scales.activations else IN_BF16,

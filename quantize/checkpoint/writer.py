@@ -1,7 +1,8 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
 Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1], and `input_scale` F32 [1] unless
-its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1]. transformers loads
+its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1], and `q_scale`
+where that was asked for, which vLLM alone expects. transformers loads
 this layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into
 shards of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
 
@@ -78,6 +79,7 @@ def quantize_checkpoint(
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
         kv_cache=scales.kv_cache,
         wide_cache=scales.wide_cache,
+        queries=scales.queries,
         skipped=scales.skipped | skipped,
         bf16_inputs=[module for module in scales.bf16_inputs if module in summaries],
     )
@@ -85,7 +87,7 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    for remark in (form.remark(source.architecture, done), form.limit):
+    for remark in (form.remark(source.architecture, done), form.query_remark(done), form.limit):
         if remark is not None:
             report.note(remark)
     return done
@@ -130,9 +132,9 @@ def _write_tensors(
 def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
     """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`.
 
-    Loaders expect those of every layer; in `CACHE_FILE` are those of codes alone.
+    Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
     """
-    written = scales.kv_cache | (scales.wide_cache if form.cache else {})
+    written = scales.kv_cache | (scales.wide_cache | scales.queries if form.cache else {})
     caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in written.items()}
     if form.cache:
         for name, tensor in caches.items():

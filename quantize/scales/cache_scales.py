@@ -8,7 +8,7 @@ nobody wrote.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from ...calibrate.measure.statistics import Statistics
+from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...options import Clipping
 from .decisions import TensorScale, tensor_scale, unfit
@@ -63,6 +63,20 @@ def kv_cache_scales(
     if not scales:
         raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
     return scales
+
+
+def query_scales(queries: Mapping[str, TensorStatistics], clipping: Clipping) -> dict[str, TensorScale]:
+    """Choose the scales of `queries`, `<attention>.q` -> its statistics after the rotary embedding.
+
+    Raises InputError naming the first that has none.
+    """
+    for name, tensor in queries.items():
+        if reason := unfit(tensor.histogram):
+            raise InputError(f"{name}: {reason.reason}; leave out --q-scale")
+    return {
+        name: tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+        for name, tensor in queries.items()
+    }
 
 
 def split_by_layer(

@@ -139,6 +139,10 @@ class Scales(Strict):
         description="the cache tensors of layers that `--kv-skip` keeps in the compute type, under the scale of a "
         "server that is not told so",
     )
+    queries: dict[str, TensorScale] = Field(
+        default_factory=dict,
+        description="of `<attention>.q`, for vLLM's attention on FP8 codes; nothing else uses them",
+    )
     skipped: dict[str, Skipped]
     bf16_inputs: list[str] = Field(
         default_factory=list, description="the modules of which the weight alone is codes; their input stays in BF16"

@@ -111,7 +111,7 @@ QUANTIZE = Stage(
     "quantize",
     ScaleOptions,
     QuantizeFacts,
-    inputs=(*STATISTICS, "calibration.npz"),
+    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors"),
     outputs=("scales.json", "model/*"),
     code="quantize.quantize",
 )

@@ -43,6 +43,7 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
         bf16_input=(),
         kv_cache="off",
         kv_skip=(),
+        q_scale=False,
         exact_tail=DEFAULT_EXACT_TAIL,
     )
     exact = replace(plain, inherit=False)

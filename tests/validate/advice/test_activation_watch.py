@@ -173,7 +173,10 @@ def test_attention_logits_are_held_against_what_bf16_tells_apart(logit: float, v
     assert "25.00 % of the rows" in found.said
     if verdict != "good":
         assert found.remedy == "`fp8q scales RUN --kv-cache v`"
-        assert model_checks.attention_logits(seen, ["0.attn.v"], REMEDIES)[0].remedy == "`fp8q scales RUN --two-terms '0.attn.*'`"
+        assert (
+            model_checks.attention_logits(seen, ["0.attn.v"], REMEDIES)[0].remedy
+            == "`fp8q scales RUN --two-terms '0.attn.*'`"
+        )
     assert model_checks.attention_logits(LargestValues(), [], REMEDIES)[0].verdict == "unknown"
 
 
