@@ -102,7 +102,7 @@ def built(run: Run, form: Form | None, target: str) -> dict[str, Any]:
     scales = load_scales(run)
     plan = GraphPlan(
         trace.promised_groups(load_record(run).groups, scales),
-        scales.cache_parts,
+        frozenset(scales.kv_cache),
         torch.bfloat16,
         two_terms=frozenset(scales.two_terms if form else ()),
     )

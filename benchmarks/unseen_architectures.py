@@ -116,7 +116,7 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
         eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)
         expected = eager(input_ids=ids).logits
         shapes = cache_shapes(model.config.get_text_config())
-        graph, (rows, length) = prepare_graph(model, GraphPlan({}, "", torch.float32)), ids.shape
+        graph, (rows, length) = prepare_graph(model, GraphPlan({}, (), torch.float32)), ids.shape
         positions, capacity = torch.arange(length).expand(rows, -1), length + 8
 
         def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -196,7 +196,7 @@ def merge(
     *,
     out: Out,
     model: SourceModel = None,
-    options: Annotated[ScaleOptions, without("weight_rounding")] = ScaleOptions(),
+    options: Annotated[ScaleOptions, without("weight_rounding", "q_scale")] = ScaleOptions(),
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     common: Common = Common(),
 ) -> None:

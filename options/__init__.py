@@ -11,18 +11,13 @@ from .calibrate import (
     DEFAULT_SEQ_LEN,
     PRESETS,
     AdapterMode,
-    AmaxAlgorithm,
     Bos,
     CalibrateOptions,
-    Clipping,
     CorpusOptions,
-    History,
     KvCache,
     MeasureOptions,
-    Method,
     Preset,
     RescaleOptions,
-    ScaleGrid,
     ScaleOptions,
     SourceOptions,
     Terms,
@@ -30,6 +25,7 @@ from .calibrate import (
     WeightRounding,
 )
 from .compare import CompareOptions
+from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
 from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from ..core.errors import InputError
+from .clipping import Clipping
 from .declare import (
     MODEL,
     SCALES,
     TEXT,
-    Of,
     Options,
     Unkeyed,
     between,
@@ -20,19 +20,13 @@ from .declare import (
     interval_of,
     not_empty,
     option,
-    percentage,
 )
 
-#: Octaves that --margin may move a scale either way: E4M3 spans 18.
-LARGEST_MARGIN = 16
 #: Calibration windows and their length, where the model and the text hold as much.
 DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
 #: Tokens after which the amax of an expert's last product has settled (`quantize.scales.expert_scales`).
 DEFAULT_EXPERT_TOKENS = 512
-Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
-ScaleGrid = Literal["bf16", "power-of-two"]
-AmaxAlgorithm = Literal["max", "most_recent"]
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
 #: The number of codes for one activation. `tail`: two in the last positions of a call, one in the others; `bf16`: none,
@@ -58,67 +52,6 @@ ALLOW_OVERLAP = "Evaluate on text that was calibrated on, too; accuracy.json say
 AS_THE_RUN_HAS_IT = "as the run has it"
 
 
-def octaves(option: str, value: int) -> int:
-    """The rule of a power of two by which scales are multiplied."""
-    if abs(value) > LARGEST_MARGIN:
-        raise InputError(
-            f"{option} {value}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 "
-            "to this power"
-        )
-    return value
-
-
-@dataclass(frozen=True)
-class Clipping(Options):
-    """Options of the scale of an activation or cache tensor: the method's clip times 2^margin, on the grid of scales.
-
-    The last three fields have Transformer Engine's names.
-    """
-
-    method: Annotated[Method, option(SCALES, "How the scales of activations and of an FP8 cache are chosen.")] = "amax"
-    percentile: Annotated[
-        float, option(SCALES, "For --method percentile, in percent.", "P"), Of("percentile"), percentage
-    ] = 99.99
-    margin: Annotated[
-        int, option(SCALES, "Multiply these scales by 2^N: more headroom, more underflow.", "N"), octaves
-    ] = 0
-    scale_grid: Annotated[ScaleGrid, option(SCALES, "The numbers that these scales are rounded up to.")] = "bf16"
-    amax_history_len: Annotated[
-        int,
-        option(SCALES, "Delayed scaling: batches in the history; more than there are means all.", "N"),
-        Of("delayed"),
-        between(1),
-    ] = 1024
-    amax_compute_algo: Annotated[
-        AmaxAlgorithm, option(SCALES, "Delayed scaling: the history's largest amax, or its last."), Of("delayed")
-    ] = "max"
-    interval: Annotated[
-        int, option(SCALES, "Delayed scaling: batches from one scale to the next.", "N"), Of("delayed"), between(1)
-    ] = 1
-
-    def __post_init__(self) -> None:
-        """Refuse also options of a method other than the chosen one."""
-        super().__post_init__()
-        for name in self.idle:
-            if given := first_given(self, [name]):
-                raise InputError(
-                    f"{given}: is for --method {self.declared()[name].of}, and the method is {self.method}; choose "
-                    "that one, or leave this out"
-                )
-
-    @property
-    def idle(self) -> list[str]:
-        """The fields that belong to a method other than the chosen one."""
-        return [name for name, field in self.declared().items() if field.of not in (None, self.method)]
-
-
-@dataclass(frozen=True)
-class History(Clipping):
-    """The history of amax that `fp8q inspect --delayed` simulates."""
-
-    method: Annotated[Literal["delayed"], Parameter(parse=False)] = "delayed"
-
-
 @dataclass(frozen=True)
 class ScaleOptions(Options):
     """Options of choosing scales from statistics, without running the model: those of `fp8q merge`, and also of
@@ -133,6 +66,15 @@ class ScaleOptions(Options):
         KvCache,
         option(SCALES, "The part of the KV cache in FP8: none (off), the values (v), or keys and values (fp8)."),
     ] = "off"
+    kv_skip: Annotated[
+        tuple[str, ...],
+        option(
+            SCALES,
+            "Keep the cache of attention modules whose name matches (* and ?) in the compute type. Repeatable.",
+            "PATTERN",
+        ),
+        not_empty,
+    ] = ()
     skip: Annotated[
         tuple[str, ...],
         option(SCALES, "Keep modules whose name matches (* and ?) in BF16. Repeatable.", "PATTERN"),
@@ -143,6 +85,15 @@ class ScaleOptions(Options):
         option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
         not_empty,
     ] = ()
+    q_scale: Annotated[
+        bool,
+        option(
+            SCALES,
+            "Write scales of queries beside those of an FP8 cache: vLLM reads them where its attention runs on FP8 "
+            "codes, and takes 1.0 without. Runs the model once more, to measure them.",
+            negative="--no-q-scale",
+        ),
+    ] = False
     weight_rounding: Annotated[
         WeightRounding,
         option(
@@ -252,6 +203,22 @@ class ScaleOptions(Options):
                 "them out, or give --activation-terms 1"
             )
         self.check_tail()
+        self.check_cache()
+
+    def check_cache(self) -> None:
+        """Raise InputError for layers to leave out of an FP8 cache, or scales to stand beside its own, where there is
+        none.
+        """
+        if self.q_scale and self.kv_cache != "fp8":
+            raise InputError(
+                f"--q-scale: is read with an FP8 cache alone, and --kv-cache is {self.kv_cache}; give --kv-cache fp8, "
+                "or leave it out"
+            )
+        if self.kv_skip and self.kv_cache == "off":
+            raise InputError(
+                f"--kv-skip {self.kv_skip[0]}: the cache of every layer stays in the compute type; give --kv-cache "
+                "fp8 or v, or leave it out"
+            )
 
     def check_tail(self) -> None:
         """Raise InputError for a length of the tail where no module has one."""
@@ -272,7 +239,7 @@ class RescaleOptions(ScaleOptions):
     """Options of `fp8q scales`: those of `ScaleOptions`; options that are not given keep the run's value.
 
     The method and its own options are always chosen anew. An empty tuple removes the run's `skip`, `only`, `two_terms`,
-    `tail` or `bf16_input`.
+    `tail`, `bf16_input` or `kv_skip`.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -284,11 +251,14 @@ class RescaleOptions(ScaleOptions):
     def over(self, before: ScaleOptions) -> ScaleOptions:
         """Replace the options chosen `before` by those that are given.
 
-        A form for all modules also replaces the patterns of that form; without a tail its length is no more.
+        A form for all modules also replaces the patterns of that form; without a tail its length is no more, and
+        without codes in the cache neither are the layers left out of it, and without FP8 keys no scales of queries.
         """
         patterns: dict[Terms, str] = {2: "two_terms", "tail": "tail", "bf16": "bf16_input"}
         of_all = patterns.get(self.given.get("activation_terms", 1))
         replaced: dict[str, Any] = {of_all: ()} if of_all else {}
+        replaced |= {"kv_skip": ()} if self.given.get("kv_cache") == "off" else {}
+        replaced |= {"q_scale": False} if self.given.get("kv_cache", "fp8") != "fp8" else {}
         chosen = replaced | self.given
         terms, tails = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
         forgotten = {} if terms == "tail" or tails else {"exact_tail": DEFAULT_EXACT_TAIL}
@@ -296,6 +266,9 @@ class RescaleOptions(ScaleOptions):
 
     def check_tail(self) -> None:
         """Accept any length of the tail: it may be that of the run's, which `over` finds out."""
+
+    def check_cache(self) -> None:
+        """Accept any option of the cache: the run's may be codes, which `over` finds out."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ In the order of work:
     corpus           from texts to calibration windows and evaluation tokens
     measure          the float model on the windows, by one process or several ranks; and on other text
     quantize         scales from statistics, and the checkpoint they make
-    queries          `export --attention fp8`: the queries of attention, measured
+    queries          `export --attention fp8`, `--q-scale`: the queries of attention, measured
     export           both ONNX graphs of the checkpoint, linted
     export_baseline  the same model in BF16 or INT8, to compare with
     build_engine     engines of all graphs, and the proof of their FP8 products

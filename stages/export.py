@@ -62,7 +62,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         refuse(run, Key(inputs, asked, NO_FACTS), refused, notes)
         raise NoGraphError(no_graph(run.root, refused))
     if asked.attention == "fp8":
-        measure_queries(run, notes)
+        measure_queries(run, "--attention fp8", notes)
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
             "measure"
         ].outputs

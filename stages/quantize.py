@@ -12,6 +12,7 @@ from .corpus import load_tokens
 from .pipeline.stage import Key
 from .pipeline.stages import MEASURE, QUANTIZE, QuantizeFacts
 from .pipeline.steps import Notes, device
+from .queries import measure_queries
 from .shared.adapters import fingerprints
 from .shared.model_files import has_graphs
 
@@ -25,19 +26,25 @@ if TYPE_CHECKING:
 
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
-    from ..calibrate.measure.statistics import load_statistics
+    from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..export.graph.reuse import carry_graphs
     from ..quantize.checkpoint.writer import quantize_checkpoint
+    from ..quantize.scales.cache_scales import query_scales
 
+    if options.q_scale:
+        measure_queries(run, "--q-scale", notes)
     batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
     facts = QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size)
     key = Key(_inputs(run, options), options, facts)
     if QUANTIZE.is_current(run, key):
         return
     for name in key.inputs:
-        run.require(run.root / name, "corpus" if name == run.calibration.name else "measure")
+        run.require(run.root / name, {run.calibration.name: "corpus", run.queries.name: "queries"}.get(name, "measure"))
     statistics = load_statistics(run)
     scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
+    if options.q_scale:
+        queries, _ = load_arrays(run.require(run.queries, "queries"))
+        scales = scales.model_copy(update={"queries": query_scales(queries, options.clip)})
     with QUANTIZE.writing(run, key, notes) as log:
         with _rounding(run, source, scales, key, notes) as rounding, replacing(run.model) as partial:
             scales = quantize_checkpoint(source, partial, scales, rounding, notes, products.no_graph)
@@ -88,6 +95,8 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
     inputs = {name: digest for name, digest in written["measure"].items() if moments or not name.startswith("moments/")}
     if options.weight_rounding == "sequential":
         inputs[run.calibration.name] = written["corpus"][run.calibration.name]
+    if options.q_scale:
+        inputs |= written["queries"]
     return inputs
 
 
@@ -154,19 +163,28 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     written.
     """
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
-    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, kv_cache_scales
+    from ..quantize.scales.cache_scales import attentions_of, kv_cache_scales, split_by_layer, wide_attentions
+    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales
     from ..quantize.scales.expert_scales import starved
     from ..quantize.scales.policy import bf16_input_modules, finer_modules, select
 
     chosen, skipped = select(products, options.skip, options.only)
+    parts, wide = CACHE_PARTS[options.kv_cache], wide_attentions(options.kv_skip, attentions_of(statistics))
     if options.inherit:
         activations, unfit = inherited_activations(source, statistics, chosen)
-        cache = inherited_cache(source, statistics, CACHE_PARTS[options.kv_cache])
-        return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit)
+        codes, left = split_by_layer(inherited_cache(source, statistics, parts), wide)
+        return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | unfit)
     groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
     alone = bf16_input_modules(options, products, chosen, groups)
     on_codes = [module for module in chosen if module not in alone]
     finer = finer_modules(options, products, chosen, groups)
     activations, unfit = activation_scales(statistics, on_codes, options.clip, finer=finer, starved=few)
-    cache = kv_cache_scales(statistics, options.clip, CACHE_PARTS[options.kv_cache])
-    return Scales(weights={}, activations=activations, kv_cache=cache, skipped=skipped | unfit, bf16_inputs=alone)
+    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, wide), wide)
+    return Scales(
+        weights={},
+        activations=activations,
+        kv_cache=codes,
+        wide_cache=left,
+        skipped=skipped | unfit,
+        bf16_inputs=alone,
+    )

@@ -1,6 +1,6 @@
-"""The stage `queries`: measure the queries of attention, which only attention in FP8 needs.
+"""The stage `queries`: measure the queries of attention, which only attention in FP8 needs, here or in vLLM.
 
-It runs once, when an export first needs it.
+It runs once, when an export or the scales first need it.
 """
 
 from ..core.errors import InputError
@@ -15,8 +15,8 @@ from .pipeline.steps import Notes, device
 from .shared.sources import source_of
 
 
-def measure_queries(run: Run, notes: Notes) -> None:
-    """Run the float model on the calibration windows once more, and write `queries.safetensors`.
+def measure_queries(run: Run, option: str, notes: Notes) -> None:
+    """Run the float model on the calibration windows once more, and write `queries.safetensors`; `option` asks for it.
 
     Raises InputError when the source checkpoint is missing, and when it does not fit in memory: queries are not
     streamed.
@@ -37,7 +37,7 @@ def measure_queries(run: Run, notes: Notes) -> None:
     source = source_of(run)
     if streamed(source, None, Notes(notes.report)):
         raise InputError(
-            f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold "
+            f"{option}: queries are measured with the whole of {source.name} in memory, which does not hold "
             "it; leave it out"
         )
     corpus = load_record(run).corpus

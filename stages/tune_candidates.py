@@ -74,8 +74,6 @@ class PredictedCandidates:
 
     def rescaled(self, mix: "Mix") -> list[str]:
         """The tensors that keep their form in `mix`, but whose scale differs from the one that would be chosen now."""
-        from ..quantize.scales.decisions import CACHE_PARTS
-
         found = [
             name
             for name, form in mix.forms.items()
@@ -83,11 +81,10 @@ class PredictedCandidates:
             and form == self.own.forms[name]
             and self.candidates.inputs[form][name].scale != self.scales.activations[name].scale
         ]
-        parts = CACHE_PARTS[mix.kv_cache]
         return found + [
             name
             for name, scale in self.candidates.cache.items()
-            if name[-1] in parts and name in self.scales.kv_cache and scale != self.scales.kv_cache[name].scale
+            if mix.codes(name) and name in self.scales.kv_cache and scale != self.scales.kv_cache[name].scale
         ]
 
     def _measured(self, name: str, runner: "Callable[[], Runner]", batches: "Batches", notes: Notes) -> "Measured":
@@ -195,7 +192,7 @@ def _candidates(
 
 def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes) -> dict[str, float]:
     """The scale of every cache tensor; empty, with a note, where one of them has none."""
-    from ..quantize.scales.decisions import kv_cache_scales
+    from ..quantize.scales.cache_scales import kv_cache_scales
 
     try:
         return {name: found.scale for name, found in kv_cache_scales(statistics, options.clip).items()}
@@ -261,6 +258,7 @@ def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
         {name: form_of(scales.activations.get(name)) for name in groups},
         next(iter(scales.weights.values())).rounding,
         parts[scales.cache_parts],
+        tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.wide_cache)),
     )
 
 

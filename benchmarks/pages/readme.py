@@ -35,7 +35,8 @@ def readme_forms() -> str:
             "any with BF16; in vLLM from Turing on", ALL,
         ],
     ]  # fmt: skip
-    return table(["form", "loss, over that of ModelOpt's FP8", "operations of a prompt of 2,048", "GPU", "server"], rows)
+    head = ["form", "loss, over that of ModelOpt's FP8", "operations of a prompt of 2,048", "GPU", "server"]
+    return table(head, rows)
 
 
 TABLES = (readme_forms,)

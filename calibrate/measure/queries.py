@@ -1,4 +1,4 @@
-"""Observe the queries of attention, which only attention in FP8 needs.
+"""Observe the queries of attention, which only attention in FP8 needs, in our graph or in vLLM.
 
 The statistics of a run have keys and values, from the cache, but no queries. Queries are observed after the rotary
 embedding, at transformers' attention function, which is wrapped while a batch runs. This works for every architecture
@@ -53,8 +53,8 @@ def recorded_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, t
     plain, queries = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
     if plain is None:
         raise InputError(
-            f"--attention fp8: {type(model).__name__} attends by its own code ({model.config._attn_implementation}), "
-            "where queries cannot be measured; leave it out"
+            f"{type(model).__name__}: attends by its own code ({model.config._attn_implementation}), where queries "
+            "cannot be measured; leave out --attention fp8 and --q-scale"
         )
 
     def noting(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:

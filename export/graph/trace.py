@@ -71,7 +71,7 @@ def graph_plan(
     """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does."""
     return GraphPlan(
         promised_groups(record.groups, scales),
-        scales.cache_parts,
+        frozenset(scales.kv_cache),
         DTYPES[dtype],
         two_terms=frozenset(scales.two_terms),
         tails=scales.tails,
@@ -84,7 +84,7 @@ def export_baseline_graphs(directory: Path, groups: Mapping[str, list[str]], rep
     """Write both graphs of the baseline weights in `directory`: INT8 products for `groups`, BF16 where there are no
     groups.
     """
-    return export_graphs(directory, GraphPlan(groups, "", torch.bfloat16, torch.int8), report)
+    return export_graphs(directory, GraphPlan(groups, (), torch.bfloat16, torch.int8), report)
 
 
 def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Path]:
@@ -269,16 +269,18 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
     The sizes differ, so that the exporter takes no two of them for equal.
     """
     batch, seq, capacity = 2, 3, 5
-    stored = {part: CODE if part in plan.cache else plan.dtype for part in "kv"}
     parts = dict(zip("kv", cache_shapes(config.get_text_config()), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    layers = range(len(graph.attention))
+    def stored(attention: str, part: str) -> torch.dtype:
+        return CODE if f"{attention}.{part}" in plan.cache else plan.dtype
+
+    layers = [graph.attention[index] for index in sorted(graph.attention)]
     past = [
-        tuple(empty(batch, heads, capacity, size, dtype=stored[part]) for part, (heads, size) in parts.items())
-        for _ in layers
+        tuple(empty(batch, heads, capacity, size, dtype=stored(name, part)) for part, (heads, size) in parts.items())
+        for name in layers
     ]
     dynamic = torch.export.Dim.DYNAMIC
     matrix = {0: dynamic, 1: dynamic}

@@ -8,7 +8,7 @@ first one and is masked, and its keys and values are kept nowhere.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -41,15 +41,15 @@ MIXED_LAYERS = 12
 class GraphPlan:
     """The parts of a model that run in FP8.
 
-    `groups`: first module -> quantized modules that share its input. `cache`: the cached parts on codes, of `kv`.
-    `dtype`: the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the
-    modules whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
-    `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for each query or probability, 0
-    for attention without codes. `adapter`: the name of the adapter beside the products.
+    `groups`: first module -> quantized modules that share its input. `cache`: the cached tensors on codes,
+    `<attention>.k` or `.v`. `dtype`: the compute type of everything else. `code`: the type of the codes, INT8 for a
+    baseline. `two_terms`: the modules whose input is two codes a value; `tails`: those with the second in so many last
+    positions of a call alone. `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for
+    each query or probability, 0 for attention without codes. `adapter`: the name of the adapter beside the products.
     """
 
     groups: Mapping[str, list[str]]
-    cache: str
+    cache: Collection[str]
     dtype: torch.dtype
     code: torch.dtype = CODE
     two_terms: frozenset[str] = frozenset()
@@ -342,6 +342,6 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
             module.fp8q_attention = QuantizedAttention(plan)
         vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _beside(model, name))
         module.fp8q_k, module.fp8q_v = (
-            QuantizedCache(plan.dtype) if part in plan.cache else PlainCache() for part in "kv"
+            QuantizedCache(plan.dtype) if f"{name}.{part}" in plan.cache else PlainCache() for part in "kv"
         )
     return Graph(model.eval())

@@ -46,6 +46,9 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 CACHES = frozenset({"past_key_value", "past_key_values"})
 
 
+#: The option of `vllm serve` for the layers whose cache stays in the compute type, by index (0.32).
+SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
+
 #: What vLLM makes of experts whose inputs stay in BF16.
 NO_EXPERT_WEIGHTS_ALONE = "vLLM has no product of experts with FP8 weights alone"
 
@@ -57,6 +60,7 @@ class HfLayout:
     - `modules`: the quantized modules.
     - `loadable`: whether transformers and vLLM can load them.
     - `cache`: whether the checkpoint has scales of a cache that they read.
+    - `wide_cache`: layer index -> attention module, of the layers that stay wide where the cache is in FP8.
     - `no_graph`: why no ONNX graph can be made of the model.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
     - `non_text`: the modules that text does not reach, which are not quantized.
@@ -76,6 +80,7 @@ class HfLayout:
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
+    wide_cache: Mapping[int, str] = field(default_factory=dict)
 
     def in_files(self, module: str) -> str:
         """The name of `module` in the files."""
@@ -94,6 +99,19 @@ class HfLayout:
     def towers(self) -> list[str]:
         """The outermost modules that text does not reach."""
         return [name for name in self.non_text if name.rpartition(".")[0] not in self.non_text]
+
+    def query_remark(self, scales: Scales) -> str | None:
+        """Describe who reads the scales of queries; None where there are none."""
+        if not scales.queries:
+            return None
+        if not self.cache:
+            return "--q-scale: loaders have no place for scales of this architecture's cache, and none are written"
+        return "--q-scale: is for vLLM; transformers reports q_scale as unexpected keys, and computes without them"
+
+    @property
+    def vllm_skips(self) -> str:
+        """The arguments by which vLLM leaves the same layers wide; empty where there are none."""
+        return f"{SKIP_LAYERS} {' '.join(map(str, self.wide_cache))}" if self.cache and self.wide_cache else ""
 
     @property
     def limit(self) -> str | None:
@@ -126,6 +144,11 @@ class HfLayout:
                 f"transformers and vLLM have no place for the scales of {architecture}'s cache, and keep it in the "
                 f"compute type: model/{CACHE_FILE} has them, for fp8q and ONNX"
             )
+        if self.vllm_skips:
+            return (
+                f"config.json has no field for layers whose cache stays wide: vLLM is told with `{self.vllm_skips}`; "
+                "without it, and in transformers, these layers are in FP8 too, by their calibrated scales"
+            )
         return None
 
 
@@ -150,7 +173,9 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
     model = meta_model(source)
     modules = {name: model.get_submodule(name) for name in scales.modules}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
-    known = all(has_place(model.get_submodule(name)) for name in attention_modules(model).values())
+    attentions = attention_modules(model)
+    known = all(has_place(model.get_submodule(name)) for name in attentions.values())
+    coded = {name.rpartition(".")[0] for name in scales.kv_cache}
     fewer = no_graph is None and source.served_positions != source.max_positions
     layers = experts_of(model)
     blocks = tuple(f"{layer.rpartition('.')[0]}." for layer in layers)
@@ -170,4 +195,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         stored=stored,
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers))),
         layers=tuple(layers),
+        wide_cache={
+            index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
+        },
     )

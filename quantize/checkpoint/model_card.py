@@ -57,6 +57,12 @@ config.json says so in compressed-tensors' form. vLLM multiplies it on NVIDIA GP
 and refuses it on CPUs.
 
 """
+#: The paragraph on scales of queries.
+QUERIES = """\
+**Queries** have scales too, `q_scale`, for attention on FP8 codes in vLLM (with FlashAttention 3 or FlashInfer).
+transformers reports them as unexpected keys, and computes without them.
+
+"""
 #: The activations, by whether any are codes.
 STATIC = "E4M3 activations with one static\nscale per tensor"
 IN_BF16 = "activations in BF16"
@@ -106,6 +112,14 @@ HOSTED = {
     "keep it as said.",
     "kv": "The layout is the one vLLM documents: `vllm serve path/to/this/directory --kv-cache-dtype fp8`.",
 }
+#: Used in place of `HOSTED` where the cache of some layers stays wide.
+HOSTED_WIDE = """\
+The layout is the one vLLM documents, which has no field for layers whose cache stays wide. vLLM is told of them by
+their numbers:
+
+    vllm serve path/to/this/directory --kv-cache-dtype fp8 {skips}
+
+Without that, and in transformers, the cache of these layers is FP8 too, by scales that were calibrated."""
 
 
 LOADABLE = """\
@@ -149,8 +163,8 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
     return CARD.format(
         name=markdown_text(name),
         architecture=markdown_text(architecture),
-        cache=CACHES[scales.cache_parts],
-        terms=_terms(scales),
+        cache=CACHES[scales.cache_parts] + _wide_layers(form),
+        terms=_terms(scales) + (QUERIES if scales.queries and form.cache else ""),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form),
         adapters=_adapters(source, form),
         activations=STATIC if scales.activations else IN_BF16,
@@ -160,6 +174,14 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         loading=_loading(markdown_text(architecture), scales, form),
         graphs=_graphs(form),
     )
+
+
+def _wide_layers(form: HfLayout) -> str:
+    """Name the layers whose cache stays wide beside others in FP8; empty where there are none."""
+    if not form.wide_cache:
+        return ""
+    several = len(form.wide_cache) > 1
+    return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.wide_cache))})"
 
 
 def _graphs(form: HfLayout) -> str:
@@ -244,8 +266,9 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         )
         alone = not remark and not form.experts.isdisjoint(scales.bf16_inputs)
         return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
+    hosted = CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",
-        hosted=CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts],
+        hosted=HOSTED_WIDE.format(skips=form.vllm_skips) if form.vllm_skips else hosted,
     )

@@ -1,7 +1,8 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
 Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1], and `input_scale` F32 [1] unless
-its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1]. transformers loads
+its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1], and `q_scale`
+where that was asked for, which vLLM alone expects. transformers loads
 this layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into
 shards of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
 
@@ -77,6 +78,8 @@ def quantize_checkpoint(
         weights={module: summaries[module] for module in scales.modules if module in summaries},
         activations={module: scale for module, scale in scales.activations.items() if module in summaries},
         kv_cache=scales.kv_cache,
+        wide_cache=scales.wide_cache,
+        queries=scales.queries,
         skipped=scales.skipped | skipped,
         bf16_inputs=[module for module in scales.bf16_inputs if module in summaries],
     )
@@ -84,7 +87,7 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    for remark in (form.remark(source.architecture, done), form.limit):
+    for remark in (form.remark(source.architecture, done), form.query_remark(done), form.limit):
         if remark is not None:
             report.note(remark)
     return done
@@ -127,10 +130,12 @@ def _write_tensors(
 
 
 def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
-    """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`."""
-    caches = {
-        f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in scales.kv_cache.items()
-    }
+    """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`.
+
+    Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
+    """
+    written = scales.kv_cache | (scales.wide_cache | scales.queries if form.cache else {})
+    caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in written.items()}
     if form.cache:
         for name, tensor in caches.items():
             writer.add(name, tensor)
@@ -261,6 +266,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         own["tails"] = scales.tails
     if scales.bf16_inputs:
         own["bf16_inputs"] = scales.bf16_inputs
+    if form.wide_cache:
+        own["wide_cache"] = [*form.wide_cache.values()]
     if patterns := patterns_of(form.stored):
         own["stored"] = patterns
     if form.positions is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.errors import InputError
 from ...core.findings import Finding
 from ..reading.fp8_tensors import Checkpoint, open_checkpoint
-from . import rules_files, rules_modules, rules_scales, rules_values  # noqa: F401  # enter their rules
+from . import rules_cache, rules_files, rules_modules, rules_scales, rules_values  # noqa: F401  # enter their rules
 from .rules import RULES
 
 __all__ = ["RULES", "checkpoint_findings"]

@@ -1,4 +1,4 @@
-"""Rules C116 to C122: modules that belong together, the output head, the cache, and modules that the configuration
+"""Rules C116 to C118, C121 and C122: modules that belong together, the output head, and modules that the configuration
 ignores.
 """
 
@@ -23,8 +23,6 @@ JOINED = (
 )
 HEADS = ("lm_head", "embed_out", "output")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
-#: Projections of an attention module that writes to a cache: compressed-tensors' `_KV_CACHE_PROJECTION_NAMES`.
-WRITE_CACHES = ("k_proj", "qkv_proj", "kv_b_proj")
 
 
 def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
@@ -115,41 +113,6 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
 def _setting(config: Mapping[str, object], name: str) -> bool:
     inner = config.get("text_config")
     return bool(config.get(name) or (inner.get(name) if isinstance(inner, dict) else False))
-
-
-@checkpoint_rule("C119", "cache-default", "warning")
-def cache_default(checkpoint: Checkpoint) -> Broken:
-    """The scales of a cache are measured. 1.0 is what vLLM takes where there is none, and what ModelOpt's other exports
-    write at least: keys beyond 448 are cut off, and small values keep few of their codes. vLLM warns of it too.
-    """
-    for name in checkpoint.cache_scales:
-        if readable(checkpoint, name) and np.all(checkpoint.values(name) == 1):
-            yield name, "is 1.0; calibrate the cache, or leave it in BF16"
-
-
-@checkpoint_rule("C120", "cache-scales", "warning")
-def cache_scales(checkpoint: Checkpoint) -> Broken:
-    """A cache that the configuration says is FP8 has two scales at every attention, of keys and of values; where it
-    says none, there are none. Missing ones are 1.0 to vLLM; those that are not announced are unexpected keys to
-    transformers.
-    """
-    there = defaultdict(set)
-    for name, module in checkpoint.cache_scales.items():
-        there[module].add(name.rpartition(".")[2])
-    if not checkpoint.declared.cache:
-        first = next(iter(checkpoint.cache_scales), None)
-        if first is not None and checkpoint.declared.form != "fp8":  # the form fp8 has no field for a cache
-            yield first, f"is there, and {_source(checkpoint.declared)} says nothing of a cache; say so, or take it out"
-        return
-    for module in sorted(_attentions(checkpoint)):
-        missing = [name for name in ("k_scale", "v_scale") if name not in there[module]]
-        if missing:
-            yield module, f"has no {' and no '.join(missing)}, and {_source(checkpoint.declared)} says FP8; {AGAIN}"
-
-
-def _attentions(checkpoint: Checkpoint) -> set[str]:
-    modules = (name.removesuffix(".weight").rpartition(".") for name in checkpoint.tensors if name.endswith(".weight"))
-    return {parent for parent, _, own in modules if own in WRITE_CACHES}
 
 
 def _source(declared: DeclaredQuantization) -> str:

@@ -49,7 +49,8 @@ class FP8Source:
     @cached_property
     def _scales(self) -> set[str | None]:
         scales = {name for codes in self.weights.values() for name in (codes.scale, codes.input_scale)}
-        return scales | set(self.checkpoint.cache_scales)
+        queries = {name for name in self.checkpoint.tensors if name.endswith(".q_scale")}
+        return scales | set(self.checkpoint.cache_scales) | queries
 
     def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
         """The headers of the dequantized tensors: scales are left out, and weights in codes are F32."""

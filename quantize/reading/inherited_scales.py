@@ -75,12 +75,12 @@ def inherited_activations(
 
 
 def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[str, TensorScale]:
-    """The inherited scales of the keys (`k` in `parts`) and values (`v`) of every cache."""
+    """The inherited scales of the keys (`k` in `parts`) and values (`v`) of every cache that has them."""
     scales = source_to_inherit(source).cache_scales
     return {
         name: _inherited_scale(tensor.histogram, scales[name])
         for name, tensor in statistics.tensors.items()
-        if name.endswith(tuple(f".{part}" for part in parts))
+        if name.endswith(tuple(f".{part}" for part in parts)) and name in scales
     }
 
 

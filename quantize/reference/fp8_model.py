@@ -71,6 +71,7 @@ class StoredCodes:
         own = getattr(config, OWN_CONFIG, {})
         self.two_terms, self.tails = frozenset(own.get("two_terms", ())), own.get("tails", {})
         self.bf16_inputs = frozenset(own.get("bf16_inputs", ()))
+        self.wide_cache = frozenset(own.get("wide_cache", ()))
         self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
@@ -87,8 +88,12 @@ class StoredCodes:
 
     @property
     def cache_scales(self) -> dict[str, float]:
-        """The scales of the FP8 caches, by `<module>.k` and `<module>.v`."""
-        names = [name for name in self.where if name.endswith((".k_scale", ".v_scale"))]
+        """The scales of the FP8 caches, by `<module>.k` and `<module>.v`, without the layers that stay wide."""
+        names = [
+            name
+            for name in self.where
+            if name.endswith((".k_scale", ".v_scale")) and name.rpartition(".")[0] not in self.wide_cache
+        ]
         return {name.removesuffix("_scale"): float(self.read(name)[0]) for name in names}
 
     def has(self, name: str) -> bool:

@@ -134,6 +134,15 @@ class Scales(Strict):
     weights: dict[str, WeightScales]
     activations: dict[str, TensorScale]
     kv_cache: dict[str, TensorScale] = Field(default_factory=dict)
+    wide_cache: dict[str, TensorScale] = Field(
+        default_factory=dict,
+        description="the cache tensors of layers that `--kv-skip` keeps in the compute type, under the scale of a "
+        "server that is not told so",
+    )
+    queries: dict[str, TensorScale] = Field(
+        default_factory=dict,
+        description="of `<attention>.q`, for vLLM's attention on FP8 codes; nothing else uses them",
+    )
     skipped: dict[str, Skipped]
     bf16_inputs: list[str] = Field(
         default_factory=list, description="the modules of which the weight alone is codes; their input stays in BF16"
@@ -163,6 +172,12 @@ class Scales(Strict):
     def cache_parts(self) -> str:
         """The parts of the cache that are codes: `kv`, `v` alone, or none."""
         return "".join(sorted({name[-1] for name in self.kv_cache}))
+
+    @property
+    def cache_left(self) -> str:
+        """State the layers that an FP8 cache leaves out, as the end of a sentence; empty where there are none."""
+        left, coded = ({name.rpartition(".")[0] for name in part} for part in (self.wide_cache, self.kv_cache))
+        return f", {len(left)} of {len(left | coded)} layers left wide" if left else ""
 
 
 class AttentionScales(Strict):
@@ -311,22 +326,3 @@ def _scale_or_reason(
     if reason is not None or tensor is None:
         return reason or Skipped(reason="never observed", samples=0)
     return tensor_scale(tensor.histogram, clipping, format, tensor.amax_batches)
-
-
-def kv_cache_scales(statistics: Statistics, clipping: Clipping, parts: str = "kv") -> dict[str, TensorScale]:
-    """Choose the scales of all caches of keys (`k` in `parts`) and of values (`v`); no scales for no parts.
-
-    Raises InputError naming the first tensor that has none: no runtime serves a cache in two types.
-    """
-    scales: dict[str, TensorScale] = {}
-    if not parts:
-        return scales
-    for name, tensor in statistics.tensors.items():
-        if not name.endswith(tuple(f".{part}" for part in parts)):
-            continue
-        if reason := unfit(tensor.histogram):
-            raise InputError(f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-cache off")
-        scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
-    if not scales:
-        raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
-    return scales

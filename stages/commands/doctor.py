@@ -60,7 +60,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     for name in run.record().stages["quantize"].outputs:
         run.require(run.root / name, "quantize")
     statistics = load_statistics(run)
-    what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run))
+    what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run, scales))
     checks = stored_checks(what.tensors, scales, what.remedies)
     windows = _spread(load_tokens(run, run.calibration), options.windows)
     running, ran = _running(what, windows, notes)
@@ -69,13 +69,20 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     )
 
 
-def _remedies(run: Run) -> "Remedies":
+def _remedies(run: Run, scales: Scales) -> "Remedies":
     from ...validate.advice.remedies import Remedies
 
     record, corpus = run.record(), load_record(run).corpus
     chosen = run.options(QUANTIZE)
     return Remedies(
-        str(run.root), record.model["path"], corpus.name, corpus.windows, two_terms=chosen.two_terms, skip=chosen.skip
+        str(run.root),
+        record.model["path"],
+        corpus.name,
+        corpus.windows,
+        two_terms=chosen.two_terms,
+        skip=chosen.skip,
+        kv_skip=chosen.kv_skip,
+        cached=tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.kv_cache)),
     )
 
 
@@ -124,7 +131,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "li
     fp16 = export_options(what.run).dtype == "fp16"
     return [
         *running.norm_inputs(seen, fp16, remedies),
-        *running.attention_logits(seen, scales.cache_parts, remedies),
+        *running.attention_logits(seen, scales.kv_cache, remedies),
         *running.cache_tokens(seen, list(scales.kv_cache), _namer(what.run), remedies),
         *running.product_errors(parted, scales.activations, remedies),
         *running.hidden_states(parted, pair.layers, what.tensors, remedies),

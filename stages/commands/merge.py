@@ -95,6 +95,8 @@ def check_rounding(options: ScaleOptions) -> None:
             f"--weight-rounding {options.weight_rounding}: {why}; use `fp8q calibrate` on all of the text in one "
             "run, or leave it out"
         )
+    if options.q_scale:
+        raise InputError("--q-scale: runs the model; use it with `fp8q calibrate` or `fp8q scales`, or leave it out")
 
 
 def add(paths: Sequence[Path], out: Path) -> Merged:

@@ -47,7 +47,7 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         raise InputError(
             f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
         )
-    check_attention([adapter.name for adapter in source.adapters], export)
+    check_attention([adapter.name for adapter in source.adapters], export, options)
     if options.weight_rounding == "sequential":
         from ...quantize.weights.sequential import check_sequential
 
@@ -56,9 +56,10 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         from ...calibrate.measure.stream import Chain
 
         Chain(source, device())
-    if export.attention == "fp8" and streamed(source, None, Notes(SILENT)):
+    asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
+    if asking and streamed(source, None, Notes(SILENT)):
         raise InputError(
-            f"--attention fp8: queries are measured with the whole of {source.name} in memory, which does not hold "
+            f"{asking}: queries are measured with the whole of {source.name} in memory, which does not hold "
             "it; leave it out"
         )
 

@@ -6,6 +6,7 @@ from ..export import export, export_or_note
 from ..export_baseline import export_baseline
 from ..pipeline.steps import Notes
 from ..quantize import quantize, rescaled
+from ..shared.adapters import adapters_of, check_attention
 from ..shared.model_files import export_options
 from ..shared.opening import command
 from ..shared.sources import products_of, source_of
@@ -15,6 +16,7 @@ from ..shared.sources import products_of, source_of
 def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
     chosen, graph, source = rescaled(run, options), export_options(run), source_of(run)
+    check_attention(adapters_of(run), ExportOptions(), chosen)
     quantize(run, source, products_of(source, chosen), chosen, notes)
     export_or_note(run, graph, notes)
     return run

@@ -107,15 +107,6 @@ MEASURE = Stage(
     outputs=STATISTICS,
     code="measure.measure",
 )
-#: Chooses scales from statistics, and writes the checkpoint.
-QUANTIZE = Stage(
-    "quantize",
-    ScaleOptions,
-    QuantizeFacts,
-    inputs=(*STATISTICS, "calibration.npz"),
-    outputs=("scales.json", "model/*"),
-    code="quantize.quantize",
-)
 #: Measures the queries of attention, for their FP8 scales.
 QUERIES = Stage(
     "queries",
@@ -124,6 +115,15 @@ QUERIES = Stage(
     inputs=("model", "calibration.npz"),
     outputs=("queries.safetensors",),
     code="queries.measure_queries",
+)
+#: Chooses scales from statistics, and writes the checkpoint.
+QUANTIZE = Stage(
+    "quantize",
+    ScaleOptions,
+    QuantizeFacts,
+    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors"),
+    outputs=("scales.json", "model/*"),
+    code="quantize.quantize",
 )
 #: Exports both ONNX graphs of the checkpoint.
 EXPORT = Stage(
@@ -244,8 +244,8 @@ BUILD_ENGINE = build_engine_stage("fp8")
 STAGES = (
     CORPUS,
     MEASURE,
-    QUANTIZE,
     QUERIES,
+    QUANTIZE,
     EXPORT,
     *EXPORT_BASELINE.values(),
     BUILD_ENGINE,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ...core.run import Run
-from ...options import ExportOptions
+from ...options import ExportOptions, ScaleOptions
 from ..pipeline.stages import MEASURE
 from ..pipeline.steps import Notes
 
@@ -37,11 +37,12 @@ def check_adapter(run: Run, name: str | None) -> None:
     )
 
 
-def check_attention(adapters: Sequence[str], asked: ExportOptions) -> None:
-    """Raise InputError for FP8 attention with adapters: queries are measured of the base alone."""
-    if asked.attention == "fp8" and adapters:
+def check_attention(adapters: Sequence[str], asked: ExportOptions, scales: ScaleOptions = ScaleOptions()) -> None:
+    """Raise InputError for FP8 attention or scales of queries with adapters: queries are measured of the base alone."""
+    asking = "--attention fp8" if asked.attention == "fp8" else "--q-scale" if scales.q_scale else None
+    if asking and adapters:
         raise InputError(
-            f"--attention fp8: queries are measured without the adapter {adapters[0]} beside the model; leave it out, "
+            f"{asking}: queries are measured without the adapter {adapters[0]} beside the model; leave it out, "
             "or merge the adapter"
         )
 

@@ -38,6 +38,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     from ...export.modules.support import unsupported
     from ...quantize.reading.dequantized import fp8_source
     from ...quantize.reading.inherited_scales import check_inherit
+    from ...quantize.scales.cache_scales import wide_attentions
     from ...quantize.scales.policy import Products, check_patterns, check_tail_length
 
     model = meta_model(source)
@@ -60,7 +61,10 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         frozenset(routers(model)),
     )
     check_tail_length(options, source.max_positions)
-    check_inherit(source, check_patterns(options, products), attention_modules(model).values(), options)
+    attentions = list(attention_modules(model).values())
+    wide = wide_attentions(options.kv_skip, attentions)
+    coded = [name for name in attentions if name not in wide]
+    check_inherit(source, check_patterns(options, products), coded, options)
     return products
 
 

@@ -209,8 +209,10 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
     assert lines[9:] == [
         "# weight-method: as the run has it",
         'kv-cache = "v"',
+        "# kv-skip: as the run has it",
         "skip = []",
         "# only: as the run has it",
+        "# q-scale: as the run has it",
         "# activation-terms: as the run has it",
         "# exact-tail: as the run has it",
         "# two-terms: as the run has it",

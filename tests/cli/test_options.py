@@ -180,6 +180,14 @@ def test_an_option_is_added_in_one_place(capsys: pytest.CaptureFixture[str], mon
             {"samples": 2**31},
             "--samples 2,147,483,648: is more than 2,147,483,647, the most that a runtime takes",
         ),
+        (
+            CalibrateOptions,
+            {"kv_skip": ("a", "b")},
+            (
+                "--kv-skip a: the cache of every layer stays in the compute type; give --kv-cache fp8 or v, or "
+                "leave it out"
+            ),
+        ),
         (RescaleOptions, {"kv_cache": "fp4"}, "--kv-cache fp4: is none of off, v, fp8"),
         (History, {"interval": 0}, "--interval 0: must be at least 1"),
     ],
@@ -207,6 +215,14 @@ def test_what_is_not_given_anew_stays_as_the_run_has_it() -> None:
     )
     chosen = RescaleOptions(clip=Clipping("entropy"), kv_cache="off", skip=("",)).over(before)
     assert chosen == ScaleOptions(Clipping("entropy"), only=("b",), weight_rounding="gptq")
+
+
+def test_layers_left_out_of_the_cache_go_with_it() -> None:
+    before = ScaleOptions(kv_cache="fp8", kv_skip=("a",))
+    assert RescaleOptions(kv_cache="v").over(before) == ScaleOptions(kv_cache="v", kv_skip=("a",))
+    assert RescaleOptions(kv_skip=("b", "c")).over(before) == ScaleOptions(kv_cache="fp8", kv_skip=("b", "c"))
+    assert RescaleOptions(kv_skip=("",)).over(before) == ScaleOptions(kv_cache="fp8")
+    assert RescaleOptions(kv_cache="off").over(before) == ScaleOptions()
 
 
 def test_of_an_option_given_twice_the_last_counts() -> None:

@@ -165,6 +165,24 @@ def test_inspect_takes_no_history_that_it_does_not_simulate(fp8q: Fp8q, tmp_path
         ),
         (["--skip", "*.nothing"], "--skip *.nothing: matches no module; names are like "),
         (["--only", "*.nothing"], "--only *.nothing: matches no module; names are like "),
+        (
+            ["--kv-skip", "*.nothing"],
+            (
+                "--kv-skip *.nothing: matches no attention module; names are like model.layers.0.self_attn, "
+                "model.layers.1.self_attn"
+            ),
+        ),
+        (
+            ["--kv-skip", "*.0.*", "--kv-skip", "*.self_attn"],
+            "--kv-skip *.0.* *.self_attn: matches the cache of all 4 layers; give --kv-cache off, or skip fewer",
+        ),
+        (
+            ["--kv-cache", "off", "--kv-skip", "*.0.*"],
+            (
+                "--kv-skip *.0.*: the cache of every layer stays in the compute type; give --kv-cache fp8 or v, "
+                "or leave it out"
+            ),
+        ),
         (["--two-terms", "*.nothing"], "--two-terms *.nothing: matches no module; names are like "),
         (
             ["--activation-terms", 2, "--two-terms", "*.q_proj"],

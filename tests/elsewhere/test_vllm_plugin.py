@@ -196,7 +196,10 @@ def answers(
     found["adapter"] = served("demo", adapter="style")
     demo = found["demo"]
     together: dict[str, Any] = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPTS * LONG}
+    left = found["layer left wide"] = served("demo", kv_cache="fp8", kv_skip=("*.layers.1.*",))
     jobs = {name: each.job(**(together if each.context == LONG else {})) for name, each in found.items()}
+    jobs["left wide, not told"] = jobs["layer left wide"]
+    jobs["layer left wide"] = left.job(kv_cache_dtype_skip_layers=skipped_by_the_card(left.run))
     jobs |= {name: demo.job(**engine) for name, engine in BATCHING.items()}
     draft = {"model": str(demo.run.model), "num_speculative_tokens": 2, "method": "draft_model"}
     jobs["drafts"] = demo.job(speculative_config=draft)
@@ -209,6 +212,15 @@ def answers(
     alone = {name: found[name].job() for name in ("demo", *TRAINED) if name in found}
     one = dict(zip(alone, ask(vllm_python, list(alone.values())), strict=True))
     return Answers(found | dict.fromkeys(of_demo, demo), absent, two, one)
+
+
+def skipped_by_the_card(run: Run) -> list[str]:
+    """The layers that the model card tells vLLM to leave wide."""
+    card = (run.model / "README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in card.splitlines() if "vllm serve" in line)
+    command, _, layers = line.partition(" --kv-cache-dtype-skip-layers ")
+    assert command.strip() == "vllm serve path/to/this/directory --kv-cache-dtype fp8"
+    return layers.split()
 
 
 def with_field(model: Path, copy: Path, name: str, value: object) -> Path:
@@ -278,6 +290,20 @@ def test_an_fp8_cache_holds_the_codes_that_vllm_writes(answers: Answers, monkeyp
         pytest.skip(answers.two["FP8 cache"]["error"])
     monkeypatch.setattr(kv_cache, "round_to_codes", truncated)
     assert answers.kl("FP8 cache") == pytest.approx(answers.served["FP8 cache"].reference_kl(), rel=MOST - 1)
+
+
+def test_a_layer_is_left_wide_where_vllm_is_told_so_by_the_card(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is not told, the layer's cache has the scales of a cache that is codes throughout."""
+    whole, told, untold = (answers.two[name] for name in ("FP8 cache", "layer left wide", "left wide, not told"))
+    if "requires x86 with AVX-512 or AMX" in whole.get("error", ""):
+        pytest.skip(whole["error"])
+    monkeypatch.setattr(kv_cache, "round_to_codes", truncated)
+    expected = answers.served["layer left wide"].reference_kl()
+    assert answers.kl("layer left wide") == pytest.approx(expected, rel=MOST - 1)
+    assert answers.kl("layer left wide") < answers.kl("FP8 cache") / MOST
+    assert told["nll_nats"] != untold["nll_nats"] == whole["nll_nats"]
 
 
 @pytest.mark.parametrize(("name", "error"), REFUSED.items())

@@ -51,9 +51,10 @@ def as_if_quantized(
         )
         for name, product in quantized.items()
     }
-    scales |= {f"{name}.{part}_scale": torch.zeros(1) for name in attention_modules(model).values() for part in cache}
+    cached = [f"{name}.{part}" for name in attention_modules(model).values() for part in cache]
+    scales |= {f"{name}_scale": torch.zeros(1) for name in cached}
     save_file(scales, folder / "scales.safetensors")
-    return GraphPlan(groups, cache, dtype)
+    return GraphPlan(groups, frozenset(cached), dtype)
 
 
 @dataclass(frozen=True)

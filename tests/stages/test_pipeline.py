@@ -41,6 +41,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "amax_compute_algo": {"method": "delayed"},
     "interval": {"method": "delayed"},
     "exact_tail": {"activation_terms": "tail"},
+    "kv_skip": {"kv_cache": "fp8"},
+    "q_scale": {"kv_cache": "fp8"},
 }
 #: Other values of fields whose type does not tell one.
 OTHERS: dict[str, Any] = {

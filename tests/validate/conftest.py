@@ -29,8 +29,9 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Clipping
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.cache_scales import kv_cache_scales
 from fp8q.quantize.scales.clip import scale_of
-from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales, kv_cache_scales
+from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales
 from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import save_accuracy
 from fp8q.validate.accuracy.perplexity import cut

@@ -26,8 +26,8 @@ from .criteria import Criterion
 #: tensor is none.
 WIDE = {
     "input": "keep it in BF16 with --skip",
-    "k": "keep keys in BF16 with --kv-cache v",
-    "v": "keep the cache in BF16 with --kv-cache off",
+    "k": "keep its layer's cache in BF16 with --kv-skip, or all keys with --kv-cache v",
+    "v": "keep its layer's cache in BF16 with --kv-skip, or all with --kv-cache off",
 }
 #: What a remedy begins with where the tensor has no scale yet.
 BEFORE_FP8 = "in BF16; before it goes into FP8: "

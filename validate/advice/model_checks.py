@@ -1,6 +1,6 @@
 """The checks that run the model: verdicts on the results of `activation_watch`, `hidden_states` and `loops`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,8 @@ def norm_inputs(seen: "LargestValues", fp16: bool, remedies: Remedies) -> list[C
     return graded(criterion, values, said, remedy)
 
 
-def attention_logits(seen: "LargestValues", cache_parts: str, remedies: Remedies) -> list[Check]:
-    """Tell whether a softmax in BF16 can tell the logits apart."""
+def attention_logits(seen: "LargestValues", cached: Collection[str], remedies: Remedies) -> list[Check]:
+    """Tell whether a softmax in BF16 can tell the logits apart; `cached`: the tensors of the cache that are codes."""
     values = [(name, seen.logits[name]) for name in seen.logits]
     hot = {value: name for name, value in values}
 
@@ -52,7 +52,7 @@ def attention_logits(seen: "LargestValues", cache_parts: str, remedies: Remedies
         return f"{magnitude(value)} ({leads}: {share(rows[0] / max(rows[1], 1))} of the rows)"
 
     def remedy(name: str, value: float) -> str:
-        return remedies.wide(f"{name}.k") if "k" in cache_parts else remedies.two(f"{name}.*")
+        return remedies.wide(f"{name}.k") if f"{name}.k" in cached else remedies.two(f"{name}.*")
 
     return graded(criteria.ATTENTION_LOGITS, values, said, remedy)
 

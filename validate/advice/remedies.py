@@ -8,8 +8,8 @@ from ...quantize.scales.decisions import TensorScale
 
 @dataclass(frozen=True)
 class Remedies:
-    """Make the commands of remedies: `run` is the run's directory, `two_terms` and `skip` the patterns that `fp8q
-    scales` was given.
+    """Make the commands of remedies: `run` is the run's directory, `two_terms`, `skip` and `kv_skip` the patterns that
+    `fp8q scales` was given; `cached`: the attention modules whose cache is codes.
 
     An option with several patterns replaces the run's, so the run's patterns are repeated.
     """
@@ -20,6 +20,8 @@ class Remedies:
     samples: int
     two_terms: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    kv_skip: tuple[str, ...] = ()
+    cached: tuple[str, ...] = ()
 
     def scales(self, *words: str) -> str:
         """`fp8q scales RUN` with those options."""
@@ -30,12 +32,14 @@ class Remedies:
         return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
 
     def wide(self, tensor: str) -> str:
-        """A tensor in BF16: a module by --skip, keys and values by the option of the cache."""
-        part = tensor.rpartition(".")[2]
-        if part == "k":
-            return self.scales("--kv-cache", "v")
-        if part == "v":
-            return self.scales("--kv-cache", "off")
+        """A tensor in BF16: a module by --skip; keys and values with their layer by --kv-skip, or by the option of the
+        cache where no other layer is in codes.
+        """
+        module, _, part = tensor.rpartition(".")
+        if part in ("k", "v"):
+            if module in self.cached and len(self.cached) > 1:
+                return self.scales(*_repeated("--kv-skip", (*self.kv_skip, module)))
+            return self.scales("--kv-cache", "v" if part == "k" else "off")
         return self.scales(*_repeated("--skip", (*self.skip, tensor)))
 
     def better(self, tensor: str, scale: TensorScale | None = None) -> str:

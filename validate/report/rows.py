@@ -403,7 +403,7 @@ def fact_rows(run: Run) -> list[FactRow]:
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, {_chosen(weights)}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}" if clips else "BF16",
-        "KV cache": CACHES[scales.cache_parts],
+        "KV cache": CACHES[scales.cache_parts] + scales.cache_left,
         "libraries": ", ".join(
             f"{name} {version}"
             for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
 from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
-from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
+from ...quantize.scales.decisions import TensorScale
 from ...quantize.weights.channels import RoundedCodes
 from ...quantize.weights.sequential import product_input
 from ..accuracy.perplexity import prompt_of
@@ -104,7 +104,6 @@ class Candidates:
         """The model with codes where `mix` has them, and an empty cache to run it with."""
         products = self.products
         form_of = {member: mix.forms[name] for name, members in self.groups.items() for member in members}
-        parts = CACHE_PARTS[mix.kv_cache]
         with ExitStack() as stack:
             for name, module in products.items():
                 if (form := form_of[name]) != "bf16":
@@ -112,7 +111,7 @@ class Candidates:
                     stack.enter_context(exchanged(module, numbers))
                     stack.callback(module.register_forward_pre_hook(self._rounding(name, form)).remove)
             yield FP8Cache(
-                {name: scale for name, scale in self.cache.items() if name[-1] in parts}, attention_modules(self.model)
+                {name: scale for name, scale in self.cache.items() if mix.codes(name)}, attention_modules(self.model)
             )
 
     def _rounding(

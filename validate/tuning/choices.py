@@ -4,8 +4,8 @@ Products that read one tensor are one `Group`: its codes are shared, so they tak
 weights alone, or BF16 together. Weights alone cost and lose what two terms do. So they take the place of two terms
 where a server does not run these, and in groups that have them already.
 
-How weights are rounded and which form the cache has is chosen for the whole model, as `fp8q scales` has it. Rounding
-costs nothing that is served. What the run keeps in BF16 already stays there.
+How weights are rounded is chosen for the whole model, and which parts of the cache are codes too; of these each layer
+may be left wide (`--kv-skip`). Rounding costs nothing that is served. What the run keeps in BF16 already stays there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,7 +36,15 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
     A tail is as long as `options` have it; a model of no more `positions` (None: no limit) has none.
     """
     plain = replace(
-        options, activation_terms=1, two_terms=(), tail=(), bf16_input=(), kv_cache="off", exact_tail=DEFAULT_EXACT_TAIL
+        options,
+        activation_terms=1,
+        two_terms=(),
+        tail=(),
+        bf16_input=(),
+        kv_cache="off",
+        kv_skip=(),
+        q_scale=False,
+        exact_tail=DEFAULT_EXACT_TAIL,
     )
     exact = replace(plain, inherit=False)
     found: dict[Form, ScaleOptions] = {"one_term": plain}
@@ -79,15 +87,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Mix:
-    """A form for each group, how weights are rounded, and which parts of the cache are codes."""
+    """A form for each group, how weights are rounded, which parts of the cache are codes, and the attention modules
+    whose cache is none.
+    """
 
     forms: Mapping[str, Form]
     rounding: str
     kv_cache: KvCache
+    wide_cache: tuple[str, ...] = ()
 
     def of(self, form: Form) -> list[str]:
         """The groups in this form."""
         return [name for name, found in self.forms.items() if found == form]
+
+    def codes(self, tensor: str) -> bool:
+        """Tell whether the cache tensor `<attention>.k` or `.v` is codes."""
+        module, _, part = tensor.rpartition(".")
+        return part in CACHE_PARTS[self.kv_cache] and module not in self.wide_cache
 
 
 @dataclass(frozen=True)
@@ -104,14 +120,21 @@ class Shape:
         """Return the cost of `mix`."""
         return Cost(
             WIDE_BYTES * self.wide + sum(group.bytes_of(mix.forms[group.name]) for group in self.groups),
-            self.cache_bytes(mix.kv_cache),
+            sum(self.tensor_bytes(name, mix.codes(name)) for name in self.cache),
             WIDE_OPERATIONS * self.wide + sum(group.operations_of(mix.forms[group.name]) for group in self.groups),
         )
 
-    def cache_bytes(self, kv_cache: KvCache) -> int:
-        """Return the bytes that a sequence keeps for each position."""
-        parts = CACHE_PARTS[kv_cache]
-        return sum(values * (1 if name[-1] in parts else WIDE_BYTES) for name, values in self.cache.items())
+    def tensor_bytes(self, name: str, codes: bool) -> int:
+        """Return the bytes that a sequence keeps of a cache tensor for each position."""
+        return self.cache[name] * (1 if codes else WIDE_BYTES)
+
+    @property
+    def cached(self) -> dict[str, list[str]]:
+        """The tensors of the cache, by the attention module that writes them."""
+        found: dict[str, list[str]] = {}
+        for name in self.cache:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
 
     @property
     def plain(self) -> Cost:
@@ -144,10 +167,13 @@ class Price:
 
 def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
     """List the changes, as (first module of the group, form); `*` stands for the whole model: its rounding, and
-    `kv_cache=` its cache's form.
+    `kv_cache=` its cache's form. An attention module has a `wide_cache`, or a `coded_cache` again.
     """
     whole = [("*", after.rounding)] if after.rounding != before.rounding else []
     whole += [("*", f"kv_cache={after.kv_cache}")] if after.kv_cache != before.kv_cache else []
+    whole += [(name, "wide_cache") for name in after.wide_cache if name not in before.wide_cache]
+    if after.kv_cache != "off":
+        whole += [(name, "coded_cache") for name in before.wide_cache if name not in after.wide_cache]
     return whole + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
 
 

@@ -16,8 +16,8 @@ class Change(Strict):
     """A change to the run.
 
     `choice` is `one_term`, `tail`, `two_terms`, `weights_alone` or `bf16`, of the module and all that read the same
-    tensor; `rescaled` where the run has another scale than would be chosen. Of the module `*`, the whole model, it is
-    how weights are rounded, or `kv_cache=` the form of the cache.
+    tensor; `wide_cache` or `coded_cache` of an attention module; `rescaled` where the run has another scale than would
+    be chosen. Of the module `*`, the whole model, it is how weights are rounded, or `kv_cache=` the form of the cache.
     """
 
     module: str
@@ -34,6 +34,7 @@ class Point(Strict):
     prefill_flops_ratio: float
     weight_rounding: str
     kv_cache: KvCache
+    wide_cache: int = Field(default=0, description="layers whose cache stays wide beside others in FP8")
     tail: int = Field(default=0, description="products")
     two_terms: int = Field(description="products")
     weights_alone: int = Field(default=0, description="products")
@@ -72,6 +73,7 @@ class Recipe(Strict):
     bf16_input: list[str] = Field(default_factory=list)
     skip: list[str]
     kv_cache: KvCache
+    kv_skip: list[str] = Field(default_factory=list)
     weight_rounding: str
 
     @classmethod
@@ -83,6 +85,7 @@ class Recipe(Strict):
             bf16_input=members(groups, mix.of("weights_alone")),
             skip=members(groups, mix.of("bf16")),
             kv_cache=mix.kv_cache,
+            kv_skip=list(mix.wide_cache),
             weight_rounding=mix.rounding,
         )
 
@@ -97,6 +100,8 @@ class Recipe(Strict):
             exact_tail=before.exact_tail if self.tail else DEFAULT_EXACT_TAIL,
             skip=(*before.skip, *self.skip),
             kv_cache=self.kv_cache,
+            kv_skip=tuple(self.kv_skip),
+            q_scale=before.q_scale and self.kv_cache == "fp8",
             weight_rounding=self.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these
         )
 
@@ -149,6 +154,7 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
         prefill_flops_ratio=cost.prefill_operations / shape.plain.prefill_operations,
         weight_rounding=mix.rounding,
         kv_cache=mix.kv_cache,
+        wide_cache=len(mix.wide_cache),
         tail=len(members(shape.groups, mix.of("tail"))),
         two_terms=len(members(shape.groups, mix.of("two_terms"))),
         weights_alone=len(members(shape.groups, mix.of("weights_alone"))),

@@ -19,6 +19,8 @@ from .gradients import CODES, variant
 
 #: What a change counts, as a price: of equals the one that changes least is taken.
 CHANGED = 1e-9
+#: The choices for the cache of a layer: codes, or the compute type.
+CODED, WIDE = "coded", "wide"
 #: Forms that cost the same, and lose nothing but the rounding of weights: a group is offered one of them.
 EXACT: tuple[Form, ...] = ("two_terms", "weights_alone")
 #: The smallest loss whose logarithm is taken.
@@ -45,14 +47,14 @@ class Losses:
         """Return the loss of a group in a form; nothing in BF16, or where no token came by."""
         return 0.0 if form == "bf16" or name not in self.parts else self.parts[name][variant(rounding, form)]
 
-    def cache(self, kv_cache: KvCache) -> float:
-        """Return the loss of the cache in a form."""
-        parts = CACHE_PARTS[kv_cache]
-        return sum(found[CODES] for name, found in self.parts.items() if CODES in found and name[-1] in parts)
+    def tensor(self, name: str) -> float:
+        """Return the loss of a cache tensor in codes; nothing where no token came by."""
+        return self.parts[name][CODES] if name in self.parts else 0.0
 
     def of(self, mix: Mix) -> float:
         """Return the loss of a mix: the sum of its parts."""
-        return self.cache(mix.kv_cache) + sum(self.group(name, mix.rounding, form) for name, form in mix.forms.items())
+        cache = sum(found[CODES] for name, found in self.parts.items() if CODES in found and mix.codes(name))
+        return cache + sum(self.group(name, mix.rounding, form) for name, form in mix.forms.items())
 
 
 class Correction:
@@ -94,7 +96,7 @@ class Problem:
         """The cheapest mix that is predicted to lose at most `budget`; None where there is none."""
         found: list[tuple[float, Mix]] = []
         for rounding, kv_cache, items in self._wholes():
-            chosen = cheapest(items, budget - self.losses.cache(kv_cache))
+            chosen = cheapest(items, budget)
             if chosen is not None and (mix := self._mix(rounding, kv_cache, chosen)) is not None:
                 found.append((price_of(chosen) + self._whole_price(rounding, kv_cache), mix))
         return min(found, key=lambda each: each[0])[1] if found else None
@@ -119,7 +121,7 @@ class Problem:
                 chosen |= {name: choice} if choice else {}
                 if (mix := self._mix(rounding, kv_cache, chosen)) is not None:
                     price = price_of(chosen) + self._whole_price(rounding, kv_cache)
-                    points.append((price, loss_of(chosen) + self.losses.cache(kv_cache), mix))
+                    points.append((price, loss_of(chosen), mix))
         kept: list[tuple[float, float, Mix]] = []
         for point in sorted(points, key=lambda each: each[:2]):
             if not kept or point[1] < kept[-1][1]:
@@ -131,7 +133,25 @@ class Problem:
         for rounding in self.losses.roundings:
             items = {group.name: self._choices(group, rounding) for group in self.shape.groups}
             for kv_cache in self.losses.caches:
-                yield rounding, kv_cache, items
+                yield rounding, kv_cache, items | self._layers(kv_cache)
+
+    def _layers(self, kv_cache: KvCache) -> dict[str, Sequence[Choice]]:
+        """Offer each layer a cache in codes, as `kv_cache` has it, and one that stays wide; none is offered where the
+        whole cache is.
+        """
+        parts, own = CACHE_PARTS[kv_cache], self.own
+
+        def choice(name: str, module: str, tensors: Sequence[str]) -> Choice:
+            coded = [tensor for tensor in tensors if name == CODED and tensor[-1] in parts]
+            held = sum(self.shape.tensor_bytes(tensor, tensor in coded) for tensor in tensors)
+            changed = own.kv_cache == kv_cache and (module in own.wide_cache) != (name == WIDE)
+            price = self.price.of(self.price.positions * held, 0) + CHANGED * changed
+            return Choice(name, sum(map(self.losses.tensor, coded)), price)
+
+        return {
+            module: [choice(name, module, tensors) for name in (CODED, WIDE)]
+            for module, tensors in (self.shape.cached if parts else {}).items()
+        }
 
     def _choices(self, group: Group, rounding: RoundingName) -> Sequence[Choice]:
         alone = self.own.forms[group.name] == "weights_alone"
@@ -148,13 +168,20 @@ class Problem:
         ]
 
     def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:
+        """The price of all that no item has: a cache that stays wide throughout, and changes of the whole model."""
         changed = (rounding != self.own.rounding) + (kv_cache != self.own.kv_cache)
-        return self.price.of(self.price.positions * self.shape.cache_bytes(kv_cache), 0) + CHANGED * changed
+        wide = sum(self.shape.tensor_bytes(name, False) for name in self.shape.cache) if kv_cache == "off" else 0
+        return self.price.of(self.price.positions * wide, 0) + CHANGED * changed
 
     def _mix(self, rounding: RoundingName, kv_cache: KvCache, chosen: Mapping[str, Choice]) -> Mix | None:
         """The mix of these choices; None where nothing of it would be FP8."""
         forms = {group.name: form for group in self.shape.groups for form in FORMS if chosen[group.name].name == form}
-        return Mix(forms, rounding, kv_cache) if set(forms.values()) != {"bf16"} else None
+        if set(forms.values()) == {"bf16"}:
+            return None
+        wide = tuple(module for module in self.shape.cached if module in chosen and chosen[module].name == WIDE)
+        if wide and len(wide) == len(self.shape.cached):
+            return Mix(forms, rounding, "off")
+        return Mix(forms, rounding, kv_cache, wide)
 
 
 def same(one: Mix, other: Mix) -> bool:

@@ -45,13 +45,18 @@ def point_table(found: Tuning) -> Table[PointRow]:
         Column[PointRow]("cache", lambda row: row.point.cache_bytes, count),
         Column[PointRow]("prefill", lambda row: row.point.prefill_flops_ratio, "{:.2f}".format),
         Column[PointRow]("rounding", lambda row: row.point.weight_rounding, numeric=False),
-        Column[PointRow]("kv", lambda row: row.point.kv_cache, numeric=False),
+        Column[PointRow]("kv", lambda row: _cache(row.point), numeric=False),
         Column[PointRow]("tail", lambda row: row.point.tail, count),
         Column[PointRow]("two", lambda row: row.point.two_terms, count),
         Column[PointRow]("alone", lambda row: row.point.weights_alone, count),
         Column[PointRow]("bf16", lambda row: row.point.bf16, count),
     )
     return Table("KL against cost", point_rows(found), columns, "Nothing is quantized.")
+
+
+def _cache(point: Point) -> str:
+    """The form of the cache: `fp8`, or `fp8 but 2` where two layers stay wide."""
+    return f"{point.kv_cache} but {point.wide_cache}" if point.wide_cache else point.kv_cache
 
 
 def change_table(found: Tuning) -> Table[Change]:

@@ -22,8 +22,9 @@ from . import product
 from .rows import FREE_ROWS
 
 NAME = "fp8q"
-#: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, and positions of graphs.
-KNOWN = {"two_terms", "tails", "bf16_inputs", "stored", "positions"}
+#: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, positions of graphs, and
+#: layers whose cache stays wide, which vLLM is told with `--kv-cache-dtype-skip-layers`.
+KNOWN = {"two_terms", "tails", "bf16_inputs", "stored", "positions", "wide_cache"}
 
 
 class TwoTerms(CompressedTensorsW8A8Fp8):

@@ -90,7 +90,7 @@ def kinds(config: PreTrainedConfig, change: Callable[[nn.Module], None] = lambda
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     first = "model.layers.0.mlp.gate_proj"
-    prepare_graph(model, GraphPlan({first: [first]} if config.num_hidden_layers == 4 else {}, "", torch.bfloat16))
+    prepare_graph(model, GraphPlan({first: [first]} if config.num_hidden_layers == 4 else {}, (), torch.bfloat16))
     change(model)
     return [kind.members for kind in kinds_of(model, "model.layers.", {}, {})]
 

@@ -21,7 +21,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> ir.Graph:
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
     torch.nn.Module.to(AutoModelForCausalLM.from_config(config), torch.bfloat16).save_pretrained(folder)
-    return trace(folder, GraphPlan({}, "", torch.float32)).graph
+    return trace(folder, GraphPlan({}, (), torch.float32)).graph
 
 
 def test_equal_tensors_of_a_checkpoint_stay_apart(graph: ir.Graph) -> None:

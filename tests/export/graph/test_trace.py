@@ -10,7 +10,7 @@ from fp8q.export.graph import trace
 from fp8q.export.modules.graph_model import GraphPlan
 from fp8q.export.modules.layer_kinds import NotAlikeError
 
-PLAN = GraphPlan({}, "", torch.bfloat16)
+PLAN = GraphPlan({}, (), torch.bfloat16)
 
 
 @pytest.fixture

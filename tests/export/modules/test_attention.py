@@ -31,7 +31,7 @@ def test_attention_is_fused_where_there_is_a_kernel(heads: int, size: int, fused
         head_dim=size,
     )
     torch.nn.Module.to(AutoModelForCausalLM.from_config(config), torch.bfloat16).save_pretrained(tmp_path)
-    graph = trace(tmp_path, GraphPlan({}, "", torch.bfloat16)).graph
+    graph = trace(tmp_path, GraphPlan({}, (), torch.bfloat16)).graph
     assert [node.name for node in graph if node.op_type == "Attention"] == (
         ["model.layers.0.self_attn.attention"] if fused else []
     )
@@ -63,7 +63,7 @@ def test_attention_in_fp8_caps_its_logits_as_the_reference_does() -> None:
     """The same codes, and so the same numbers but for the order of sums."""
     query, key, value = (torch.randn(1, heads, 3, 16, generator=torch.manual_seed(3)) for heads in (4, 2, 2))
     allowed = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
-    module = QuantizedAttention(GraphPlan({}, "", torch.float32, attention=1))
+    module = QuantizedAttention(GraphPlan({}, (), torch.float32, attention=1))
     scales = {part: torch.tensor(2.0**power) for part, power in (("q", -6), ("k", -6), ("v", -6), ("p", -8))}
     for part, scale in scales.items():
         module.get_submodule(part).scale = scale
@@ -85,7 +85,7 @@ def test_gemma_2s_attention_is_plain_products(operator: str, tmp_path: Path) -> 
         num_key_value_heads=2, head_dim=16, attn_logit_softcapping=None if operator == "Attention" else 50.0,
     )  # fmt: skip
     torch.nn.Module.to(AutoModelForCausalLM.from_config(config), torch.bfloat16).save_pretrained(tmp_path)
-    operators = [node.op_type for node in trace(tmp_path, GraphPlan({}, "", torch.bfloat16)).graph]
+    operators = [node.op_type for node in trace(tmp_path, GraphPlan({}, (), torch.bfloat16)).graph]
     assert ("Attention" in operators) == (operator == "Attention")
     # of the logits of attention, and of those of the model
     assert operators.count("Tanh") == (1 if operator == "Attention" else 2)

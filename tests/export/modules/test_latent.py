@@ -26,7 +26,7 @@ def test_the_graph_says_what_eager_attention_says(config: str, unseen: ModuleTyp
 
 
 def test_attention_in_fp8_gives_values_of_their_own_size() -> None:
-    module = QuantizedAttention(GraphPlan({}, "", torch.float32, attention=1))
+    module = QuantizedAttention(GraphPlan({}, (), torch.float32, attention=1))
     for part in "qkvp":
         module.get_submodule(part).scale = torch.tensor(2.0**-7)
     query, key, value = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 5, 8), torch.full((1, 1, 5, 4), 0.5)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fp8q import api
 from fp8q.core.run import Run
@@ -110,6 +111,23 @@ def cache(it: Damaged, key: float, value: float | None = 0.05) -> None:
     names = names if it.form == "modelopt" else (f"{parent}.k_scale", f"{parent}.v_scale")
     it.tensors.pop(names[1], None)
     it.tensors |= {name: torch.tensor([number]) for name, number in zip(names, (key, value), strict=True) if number}
+
+
+def one_wide_layer(it: Damaged) -> None:
+    it.config["fp8q"] = {"wide_cache": ["model.layers.1.self_attn"]}
+
+
+def cache_of_a_block(it: Damaged) -> None:
+    it.tensors["model.layers.1.mlp.k_scale"] = torch.tensor([0.05])
+
+
+def latent_cache(it: Damaged) -> None:
+    cache(it, 0.05)
+    it.tensors["model.layers.1.self_attn.kv_b_proj.weight"] = torch.ones(4, 4, dtype=torch.bfloat16)
+
+
+def own_cache_file(it: Damaged) -> None:
+    save_file({"model.layers.1.self_attn.v_scale": torch.tensor([0.05])}, it.folder / "kv_cache.safetensors")
 
 
 def cut(it: Damaged) -> None:
@@ -222,6 +240,11 @@ CASES = {
                                 ("modelopt",)),
     "a cache nobody announced": Case("C120", lambda it: cache(it, 0.05), of("model.layers.1.self_attn.k_scale"),
                                      ("compressed-tensors",)),
+    "a wide layer among others in FP8": Case("C123", one_wide_layer, of("config.json"), ("modelopt",)),
+    "a cache of a module without a place": Case("C123", cache_of_a_block, of("model.layers.1.mlp.k_scale"),
+                                                ("fp8",)),
+    "a cache of latent attention": Case("C123", latent_cache, of("model.layers.1.self_attn.k_scale"), ("fp8",)),
+    "values alone in fp8q's file": Case("C123", own_cache_file, of("kv_cache.safetensors"), ("compressed-tensors",)),
     "left out, and in codes": Case("C121", lambda it: leave_out(it, O), of(f"{O}.weight")),
     "in BF16, and not left out": Case("C122", lambda it: widen(it, O), of(f"{O}.weight")),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """What is seen of the float model, held against what transformers itself computes, and of tensors made by hand."""
 
+from dataclasses import replace
 from math import log
 from typing import Any, Literal
 
@@ -144,6 +145,9 @@ def test_the_token_that_stands_out_is_told_by_position_and_id() -> None:
         ("bad", "0.attn.k", "300 times, position 0, <10>")
     ]
     assert cached[0].remedy == "`fp8q scales RUN --kv-cache v`"
+    several = replace(REMEDIES, kv_skip=("1.*",), cached=("0.attn", "2.attn"))
+    cached = model_checks.cache_tokens(seen, ["0.attn.k", "0.attn.v"], str, several)
+    assert cached[0].remedy == "`fp8q scales RUN --kv-skip '1.*' --kv-skip 0.attn`"
     wide = model_checks.cache_tokens(seen, [], str, REMEDIES)
     assert [each.verdict for each in wide] == ["watch"]
     nothing = model_checks.cache_tokens(LargestValues(), [], str, REMEDIES)
@@ -164,13 +168,16 @@ def test_what_norms_read_is_held_against_the_type_of_the_graph() -> None:
 @pytest.mark.parametrize(("logit", "verdict"), [(127.0, "good"), (200.0, "watch"), (2000.0, "bad")])
 def test_attention_logits_are_held_against_what_bf16_tells_apart(logit: float, verdict: str) -> None:
     seen = LargestValues(logits={"0.attn": logit}, hot={"0.attn": (1, 4)})
-    (found,) = model_checks.attention_logits(seen, "kv", REMEDIES)
+    (found,) = model_checks.attention_logits(seen, ["0.attn.k", "0.attn.v"], REMEDIES)
     assert (found.verdict, found.module, found.value) == (verdict, "0.attn", logit)
     assert "25.00 % of the rows" in found.said
     if verdict != "good":
         assert found.remedy == "`fp8q scales RUN --kv-cache v`"
-        assert model_checks.attention_logits(seen, "", REMEDIES)[0].remedy == "`fp8q scales RUN --two-terms '0.attn.*'`"
-    assert model_checks.attention_logits(LargestValues(), "", REMEDIES)[0].verdict == "unknown"
+        assert (
+            model_checks.attention_logits(seen, ["0.attn.v"], REMEDIES)[0].remedy
+            == "`fp8q scales RUN --two-terms '0.attn.*'`"
+        )
+    assert model_checks.attention_logits(LargestValues(), [], REMEDIES)[0].verdict == "unknown"
 
 
 def parted(*errors: float) -> Parted:

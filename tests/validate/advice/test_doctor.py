@@ -78,7 +78,7 @@ def test_a_saturating_cache_is_found_and_the_remedy_repairs_it(fp8q: Fp8q, copie
     result = fp8q("doctor", copied.root, "--windows", "2")
     assert result.code == 3
     assert "By depth" in result.out
-    assert f"bad: {LAYER}: `fp8q scales {copied.root} --kv-cache v`" in result.out
+    assert f"bad: {LAYER}: `fp8q scales {copied.root} --kv-skip {ATTENTION}`" in result.out
     assert f"`rm {copied.root}/scales.json`, then `fp8q scales {copied.root}`" in result.err
     bad = blamed(examined(fp8q, copied, 3))
     assert bad["saturation"] == bad["scale"] == {f"{ATTENTION}.k"}

@@ -17,7 +17,8 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.errors import InputError
 from fp8q.options import Clipping
-from fp8q.quantize.scales.decisions import Scales, activation_scales, kv_cache_scales
+from fp8q.quantize.scales.cache_scales import kv_cache_scales
+from fp8q.quantize.scales.decisions import Scales, activation_scales
 from fp8q.validate.advice.findings import (
     AgainstRow,
     DelayedRow,
@@ -128,11 +129,13 @@ def test_a_cache_tensor_is_taken_out_of_fp8_by_the_option_of_the_cache() -> None
     remedies = {(finding.tensor, finding.what): finding.remedy for finding in findings(measured, scales)}
     assert (
         remedies["0.k", "largest channel over the median"]
-        == "harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+        == "harmless while little underflows; else keep its layer's cache in BF16 with --kv-skip, or all keys with "
+        "--kv-cache v"
     )
     assert (
         remedies["0.v", "largest channel over the median"]
-        == "harmless while little underflows; else keep the cache in BF16 with --kv-cache off"
+        == "harmless while little underflows; else keep its layer's cache in BF16 with --kv-skip, or all with "
+        "--kv-cache off"
     )
     assert not any("--skip" in remedy for remedy in remedies.values())
 
@@ -147,7 +150,8 @@ def test_a_cache_in_bf16_is_judged_by_the_scale_that_it_would_have() -> None:
         finding.what: finding.remedy for finding in findings(measured, wide, prospective) if finding.tensor == "0.k"
     }
     assert remedies["largest channel over the median"] == (
-        "in BF16; before it goes into FP8: harmless while little underflows; else keep keys in BF16 with --kv-cache v"
+        "in BF16; before it goes into FP8: harmless while little underflows; else keep its layer's cache in BF16 with "
+        "--kv-skip, or all keys with --kv-cache v"
     )
     assert wide_cache_rows(measured, prospective)[0].underflow == 0.75
     values = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping(), "v"), skipped={})

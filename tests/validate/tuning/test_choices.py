@@ -37,8 +37,14 @@ TAILS = replace(
 )
 
 
-def mix(q: str = "one_term", down: str = "one_term", rounding: str = "nearest", kv_cache: str = "off") -> Mix:
-    return Mix({"q": q, "down": down}, rounding, kv_cache)  # type: ignore[dict-item,arg-type]
+def mix(
+    q: str = "one_term",
+    down: str = "one_term",
+    rounding: str = "nearest",
+    kv_cache: str = "off",
+    wide: tuple[str, ...] = (),
+) -> Mix:
+    return Mix({"q": q, "down": down}, rounding, kv_cache, wide)  # type: ignore[dict-item,arg-type]
 
 
 def problem(prefer: str = "memory", own: Mix | None = None) -> Problem:
@@ -96,6 +102,40 @@ def test_the_cheapest_mix_by_hand(prefer: str, budget: float, expected: Mix) -> 
     assert found is not None
     assert LOSSES.of(found) <= budget
     assert same(found, expected), changes(expected, found)
+
+
+#: A second layer of the cache, whose keys lose ten times what the first one's do; those of the first are three times
+#: as wide.
+LAYERS = replace(SHAPE, cache={"a.k": 600, "a.v": 200, "b.k": 200, "b.v": 200})
+UNEVEN = replace(LOSSES, parts={**LOSSES.parts, "b.k": {"fp8": 40}, "b.v": {"fp8": 1}})
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected", "cache_bytes"),
+    [
+        (58, mix(kv_cache="fp8"), 1200),  # 3 + 9 + 46
+        (57, mix(rounding="gptq", kv_cache="fp8"), 1200),
+        (17.1, mix(kv_cache="fp8", wide=("b",)), 1600),  # 3 + 9 + 5; with codes of values alone 2,000 bytes
+        (8, mix(down="two_terms", kv_cache="fp8", rounding="gptq", wide=("b",)), 1600),  # 2.5 + 0.5 + 5
+        (1, mix("two_terms", "two_terms", rounding="gptq"), 2400),  # all layers left out are no FP8 cache
+    ],
+)
+def test_layers_whose_keys_lose_most_stay_wide_first(budget: float, expected: Mix, cache_bytes: int) -> None:
+    found = Problem(UNEVEN, LAYERS, Price(LAYERS.plain, "memory", 10), mix()).cheapest(budget)
+    assert found is not None
+    assert UNEVEN.of(found) <= budget
+    assert (found.kv_cache, found.wide_cache) == (expected.kv_cache, expected.wide_cache)
+    assert same(found, expected), changes(expected, found)
+    assert LAYERS.cost(found).cache_bytes == cache_bytes
+
+
+def test_a_layer_that_becomes_wide_or_codes_again_is_told() -> None:
+    before, after = (mix(kv_cache="fp8", wide=(layer,)) for layer in "ab")
+    assert changes(before, after) == [("b", "wide_cache"), ("a", "coded_cache")]
+    assert changes(before, mix()) == [("*", "kv_cache=off")]
+    own = ScaleOptions(kv_cache="fp8", kv_skip=("a",))
+    assert Recipe.of(GROUPS, after).over(own).kv_skip == ("b",)
+    assert Recipe.of(GROUPS, mix()).over(own) == ScaleOptions(kv_cache="off")
 
 
 def test_of_equals_the_one_that_changes_least_is_taken() -> None:

@@ -143,9 +143,13 @@ def test_the_prediction_holds_elsewhere_and_the_budget_is_met(tuned: Tuning, run
     assert its.weight_bytes <= tuned.run.weight_bytes
     assert 1 < its.prefill_flops_ratio < 1 + 64 / 2048
     assert tuned.changes
-    assert {change.choice for change in tuned.changes if change.module != "*"} == {"tail"}  # the cheapest that suffices
     kept = load_scales(run)
-    assert {change.module for change in tuned.changes} - {"*"} <= kept.weights.keys()
+    of_products = [change for change in tuned.changes if change.module in kept.weights]
+    assert {change.choice for change in of_products} == {"tail"}  # the cheapest that suffices
+    layers = [change for change in tuned.changes if change.module != "*" and change not in of_products]
+    assert {change.choice for change in layers} <= {"wide_cache"}
+    assert [change.module for change in layers] == its.recipe.kv_skip
+    assert its.wide_cache == len(layers) < 4
 
 
 def test_the_frontier_goes_from_the_cheapest_to_what_loses_next_to_nothing(tuned: Tuning) -> None:
@@ -183,6 +187,7 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
     assert scales.tails == dict.fromkeys((name for name in scales.weights if name in recipe.tail), 64)
     assert {weight.rounding for weight in scales.weights.values()} == {found.chosen.weight_rounding}
     assert scales.weights.keys() == load_scales(run).weights.keys() - {*recipe.skip}
+    assert list(dict.fromkeys(name.rpartition(".")[0] for name in scales.wide_cache)) == recipe.kv_skip
     reference, exact = load_reference(copy.model, "exact", torch.float32), source_of(copy)
     text = evaluation(copy, None, ValidateOptions(as_served=found.prompt), SILENT)
     from fp8q.validate.accuracy.runtimes import float_model

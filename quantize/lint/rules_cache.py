@@ -1,0 +1,88 @@
+"""Rules C119, C120 and C123: the scales of a KV cache, and who reads them."""
+
+import re
+from collections import defaultdict
+
+import numpy as np
+
+from ...core.findings import Broken
+from ..reading.fp8_tensors import Checkpoint
+from ..reading.quantization_config import CONFIG
+from ..reading.run_checkpoint import CACHE_FILE, OWN_CONFIG
+from .rules import AGAIN, checkpoint_rule
+from .rules_scales import readable
+
+#: Projections of an attention module that writes to a cache: compressed-tensors' `_KV_CACHE_PROJECTION_NAMES`.
+WRITE_CACHES = ("k_proj", "qkv_proj", "kv_b_proj")
+#: The projection of latent attention, from the latent vectors to keys and values.
+LATENT = "kv_b_proj"
+
+
+@checkpoint_rule("C119", "cache-default", "warning")
+def cache_default(checkpoint: Checkpoint) -> Broken:
+    """The scales of a cache are measured. 1.0 is what vLLM takes where there is none, and what ModelOpt's other exports
+    write at least: keys beyond 448 are cut off, and small values keep few of their codes. vLLM warns of it too.
+    """
+    for name in checkpoint.cache_scales:
+        if readable(checkpoint, name) and np.all(checkpoint.values(name) == 1):
+            yield name, "is 1.0; calibrate the cache, or leave it in BF16"
+
+
+@checkpoint_rule("C120", "cache-scales", "warning")
+def cache_scales(checkpoint: Checkpoint) -> Broken:
+    """A cache that the configuration says is FP8 has two scales at every attention, of keys and of values; where it
+    says none, there are none. Missing ones are 1.0 to vLLM; those that are not announced are unexpected keys to
+    transformers.
+    """
+    there = defaultdict(set)
+    for name, module in checkpoint.cache_scales.items():
+        there[module].add(name.rpartition(".")[2])
+    if not checkpoint.declared.cache:
+        first = next(iter(checkpoint.cache_scales), None)
+        if first is not None and checkpoint.declared.form != "fp8":  # the form fp8 has no field for a cache
+            yield (
+                first,
+                f"is there, and {checkpoint.declared.source.name} says nothing of a cache; say so, or take it out",
+            )
+        return
+    for module in sorted(_attentions(checkpoint)):
+        missing = [name for name in ("k_scale", "v_scale") if name not in there[module]]
+        if missing:
+            yield module, f"has no {' and no '.join(missing)}, and {checkpoint.declared.source.name} says FP8; {AGAIN}"
+
+
+def _attentions(checkpoint: Checkpoint, writers: tuple[str, ...] = WRITE_CACHES) -> set[str]:
+    """The modules with one of the projections `writers`."""
+    modules = (name.removesuffix(".weight").rpartition(".") for name in checkpoint.tensors if name.endswith(".weight"))
+    return {parent for parent, _, own in modules if own in writers}
+
+
+@checkpoint_rule("C123", "cache-unread", "warning")
+def cache_unread(checkpoint: Checkpoint) -> Broken:
+    """A server reads the scales of a cache and stores every layer as they are meant. Scales of modules that are no
+    attention to compressed-tensors are unexpected keys, and those of heads do not fit latent attention, which caches
+    latents. Scales in fp8q's kv_cache.safetensors are for its own graphs: others keep that cache in the compute type.
+    Of layers that stay wide among others in FP8 vLLM is told on its command line alone.
+    """
+    known, latent = _attentions(checkpoint), _attentions(checkpoint, (LATENT,))
+    for name, module in checkpoint.cache_scales.items():
+        if module in latent:
+            yield name, f"is of latent attention, of which servers cache latents ({LATENT}); leave the cache in BF16"
+        elif module not in known and not checkpoint.problems:  # its projections may be in what is missing
+            attentions = ", ".join(WRITE_CACHES)
+            yield name, f"is of {module}, which loaders know as no attention ({attentions}); leave the cache in BF16"
+    if (checkpoint.root / CACHE_FILE).is_file():
+        yield CACHE_FILE, "is named by no index: vLLM and transformers keep this cache wide; take fp8q's graphs for it"
+    if wide := _wide_layers(checkpoint):
+        told = (
+            f"has {len(wide)} layer{'s' if len(wide) > 1 else ''} whose cache stays wide, and other loaders store it in"
+        )
+        yield CONFIG, f"{told} FP8; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
+
+
+def _wide_layers(checkpoint: Checkpoint) -> list[int]:
+    """The layers that fp8q's own field of config.json leaves out of an FP8 cache that servers know of."""
+    own = checkpoint.config.get(OWN_CONFIG)
+    named = own.get("wide_cache") if isinstance(own, dict) and checkpoint.declared.cache else None
+    numbers = (re.search(r"\.(\d{1,6})\.", str(name)) for name in (named if isinstance(named, list) else []))
+    return [int(number[1]) for number in numbers if number]

@@ -1,0 +1,87 @@
+"""Choose the scales of the KV cache, and the layers whose cache stays in the compute type (`--kv-skip`).
+
+A layer that stays wide has scales all the same: vLLM is told of such layers on its command line alone, and transformers
+not at all, and without a scale in the checkpoint they would store this layer's cache under 1.0, or under a number that
+nobody wrote.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from ...calibrate.measure.statistics import Statistics, TensorStatistics
+from ...core.errors import InputError
+from ...options import Clipping
+from .decisions import TensorScale, tensor_scale, unfit
+
+
+def wide_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[str]:
+    """The modules among `attentions`, those that write the cache, which a pattern of `--kv-skip` matches.
+
+    Raises InputError for a pattern that matches none of them, and when all of them match.
+    """
+    names = list(dict.fromkeys(attentions))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"--kv-skip {pattern}: matches no attention module; names are like {', '.join(names[:2]) or 'none'}"
+            )
+    wide = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if names and len(wide) == len(names):
+        raise InputError(
+            f"--kv-skip {' '.join(patterns)}: matches the cache of all {len(names)} layers; give --kv-cache off, or "
+            "skip fewer"
+        )
+    return wide
+
+
+def attentions_of(statistics: Statistics) -> list[str]:
+    """The attention modules whose keys and values were measured."""
+    return [name.removesuffix(".k") for name in statistics.tensors if name.endswith(".k")]
+
+
+def kv_cache_scales(
+    statistics: Statistics, clipping: Clipping, parts: str = "kv", wide: Collection[str] = ()
+) -> dict[str, TensorScale]:
+    """Choose the scales of all caches of keys (`k` in `parts`) and of values (`v`); no scales for no parts.
+
+    `wide`: the attention modules whose cache stays in the compute type. Raises InputError naming the first tensor of
+    another module that has no scale.
+    """
+    scales: dict[str, TensorScale] = {}
+    if not parts:
+        return scales
+    for name, tensor in statistics.tensors.items():
+        if not name.endswith(tuple(f".{part}" for part in parts)):
+            continue
+        module = name.rpartition(".")[0]
+        if (reason := unfit(tensor.histogram)) is None:
+            scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+        elif module not in wide:
+            raise InputError(
+                f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-skip '{module}' or --kv-cache off"
+            )
+    if not scales:
+        raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
+    return scales
+
+
+def query_scales(queries: Mapping[str, TensorStatistics], clipping: Clipping) -> dict[str, TensorScale]:
+    """Choose the scales of `queries`, `<attention>.q` -> its statistics after the rotary embedding.
+
+    Raises InputError naming the first that has none.
+    """
+    for name, tensor in queries.items():
+        if reason := unfit(tensor.histogram):
+            raise InputError(f"{name}: {reason.reason}; leave out --q-scale")
+    return {
+        name: tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+        for name, tensor in queries.items()
+    }
+
+
+def split_by_layer(
+    cache: Mapping[str, TensorScale], wide: Collection[str]
+) -> tuple[dict[str, TensorScale], dict[str, TensorScale]]:
+    """Split the scales of the `cache` into those of codes, and those of the modules `wide`."""
+    left = {name: scale for name, scale in cache.items() if name.rpartition(".")[0] in wide}
+    return {name: scale for name, scale in cache.items() if name not in left}, left
