@@ -68,11 +68,11 @@ def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
     """
     if runtime == "tensorrt":
         return (gpu,) if gpu else ()
-    members = load(runtime).ComputeCapability.__members__
+    members = import_runtime(runtime).ComputeCapability.__members__
     return tuple(name.lower() for name in members if targets.capability(name.lower()))
 
 
-def load(runtime: Runtime) -> Any:
+def import_runtime(runtime: Runtime) -> Any:
     """Import a runtime; raises BackendError, saying why, where it is missing or broken."""
     try:
         return import_module(targets.MODULES[runtime])
@@ -186,7 +186,7 @@ def build_engine(
     ran = None if promised or looked is None else modules_by_types(looked)
     info = EngineInfo(
         runtime=job.runtime,
-        version=load(job.runtime).__version__,
+        version=import_runtime(job.runtime).__version__,
         target=job.target,
         bytes=plan.nbytes,
         promised_products=len(promised),
@@ -222,7 +222,7 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     Ctrl-C stops the builder at its next step. Raises BackendError naming the ONNX node, its module and what to do,
     InputError for a graph whose dynamic dimensions have other names than `profiles` gives ranges to.
     """
-    trt = load(job.runtime)
+    trt = import_runtime(job.runtime)
     logger, errors = collecting_logger(trt)
     failed = f"{targets.TITLES[job.runtime]} {trt.__version__} cannot build {onnx_file} for {job.target}"
 
@@ -358,7 +358,7 @@ def inspect_plan(plan: memoryview) -> str:
 
     Written from the documentation, not run yet.
     """
-    trt = load("tensorrt")
+    trt = import_runtime("tensorrt")
     logger, errors = collecting_logger(trt)
     engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
     if engine is None:
