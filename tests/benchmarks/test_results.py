@@ -17,6 +17,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 #: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
 NOT_MEASURED = (
     "| word | meaning |",
+    "| argument | meaning |",
     "| form | scale of a weight [out, in] | of a static input | of a cache | who reads it |",
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",
