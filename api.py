@@ -53,15 +53,20 @@ from .stages.commands import doctor as doctor_command
 from .stages.commands import engine as engine_command
 from .stages.commands import inspect as inspect_command
 from .stages.commands import lint as lint_command
+from .stages.commands import load as load_command
 from .stages.commands import merge as merge_command
 from .stages.commands import rescale as rescale_command
 from .stages.commands import run as run_command
 from .stages.commands import serve as serve_command
 from .stages.commands.calibrate import Calibration
 from .stages.commands.inspect import Inspection
+from .stages.commands.load import ProductMode, WideType
 from .stages.shared.opening import open_run
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
     from .core.columns import Table
     from .export.engine.info import EngineInfo
     from .serve.web.server import Server
@@ -116,6 +121,7 @@ __all__ = [
     "generate",
     "inspect",
     "lint",
+    "load",
     "load_scales",
     "load_statistics",
     "magnitudes",
@@ -282,6 +288,27 @@ def generate(
     return answer_request(
         generate_stage.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told
     )
+
+
+def load(
+    path: Path,
+    dtype: WideType = "bfloat16",
+    mode: ProductMode = "fast",
+    device: "str | torch.device | None" = None,
+    as_served: int | None = None,
+    adapter: str | None = None,
+) -> "PreTrainedModel":
+    """Load the FP8 model of the run at `path` as Hugging Face's, multiplied as fp8q's reference multiplies it.
+
+    One term, two terms, tails and FP8 weights alone are each computed as such, and an FP8 cache holds codes; `generate`
+    needs no further argument. `dtype`: the type of all but FP8 products. `mode`: `exact` keeps the sums of FP8 products
+    in FP32, `fast` rounds them to BF16 on CPUs, as `validate` does. `device` None: the first GPU, or the CPU.
+    `as_served`: in a call without a cache so many tokens are a prompt, and the others stand for decoded tokens, which
+    matters to tails alone; None: all are a prompt. `adapter`: the adapter that is on.
+
+    Raises InputError where there is no such run, device or adapter, and for files that their stages did not write.
+    """
+    return load_command.load_fp8_model.at(path, SILENT, (dtype, mode), device, as_served, adapter)
 
 
 def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_stage.Chat:

@@ -35,6 +35,8 @@ from .undo import undoing
 
 #: The ending of the folder with which a killed stage goes on.
 WORK = ".work"
+#: The model card in a checkpoint. It is no output in a stage's record: nothing reads it but people, who may edit it.
+CARD = "README.md"
 #: The file names of the graph, and of the same graph computing in FP32.
 GRAPH, GRAPH_FP32 = "model.onnx", "model.fp32.onnx"
 
@@ -85,6 +87,7 @@ class Run:
     scales = _Path("scales.json")
     attention = _Path("attention.json")
     model = _Path("model")
+    card = _Path(f"model/{CARD}")
     onnx = _Path(f"model/{GRAPH}")
     onnx_fp32 = _Path(f"model/{GRAPH_FP32}")
     baselines = _Path("baselines")

@@ -24,8 +24,8 @@ from .calibrate import (
     WeightMethod,
     WeightRounding,
 )
-from .compare import CompareOptions
 from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
+from .compare import CompareOptions
 from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name

@@ -38,6 +38,7 @@ The commands that join stages, or only read what they wrote, in `commands`:
     inspect          every module, and the outliers
     doctor           the stability checklist with its verdicts
     engine           the kernels of engines, read from the engines
+    load             the FP8 model as Hugging Face's, for lm-eval and notebooks
     serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
 """

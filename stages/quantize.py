@@ -54,7 +54,9 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
         _note_choices(source, statistics, scales, options, notes)
         log.outputs += [
             run.scales,
-            *sorted(path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx"),
+            *sorted(
+                path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx" and path != run.card
+            ),
         ]
 
 

@@ -58,6 +58,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
             log.outputs += save_accuracy(run, explained, found.nll, found.kl)
             log.outputs.append(save_top_logits(run, tokens, found.top))
+            _tell_card(run, explained)
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found)
@@ -202,6 +203,18 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
         for name, runtime in accuracy.runtimes.items()
     }
     return accuracy.model_copy(update={"runtimes": runtimes})
+
+
+def _tell_card(run: Run, accuracy: "Accuracy") -> None:
+    """Write into the model card what one term costs, where that was measured.
+
+    A card that is an output in the record, as those of earlier versions are, stays as it is.
+    """
+    from ..quantize.checkpoint.model_card import markdown_text, state_one_term_cost
+
+    recorded = run.record().stages["quantize"].outputs
+    if (cost := accuracy.one_term_cost) and str(run.card.relative_to(run.root)) not in recorded:
+        state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
 
 
 def unfinished(found: "Outcome") -> UnfinishedError:

@@ -38,7 +38,7 @@ from .info import LAYERS, LISTED, EngineInfo, engines_of
 from .inspector import read_inspector
 from .plan import Evidence, Plan, doubt, evidence, modules_by_types, read_plan
 from .profiles import Profile, profiles
-from .runtime import collecting_logger, inspect_plan, load, start
+from .runtime import collecting_logger, import_runtime, inspect_plan, start
 from .script import write_script
 from .targets import Runtime
 from .weight_scale_choice import in_better_form
@@ -70,7 +70,7 @@ def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
     """
     if runtime == "tensorrt":
         return (gpu,) if gpu else ()
-    members = load(runtime).ComputeCapability.__members__
+    members = import_runtime(runtime).ComputeCapability.__members__
     return tuple(name.lower() for name in members if targets.capability(name.lower()))
 
 
@@ -176,7 +176,7 @@ def build_engine(
     ran = None if promised or looked is None else modules_by_types(looked)
     info = EngineInfo(
         runtime=job.runtime,
-        version=load(job.runtime).__version__,
+        version=import_runtime(job.runtime).__version__,
         target=job.target,
         bytes=plan.nbytes,
         promised_products=len(promised),
@@ -238,7 +238,7 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     Ctrl-C stops the builder at its next step. Raises BackendError naming the ONNX node, its module and what to do,
     InputError for a graph whose dynamic dimensions have other names than `profiles` gives ranges to.
     """
-    trt = load(job.runtime)
+    trt = import_runtime(job.runtime)
     logger, errors = collecting_logger(trt)
     failed = f"{targets.TITLES[job.runtime]} {trt.__version__} cannot build {onnx_file} for {job.target}"
 

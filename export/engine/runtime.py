@@ -20,7 +20,7 @@ from .targets import Runtime
 DRIVERS = {13: "r580", 12: "r535"}
 
 
-def load(runtime: Runtime) -> Any:
+def import_runtime(runtime: Runtime) -> Any:
     """Import a runtime; raises BackendError, saying why, where it is missing or broken."""
     try:
         return import_module(targets.MODULES[runtime])
@@ -50,7 +50,7 @@ def start(runtime: Runtime, kind: Literal["Builder", "Runtime"], logger: Any) ->
 
     The logger must live as long.
     """
-    trt = load(runtime)
+    trt = import_runtime(runtime)
     try:
         return getattr(trt, kind)(logger)
     except TypeError as error:
@@ -103,7 +103,7 @@ def inspect_plan(plan: memoryview) -> str:
 
     Written from the documentation, not run yet.
     """
-    trt = load("tensorrt")
+    trt = import_runtime("tensorrt")
     logger, errors = collecting_logger(trt)
     engine = start("tensorrt", "Runtime", logger).deserialize_cuda_engine(plan)
     if engine is None:

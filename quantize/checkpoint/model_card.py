@@ -1,8 +1,10 @@
 """Write the model card of the FP8 checkpoint: its formats, how it was made, and how to load it."""
 
 import re
+from pathlib import Path
 
 from ...calibrate.model.source import Source
+from ...core.files import replacing
 from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
@@ -37,8 +39,8 @@ NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime refer
 TERMS = """\
 **In two terms**: where fp8q's graphs and engines read the input of {modules}, a value is two E4M3 codes,
 scale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. vLLM reads both with
-the plugin fp8q-vllm. Without it, and in transformers, one term runs here, with the loss of ordinary FP8 activations,
-which `fp8q validate RUN` measures as the runtime `one-term`.
+the plugin fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs here, with the loss of
+ordinary FP8 activations.
 
 """
 #: The paragraph on activations with a tail.
@@ -46,10 +48,14 @@ TAIL = """\
 **Exact answers**: where fp8q's graphs and engines read the input of {modules}, each decoded token and the
 last {positions} positions of a prompt have two E4M3 codes a value, scale × (a + b/16), which is exact for a BF16
 number between a 64th of the scale and 476 times it; the rest of a prompt has one. vLLM does so too with the plugin
-fp8q-vllm. Without it, and in transformers, one term runs throughout, with the loss of ordinary FP8 activations, which
-`fp8q validate RUN` measures as the runtime `one-term`.
+fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs throughout, with the loss of ordinary FP8
+activations.
 
 """
+#: The paragraph on the cost of one term in the place of two, between marks by which `state_one_term_cost` finds it.
+COST_MARKS = ("<!-- cost of one term -->", "<!-- end -->")
+NOT_MEASURED = "`fp8q validate RUN` measures what one term costs this model, and writes it here."
+ONE_TERM_COST = f"{COST_MARKS[0]}\n{{cost}}\n{COST_MARKS[1]}\n\n"
 #: The paragraph on modules of which the weight alone is FP8.
 WEIGHTS_ALONE = """\
 **Weights alone**: the input of {modules} stays in BF16, so that nothing but the rounding of weights is lost there.
@@ -184,6 +190,23 @@ def _wide_layers(form: HfLayout) -> str:
     return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.wide_cache))})"
 
 
+def state_one_term_cost(card: Path, cost: str) -> None:
+    """Write the sentence `cost` into the model card in the file `card`, in the place of what it says there.
+
+    A card without the marks, or without a file, is left as it is: its owner may have written another.
+    """
+    try:
+        text = card.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    before, first, rest = text.partition(COST_MARKS[0])
+    _, last, after = rest.partition(COST_MARKS[1])
+    new = f"{before}{first}\n{cost}\n{last}{after}"
+    if last and new != text:
+        with replacing(card) as partial:
+            partial.write_text(new, encoding="utf-8")
+
+
 def _graphs(form: HfLayout) -> str:
     if form.no_graph is not None:
         return NO_GRAPH.format(reason=markdown_text(form.no_graph))
@@ -198,6 +221,7 @@ def _terms(scales: Scales) -> str:
     for positions in sorted(set(tails.values())):
         modules = [module for module, tail in tails.items() if tail == positions]
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
+    text += ONE_TERM_COST.format(cost=NOT_MEASURED) if text else ""
     return text + (WEIGHTS_ALONE.format(modules=_some(scales.bf16_inputs, scales)) if scales.bf16_inputs else "")
 
 

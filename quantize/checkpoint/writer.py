@@ -31,6 +31,7 @@ from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
+from ...core.run import CARD
 from ..codes.formats import E4M3, INT8
 from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
@@ -296,4 +297,4 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         for path in adapter.files:
             shutil.copyfile(path, folder / path.name)
     card = model_card(source, scales, form, from_fp8=fp8_source(source) is not None)
-    (directory / "README.md").write_text(card, encoding="utf-8")
+    (directory / CARD).write_text(card, encoding="utf-8")

@@ -40,6 +40,12 @@ class Reference:
         """An empty KV cache in the type that the model is served with."""
         return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
 
+    @property
+    def tail(self) -> int:
+        """The longest tail of a layer; 0 where none has one."""
+        layers = (layer for layer in self.model.modules() if isinstance(layer, FP8Linear))
+        return max((layer.tail.length for layer in layers if layer.tail), default=0)
+
     @contextmanager
     def answering(self, positions: int) -> Iterator[None]:
         """In this block the last `positions` of every call stand for decoded tokens (`CallPositions`)."""

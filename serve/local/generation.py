@@ -7,7 +7,7 @@ from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.record import stage_command
 from ...core.run import Run, graph_names
 from ...export.engine.info import EngineInfo, engine_stage, engines_of, load_engines
-from ...export.engine.runtime import load
+from ...export.engine.runtime import import_runtime
 from ...export.engine.targets import MODULES, Runtime, gpu_target
 from ...export.lint.check import sound_graph
 from ...options import Precision
@@ -48,7 +48,7 @@ def open_run_engine(
     try:
         return EngineSession(plan, runtime)
     except SessionError as error:
-        other = f" (version {info.version} built it)" if info.version != load(runtime).__version__ else ""
+        other = f" (version {info.version} built it)" if info.version != import_runtime(runtime).__version__ else ""
         raise BackendError(f"{error}{other}") from error
 
 
@@ -73,7 +73,7 @@ def engine_here(
         raise InputError(
             f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: {built}); run {again}"
         )
-    plan, installed = run.require(folder / f"{gpu}.plan", stage), load(runtime).__version__
+    plan, installed = run.require(folder / f"{gpu}.plan", stage), import_runtime(runtime).__version__
     if runtime == "tensorrt" and info.version != installed:
         raise BackendError(
             f"{plan}: TensorRT {info.version} built it, and runs it; TensorRT {installed} is installed and does not: "

@@ -15,7 +15,6 @@ from ...calibrate.input.untrusted import exists
 from ...core.errors import GateError, InputError
 from ...core.files import disk_errors, read_document
 from ...core.run import Run
-from ...options import ONE_TERM_ALONE
 from ...quantize.scales.decisions import ONE_TERM
 from ..shared.model_files import fp8_graphs
 from ..shared.opening import open_run
@@ -115,11 +114,8 @@ def told_elsewhere(run: Run) -> str | None:
         f"{len(scales.two_terms)} inputs in {forms}, of which transformers, and vLLM without fp8q-vllm, run the first "
         "term alone"
     )
-    runtimes = load_accuracy(run).runtimes if "validate" in run.record().stages else {}
-    one, ours = (runtimes[name].kl_mean_nats if name in runtimes else None for name in (ONE_TERM_ALONE, "reference"))
-    if one is None or ours is None:
-        return f"{told}; `fp8q validate {run.root}` measures what that costs"
-    return f"{told}: KL from BF16 is {one:.3g} nats a token there, and {ours:.3g} here"
+    cost = load_accuracy(run).one_term_cost if "validate" in run.record().stages else None
+    return f"{told}: {cost or f'`fp8q validate {run.root}` measures what that costs'}"
 
 
 def _outputs(run: Run, stage: str) -> list[str]:

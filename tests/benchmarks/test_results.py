@@ -19,6 +19,7 @@ NOT_MEASURED = (
     "| verdict | what it says |",
     "| form | positions of a window | gives |",
     "| word | meaning |",
+    "| argument | meaning |",
     "| form | scale of a weight [out, in] | of a static input | of a cache | who reads it |",
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",

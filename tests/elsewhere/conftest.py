@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environments import UnavailableError
@@ -82,19 +83,38 @@ def demo_with_an_adapter(
 
 
 @pytest.fixture(scope="session")
-def demo_validated(
+def validated(
     made_once: Callable[[str, Callable[[Path], object]], Path], demo_checkpoint: Path, demo_texts: Texts
-) -> Run:
-    """The demo with its cache in FP8, and what `fp8q validate` says of a text that begins with BOS, in windows of which
-    each scores `SCORED` tokens and begins with the last one of the window before.
+) -> Callable[..., Run]:
+    """`validated("two", activation_terms=2)`: the demo with its cache in FP8 and these options, and what `fp8q
+    validate` says of a text that begins with BOS, in windows of which each scores `SCORED` tokens and begins with the
+    last one of the window before.
     """
 
-    def make(folder: Path) -> None:
-        evaluation = folder / "evaluation.txt"
-        evaluation.write_text("<s>" + demo_texts.evaluation.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
-        options = api.CalibrateOptions(kv_cache="fp8", samples=16, seq_len=256)
-        run = api.calibrate(str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), options)
-        asked = api.ValidateOptions(runtimes=("bf16", "reference"), context=SCORED + 1, stride=SCORED)
-        api.validate(run.root, options=asked)
+    def validate(name: str, **options: Any) -> Run:
+        def make(folder: Path) -> None:
+            evaluation = folder / "evaluation.txt"
+            text = demo_texts.evaluation.read_text(encoding="utf-8")[:20_000]
+            evaluation.write_text(f"<s>{text}", encoding="utf-8")
+            asked = api.CalibrateOptions(kv_cache="fp8", samples=16, seq_len=256, **options)
+            run = api.calibrate(
+                str(demo_checkpoint), str(demo_texts.calibration), folder / "run", str(evaluation), asked
+            )
+            runtimes = ("bf16", "reference", "one-term")
+            api.validate(run.root, None, api.ValidateOptions(runtimes, context=SCORED + 1, stride=SCORED))
 
-    return Run(made_once("demo-validated", make) / "run")
+        return Run(made_once(f"demo-validated-{name}", make) / "run")
+
+    return validate
+
+
+@pytest.fixture(scope="session")
+def demo_validated(validated: Callable[..., Run]) -> Run:
+    """In one term."""
+    return validated("one")
+
+
+@pytest.fixture(scope="session")
+def demo_in_two_terms(validated: Callable[..., Run]) -> Run:
+    """In two terms, rounded by GPTQ."""
+    return validated("two", activation_terms=2, weight_rounding="gptq")

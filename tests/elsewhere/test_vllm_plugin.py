@@ -25,7 +25,6 @@ from fp8q.calibrate.checkpoint.adapter import open_adapter
 from fp8q.calibrate.model.adapter_addition import attach_adapter
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
-from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference import kv_cache
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.corpus import load_tokens
@@ -34,6 +33,7 @@ from fp8q.stages.shared.sources import source_of
 from ..architectures import Architecture
 from ..conftest import Texts, WithoutGraphs
 from ..mixtures import random_mixture
+from .vllm_arithmetic import truncated
 from .vllm_environment import CASES
 
 TRAINED = ("llama", "qwen2", "gemma", "opt")
@@ -241,14 +241,6 @@ def with_another_scale(model: Path, copy: Path) -> Path:
         if name in tensors:
             save_file(tensors | {name: tensors[name] * 1.5}, shard, {"format": "pt"})
     return copy
-
-
-def truncated(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """The values of `x` under `scale`, each rounded toward zero to E4M3."""
-    quotient = (x.float() / scale).clamp(-E4M3.max, E4M3.max)
-    binade = quotient.abs().clamp_min(2.0 ** (1 - E4M3.bias)).view(torch.int32) >> 23 << 23
-    steps = binade.view(torch.float32) / (1 << E4M3.mantissa_bits)
-    return ((quotient / steps).trunc() * steps * scale).to(x.dtype)
 
 
 def test_installing_the_plugin_changes_no_other_package(plugin: Path) -> None:

@@ -182,12 +182,13 @@ def read_json(path: Path) -> Any:
 
 
 def outputs(run: Path) -> set[str]:
-    """The files that a run's record knows, and the record's own."""
+    """The files that a run's record knows, the record's own, and the model card, which the record leaves out."""
+    own = {"run.json", ".lock", "model/README.md"}
     try:
         stages = read_json(run / "run.json")["stages"]
-        return {name for stage in stages.values() for name in stage["outputs"]} | {"run.json", ".lock"}
+        return {name for stage in stages.values() for name in stage["outputs"]} | own
     except NO_RECORD:
-        return {"run.json", ".lock"}
+        return own
 
 
 def result(case: Case, before: Snapshot, end: Ended) -> Result:

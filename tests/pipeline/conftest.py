@@ -28,6 +28,7 @@ from fp8q.export.engine.info import load_engines
 from fp8q.export.modules.graph_model import GraphPlan
 
 from ..architectures import ARCHITECTURES, TINY, Architecture, random_checkpoint, texts
+from .other_models import Logits, other_models
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
 
@@ -156,3 +157,9 @@ def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return plan
 
     return build_changed
+
+
+@pytest.fixture(scope="package")
+def others(finished: Finished) -> dict[str, Logits]:
+    """The models that must not pass for the finished one, and what it is in one term."""
+    return other_models(finished.run)

@@ -22,7 +22,7 @@ from fp8q.stages.commands.lint import promise
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.stages import EXPORT
 
-from .test_architectures import KL_LIMITS
+from .other_models import SHARE, Logits, least_distance
 
 #: The difference of a logit, as a share of the largest.
 LIMIT = 1e-6
@@ -38,7 +38,7 @@ COMPUTE = {
 
 
 def test_every_architecture_is_the_same_model_in_both_forms(
-    finished: Any, two_implementations: ModuleType, tmp_path: Path
+    finished: Any, others: dict[str, Logits], two_implementations: ModuleType, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(finished.run.model, tmp_path / "model"))
     promised, scales = promise(finished.run), load_scales(finished.run)
@@ -70,7 +70,7 @@ def test_every_architecture_is_the_same_model_in_both_forms(
         difference = np.abs(ours.logits[row, :end] - theirs.logits[row, :end]).max(initial=0)
         assert difference <= LIMIT * np.abs(theirs.logits).max()
     p, q = (two_implementations.log_probabilities(each.logits) for each in (theirs, ours))
-    assert two_implementations.kl(p, q) < KL_LIMITS[2 if two_terms else 1]
+    assert two_implementations.kl(p, q) < SHARE * least_distance(others)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
+from fp8q.quantize.checkpoint.model_card import NOT_MEASURED, markdown_text, state_one_term_cost
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import open_session
@@ -24,7 +25,7 @@ from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.prompt_distance import distance_rows, distance_table
 from fp8q.validate.report.run_comparison import terms
 
-from .test_architectures import mean_kl
+from .other_models import mean_kl
 
 TAIL, PROMPT, CONTEXT = 16, 64, 96
 #: The length of the prompt whose operations are counted.
@@ -146,7 +147,8 @@ def test_validating_decodes_by_default_and_says_so(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copied = Run(Path(copytree(run.root, tmp_path / "run")))
-    api.validate(copied.root, None, api.ValidateOptions(runtimes=("bf16", "reference"), context=CONTEXT))
+    stale = stale_stages(copied)
+    api.validate(copied.root, None, api.ValidateOptions(runtimes=("bf16", "reference", "one-term"), context=CONTEXT))
     accuracy = load_accuracy(copied)
     assert accuracy.protocol.prompt == CONTEXT // 2
     notes = " ".join(copied.record().stages["validate"].notes)
@@ -155,9 +157,54 @@ def test_validating_decodes_by_default_and_says_so(
         "rest of the prompt; --as-served N takes another prompt"
     )
     table = distance_table(distance_rows(copied))
-    assert [column.title for column in table.columns] == ["behind the prompt", "tokens", "reference"]
+    assert [column.title for column in table.columns] == ["behind the prompt", "tokens", "reference", "one-term"]
     assert [row[0].text for row in table.cells()] == ["1 to 12", "13 to 24", "25 to 36", "37 to 48"]
     assert all(re.fullmatch(r"0\.\d+|\d\.\d+e-05", row[2].text) for row in table.cells())
+    check_that_the_cost_of_one_term_is_stated(copied)
+    assert stale_stages(copied) == stale
+
+
+def stale_stages(run: Run) -> set[str]:
+    """The finished stages but `validate`, of which an input was written again since."""
+    return {stage for stage in run.record().stages if stage != "validate" and run.is_stale(stage)}
+
+
+def check_that_the_cost_of_one_term_is_stated(run: Run) -> None:
+    """In the card and by lint, in KL of this very model; no stage is done again for the card."""
+    runtimes = load_accuracy(run).runtimes
+    one, ours = (runtimes[name].kl_mean_nats for name in ("one-term", "reference"))
+    assert one is not None
+    assert ours is not None
+    assert one > 1.5 * ours
+    cost = f"KL from BF16 is {one:.3g} nats a token in one term, and {ours:.3g} as fp8q multiplies it"
+    card = run.card.read_text(encoding="utf-8")
+    protocol = markdown_text(load_accuracy(run).protocol.told)
+    assert f"<!-- cost of one term -->\n{cost} (`fp8q validate`: {protocol}).\n<!-- end -->\n\n" in card
+    assert card.count("cost of one term") == 1
+    assert NOT_MEASURED not in card
+    linted = api.lint(run.root)
+    assert linted.parts[-1].what == (
+        f"{len(load_scales(run).two_terms)} inputs in a tail of 16, of which transformers, and vLLM without fp8q-vllm, "
+        f"run the first term alone: {cost}"
+    )
+    before = run.record()
+    api.validate(run.root, None, api.ValidateOptions(runtimes=("bf16", "reference", "one-term"), context=CONTEXT))
+    api.scales(run.root)
+    assert run.record() == before
+    assert run.card.read_text(encoding="utf-8") == card
+    run.card.write_text("The owner's own.", encoding="utf-8")
+    state_one_term_cost(run.card, cost)
+    assert run.card.read_text(encoding="utf-8") == "The owner's own."
+
+
+def test_before_it_is_validated_the_card_and_lint_name_the_command_that_measures_it(run: Run) -> None:
+    card = run.card.read_text(encoding="utf-8")
+    assert f"<!-- cost of one term -->\n{NOT_MEASURED}\n<!-- end -->\n\n" in card
+    assert (
+        api.lint(run.root)
+        .parts[-1]
+        .what.endswith(f"run the first term alone: `fp8q validate {run.root}` measures what that costs")
+    )
 
 
 def test_engines_and_graphs_that_cannot_have_the_tail_are_refused(run: Run) -> None:

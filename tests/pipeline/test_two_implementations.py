@@ -10,6 +10,8 @@ import pytest
 from fp8q.core.run import Run
 from fp8q.stages.corpus import load_tokens
 
+from .other_models import SHARE
+
 
 @pytest.fixture(scope="module")
 def windows(demo_run: Run) -> np.ndarray:
@@ -22,9 +24,9 @@ def test_they_agree_before_the_first_differing_code_and_stay_near_after_it(
     result = two_implementations.compare(demo_run, windows)
     assert result["tokens_before_first_difference"] > 0
     assert result["logit_difference"] <= two_implementations.LIMITS["logit_difference"]
-    # the limit is for 10,000 tokens, here are 2,048
-    assert result["perplexity_difference"] <= 2 * two_implementations.LIMITS["perplexity_difference"]
-    assert result["kl_share"] <= 2 * two_implementations.LIMITS["kl_share"]
+    # of KL between BF16 and the reference, so that BF16 itself would have 1. Perplexity tells nothing of so few tokens:
+    # BF16's is nearer to the reference's here than ONNX Runtime's is
+    assert result["kl_share"] <= SHARE
 
 
 def test_greedy_continuations_part_only_where_two_tokens_are_as_good(

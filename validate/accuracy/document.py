@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ...core.files import Strict, read_document, reading, replacing, write_document
 from ...core.run import Run
-from ...options import Bos
+from ...options import ONE_TERM_ALONE, Bos
 
 
 class Protocol(Strict):
@@ -122,6 +122,17 @@ class Accuracy(Strict):
     adapters: dict[str, dict[str, RuntimeAccuracy]] | None = Field(
         default=None, description="by adapter: the runtimes with it beside the model, against BF16 with it"
     )
+
+    @property
+    def one_term_cost(self) -> str | None:
+        """State KL from BF16 with one code for each activation, and with those of the run; None where either was not
+        measured.
+        """
+        names = (ONE_TERM_ALONE, "reference")
+        one, ours = (self.runtimes[name].kl_mean_nats if name in self.runtimes else None for name in names)
+        if one is None or ours is None:
+            return None
+        return f"KL from BF16 is {one:.3g} nats a token in one term, and {ours:.3g} as fp8q multiplies it"
 
     def each(self) -> "list[tuple[str, Accuracy]]":
         """This, and the same with each adapter on, with what to call it behind a runtime's name."""

@@ -42,10 +42,12 @@ def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
     return load_model(source, FLOATS[name] or stored_dtype(source), device)
 
 
-def open_reference(run: Run, mode: Mode, device: str, adapter: str | None = None) -> Reference:
-    """The FP8 reference, its wide parts in BF16, with that adapter on."""
+def open_reference(
+    run: Run, mode: Mode, device: str, adapter: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Reference:
+    """The FP8 reference, its wide parts in `dtype`, with that adapter on."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
-        return load_reference(run.model, mode, torch.bfloat16, device, adapter)
+        return load_reference(run.model, mode, dtype, device, adapter)
 
 
 def logits_of(loaded: Reference) -> Forward:

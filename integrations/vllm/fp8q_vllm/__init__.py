@@ -6,6 +6,7 @@ term. The modules in two terms stand beside it, in `fp8q`. vLLM calls `register`
 rows       the rows of a batch that have second terms
 product    the product of codes, as one operator that the compiler does not look into
 config     which modules of a checkpoint it is for, and how vLLM loads them
+interface  the parts of vLLM that it builds on, and what happens where one is missing
 codes      encoding, shared with fp8q (its `quantize/codes`)
 """
 
@@ -19,13 +20,26 @@ log = logging.getLogger("vllm.fp8q")
 
 
 def register() -> None:
-    """Make the checkpoints known to vLLM. Called by vLLM, in each of its processes."""
-    found = vllm_version()
+    """Make the checkpoints known to vLLM. Called by vLLM, in each of its processes.
+
+    Where this vLLM lacks a part that the plugin builds on, they are refused.
+    """
+    from .interface import missing_part, refuse_two_terms
+
+    found, tried = vllm_version(), ", ".join(TRIED)
+    if lacking := missing_part():
+        reason = (
+            f"fp8q-vllm {version('fp8q-vllm')} was tried with vLLM {tried}, and in this vLLM, {found}, {lacking}: "
+            "install a vLLM that was tried, or the fp8q-vllm of a later fp8q"
+        )
+        log.warning("%s; checkpoints with inputs in two terms are refused", reason)
+        refuse_two_terms(reason)
+        return
     if ".".join(found.split(".")[:2]) not in TRIED:
         log.warning(
             "fp8q-vllm was tried with vLLM %s, and this is %s: hold what it answers against the run with "
             "`fp8q validate`, or install a version that was tried",
-            ", ".join(TRIED),
+            tried,
             found,
         )
     from .config import register_config

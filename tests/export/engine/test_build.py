@@ -403,7 +403,7 @@ def test_ctrl_c_stops_the_builder_and_leaves_nothing(run: tuple[Run, Any]) -> No
 @RTX
 @pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
 def test_timings_are_kept_and_loaded_and_what_does_not_read_begins_anew(tmp_path: Path) -> None:
-    trt, file = runtime.load("tensorrt-rtx"), tmp_path / "sm90.timings"
+    trt, file = runtime.import_runtime("tensorrt-rtx"), tmp_path / "sm90.timings"
     logger, _ = runtime.collecting_logger(trt)
     builder = trt.Builder(logger)
     for known in (None, b"of another version", "of the first round"):
@@ -417,7 +417,7 @@ def test_timings_are_kept_and_loaded_and_what_does_not_read_begins_anew(tmp_path
 
 @RTX
 def test_a_workspace_limit_reaches_the_builder() -> None:
-    trt = runtime.load("tensorrt-rtx")
+    trt = runtime.import_runtime("tensorrt-rtx")
     logger, _ = runtime.collecting_logger(trt)
     config = engine.configure(trt, trt.Builder(logger), Job("tensorrt-rtx", "sm89", profiles(1, 16), workspace=512))
     assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 512 * 1024 * 1024
