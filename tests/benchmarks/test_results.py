@@ -89,7 +89,7 @@ def test_the_pictures_in_docs_are_those_of_the_results() -> None:
 
 
 def test_every_other_table_in_docs_states_nothing_that_was_measured() -> None:
-    for path in sorted((ROOT / "docs").glob("*.md")):
+    for path in sorted((ROOT / "docs").rglob("*.md")):
         typed = tables.BLOCK.sub("", path.read_text(encoding="utf-8"))
         heads = re.findall(r"^(\|.*\|)\n\|---", typed, re.MULTILINE)
         assert set(heads) <= set(NOT_MEASURED), path
