@@ -52,7 +52,9 @@ def two_cores() -> float:
     """Operations a second of calibrating on the machine of `calibration.json`, in batches of four."""
     seconds = load("calibration")["batch_sizes"]["4"]["seconds"]["fp8q"]
     tokens = (load("calibration")["windows"]["long"] - load("calibration")["windows"]["short"]) * 512
-    return 2 * 4 * Sizes(4, 2048, 5632, 256, 0).layer * tokens / statistics.median(x["further_wall"] for x in seconds)
+    median: float = statistics.median(each["further_wall"] for each in seconds)
+    operations: float = 2 * Sizes(4, 2048, 5632, 256, 0).parameters * tokens
+    return operations / median
 
 
 def gptq_seconds(model: Sizes) -> float:

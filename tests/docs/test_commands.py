@@ -12,12 +12,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tomllib import loads
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fp8q import api
+from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ExportOptions
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages.pipeline.stages import QUANTIZE
+from fp8q.validate.accuracy.document import load_accuracy
 
 from ..architectures import random_checkpoint  # noqa: F401
 from ..conftest import DEMO, ROOT, KeepingGraphs, MadeOnce, Result
@@ -141,15 +147,21 @@ def test_every_recipe_has_a_family_here_and_a_row_on_its_page() -> None:
 @pytest.mark.parametrize("family", RECIPES)
 def test_a_recipe_runs_on_a_small_model_of_its_family(
     family: str, fp8q: Fp8q, world: Path, tmp_path: Path, shared_checkpoint: Callable[[str], Path],
-    random_checkpoint: Callable[..., Path],  # noqa: F811
+    random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:  # fmt: skip
-    model = RECIPES[family]
+    """All of `fp8q run` but the graphs and the report, on which no recipe has a say."""
+    monkeypatch.setattr("fp8q.stages.commands.run.report", SimpleNamespace(at=lambda *_: None))
+    model, run = RECIPES[family], Run(tmp_path / "run")
     path = shared_checkpoint(model) if isinstance(model, str) else random_checkpoint(tmp_path / "model", *model)
-    small = ("--samples", "4", "--seq-len", "32", "--no-graph")
-    recipe = ROOT / "examples" / "recipes" / f"{family}.toml"
     evaluation = tmp_path / "evaluation.txt"
     evaluation.write_text((DEMO / "evaluation.txt").read_text(encoding="utf-8")[:2_000], encoding="utf-8")
-    texts = ("--data", world / "text.txt", "--eval-data", evaluation)
-    told = fp8q("run", path, *texts, "--out", tmp_path / "run", "--config", recipe, *small)
+    recipe = ROOT / "examples" / "recipes" / f"{family}.toml"
+    asked = ("--data", world / "text.txt", "--eval-data", evaluation, "--out", run.root, "--config", recipe)
+    told = fp8q("run", path, *asked, "--samples", "4", "--seq-len", "32", "--no-graph")
     assert told.code in (0, 3), told.err
-    assert (tmp_path / "run" / "report.html").is_file()
+    assert {"bf16", "reference", "one-term"} == load_accuracy(run).runtimes.keys()
+    chosen = loads(recipe.read_text(encoding="utf-8"))
+    assert run.options(QUANTIZE).kv_cache == chosen.get("kv-cache", "off")
+    assert set(load_scales(run).tails) == {
+        module for module in load_scales(run).weights if family != "mixtral" or "self_attn" in module
+    }
