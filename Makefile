@@ -7,6 +7,7 @@
 # make triton    serve RUN (runs/demo, made where it is missing) by a real Triton server on this machine, until Ctrl-C
 # make hostile   meet such a server with CASES (5000) of what is no proper request, proper ones beside them; SEED=1
 # make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
+# make docs      the documentation as a site, in build/site; fails on a link that leads nowhere
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
 # make gpu       on an FP8 GPU: all that only one can answer, or one PART of it (docs/gpu.md)
 # make wheel     the package as dist/fp8q-*.whl, and its source beside it
@@ -28,7 +29,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # ONNX Runtime's wheels report to Microsoft unless told before they are imported.
 export ORT_DISABLE_TELEMETRY := 1
-.PHONY: help demo test suite test-elsewhere fuzz install lint format benchmarks clean
+.PHONY: help demo test suite test-elsewhere fuzz install lint format docs benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -92,6 +93,10 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# The variable silences an announcement of mkdocs-material about mkdocs 2.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
 PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size two_terms fp16 probabilities forms \

@@ -211,7 +211,9 @@ def merge(
 
 
 @app.command
-def export(run: RunPath, /, *, options: ExportOptions = ExportOptions(), common: Common = Common()) -> None:
+def export(
+    run: RunPath, /, *, options: Annotated[ExportOptions, without("graph")] = ExportOptions(), common: Common = Common()
+) -> None:
     """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in another precision for
     comparison.
     """

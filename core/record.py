@@ -84,7 +84,7 @@ class StageRecord(Strict):
         default_factory=dict, description="what it was computed on, where that decides its last bits"
     )
     unfinished: tuple[str, ...] | None = Field(default=None, description="what failed of it, and is tried again")
-    refused: str | None = Field(default=None, description="why it cannot be done of this model: nothing was written")
+    refused: str | None = Field(default=None, description="why nothing was written: the model, or an option")
 
 
 class RunRecord(Strict):
@@ -107,8 +107,8 @@ class RunRecord(Strict):
 class StageLog:
     """Facts that a running stage notes for its record; `outputs` are hashed when it ends.
 
-    `unfinished`: the parts that failed, and that the next call tries again; `refused`: the reason why the stage is
-    impossible for this model.
+    `unfinished`: the parts that failed, and that the next call tries again; `refused`: the reason why the stage wrote
+    nothing: the model, or an option.
     """
 
     outputs: list[Path] = field(default_factory=list)

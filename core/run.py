@@ -246,12 +246,12 @@ class Run:
                 write_document(self.record_file, before)
 
     def without_graph(self) -> str | None:
-        """The reason why no ONNX graph can be made of this model, as `export` recorded it; None where it can."""
+        """The reason why the run has no ONNX graph, as `export` recorded it; None where it has one or can have one."""
         exported = self.record().stages.get("export")
         return exported.refused if exported else None
 
     def refuse_without_graph(self) -> None:
-        """Raise InputError, with the reason, where no ONNX graph can be made of this model."""
+        """Raise InputError, with the reason, where the run has no ONNX graph."""
         if reason := self.without_graph():
             raise InputError(no_graph(self.root, reason))
 
@@ -379,7 +379,7 @@ def _changed(before: str, wanted: str) -> str:
 
 
 def no_graph(root: Path, reason: str) -> str:
-    """Explain that the run at `root` can have no ONNX graph."""
+    """Explain that the run at `root` has no ONNX graph."""
     return (
         f"{root}: has no ONNX graph, since {reason}; `fp8q generate {root} --runtime reference` runs its checkpoint, "
         f"and {root}/model/README.md says what else does"

@@ -20,7 +20,7 @@ PrecisionOption = Annotated[
 
 @dataclass(frozen=True)
 class ExportOptions(Options):
-    """Options of `fp8q export`.
+    """Options of `fp8q export`, and of the commands that end with it; these alone can leave out the `graph`.
 
     `dtype`: the compute type of the FP8 graph outside its products; graphs of other precisions compute in BF16.
     """
@@ -41,6 +41,15 @@ class ExportOptions(Options):
             "the product (mul).",
         ),
     ] = "dq"
+    graph: Annotated[
+        bool,
+        option(
+            ENGINE,
+            "Make the ONNX graphs. Without them engines and Triton are left out, model/ is complete for vLLM and "
+            "transformers, and `fp8q export` makes them later.",
+            negative="--no-graph",
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         """Refuse a compute type, FP8 attention or a form of scales for graphs of another precision than FP8."""

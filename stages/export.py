@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: The stages that read an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")
+#: The reason for having no graph that is recorded for `--no-graph`.
+LEFT_OUT = "--no-graph left it out (`fp8q export` makes it)"
 
 
 class NoGraphError(InputError):
@@ -31,9 +33,14 @@ class NoGraphError(InputError):
 
 
 def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """Run the stage `export`; where no graph can be made of the model, note the reason instead of raising an error."""
+    """Run the stage `export`; where no graph can be made of the model, or none is asked for, note the reason instead of
+    raising an error.
+    """
     from ..export.graph.trace import UntraceableError
 
+    if not asked.graph:
+        leave_out(run, asked, notes)
+        return
     try:
         export(run, asked, notes)
     except (NoGraphError, UntraceableError):
@@ -90,6 +97,13 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
             say(path, found, notes)
 
 
+def leave_out(run: Run, asked: ExportOptions, notes: Notes) -> None:
+    """Record that the run has no graph because none was asked for, and remove graphs of an earlier export."""
+    for path in fp8_graphs(run):
+        path.unlink(missing_ok=True)
+    refuse(run, Key(hashes_of(run, QUANTIZE.name), asked, NO_FACTS), LEFT_OUT, notes)
+
+
 def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
     """The form of the weights' scales in the run's graphs, if these were traced with the options `asked`.
 
@@ -131,7 +145,7 @@ def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterat
 
 
 def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes) -> None:
-    """Record the stage `export` as impossible, with the reason, which commands that need the graph then report."""
+    """Record that the run has no graph, with the reason, which commands that need the graph then report."""
     notes.lines.append(f"no ONNX graph: {reason}")  # the report shows a stage's notes
     with EXPORT.writing(run, key, notes) as log:
         log.refused = reason

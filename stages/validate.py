@@ -128,11 +128,11 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
 
 
 def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:
-    """Raise InputError for a named runtime that needs the graph, where the run can have none."""
+    """Raise InputError for a named runtime that needs the graph, where the run has none."""
     asked = [name for name in runtimes or () if name not in WITHOUT_GRAPH]
     if asked:
         raise InputError(
-            f"--runtimes {asked[0]}: runs an ONNX graph, and {run.root} can have none, since {reason}; choose from "
+            f"--runtimes {asked[0]}: runs an ONNX graph, and {run.root} has none, since {reason}; choose from "
             f"{', '.join(name for name in RUNTIMES if name in WITHOUT_GRAPH)}"
         )
 

@@ -99,10 +99,10 @@ def test_the_wheel_installs_the_command_and_carries_the_licence(
     assert wheel_metadata["Version"] == fp8q.__version__
 
 
-def test_the_extra_all_brings_every_other_but_tensorrt_and_dev(wheel_metadata: Message) -> None:
+def test_the_extra_all_brings_every_other_but_tensorrt_docs_and_dev(wheel_metadata: Message) -> None:
     requirements = [Requirement(line) for line in wheel_metadata.get_all("Requires-Dist", [])]
     of_all = next(r.extras for r in requirements if r.name == "fp8q")
-    assert of_all == set(wheel_metadata.get_all("Provides-Extra", [])) - {"all", "dev", "tensorrt"}
+    assert of_all == set(wheel_metadata.get_all("Provides-Extra", [])) - {"all", "dev", "docs", "tensorrt"}
 
 
 def test_every_requirement_but_tensorrt_is_pinned_inside_its_range() -> None:
@@ -144,7 +144,7 @@ def imported_distributions(source: Path) -> set[str]:
 
 def test_every_library_the_package_imports_is_declared() -> None:
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
-    shipped = [line for name, lines in extras.items() if name != "dev" for line in lines]
+    shipped = [line for name, lines in extras.items() if name not in {"dev", "docs"} for line in lines]
     declared = {canonicalize_name(Requirement(line).name) for line in [*PROJECT["dependencies"], *shipped]}
     declared.add(canonicalize_name("triton"))  # PyTorch's builds for CUDA bring it, and its kernels run on no other
     sources = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]

@@ -26,8 +26,9 @@ stay in BF16.
 """
 #: The paragraph on the graphs beside the checkpoint.
 GRAPHS = """\
-`model.onnx` is the same model as plain ONNX with Q/DQ (standard operators, opset 23)
-and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors files beside them.
+`model.onnx` (where it is not here, `fp8q export RUN` writes it) is the same model as plain ONNX with Q/DQ (standard
+operators, opset 23), and `model.fp32.onnx` the same computing in FP32; both read their weights from the safetensors
+files beside them.
 ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes FP8 nodes that it then rejects itself:
 
     options = onnxruntime.SessionOptions()

@@ -16,6 +16,7 @@ from ...core.errors import InputError
 from ...core.reporter import SILENT
 from ...core.run import Run
 from ...options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptions
+from ..export import LEFT_OUT
 from ..measure import streamed
 from ..other_text import cut_for
 from ..pipeline.steps import Notes, device
@@ -83,17 +84,19 @@ def check_later(run: Run, later: RunOptions) -> None:
 
 def check_graph(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
     """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that needs
-    one. For other models raise what building the engine would: a missing target or runtime.
+    one, also where none is asked for. Otherwise raise what building the engine would: a missing target or runtime.
     """
-    if products.no_graph is None:
-        if later:
-            from ...export.engine.build import resolve
+    left_out = LEFT_OUT if later and not later.export.graph else None
+    if later and (reason := products.no_graph or left_out):
+        check_runtimes(later.validate.runtimes, run, reason)
+    elif later:
+        from ...export.engine.build import resolve
 
-            resolve(later.engine)
-        return
-    if later:
-        check_runtimes(later.validate.runtimes, run, products.no_graph)
-    notes.note(f"{products.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
+        resolve(later.engine)
+    if products.no_graph is not None:
+        notes.note(
+            f"{products.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/"
+        )
 
 
 def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> None:

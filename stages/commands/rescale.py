@@ -1,5 +1,6 @@
 """`fp8q scales` and `fp8q export`: make the checkpoint or the graphs of a run again."""
 
+from ...core.errors import InputError
 from ...core.run import Run
 from ...options import ExportOptions, RescaleOptions
 from ..export import export, export_or_note
@@ -24,7 +25,9 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
 
 @command()
 def export_precision(run: Run, notes: Notes, options: ExportOptions) -> Run:
-    """Write the graphs of `run` in the precision asked for."""
+    """Write the graphs of `run` in the precision asked for. Raises InputError for `options` without a graph."""
+    if not options.graph:
+        raise InputError("--no-graph: the graphs are all that `fp8q export` makes; leave it out")
     if options.precision == "fp8":
         export(run, options, notes)
     else:

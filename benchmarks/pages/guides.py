@@ -1,0 +1,160 @@
+"""The tables of docs/guides: what a large model takes, by arithmetic on its sizes and on measured speeds."""
+
+import statistics
+from dataclasses import dataclass
+
+from markdown import load, table
+
+#: Operations a second of an H100 SXM in BF16 without sparsity, by NVIDIA's data sheet.
+H100_PEAK = 989e12
+#: The default: 512 windows of 2,048 tokens; and few, for a CPU.
+WINDOWS = {"by default": (512, 2048), "64 windows of 512": (64, 512)}
+#: What a process takes beside three times its largest layer, at most (`benchmarks/memory.py`).
+BASE_BYTES = 1.2e9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A Llama's sizes; its output head is not tied to the embeddings."""
+
+    layers: int
+    width: int
+    inner: int
+    keys: int
+    vocabulary: int
+
+    @property
+    def layer(self) -> int:
+        """The weights of a layer's products."""
+        return 2 * self.width**2 + 2 * self.width * self.keys + 3 * self.width * self.inner
+
+    @property
+    def wide(self) -> int:
+        """The weights of embeddings and head, which stay in BF16."""
+        return 2 * self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        """All weights but those of norms."""
+        return self.layers * self.layer + self.wide
+
+    @property
+    def fp8_bytes(self) -> int:
+        """The size of the FP8 checkpoint."""
+        return self.layers * self.layer + 2 * self.wide
+
+
+LLAMA_8B = Sizes(32, 4096, 14336, 1024, 128256)
+LLAMA_70B = Sizes(80, 8192, 28672, 1024, 128256)
+
+
+def two_cores() -> float:
+    """Operations a second of calibrating on the machine of `calibration.json`, in batches of four."""
+    seconds = load("calibration")["batch_sizes"]["4"]["seconds"]["fp8q"]
+    tokens = (load("calibration")["windows"]["long"] - load("calibration")["windows"]["short"]) * 512
+    median: float = statistics.median(each["further_wall"] for each in seconds)
+    operations: float = 2 * Sizes(4, 2048, 5632, 256, 0).parameters * tokens
+    return operations / median
+
+
+def gptq_seconds(model: Sizes) -> float:
+    """One thread's time to round all weights of a model of Llama 8B's widths by GPTQ."""
+    shapes = load("weight_rounding")["shapes"]
+    square, wide, tall = (shapes[name] for name in ("4096x4096", "14336x4096", "4096x14336"))
+    attention = 2 * (1 + model.keys / model.width) * square["round_s"] + 2 * square["factor_s"]
+    mlp = 2 * wide["round_s"] + wide["factor_s"] + tall["round_s"] + tall["factor_s"]
+    return float(model.layers * (attention + mlp))
+
+
+def took(seconds: float) -> str:
+    """A time in the unit that fits it."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 5 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def gb(size: float) -> str:
+    """A size in gigabytes."""
+    return f"{size / 1e9:.2f} GB" if size < 2e9 else f"{size / 1e9:.{0 if size > 30e9 else 1}f} GB"
+
+
+def power(value: float) -> str:
+    """A large number by its power of ten."""
+    mantissa, _, exponent = f"{value:.1e}".partition("e+")
+    return f"{mantissa} · 10{exponent.lstrip('0').translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
+def llama_on_one_gpu() -> str:
+    """The time, memory and disk of an 8B Llama, for the default text and for a short one."""
+    model, speed = LLAMA_8B, two_cores()
+    tokens = [windows * length for windows, length in WINDOWS.values()]
+    flop = [2 * model.parameters * count for count in tokens]
+    moments = 4 * model.layers * (3 * model.width**2 + model.inner**2)
+    mse = load("weight_mse")["results"][0]["ours_s_per_billion"] * (model.parameters - model.wide) / 1e9
+    activations = [4 * 2 * 8 * length * model.inner for _, length in WINDOWS.values()]
+    rows = [
+        ["tokens T", "windows · length", *(f"{count:,}" for count in tokens)],
+        [
+            "source checkpoint on disk, and its weights in memory (GPU or CPU)",
+            "2 bytes · parameters",
+            *[gb(2 * model.parameters)] * 2,
+        ],
+        ["FP8 checkpoint, written", "1 byte a weight, embeddings and head 2", *[gb(model.fp8_bytes)] * 2],
+        [
+            "four MLP activations of a batch of 8 windows, in memory",
+            "4 · 2 bytes · 8 · length · 14,336",
+            *map(gb, activations),
+        ],
+        ["FLOP of calibrating", "2 · parameters · T", *map(power, flop)],
+        [
+            "at the peak of an H100 SXM, which nothing reaches",
+            f"FLOP / ({power(H100_PEAK)})",
+            *(took(x / H100_PEAK) for x in flop),
+        ],
+        ["at the speed of two CPU cores, measured", f"FLOP / ({power(speed)})", *(took(x / speed) for x in flop)],
+        ["choosing the weights' scales, two CPU cores", "measured for 10⁹ weights", *[took(mse)] * 2],
+        ["`gptq`: second moments on disk", "4 bytes · 32 · (3 · 4,096² + 14,336²)", *[gb(moments)] * 2],
+        ["`gptq`: rounding, one CPU thread", "measured for a weight of each shape", *[took(gptq_seconds(model))] * 2],
+    ]
+    return table(["what", "formula", *WINDOWS], rows)
+
+
+def streaming() -> str:
+    """The memory, disk and operations of calibrating layer by layer, for the default text."""
+    models, tokens = (LLAMA_8B, LLAMA_70B), 512 * 2048
+    flop = [2 * model.parameters * tokens for model in models]
+    rows = [
+        ["source checkpoint", "2 bytes · parameters", *(gb(2 * model.parameters) for model in models)],
+        [
+            "FP8 checkpoint, written",
+            "1 byte a weight, embeddings and head 2",
+            *(gb(model.fp8_bytes) for model in models),
+        ],
+        [
+            "hidden states on disk, until the end",
+            "2 files · 2 bytes · T · width",
+            *(gb(4 * tokens * model.width) for model in models),
+        ],
+        ["largest layer", "2 bytes · its weights", *(gb(2 * model.layer) for model in models)],
+        [
+            "memory of the process on a CPU, at most",
+            "1.2 GB + 3 · largest layer",
+            *(gb(BASE_BYTES + 6 * model.layer) for model in models),
+        ],
+        ["FLOP", "2 · parameters · T", *map(power, flop)],
+        [
+            "at the peak of an H100 SXM, which nothing reaches",
+            f"FLOP / ({power(H100_PEAK)})",
+            *(took(x / H100_PEAK) for x in flop),
+        ],
+        [
+            "at the speed of two CPU cores, measured",
+            f"FLOP / ({power(two_cores())})",
+            *(took(x / two_cores()) for x in flop),
+        ],
+    ]
+    return table(["what", "formula", "Llama 3.1 8B", "Llama 3.1 70B"], rows)
+
+
+ONE_GPU, MEMORY = (llama_on_one_gpu,), (streaming,)
