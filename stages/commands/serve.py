@@ -40,7 +40,7 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
         raise InputError("--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out")
     serving = Serving(
         list(_models(run, options)),
-        _template(run),
+        _template(run, options),
         options.api_key or os.environ.get(KEY) or None,
         names_of(options.host),
     )
@@ -52,11 +52,16 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
     return server.serve_until_stopped()
 
 
-def _template(run: Run) -> ChatTemplate | InputError:
-    """The chat template, or the reason of its absence, which requests for a chat are answered with."""
+def _template(run: Run, options: ServeOptions) -> ChatTemplate | InputError:
+    """The chat template, or the reason of its absence, which requests for a chat are answered with.
+
+    Raises InputError where the file of `options` is at fault.
+    """
     try:
-        return open_template(run)
+        return open_template(run, options.template)
     except InputError as error:
+        if options.template is not None:
+            raise
         return error
 
 

@@ -202,8 +202,8 @@ def test_a_model_without_a_template_says_so_to_those_who_chat(own: Thread, count
     found = own.post("/v1/chat/completions", messages=[{"role": "user", "content": "t1"}])
     assert found.status_code == 400
     assert found.json()["error"]["message"] == (
-        f"{counting_run.model}: its tokenizer has no chat template; put the one that the model was trained with there "
-        "as chat_template.jinja, or generate without a chat"
+        f"{counting_run.model}: its tokenizer has no chat template; give the one that the model was trained with as "
+        "--template FILE, or generate without a chat"
     )
 
 
