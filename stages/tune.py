@@ -24,7 +24,7 @@ from .pipeline.stages import MEASURE, QUANTIZE, TUNE
 from .pipeline.steps import Notes, alone, arithmetic
 from .quantize import quantize
 from .shared.adapters import note_base_alone
-from .shared.model_files import checkpoint_files, export_options
+from .shared.model_files import checked_model, export_options
 from .shared.opening import command
 from .shared.sources import products_of, source_of
 from .tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
@@ -69,7 +69,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     written = {name: record.outputs for name, record in run.record().stages.items()}
     for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure")):
         run.require(path, made_by)
-    inputs = written["corpus"] | written["measure"] | checkpoint_files(run)
+    inputs = written["corpus"] | written["measure"] | checked_model(run)
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)

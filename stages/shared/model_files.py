@@ -48,13 +48,13 @@ def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
     `graph` False: only the checkpoint, for models without a graph.
     """
     run.refuse_stale(*FP8_STAGES)
-    hashes = checkpoint_files(run) | hashes_of(run, "export")
+    hashes = checked_model(run) | hashes_of(run, "export")
     if graph or not run.without_graph():
         run.require(run.onnx, "export")
     return hashes
 
 
-def checkpoint_files(run: Run) -> dict[str, str]:
+def checked_model(run: Run) -> dict[str, str]:
     """Name -> SHA-256 of the files that `quantize` wrote, scales.json and the checkpoint: every command that loads
     `RUN/model` begins with this check.
 
