@@ -22,6 +22,11 @@ def run_server(speak: "Terminal", run: Path, options: ServeOptions, as_json: boo
         nonlocal heard
         waiting = f"those who are being answered have {options.grace} seconds, and a second signal ends it at once"
         heard = asking(server.stop, waiting)
+        if server.is_open:
+            speak.note(
+                f"--host {options.host}: whoever reaches this machine is answered; ask for a key with --api-key or "
+                "FP8Q_API_KEY"
+            )
         names = [model.name for model in server.serving.models]
         if as_json:
             sys.stdout.write(json.dumps({"url": server.url, "models": names}) + "\n")

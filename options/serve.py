@@ -22,6 +22,9 @@ from .declare import (
 
 #: The most characters of a Triton model's name: a folder has this name, with `_engine` added.
 LONGEST_MODEL_NAME = 200
+TemplateOption = Annotated[
+    Path | None, option(GENERATION, "Render chats by this template (Jinja).", "FILE", "the model's own")
+]
 RuntimeOption = Annotated[
     Literal["auto", "onnxruntime", "tensorrt", "tensorrt-rtx", "reference", "bf16"],
     option(GENERATION, "The runtime of the model; bf16: the source model."),
@@ -67,6 +70,7 @@ class GenerateOptions(Options):
     adapter: Annotated[
         str | None, option(GENERATION, "The adapter beside the model to answer with.", "NAME", "the model alone")
     ] = None
+    template: TemplateOption = None
 
 
 def port_of(option: str, value: int) -> int:
@@ -106,6 +110,7 @@ class ServeOptions(Options):
         tuple[str, ...],
         option(SERVING, "Serve the model with this adapter on too, as a model of that name. Repeatable.", "NAME"),
     ] = ()
+    template: TemplateOption = None
     max_batch: Annotated[int, option(SERVING, "Most requests that are answered together.", "N"), between(1)] = 8
     grace: Annotated[
         int, option(SERVING, "Time that active requests get when the server is stopped.", "SECONDS"), between(0)

@@ -16,7 +16,7 @@ from .pipeline.stages import EXPORT, QUANTIZE
 from .pipeline.steps import Notes
 from .queries import measure_queries
 from .shared.adapters import adapters_of, check_attention
-from .shared.model_files import fp8_graphs, has_graphs, hashes_of
+from .shared.model_files import checked_model, fp8_graphs, has_graphs
 
 if TYPE_CHECKING:
     from ..core.findings import Finding
@@ -62,7 +62,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
     scales = load_scales(run)
     check_attention(adapters_of(run), asked)
-    inputs = hashes_of(run, QUANTIZE.name)
+    inputs = checked_model(run)
     check_dtype(scales.activations, asked)
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:

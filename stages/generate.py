@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..core.errors import InputError
 from ..core.record import FP8_STAGES
@@ -15,7 +16,7 @@ from ..serve.loop.sessions import Session
 from ..serve.triton.repository import weight_files
 from .pipeline.steps import CALIBRATE_MODULES, device, needs
 from .shared.adapters import check_adapter
-from .shared.model_files import fp8_files
+from .shared.model_files import fp8_files, refuse_unwritten
 from .shared.sources import source_of
 
 #: The runtimes that need torch.
@@ -30,6 +31,7 @@ def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None =
     missing runtime.
     """
     run.refuse_stale(*FP8_STAGES)
+    refuse_unwritten(run)
     if runtime in TORCH_RUNTIMES:
         _check(run, "config.json", "tokenizer.json", "generation_config.json")
     check_adapter(run, adapter)
@@ -52,8 +54,8 @@ def runtime_here(runtime: str) -> str:
 
 
 def _check(run: Run, *names: str) -> None:
-    """Raise InputError for a file of the model that changed after its stage wrote it; files of no stage are not
-    checked.
+    """Raise InputError for a file of the model that changed after its stage wrote it; those of no stage are
+    `refuse_unwritten`'s.
     """
     written = run.record().stages["quantize"].outputs if "quantize" in run.record().stages else {}
     for path in (run.model / name for name in names):
@@ -106,15 +108,15 @@ class Chat:
         return found
 
 
-def open_template(run: Run) -> ChatTemplate:
-    """The chat template of `run`; raises InputError where there is none, or it was changed."""
+def open_template(run: Run, file: Path | None = None) -> ChatTemplate:
+    """The chat template of `run`, or the one in `file`; raises InputError where there is none, or it was changed."""
     _check(run, "chat_template.jinja", "tokenizer_config.json")
-    return ChatTemplate(run.model)
+    return ChatTemplate(run.model, file)
 
 
 def open_chat(run: Run, options: GenerateOptions) -> Chat:
     """Open a conversation with the model of `run`; raise InputError where it has no chat template."""
-    template = open_template(run)
+    template = open_template(run, options.template)
     return Chat(open_model(run, options.runtime, adapter=options.adapter), template, options)
 
 

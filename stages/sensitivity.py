@@ -18,6 +18,7 @@ from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import SENSITIVITY
 from .pipeline.steps import Notes, device
 from .shared.adapters import note_base_alone
+from .shared.model_files import checked_model
 from .shared.opening import command
 from .shared.resuming import Saved
 from .shared.sources import source_of
@@ -61,8 +62,7 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> "Sensiti
     note_base_alone(run, "what each tensor costs is of", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
     run.require(run.calibration, "corpus")
-    run.require(run.scales, "quantize")
-    inputs = written["quantize"] | {run.calibration.name: written["corpus"][run.calibration.name]}
+    inputs = checked_model(run) | {run.calibration.name: written["corpus"][run.calibration.name]}
     whole, streamed = (Key(inputs, replace(options, stream=stream), NO_FACTS) for stream in (False, True))
     if not SENSITIVITY.is_current(run, whole, *([] if options.stream is False else [streamed])):
         source = source_of(run)

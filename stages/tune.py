@@ -24,7 +24,7 @@ from .pipeline.stages import MEASURE, QUANTIZE, TUNE
 from .pipeline.steps import Notes, alone, arithmetic
 from .quantize import quantize
 from .shared.adapters import note_base_alone
-from .shared.model_files import export_options
+from .shared.model_files import checked_model, export_options
 from .shared.opening import command
 from .shared.sources import products_of, source_of
 from .tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
@@ -67,11 +67,9 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
     run.refuse_stale("measure", "quantize")
     note_base_alone(run, "the budget is held by", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
-    for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure"), (run.scales, "quantize")):
+    for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure")):
         run.require(path, made_by)
-    inputs = {
-        name: digest for made_by in ("corpus", "measure", "quantize") for name, digest in written[made_by].items()
-    }
+    inputs = written["corpus"] | written["measure"] | checked_model(run)
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)

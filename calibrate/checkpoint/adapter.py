@@ -9,17 +9,18 @@ one of its parts is another adapter, and nothing would show it.
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, PrivateAttr, ValidationError
 
 from ...core.errors import InputError
 from ...core.files import sha256_file
-from ..input.untrusted import error_text, exists, foreign, local_path, read_json
+from ..input.patterns import BoundedPattern, PatternFile
+from ..input.untrusted import exists, local_path, read_json
 from .weights import ADAPTER, PICKLED, TensorHeader, read_headers
 
 if TYPE_CHECKING:
@@ -70,20 +71,37 @@ class LoraConfig(BaseModel):
     rank_pattern: dict[str, PositiveInt] = {}
     alpha_pattern: dict[str, Alpha] = {}
     base_model_name_or_path: str | None = None
+    _file: PatternFile = PrivateAttr(default_factory=lambda: PatternFile(Path(ADAPTER)))
+
+    def of(self, file: Path) -> "LoraConfig":
+        """Name the file that this was read from, for errors of its patterns."""
+        self._file = PatternFile(file)
+        return self
+
+    @cached_property
+    def _ranks(self) -> list[tuple[BoundedPattern, int]]:
+        return self._compiled(self.rank_pattern)
+
+    @cached_property
+    def _alphas(self) -> list[tuple[BoundedPattern, float]]:
+        return self._compiled(self.alpha_pattern)
+
+    def _compiled(self, values: Mapping[str, Value]) -> list[tuple[BoundedPattern, Value]]:
+        return [(BoundedPattern(key, self._file, r"(.*\.)?(", ")$"), value) for key, value in values.items()]
 
     def rank(self, module: str) -> int:
-        """The rank of `module`."""
-        return matched(self.rank_pattern, module, self.r)
+        """The rank of `module`; raises InputError where a pattern may take forever."""
+        return first_match(self._ranks, module, self.r)
 
     def scale(self, module: str) -> float:
-        """The factor s of `module`."""
+        """The factor s of `module`; raises InputError as `rank` does."""
         rank = self.rank(module)
-        return matched(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+        return first_match(self._alphas, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def matched(patterns: Mapping[str, Value], module: str, default: Value) -> Value:
+def first_match(patterns: Sequence[tuple[BoundedPattern, Value]], module: str, default: Value) -> Value:
     """Return the value of the first of `patterns` that matches the end of the name `module`, as PEFT matches them."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    return next((value for pattern, value in patterns if pattern.matches(module)), default)
 
 
 @dataclass(frozen=True)
@@ -166,20 +184,13 @@ def read_lora(path: Path) -> LoraConfig:
     if kind != "LORA":
         raise InputError(f"{file}: peft_type is {kind}, and LORA alone is read; {MERGE_YOURSELF}")
     try:
-        config = LoraConfig.model_validate(raw)
+        config = LoraConfig.model_validate(raw).of(file)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise InputError(f"{file}: {place}: {one_line_of(first)}; copy or download it again") from None
-    for pattern in (*config.rank_pattern, *config.alpha_pattern):
-        with foreign(partial(_no_pattern, file, pattern)):
-            re.compile(pattern)
     _refuse_kinds(file, raw, config)
     return config
-
-
-def _no_pattern(file: Path, pattern: str, error: BaseException) -> InputError:
-    return InputError(f"{file}: {pattern!r} is no regular expression ({error_text(error)}); copy or download it again")
 
 
 def one_line_of(error: Mapping[str, Any]) -> str:

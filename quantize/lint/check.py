@@ -1,6 +1,7 @@
 """Check an FP8 checkpoint for everything that is known to go wrong when other tools load it; without torch.
 
-Any checkpoint of a supported form can be checked, whoever exported it. Headers and scales are read, weights are not.
+Any checkpoint of a supported form can be checked, whoever exported it. Headers and scales are read, and every code
+once, for NaN.
 """
 
 from pathlib import Path
@@ -8,7 +9,14 @@ from pathlib import Path
 from ...core.errors import InputError
 from ...core.findings import Finding
 from ..reading.fp8_tensors import Checkpoint, open_checkpoint
-from . import rules_cache, rules_files, rules_modules, rules_scales, rules_values  # noqa: F401  # enter their rules
+from . import (  # noqa: F401  # enter their rules
+    rules_cache,
+    rules_files,
+    rules_modules,
+    rules_scales,
+    rules_values,
+    rules_weights,
+)
 from .rules import RULES
 
 __all__ = ["RULES", "checkpoint_findings"]

@@ -1,4 +1,4 @@
-"""Rules C119, C120 and C123: the scales of a KV cache, and who reads them."""
+"""Rules C119, C120 and C126: the scales of a KV cache, and who reads them."""
 
 import re
 from collections import defaultdict
@@ -57,7 +57,7 @@ def _attentions(checkpoint: Checkpoint, writers: tuple[str, ...] = WRITE_CACHES)
     return {parent for parent, _, own in modules if own in writers}
 
 
-@checkpoint_rule("C123", "cache-unread", "warning")
+@checkpoint_rule("C126", "cache-unread", "warning")
 def cache_unread(checkpoint: Checkpoint) -> Broken:
     """A server reads the scales of a cache and stores every layer as they are meant. Scales of modules that are no
     attention to compressed-tensors are unexpected keys, and those of heads do not fit latent attention, which caches

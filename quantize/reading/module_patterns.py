@@ -5,12 +5,10 @@ transformers' fine-grained FP8 takes each entry both for a regular expression, m
 the end of a name (`should_convert_module`).
 """
 
-import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Literal
 
-from ...core.errors import InputError
+from ...calibrate.input.patterns import BoundedPattern, PatternFile
 
 Form = Literal["compressed-tensors", "modelopt", "fp8"]
 
@@ -21,7 +19,7 @@ class Matcher:
     `rank`: 0 for a name, 1 for a pattern, 2 for a class; of several entries that match, the lowest rank counts.
     """
 
-    def __init__(self, text: str, form: Form, source: Path):
+    def __init__(self, text: str, form: Form, source: PatternFile):
         """Take the entry `text` of the file `source`.
 
         Raises InputError for an expression that does not compile, or that might take forever to match.
@@ -31,31 +29,17 @@ class Matcher:
         is_expression = form == "fp8" or expression != text
         self.is_class = not is_expression and text.isidentifier() and text[:1].isupper()
         self.rank = 2 if self.is_class or text == "*" else 1 if is_expression else 0
-        self.expression = _compiled(expression, source) if is_expression else None
+        self.expression = BoundedPattern(expression, source) if is_expression else None
 
     def matches(self, module: str) -> bool:
-        """Tell whether the entry matches `module`; a class matches all, since a checkpoint does not tell classes."""
+        """Tell whether the entry matches `module`; a class matches all, since a checkpoint does not tell classes.
+
+        Raises InputError where that may take forever.
+        """
         if self.is_class:
             return True
         if self.form == "modelopt":
             return fnmatchcase(module, self.text)
         if self.expression is None:
             return module == self.text
-        matched = self.expression.match(module) is not None
-        return matched or (self.form == "fp8" and module.endswith(self.text))
-
-
-def _compiled(expression: str, source: Path) -> re.Pattern[str]:
-    """Compile a regular expression from an untrusted file.
-
-    Raises InputError for one that repeats a group, or repeats often: it may take forever, and no loader needs it.
-    """
-    plain = re.sub(r"\\.|\[[^]]*\]", "x", expression)
-    try:
-        if len(expression) > 1000 or re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > 8:
-            raise ValueError("it repeats too much to be tried")
-        return re.compile(expression)
-    except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise InputError(
-            f"{source}: has the pattern {expression[:80]!r}, which is not read ({error}); name the modules plainly"
-        ) from None
+        return self.expression.matches(module) or (self.form == "fp8" and module.endswith(self.text))

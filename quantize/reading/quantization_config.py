@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from ...calibrate.input.patterns import PatternFile
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from .module_patterns import Form, Matcher
@@ -96,14 +97,20 @@ class DeclaredQuantization:
     cache: bool
 
     @cached_property
+    def _patterns(self) -> PatternFile:
+        return PatternFile(self.source)
+
+    @cached_property
     def _matchers(self) -> tuple[Matcher, ...]:
-        return tuple(Matcher(pattern, self.form, self.source) for pattern in self.ignore or ())
+        return tuple(Matcher(pattern, self.form, self._patterns) for pattern in self.ignore or ())
 
     @cached_property
     def _targets(self) -> tuple[tuple[Matcher, Scheme], ...]:
         """Matchers of all targets with their schemes, the most specific first (compressed-tensors' `match_targets`)."""
         targets = [
-            (Matcher(target, self.form, self.source), group.scheme) for group in self.groups for target in group.targets
+            (Matcher(target, self.form, self._patterns), group.scheme)
+            for group in self.groups
+            for target in group.targets
         ]
         return tuple(sorted(targets, key=lambda entry: entry[0].rank))
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ...calibrate.input.untrusted import read_bytes
 from ...calibrate.text.template import Template, TemplateError
 from ...core.errors import BackendError, InputError
 
@@ -19,24 +20,30 @@ TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 #: What the template may take for one chat; real ones take milliseconds.
 SECONDS = 10.0
 
+#: The most bytes of a template that the user names.
+TEMPLATE_BYTES = 1 << 20
+
 Message = dict[str, Any]
 
 
 class ChatTemplate:
     """A model's template of chats; any thread may render."""
 
-    def __init__(self, directory: Path):
-        """Read the template of the model in `directory`.
+    def __init__(self, directory: Path, file: Path | None = None):
+        """Read the template of the model in `directory`, or the one in `file`, with the special tokens of the model.
 
         Raises InputError where there is none, BackendError where the package that renders it is not installed.
         """
         config = _read(directory / "tokenizer_config.json")
-        file = directory / "chat_template.jinja"
-        source = _text(file) if file.is_file() else _default(config.get("chat_template"))
+        own = directory / "chat_template.jinja"
+        if file is not None:
+            source: str | None = read_template(file)
+        else:
+            source = _text(own) if own.is_file() else _default(config.get("chat_template"))
         if source is None:
             raise InputError(
-                f"{directory}: its tokenizer has no chat template; put the one that the model was trained with there "
-                "as chat_template.jinja, or generate without a chat"
+                f"{directory}: its tokenizer has no chat template; give the one that the model was trained with as "
+                "--template FILE, or generate without a chat"
             )
         if not any(find_spec(name) for name in ("transformers", "jinja2")):
             raise BackendError(
@@ -55,6 +62,14 @@ class ChatTemplate:
                 return self._template.render(messages)
         except TemplateError as error:
             raise InputError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
+
+
+def read_template(file: Path) -> str:
+    """Read a template that the user named; raises InputError."""
+    try:
+        return read_bytes(file, TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"--template {file}: is no text in UTF-8 ({error}); give a template in Jinja") from None
 
 
 def _text(path: Path) -> str:

@@ -25,13 +25,13 @@ ASKED = ("/v1/completions", "/v1/chat/completions")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
-def names_of(host: str) -> frozenset[str] | None:
-    """The names under which a server that listens at `host` answers; None: any."""
-    try:
-        loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
+def names_of(host: str, bound: str) -> frozenset[str] | None:
+    """The names under which a server answers that was told to listen at `host`, and whose socket is bound to the
+    address `bound`; None: any, where others reach it.
+    """
+    if not ip_address(bound.partition("%")[0]).is_loopback:
         return None
-    return frozenset({*LOOPBACK, host, f"[{host}]"}) if loopback else None
+    return frozenset({*LOOPBACK, host.lower(), f"[{host.lower()}]", bound, f"[{bound}]"})
 
 
 class Gate:
@@ -101,8 +101,9 @@ class Gate:
 
     def _admit(self, headers: Headers) -> None:
         key = self._serving.key
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not hmac.compare_digest(given.encode(), key.encode()):
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        admitted = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), (key or "").encode())
+        if key is not None and not admitted:
             raise Refusal(
                 401, "this server wants its API key; send it as Authorization: Bearer KEY", None, "invalid_api_key"
             )

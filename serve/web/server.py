@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...core.errors import InputError
 from .app import application
+from .gate import names_of
 from .serving import Serving
 
 #: Seconds that a connection may be open without a whole request head, without a request between two, and without
@@ -89,6 +90,7 @@ class Server(uvicorn.Server):
         Raises InputError where that cannot be.
         """
         self.serving, self._listener, self._ready = serving, listening_socket(host, port), ready
+        serving.hosts = names_of(host, self._listener.getsockname()[0])
         super().__init__(
             uvicorn.Config(
                 application(serving), http=PatientProtocol, ws="none", lifespan="off", proxy_headers=False,
@@ -97,6 +99,11 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=LARGEST_HEAD,
             )
         )  # fmt: skip
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether other machines reach it, and need no key."""
+        return self.serving.hosts is None and self.serving.key is None
 
     @property
     def url(self) -> str:

@@ -18,7 +18,7 @@ from ..corpus import load_tokens
 from ..pipeline.stages import QUANTIZE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from ..shared.adapters import note_base_alone
-from ..shared.model_files import export_options
+from ..shared.model_files import checked_model, export_options
 from ..shared.opening import command
 from ..shared.sources import source_of
 from ..shared.texts import Tokens
@@ -56,9 +56,8 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
 
     run.refuse_stale("measure", "quantize", "export")
     note_base_alone(run, "what runs is of", notes)
+    checked_model(run)
     scales = load_scales(run)
-    for name in run.record().stages["quantize"].outputs:
-        run.require(run.root / name, "quantize")
     statistics = load_statistics(run)
     what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run, scales))
     checks = stored_checks(what.tensors, scales, what.remedies)

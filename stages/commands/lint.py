@@ -1,6 +1,6 @@
 """`fp8q lint`: check an ONNX file, a Triton repository, a checkpoint, or everything in a run against the rules.
 
-Needs no torch, no GPU and no server, and reads no weight.
+Needs no torch, no GPU and no server; of weights it reads a checkpoint's codes once, for NaN.
 """
 
 import os

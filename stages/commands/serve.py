@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ...core.errors import InputError
 from ...core.run import Run
 from ...options import ServeOptions, model_name
+from ...options.serve import plain_of
 from ...serve.local.chat_template import ChatTemplate
 from ..generate import open_model, open_template, runtime_here
 from ..pipeline.steps import needs
@@ -27,11 +28,10 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
     Raises InputError for a run without a model and an address in use, BackendError for a missing runtime or library.
     """
     needs("serve", SERVE_MODULES)
-    from ...serve.web.gate import names_of
     from ...serve.web.server import Server
     from ...serve.web.serving import Serving
 
-    name = name_of(run, options)
+    name, key = name_of(run, options), key_of(options)
     for adapter in options.adapter:
         check_adapter(run, adapter)
         if adapter in (name, f"{name}-bf16"):
@@ -40,9 +40,8 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
         raise InputError("--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out")
     serving = Serving(
         list(_models(run, options)),
-        _template(run),
-        options.api_key or os.environ.get(KEY) or None,
-        names_of(options.host),
+        _template(run, options),
+        key,
     )
     try:
         server = Server(serving, options.host, options.port, options.grace, ready)
@@ -52,11 +51,28 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
     return server.serve_until_stopped()
 
 
-def _template(run: Run) -> ChatTemplate | InputError:
-    """The chat template, or the reason of its absence, which requests for a chat are answered with."""
+def key_of(options: ServeOptions) -> str | None:
+    """The key that clients must send: of the options, or else of the environment, under the same rule; None: no key.
+
+    Raises InputError for a variable that is set to no key.
+    """
+    if options.api_key is not None or (given := os.environ.get(KEY)) is None:
+        return options.api_key
+    if not given:
+        raise InputError(f"{KEY}: is set and empty, which would let everybody in; set it to a key, or unset it")
+    return plain_of(KEY, given)
+
+
+def _template(run: Run, options: ServeOptions) -> ChatTemplate | InputError:
+    """The chat template, or the reason of its absence, which requests for a chat are answered with.
+
+    Raises InputError where the file of `options` is at fault.
+    """
     try:
-        return open_template(run)
+        return open_template(run, options.template)
     except InputError as error:
+        if options.template is not None:
+            raise
         return error
 
 

@@ -1,8 +1,10 @@
 """The files of a run that runtimes read, checkpoint and graphs, checked to be what their stages wrote."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ... import __version__
+from ...calibrate.checkpoint.companions import COMPANIONS
 from ...core.errors import InputError
 from ...core.files import sha256_file
 from ...core.record import FP8_STAGES, stage_command
@@ -11,6 +13,9 @@ from ...options import ExportOptions, Precision
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..pipeline.stages import EXPORT
 from .adapters import adapters_of
+
+#: The names of files that loaders read where they find them beside weights, whoever put them there.
+LOADED = (*(name for name in COMPANIONS if name != "LICENSE*"), "*.safetensors", "*.jinja", "config.json")
 
 
 def fp8_graphs(run: Run) -> list[Path]:
@@ -43,10 +48,34 @@ def fp8_files(run: Run, *, graph: bool = True) -> dict[str, str]:
     `graph` False: only the checkpoint, for models without a graph.
     """
     run.refuse_stale(*FP8_STAGES)
-    hashes = hashes_of(run, "quantize", "export")
+    hashes = checked_model(run) | hashes_of(run, "export")
     if graph or not run.without_graph():
         run.require(run.onnx, "export")
     return hashes
+
+
+def checked_model(run: Run) -> dict[str, str]:
+    """Name -> SHA-256 of the files that `quantize` wrote, scales.json and the checkpoint: every command that loads
+    `RUN/model` begins with this check.
+
+    Raises InputError for a changed or missing file, and for one in `RUN/model` that loaders read and no stage wrote.
+    """
+    run.require(run.scales, "quantize")
+    hashes = hashes_of(run, "quantize")
+    refuse_unwritten(run)
+    return hashes
+
+
+def refuse_unwritten(run: Run) -> None:
+    """Raise InputError for a file in `RUN/model` that loaders read and no stage wrote."""
+    written = {name for record in run.record().stages.values() for name in record.outputs}
+    for path in sorted(run.model.rglob("*")):
+        name = str(path.relative_to(run.root))
+        if name not in written and any(fnmatchcase(path.name, pattern) for pattern in LOADED):
+            raise InputError(
+                f"{path}: no stage of this run wrote it, and loaders read such a file; delete it (generate and serve "
+                "take a chat template with --template)"
+            )
 
 
 def files_of(run: Run, precision: Precision) -> dict[str, str]:

@@ -143,8 +143,18 @@ def test_values_of_the_wrong_kind(adapter: Path, changed: Callable[..., None]) -
     )
     changed(file, r=2, rank_pattern={"(": 4})
     assert refusal(adapter) == (
-        f"{file}: '(' is no regular expression (missing ), unterminated subpattern at position 0); copy or download it "
-        "again"
+        f"{file}: has the pattern '(', which is not read (missing ), unterminated subpattern at position 0); name the "
+        "modules plainly"
+    )
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_never_ends_is_refused(adapter: Path, changed: Callable[..., None], field: str) -> None:
+    file = adapter / "adapter_config.json"
+    changed(file, r=2, **{field: {"((((.+)+)+)+)+=": 4}})
+    assert refusal(adapter) == (
+        f"{file}: has the pattern '((((.+)+)+)+)+=', which is not read (it repeats too much to be tried); name the "
+        "modules plainly"
     )
 
 

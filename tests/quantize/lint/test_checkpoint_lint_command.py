@@ -62,7 +62,8 @@ GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "group
 MXFP4 = "load it with transformers' Mxfp4Config(dequantize=True), save it with save_pretrained and give that"
 PACKED = "quant_method is 'compressed-tensors' with the format 'pack-quantized' (INT4 or INT8)"
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"g": GROUP}}
-PATTERN = "has the pattern '(a+)+$', which is not read (it repeats too much to be tried); name the modules plainly"
+ENDLESS = ("(a+)+$", "(.?|.?)?" * 24, ".*" * 8)
+PATTERN = "has the pattern {!r}, which is not read (it repeats too much to be tried); name the modules plainly"
 BLOCK = "weight_block_size is [0, 128], and should be two sizes such as [128, 128]; set those of the blocks"
 
 
@@ -78,7 +79,8 @@ BLOCK = "weight_block_size is [0, 128], and should be two sizes such as [128, 12
         (COMPRESSED | {"format": "mixed-precision"}, "the weights of config_groups.g are INT4", ORIGINAL),
         ({"format": "fp8q", "reason": "Conv1D"}, "quant_method is ''", ORIGINAL),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, BLOCK, None),
-        ({"quant_method": "fp8", "modules_to_not_convert": ["(a+)+$"]}, PATTERN, None),
+        *(({"quant_method": "fp8", "modules_to_not_convert": [each]}, PATTERN.format(each[:80]), None)
+          for each in ENDLESS),
     ],
 )  # fmt: skip
 def test_a_form_that_is_not_read_is_named_with_what_is(

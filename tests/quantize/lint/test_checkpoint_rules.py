@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.quantize.lint.check import RULES, checkpoint_findings
+from fp8q.quantize.lint.rules_weights import count_nan
 
 from ..reading import fp8_checkpoints
 from .conftest import FORMS, Damaged
@@ -158,6 +160,15 @@ def set_one(name: str, value: float) -> Callable[[Damaged], None]:
     return damage
 
 
+def set_code(row: int, column: int, byte: int) -> Callable[[Damaged], None]:
+    """Another code in the weight of O."""
+
+    def damage(it: Damaged) -> None:
+        it.tensors[f"{O}.weight"].view(torch.uint8)[row, column] = byte
+
+    return damage
+
+
 def setting(name: str, shape: list[int]) -> Callable[[Damaged], None]:
     """Another shape for the scale of O."""
 
@@ -201,7 +212,8 @@ CASES = {
     "no shape at all": Case("C108", setting("weight", [7, 3]), lambda it: it.scale(O), STATIC),
     "two numbers for an input": Case("C108", setting("input", [2]), lambda it: it.input_scale(O), STATIC),
     "blocks that do not tile": Case("C109", setting("weight", [3, 2]), lambda it: it.scale(O), ("fp8",)),
-    "blocks that transformers takes wrong": Case("C110", odd_blocks, of(f"{DOWN}.weight"), ("fp8",)),
+    "blocks that transformers takes wrong": Case("C110", odd_blocks, of(f"{DOWN}.weight"), ("fp8",),
+                                                  frozenset({"C125"})),
     "NaN": Case("C111", set_one("weight", math.nan), lambda it: it.scale(O)),
     "zero": Case("C111", set_one("weight", 0), lambda it: it.scale(O)),
     "negative": Case("C111", set_one("input", -0.5), lambda it: it.input_scale(O), STATIC),
@@ -240,13 +252,18 @@ CASES = {
                                 ("modelopt",)),
     "a cache nobody announced": Case("C120", lambda it: cache(it, 0.05), of("model.layers.1.self_attn.k_scale"),
                                      ("compressed-tensors",)),
-    "a wide layer among others in FP8": Case("C123", one_wide_layer, of("config.json"), ("modelopt",)),
-    "a cache of a module without a place": Case("C123", cache_of_a_block, of("model.layers.1.mlp.k_scale"),
+    "a wide layer among others in FP8": Case("C126", one_wide_layer, of("config.json"), ("modelopt",)),
+    "a cache of a module without a place": Case("C126", cache_of_a_block, of("model.layers.1.mlp.k_scale"),
                                                 ("fp8",)),
-    "a cache of latent attention": Case("C123", latent_cache, of("model.layers.1.self_attn.k_scale"), ("fp8",)),
-    "values alone in fp8q's file": Case("C123", own_cache_file, of("kv_cache.safetensors"), ("compressed-tensors",)),
+    "a cache of latent attention": Case("C126", latent_cache, of("model.layers.1.self_attn.k_scale"), ("fp8",)),
+    "values alone in fp8q's file": Case("C126", own_cache_file, of("kv_cache.safetensors"), ("compressed-tensors",)),
     "left out, and in codes": Case("C121", lambda it: leave_out(it, O), of(f"{O}.weight")),
     "in BF16, and not left out": Case("C122", lambda it: widen(it, O), of(f"{O}.weight")),
+    "a code of NaN": Case("C123", set_code(3, 5, 0x7F), of(f"{O}.weight")),
+    "a code of NaN with its sign": Case("C123", set_code(-1, -1, 0xFF), of(f"{O}.weight")),
+    "a scale without its weight": Case("C124", lambda it: drop(it, f"{O}.weight"), lambda it: it.scale(O)),
+    "a weight cut off": Case("C125", lambda it: it.tensors.update(
+        {f"{O}.weight": it.tensors[f"{O}.weight"][:64, :100]}), of(f"{O}.weight"), STATIC),
 }  # fmt: skip
 
 
@@ -307,3 +324,22 @@ def test_none_of_modelopts_other_ways_has(configuration: str, demo_checkpoint: P
 
 def test_our_own_checkpoint_has_none(demo_run: Run) -> None:
     assert api.lint(demo_run.model).findings == []
+
+
+def test_a_layer_of_another_width_throughout_is_no_fault(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("modelopt")
+    for module, side in ((GATE, 0), (UP, 0), (DOWN, 1)):
+        it.tensors[f"{module}.weight"] = it.tensors[f"{module}.weight"].narrow(side, 0, 512).contiguous()
+    it.save()
+    assert checkpoint_findings(it.folder)[1] == []
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 1000, 1003])
+def test_nan_codes_are_counted_at_every_place(size: int) -> None:
+    codes = np.arange(size, dtype=np.uint8)
+    expected = int(torch.from_numpy(codes).view(torch.float8_e4m3fn).float().isnan().sum())
+    assert count_nan(codes) == expected == sum(byte in (127, 255) for byte in codes.tolist())
+    for place in range(min(size, 20)):
+        codes = np.zeros(size, np.uint8)
+        codes[place] = 0xFF
+        assert count_nan(codes) == 1

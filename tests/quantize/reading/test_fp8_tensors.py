@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8q.calibrate.input.patterns import PatternFile
 from fp8q.core.errors import InputError
 from fp8q.quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
 from fp8q.quantize.reading.module_patterns import Form, Matcher
@@ -127,4 +128,4 @@ def test_a_scale_is_read_in_any_type_that_scales_have(
     ],
 )
 def test_names_are_matched_as_the_forms_loader_does(form: Form, pattern: str, module: str, matched: bool) -> None:
-    assert Matcher(pattern, form, Path("config.json")).matches(module) is matched
+    assert Matcher(pattern, form, PatternFile(Path("config.json"))).matches(module) is matched

@@ -80,6 +80,6 @@ def test_no_template_is_said(tmp_path: Path, given: object) -> None:
     with pytest.raises(InputError) as raised:
         write(tmp_path, chat_template=given)
     assert str(raised.value) == (
-        f"{tmp_path}: its tokenizer has no chat template; put the one that the model was trained with there as "
-        "chat_template.jinja, or generate without a chat"
+        f"{tmp_path}: its tokenizer has no chat template; give the one that the model was trained with as "
+        "--template FILE, or generate without a chat"
     )

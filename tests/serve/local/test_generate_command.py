@@ -18,6 +18,8 @@ from fp8q.serve.loop.request import GeneratedAnswer
 from fp8q.stages.generate import Comparison, parting
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fp8q.core.run import Run
 
 Fp8q = Callable[..., Any]
@@ -93,31 +95,64 @@ def test_standard_input_that_is_no_text_is_refused(
     )
 
 
-def test_a_chat_goes_on_by_the_models_own_template(
-    fp8q: Fp8q, counting_run: Run, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A chat template in a file of its own."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    return tmp_path / "chat.jinja"
+
+
+def test_a_chat_goes_on_by_the_template_that_is_given(
+    fp8q: Fp8q, counting_run: Run, monkeypatch: pytest.MonkeyPatch, template: Path
 ) -> None:
-    (counting_run.model / "chat_template.jinja").write_text(TEMPLATE)
     say(monkeypatch, b"t4\n\nt7\n")
-    found = fp8q("generate", counting_run.root, "--chat", "--max-tokens", 2)
+    found = fp8q("generate", counting_run.root, "--chat", "--template", template, "--max-tokens", 2)
     # t1 t4 t2: 1 + 8 + 6 = 15, which ends the text at once. t1 t4 t2 (nothing) t1 t7 t2: 15 + 1 + 14 + 6 = 36 -> 4,
     # and + 4·1 = 40 -> 8
     assert (found.code, found.out) == (0, "\n t4 t8\n")
     say(monkeypatch, b"")
-    found = json.loads(fp8q("generate", counting_run.root, "--chat", "--prompt", "t4", "--json").out)
+    found = json.loads(
+        fp8q("generate", counting_run.root, "--chat", "--template", template, "--prompt", "t4", "--json").out
+    )
     assert found == {
         "messages": [{"role": "user", "content": "t4"}, {"role": "assistant", "content": ""}],
         "text": "", "tokens": [15], "finish_reason": "stop",
     }  # fmt: skip
     say(monkeypatch, b"\n")
-    assert fp8q("generate", counting_run.root, "--chat").complaint() == (
+    assert fp8q("generate", counting_run.root, "--chat", "--template", template).complaint() == (
         "nothing was said; give --prompt, or lines on standard input"
     )
 
 
+def test_a_template_that_no_stage_wrote_is_not_obeyed(fp8q: Fp8q, counting_run: Run, template: Path) -> None:
+    planted = counting_run.model / "chat_template.jinja"
+    planted.write_text(TEMPLATE)
+    for words in (("--chat", "--prompt", "t4"), ("--chat", "--prompt", "t4", "--template", template)):
+        assert fp8q("generate", counting_run.root, *words).complaint() == (
+            f"{planted}: no stage of this run wrote it, and loaders read such a file; delete it (generate and serve "
+            "take a chat template with --template)"
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "{file}: there is no such file"),
+        (b"\xff", "--template {file}: is no text in UTF-8 ('utf-8' codec can't decode byte 0xff in position 0: "),
+    ],
+)
+def test_a_template_that_does_not_read_is_refused(
+    fp8q: Fp8q, counting_run: Run, template: Path, content: bytes | None, message: str
+) -> None:
+    template.unlink() if content is None else template.write_bytes(content)
+    found = fp8q("generate", counting_run.root, "--chat", "--prompt", "t4", "--template", template).complaint()
+    assert found.startswith(message.format(file=template))
+
+
 def test_a_model_without_a_template_holds_no_chat(fp8q: Fp8q, counting_run: Run) -> None:
     assert fp8q("generate", counting_run.root, "--chat", "--prompt", "t1").complaint() == (
-        f"{counting_run.model}: its tokenizer has no chat template; put the one that the model was trained with there "
-        "as chat_template.jinja, or generate without a chat"
+        f"{counting_run.model}: its tokenizer has no chat template; give the one that the model was trained with as "
+        "--template FILE, or generate without a chat"
     )
 
 
@@ -148,13 +183,12 @@ def test_options_in_python_are_held_to_the_same_rules() -> None:
 
 
 def test_a_serving_host_generates_without_torch_and_is_told_what_a_chat_needs(
-    base_install: Callable[..., Any], counting_run: Run
+    base_install: Callable[..., Any], counting_run: Run, template: Path
 ) -> None:
-    (counting_run.model / "chat_template.jinja").write_text(TEMPLATE)
     words = ("generate", counting_run.root, "--prompt", "t3 t1 t4", "--max-tokens", "3")
     found = base_install(*words)
     assert (found.returncode, found.stdout, found.stderr) == (0, " t1 t2 t6\n", "")
-    found = base_install(*words, "--chat")
+    found = base_install(*words, "--chat", "--template", template)
     assert (found.returncode, found.stdout, found.stderr) == (
         4,
         "",

@@ -233,8 +233,8 @@ def test_a_model_without_a_template_says_so_to_those_who_chat(own: Thread, count
     found = own.post("/v1/chat/completions", messages=[{"role": "user", "content": "t1"}])
     assert found.status_code == 400
     assert found.json()["error"]["message"] == (
-        f"{counting_run.model}: its tokenizer has no chat template; put the one that the model was trained with there "
-        "as chat_template.jinja, or generate without a chat"
+        f"{counting_run.model}: its tokenizer has no chat template; give the one that the model was trained with as "
+        "--template FILE, or generate without a chat"
     )
 
 
@@ -339,14 +339,39 @@ def test_with_a_key_only_who_has_it_is_answered(counting_run: Run, monkeypatch: 
             found = server.client.get("/v1/models", headers=headers)  # type: ignore[arg-type]
             assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
             assert found.json()["error"]["code"] == "invalid_api_key"
-        assert server.client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+        for given, status in (("Bearer secret", 200), ("bearer secret", 200), ("secret", 401), ("Basic secret", 401)):
+            assert server.client.get("/v1/models", headers={"Authorization": given}).status_code == status
         assert [server.client.get(path).status_code for path in ("/", "/health", "/metrics")] == [200, 200, 200]
 
 
 def test_a_browser_that_was_sent_here_under_another_name_is_refused(server: Thread) -> None:
     for host, status in (("evil.example", 403), ("evil.example:80", 403), ("localhost:80", 200), ("[::1]:80", 200)):
         assert server.client.get("/health", headers={"Host": host}).status_code == status
-    assert names_of("0.0.0.0") is names_of("example.org") is None
+    assert names_of("0.0.0.0", "0.0.0.0") is names_of("example.org", "10.0.0.1") is None
+    # the address is what counts, under whatever name it was asked for
+    assert names_of("Box.example", "127.0.0.1") == frozenset({
+        "localhost", "127.0.0.1", "[::1]", "box.example", "[box.example]", "[127.0.0.1]",
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("", "FP8Q_API_KEY: is set and empty, which would let everybody in; set it to a key, or unset it"),
+        ("a b", "FP8Q_API_KEY 'a b': must be of printable ASCII characters, without spaces"),
+        ("é", "FP8Q_API_KEY 'é': must be of printable ASCII characters, without spaces"),
+    ],
+)
+def test_a_variable_that_is_no_key_starts_no_server(
+    fp8q: Fp8q, counting_run: Run, monkeypatch: pytest.MonkeyPatch, key: str, message: str
+) -> None:
+    monkeypatch.setenv("FP8Q_API_KEY", key)
+    assert fp8q("serve", counting_run.root, "--port", "0").complaint() == message
+
+
+def test_an_open_server_knows_that_it_is_open(counting_run: Run) -> None:
+    with in_thread(counting_run.root, name="counting", host="0.0.0.0") as server:
+        assert server.server.is_open
 
 
 def test_the_page_may_load_nothing_and_run_its_own_script_alone(server: Thread) -> None:

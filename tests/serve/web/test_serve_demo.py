@@ -35,14 +35,14 @@ def run(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The demo, and a template for chats."""
     copied = type(demo_run)(tmp_path_factory.mktemp("serve") / "run")
     shutil.copytree(demo_run.root, copied.root)
-    (copied.model / "chat_template.jinja").write_text(TEMPLATE)
+    (copied.root.parent / "chat.jinja").write_text(TEMPLATE)
     return copied
 
 
 @pytest.fixture(scope="module")
 def served(run: Run) -> Iterator[Process]:
     """A server for all tests here; that it ends as it should is looked at in the end."""
-    with started(run.root, "--name", "demo") as found:
+    with started(run.root, "--name", "demo", "--template", str(run.root.parent / "chat.jinja")) as found:
         yield found
         found.process.send_signal(signal.SIGINT)
         out, err = found.process.communicate(timeout=SECONDS)

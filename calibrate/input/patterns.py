@@ -1,0 +1,122 @@
+"""Match regular expressions from untrusted files within bounds of steps and time.
+
+Python's matcher backtracks: `((((.+)+)+)+)+=` never ends on a name of 40 letters, nor do 24 times `(.?|.?)?`, and
+nothing stops it but a signal to the main thread. Loaders match with it all the same. RE2, which cannot backtrack, knows
+no look-around, which lists of ignored modules use; `regex`, which has a timeout, took all memory for a few repeats of
+repeats; both would be another library on serving hosts. So the expression is parsed by Python's own parser, and the
+number of ways in which it can be laid over a text is bounded from above before it is tried: alternatives are added,
+what follows one another is multiplied, k repeats of single letters share n letters in at most C(n + k, k) ways, and a
+repeat of anything that itself has several ways has their power. Expressions of published checkpoints (`.*mlp.gate$`)
+have some thousand ways; with more than `MOST_WAYS` one is refused. The time of all matches with the expressions of a
+file has an end too.
+"""
+
+import re
+import time
+from math import comb
+from pathlib import Path
+from re import _parser  # type: ignore[attr-defined]  # the same tree as the matcher's
+from typing import Any
+
+from ...core.errors import InputError
+
+#: The most characters of an expression, the most ways in which it may be laid over a text, and the most seconds that
+#: the expressions of one file take.
+LONGEST, MOST_WAYS, SECONDS = 1000, 10_000_000, 10.0
+TOO_MUCH = "it repeats too much to be tried"
+
+
+class PatternFile:
+    """An untrusted file with expressions, and the processor time that matching with all of them may still take."""
+
+    def __init__(self, path: Path, seconds: float = SECONDS):
+        """Name the file for error messages, and allow `seconds`."""
+        self.path, self.left = path, seconds
+
+    def refused(self, expression: str, why: object) -> InputError:
+        """The error for an expression of this file."""
+        return InputError(
+            f"{self.path}: has the pattern {expression[:80]!r}, which is not read ({why}); name the modules plainly"
+        )
+
+
+class BoundedPattern:
+    """A regular expression from an untrusted file."""
+
+    def __init__(self, expression: str, file: PatternFile, before: str = "", after: str = ""):
+        """Compile the `expression` with the trusted parts `before` and `after` around it.
+
+        Raises InputError for one that does not compile, alone or between these, or that no text can be tried with.
+        """
+        self.expression, self._file = expression, file
+        if len(expression) > LONGEST:
+            raise file.refused(expression, TOO_MUCH)
+        try:
+            re.compile(expression)
+            self._compiled = re.compile(f"{before}{expression}{after}")
+            self._tree = _parser.parse(self._compiled.pattern)
+        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            raise file.refused(expression, error) from None
+        self._ways: dict[int, float] = {}
+        self._check(1)
+
+    def matches(self, text: str) -> bool:
+        """Tell whether the expression matches `text` from its first letter on; raises InputError for too much work."""
+        self._check(len(text))
+        begun = time.thread_time()
+        found = self._compiled.match(text) is not None
+        self._file.left -= time.thread_time() - begun
+        if self._file.left < 0:
+            raise self._file.refused(self.expression, f"the patterns of this file take over {SECONDS:.0f} seconds")
+        return found
+
+    def _check(self, length: int) -> None:
+        if length not in self._ways:
+            self._ways[length] = ways(self._tree, length)
+        if self._ways[length] > MOST_WAYS:
+            raise self._file.refused(self.expression, TOO_MUCH)
+
+
+def ways_of(expression: str, length: int) -> float:
+    """Bound the ways of an `expression`, as `ways` does."""
+    return ways(_parser.parse(expression), length)
+
+
+def ways(tree: Any, length: int) -> float:
+    """Bound from above in how many ways a parsed expression can be laid over a text of so many letters."""
+    found, repeats = 1.0, 0
+    for operator, argument in tree:
+        match str(operator):
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN" | "AT" | "GROUPREF":
+                continue
+            case "BRANCH":
+                found *= sum(ways(each, length) for each in argument[1])
+            case "SUBPATTERN" | "ASSERT" | "ASSERT_NOT":
+                found *= ways(argument[-1], length)
+            case "ATOMIC_GROUP":
+                found *= ways(argument, length)
+            case "GROUPREF_EXISTS":
+                found *= sum(ways(each, length) for each in argument[1:] if each is not None)
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                least, most, inner = argument
+                if ways(inner, length) == 1 and inner.getwidth()[0] > 0 and least <= 1 and most > length:
+                    repeats += 1
+                else:
+                    found *= _repeated(int(least), int(most), ways(inner, length), inner.getwidth()[0], length)
+            case _:
+                return float("inf")
+        if found > MOST_WAYS:
+            return float("inf")
+    return found * comb(length + repeats, repeats)
+
+
+def _repeated(least: int, most: int, each: float, width: int, length: int) -> float:
+    """Bound the ways of a repeat from `least` to `most` times of something with `each` ways and at least `width`
+    letters; what may be empty is tried `least` times all the same.
+    """
+    most = min(most, length // width if width else least + length)
+    if not width and least > LONGEST:
+        return float("inf")
+    if each == 1:
+        return max(most - least, 0) + 1.0 + (0 if width else least)
+    return sum(each**times for times in range(min(least, most), most + 1)) if most * each < 400 else float("inf")

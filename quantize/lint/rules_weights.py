@@ -1,0 +1,93 @@
+"""Rules C123 to C125: weights.
+
+C123 reads every code once, at 3 to 8 GB a second of processor time: no header and no scale tells of a NaN.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.findings import Broken
+from ..codes.formats import E4M3
+from ..reading.fp8_tensors import WEIGHT_SCALES, Checkpoint
+from .rules import AGAIN, checkpoint_rule
+
+#: Codes that are looked through at a time.
+CHUNK = 1 << 24
+#: Without its sign a NaN is this byte: eight of each in a word, and the bit that only a NaN reaches when one is added.
+_MAGNITUDES, _ONES, _SIGNS = (np.uint64(int.from_bytes(bytes([byte]) * 8)) for byte in (0x7F, 0x01, 0x80))
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+#: A module with its name up to the last number, which is its layer or expert.
+LAYER = re.compile(r"(.*\.\d+\.).*", re.DOTALL)
+
+
+def count_nan(codes: npt.NDArray[np.uint8]) -> int:
+    """Count the E4M3 codes of NaN in `codes` uint8 [values]."""
+    found = 0
+    for start in range(0, codes.size, CHUNK):
+        part = codes[start : start + CHUNK]
+        words = part[: part.size // 8 * 8].view(np.uint64)
+        if np.bitwise_or.reduce(((words & _MAGNITUDES) + _ONES) & _SIGNS, initial=np.uint64(0)) or part.size % 8:
+            found += int(np.count_nonzero(np.isnan(E4M3.values[part])))
+    return found
+
+
+@checkpoint_rule("C123", "nan-code")
+def nan_code(checkpoint: Checkpoint) -> Broken:
+    """No code of a weight is NaN (7F and FF): it makes its output NaN for every token, and no loader looks."""
+    for codes in checkpoint.codes.values():
+        every = checkpoint.read_codes(codes).reshape(-1)
+        if found := count_nan(every):
+            yield codes.weight, f"holds {found:,} codes of NaN of {every.size:,}; leave the module in BF16, or {AGAIN}"
+
+
+@checkpoint_rule("C124", "scale-alone")
+def scale_alone(checkpoint: Checkpoint) -> Broken:
+    """A scale of a weight has its weight beside it: where that is gone, loaders go on with random numbers, and warn of
+    a missing key at most.
+    """
+    if checkpoint.problems:  # a file that is damaged may hold it, and C101 tells of that
+        return
+    for name in checkpoint.tensors:
+        module, _, last = name.rpartition(".")
+        if last in WEIGHT_SCALES[checkpoint.declared.form] and f"{module}.weight" not in checkpoint.tensors:
+            yield name, f"is there, and {module}.weight is not; copy or download the checkpoint again"
+
+
+@checkpoint_rule("C125", "weight-shape")
+def weight_shape(checkpoint: Checkpoint) -> Broken:
+    """A weight in codes has the shape of most of its like in other layers, or others of its layer differ from theirs
+    too, as in models whose layers have several widths: one that differs alone was cut, and no product takes it.
+    """
+    usual = _usual_shapes(checkpoint)
+    apart = defaultdict(list)
+    for module, shape in _shapes(checkpoint):
+        if (role := NUMBER.sub("*", module)) in usual and shape != usual[role][0]:
+            apart[_layer(module)].append(module)
+    for module, codes in checkpoint.codes.items():
+        if apart[_layer(module)] == [module]:
+            most, count = usual[NUMBER.sub("*", module)]
+            yield codes.weight, f"is {list(codes.shape)}, and {count} others of its kind {list(most)}; {AGAIN}"
+
+
+def _shapes(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(".weight"):
+            yield name.removesuffix(".weight"), tensor.shape
+
+
+def _usual_shapes(checkpoint: Checkpoint) -> Mapping[str, tuple[tuple[int, ...], int]]:
+    """Name with `*` for numbers -> the shape that more than half of these weights have, and how many have it."""
+    shapes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for module, shape in _shapes(checkpoint):
+        shapes[NUMBER.sub("*", module)][shape] += 1
+    usual = {role: counted.most_common(1)[0] for role, counted in shapes.items()}
+    return {role: (shape, count) for role, (shape, count) in usual.items() if 2 * count > shapes[role].total()}
+
+
+def _layer(module: str) -> str:
+    found = LAYER.fullmatch(module)
+    return found[1] if found else ""
