@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from fp8q.calibrate.measure import observe
+from fp8q.calibrate.measure.counting import count_by_sorting
 from fp8q.calibrate.measure.histogram import PATTERNS
 from fp8q.quantize.codes.encoding import TRITON
 
@@ -25,21 +26,17 @@ BATCH, LENGTH, LIMIT = 4, 2048, 1.10
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def by_sorting(patterns: torch.Tensor) -> torch.Tensor:
-    """Counts by sorting the 16-bit keys: no two values meet."""
-    found, counts = torch.unique_consecutive(patterns.sort().values, return_counts=True)
-    return torch.zeros(PATTERNS, dtype=torch.int64, device=patterns.device).index_copy_(0, found.long(), counts)
-
-
 def counters(setting: Setting, part: Part) -> dict[str, Counter]:
     """The contenders; kernels run on a GPU alone."""
-    found: dict[str, Counter] = {"bincount": observe.count_patterns, "sort": by_sorting}
+    found: dict[str, Counter] = {"bincount": partial(torch.bincount, minlength=PATTERNS), "sort": count_by_sorting}
     if not TRITON or setting.dry:
         part.skipped["kernels that count"] = "they run on a GPU alone" if TRITON else "Triton is not installed"
         return found
-    from .counting import private, shared
+    from fp8q.calibrate.measure.counting_kernel import triton_count
 
-    return found | {"kernel, private tables": private, "kernel, shared memory": shared}
+    from .counting import shared
+
+    return found | {"kernel, private tables": triton_count, "kernel, shared memory": shared}
 
 
 def measure(setting: Setting, part: Part) -> None:
