@@ -210,7 +210,7 @@ class SequentialRounding(Chain):
 
         `weights`: the weights of the layer that are rounded so far. Sums are let go of as they are yielded.
         """
-        pending = [InputSums(group, lambda name: weight_rows(self.products[name])) for group in inputs]
+        pending = [InputSums(group, lambda name: weight_rows(self.products[name]), self.device) for group in inputs]
 
         def add(number: int, batch: int, size: int) -> None:
             float_inputs = self._record_inputs(inputs, entering[0], batch, run_layer)
@@ -225,7 +225,7 @@ class SequentialRounding(Chain):
         for number, (batch, ids) in enumerate(self.batches.items()):
             add(number, batch, ids.size)  # a function, so that the inputs are freed before H is factored
         while pending:
-            yield pending.pop(0)
+            yield pending.pop(0).to_host()
 
     def _record_inputs(
         self,
