@@ -46,7 +46,7 @@ Arguments = tuple[torch.Tensor, ...]
 
 def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape."""
-    scale = torch.tensor(activation.scale, device=x.device)
+    scale = torch.full((), activation.scale, device=x.device)  # `torch.tensor` would wait for a GPU
     if activation.terms == 1:
         return code_values(x, scale).mul_(scale)
     first, second = two_code_values(x, scale)
