@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
+from ...calibrate.measure.hidden_states import HiddenStates
+from ...calibrate.measure.stream import Chain, check_space, going_on
 from ...calibrate.model.decoder import LayerCall, NoChainError
 from ...calibrate.model.expert_modules import routed_products, whole_input_module
 from ...calibrate.model.products import output_channel_axis
