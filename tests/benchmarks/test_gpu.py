@@ -63,6 +63,9 @@ def test_what_a_dry_run_can_tell_is_right(dry: tuple[Any, str]) -> None:
     assert max(perplexities) < 1.01 * min(perplexities)
     counted = [each for each in parts["calibration"]["targets"] if "counts" in each["target"]]
     assert [each["found"] for each in counted] == [0] * 6
+    waits = parts["calibration"]["tables"]["waits and copies of a batch of an 8B, counted on the meta device"]
+    assert [(row["waits"], row["bytes_to_gpu"], row["bytes_to_memory"]) for row in waits] == [(1, 8 * 4 * 2048, 0)] * 2
+    assert [each["met"] for each in parts["engines"]["targets"]] == [None] * len(parts["engines"]["targets"])
     ways = {row["way"] for row in parts["products"]["tables"]["products"]}
     assert ways >= {"bf16", "fp8 alone", "FP8Linear", "FP8Linear, two terms"}
     assert {row["kind"] for row in parts["decoder"]["tables"]["decode"]} == {"bf16", "fp8", "fp8, two terms"}
