@@ -3,6 +3,9 @@ count exactly.
 
 Watched is what calibration watches: the inputs of qkv, o, gate/up and down, and keys and values, by its own `Observer`,
 whose counting is replaced by each contender. `nothing counted` is what remains of watching when counting is free.
+
+The waits of the host in a batch, and the bytes it copies, are counted on the meta device (`waits`), which a dry run can
+do as well; on a GPU, PyTorch's own warnings of waits are counted beside them.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,40 +16,54 @@ from unittest import mock
 import torch
 
 from fp8q.calibrate.measure import observe
+from fp8q.calibrate.measure.counting import count_by_sorting
 from fp8q.calibrate.measure.histogram import PATTERNS
 from fp8q.quantize.codes.encoding import TRITON
 
 from .llama import TINY, Decoder, Shape, wide
 from .timing import Part, Setting, seconds
+from .waits import calibration_batch, warned_waits
 
 Counter = Callable[[torch.Tensor], torch.Tensor]
-#: Sequences and tokens of a batch; the overhead that is asked for.
-BATCH, LENGTH, LIMIT = 4, 2048, 1.10
+#: Sequences and tokens of a batch; the overhead that is asked for, and the waits.
+BATCH, LENGTH, LIMIT, WAITS = 4, 2048, 1.10, 2
 PRODUCTS = ("qkv", "o", "gate_up", "down")
-
-
-def by_sorting(patterns: torch.Tensor) -> torch.Tensor:
-    """Counts by sorting the 16-bit keys: no two values meet."""
-    found, counts = torch.unique_consecutive(patterns.sort().values, return_counts=True)
-    return torch.zeros(PATTERNS, dtype=torch.int64, device=patterns.device).index_copy_(0, found.long(), counts)
 
 
 def counters(setting: Setting, part: Part) -> dict[str, Counter]:
     """The contenders; kernels run on a GPU alone."""
-    found: dict[str, Counter] = {"bincount": observe.count_patterns, "sort": by_sorting}
+    found: dict[str, Counter] = {"bincount": partial(torch.bincount, minlength=PATTERNS), "sort": count_by_sorting}
     if not TRITON or setting.dry:
         part.skipped["kernels that count"] = "they run on a GPU alone" if TRITON else "Triton is not installed"
         return found
-    from .counting import private, shared
+    from fp8q.calibrate.measure.counting_kernel import triton_count
 
-    return found | {"kernel, private tables": private, "kernel, shared memory": shared}
+    from .counting import shared
+
+    return found | {"kernel, private tables": triton_count, "kernel, shared memory": shared}
 
 
 def measure(setting: Setting, part: Part) -> None:
-    """Counting alone, then the overhead."""
+    """Waits, counting alone, then the overhead."""
+    if not part.late("waits of a batch", setting):
+        waiting(setting, part)
     ways = counters(setting, part)
     counting(ways, setting, part)
     overhead(ways, setting, part)
+
+
+def waiting(setting: Setting, part: Part) -> None:
+    """Waits and copies of a batch, with second moments and without."""
+    for name, moments in (("histograms", False), ("histograms and second moments", True)):
+        counted = calibration_batch(Shape(), BATCH, LENGTH, moments)
+        part.row("waits and copies of a batch of an 8B, counted on the meta device", gathered=name, waits=counted.waits,
+                 bytes_to_gpu=counted.to_device, bytes_to_memory=counted.to_memory)  # fmt: skip
+        part.target(f"{name}: waits of the host in a batch", counted.waits, WAITS)
+        part.target(f"{name}: bytes copied to memory in a batch", counted.to_memory, 0)
+    if not setting.dry:
+        found = part.tried("waits that PyTorch warns of", lambda: warned_waits(Shape(), BATCH, LENGTH))
+        part.target("waits of the host in a batch that PyTorch warns of", found, WAITS)
+        torch.cuda.empty_cache()
 
 
 def drawn(kind: str, values: int, device: str) -> torch.Tensor:

@@ -5,6 +5,10 @@ parameters. So they are summed in files that are mapped into memory, and the ope
 They are `.npy` files without pickles, `moments/<first module of the group>.npy`. Unlike the histograms they are sums of
 rounded products: the same batches in the same order give the same bytes on the same machine and number of threads;
 another order gives other last bits.
+
+On a GPU with room for them the sums over batches stay there, in FP32, and `close` copies each of them once: at the end
+of a layer where the model is streamed. Copied after each batch, those of an 8B would be 32.7 GB a batch. A sum of n
+batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ adds 1e-2 of the mean diagonal.
 """
 
 import os
@@ -18,6 +22,7 @@ import torch
 
 from ...core.files import reading, replacing
 from ...core.run import Run
+from ..model.memory import has_room
 
 
 @contextmanager
@@ -47,6 +52,7 @@ class SecondMoments:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
+        self._on_gpu: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Add the tokens `x` [..., width], of any float type, to the moments `name`.
@@ -55,24 +61,29 @@ class SecondMoments:
         """
         tokens = x.detach().flatten(0, -2).float()
         if name not in self._files:
-            self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
-        add_product(torch.from_numpy(self._files[name]), tokens, tokens)
+            matrix = self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
+            if tokens.device.type != "cpu" and has_room(tokens.device, matrix.nbytes):
+                self._on_gpu[name] = torch.zeros(matrix.shape, device=tokens.device)
+        total = self._on_gpu.get(name)
+        add_product(torch.from_numpy(self._files[name]) if total is None else total, tokens, tokens)
 
     def close(self) -> list[str]:
         """Write the sums to disk and close the files; return their names."""
         names = list(self._files)
-        for file in self._files.values():
+        for name, file in self._files.items():
+            if name in self._on_gpu:
+                torch.from_numpy(file).copy_(self._on_gpu.pop(name))
             file.flush()
         self._files.clear()
         return names
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add Σ left rightᵀ over all tokens to `total`, float32 [in, out] in memory.
+    """Add Σ left rightᵀ over all tokens to `total`, float32 [in, out].
 
-    `left` [tokens, in], `right` [tokens, out]. Tokens on the CPU need no temporary matrix.
+    `left` [tokens, in], `right` [tokens, out]. Tokens on the device of `total` need no temporary matrix.
     """
-    if left.device.type == "cpu":
+    if left.device == total.device:
         total.addmm_(left.T, right)
     else:
         total.add_((left.T @ right).cpu())

@@ -9,9 +9,7 @@ list of attention classes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, reduce
 
 import numpy as np
 import torch
@@ -21,12 +19,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ..model.expert_modules import TokensShown, experts_of, routed_products, show_tokens, whole_input_module
 from ..model.products import attention_modules
+from .counting import count_patterns, largest_finite
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments
 from .statistics import TensorStatistics
-
-#: With fewer values for each thread than this, one thread counts faster than several.
-WORTH_SHARING = 1 << 17
 
 
 def probe_groups(model: PreTrainedModel, modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
@@ -75,62 +71,48 @@ def hooked(hooks: Mapping[str, Hook], modules: Mapping[str, nn.Module]) -> Itera
             handle.remove()
 
 
-def count_patterns(patterns: torch.Tensor) -> torch.Tensor:
-    """Count how often each of the 32,768 patterns occurs in `patterns` int16 [values]; int64 [32768].
-
-    `torch.bincount` uses one thread. On a CPU the values are split among as many threads as torch uses for products;
-    the sums do not depend on the split.
-    """
-    threads = torch.get_num_threads()
-    if patterns.device.type != "cpu" or threads == 1 or patterns.numel() < WORTH_SHARING * threads:
-        return torch.bincount(patterns, minlength=PATTERNS)
-    parts = counters(threads).map(lambda part: torch.bincount(part, minlength=PATTERNS), patterns.chunk(threads))
-    return reduce(torch.add, parts)
-
-
-@cache
-def counters(threads: int) -> ThreadPoolExecutor:
-    """The thread pool that counts; its threads sleep between tensors."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="fp8q-count")
-
-
 class Observer:
     """Count the magnitudes of one tensor.
 
-    Invariant: all state is a sum or a maximum, so the order of updates does not matter.
+    Invariant: all state is a sum or a maximum, so the order of updates does not matter. It stays on the device of the
+    values until `statistics` reads it, so that the host waits for no GPU in between.
     """
 
     def __init__(self, batches: int):
         """Make an observer without values, for `batches` batches."""
-        self.amax_batches = np.full(batches, np.nan, np.float32)
+        self.batches = batches
         self._counts: torch.Tensor | None = None
-        self._channels: torch.Tensor | None = None
+        self._channels = self._batches = torch.empty(0)
 
     def update(self, x: torch.Tensor, batch: int) -> None:
         """Add the values `x` [..., width], any float type (rounded to BF16), of batch number `batch`."""
         patterns = x.detach().to(torch.bfloat16).abs().view(torch.int16).flatten(0, -2)
         counts = count_patterns(patterns.flatten())
         channels = patterns.amax(0)
-        largest = int(channels.amax())
-        if largest >= INFINITY:  # search all patterns for the largest finite one, which is slower
-            finite = torch.nonzero(counts[:INFINITY])
-            largest = int(finite[-1]) if len(finite) else 0
-        self.amax_batches[batch] = np.fmax(self.amax_batches[batch], magnitudes(largest))
-        self._counts = counts if self._counts is None else self._counts.add_(counts)
-        self._channels = channels if self._channels is None else torch.maximum(self._channels, channels)
+        largest = channels.amax()
+        if largest.device.type != "cpu" or largest >= INFINITY:  # a GPU would wait for the comparison
+            largest = largest_finite(counts)
+        if self._counts is None:
+            self._counts, self._channels = counts, channels
+            self._batches = torch.full((self.batches,), -1, dtype=torch.int16, device=counts.device)
+        else:
+            self._counts.add_(counts)
+            torch.maximum(self._channels, channels, out=self._channels)
+        torch.maximum(self._batches[batch], largest, out=self._batches[batch])
 
     def statistics(self, width: int | None = None) -> TensorStatistics | None:
         """The statistics of the tensor; where it was never observed, None, or empty statistics of this `width`."""
-        if self._counts is None or self._channels is None:
+        amax_batches = np.full(self.batches, np.nan, np.float32)
+        if self._counts is None:
             if width is None:
                 return None
             return TensorStatistics(
-                Histogram.from_dense(np.zeros(PATTERNS, np.int64)), self.amax_batches, np.zeros(width, np.float32)
+                Histogram.from_dense(np.zeros(PATTERNS, np.int64)), amax_batches, np.zeros(width, np.float32)
             )
+        largest = self._batches.cpu().numpy()
+        amax_batches[largest >= 0] = magnitudes(largest[largest >= 0])
         return TensorStatistics(
-            Histogram.from_dense(self._counts.cpu().numpy()),
-            self.amax_batches,
-            magnitudes(self._channels.cpu().numpy()),
+            Histogram.from_dense(self._counts.cpu().numpy()), amax_batches, magnitudes(self._channels.cpu().numpy())
         )
 
 

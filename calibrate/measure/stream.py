@@ -5,11 +5,13 @@ layer and one batch whatever the number of layers. The price is two files of hid
 bytes. Layers get the arguments that the model gives them (`decoder`), on the same batches, with the same observers, so
 the statistics equal those of the model in memory, bit for bit on the CPU.
 
+On a GPU the next batch's hidden states and the next layer's weights are read and copied while one batch computes, and
+the hidden states of the batch before are written (`model.copies`).
+
 A step (the modules before the layers, each layer, the modules after them) reads one file of hidden states, writes the
 other, and ends with a file of its statistics; a killed run goes on after the last complete step.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +28,7 @@ from ...core.reporter import Reporter
 from ..input.silence import quiet_transformers
 from ..model.adapter_addition import attach_adapter
 from ..model.bf16_products import widen_products
+from ..model.copies import copies_of
 from ..model.decoder import (
     LayerCall,
     LayerOutput,
@@ -42,12 +45,11 @@ from ..model.materialize import Materializer
 from ..model.products import language_modules, observed_products, output_head
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
+from .hidden_states import Batches, HiddenStates
 from .in_memory import weight_amax
 from .measurement import Measurement
 from .observe import Watch, recorded_groups
 from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
-
-Batches = Mapping[int, npt.NDArray[np.int64]]
 
 
 def measure_streamed(
@@ -75,47 +77,6 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
         tensors |= {name: tensors[name].merge(tensor) if name in tensors else tensor for name, tensor in loaded.items()}
         weights |= amax
     return tensors, weights
-
-
-class HiddenStates:
-    """The hidden states of all batches, one after the other, in a memory-mapped file, whose pages can leave memory."""
-
-    def __init__(self, path: Path, batches: Batches, output: LayerOutput):
-        """Map the file at `path`, or create it if it is missing or of another size.
-
-        Its disk space is allocated at once: a write to a mapped page cannot report a full disk.
-        """
-        self.path, self.dtype = path, output.dtype
-        self.shapes = {batch: (*ids.shape, output.width) for batch, ids in batches.items()}
-        self.starts = dict(zip(batches, np.cumsum([0, *self._sizes()]).tolist()))
-        with open(path, "ab+") as handle:
-            os.posix_fallocate(handle.fileno(), 0, sum(self._sizes()))
-        self.bytes = np.memmap(path, np.uint8, "r+", shape=(sum(self._sizes()),))
-
-    def _sizes(self) -> list[int]:
-        return [int(np.prod(shape)) * self.dtype.itemsize for shape in self.shapes.values()]
-
-    def _mapped(self, batch: int) -> torch.Tensor:
-        shape, start = self.shapes[batch], self.starts[batch]
-        values = self.bytes[start : start + int(np.prod(shape)) * self.dtype.itemsize]
-        return torch.from_numpy(values).view(self.dtype).view(shape)
-
-    def read(self, batch: int, device: str) -> torch.Tensor:
-        """Copy the hidden states [windows, seq_len, width] of one batch to `device`."""
-        return self._mapped(batch).to(device, copy=True)
-
-    def write(self, batch: int, hidden: torch.Tensor) -> None:
-        """Store the hidden states of one batch."""
-        assert (tuple(hidden.shape), hidden.dtype) == (self.shapes[batch], self.dtype), "a chain keeps shape and type"
-        self._mapped(batch).copy_(hidden)
-
-    def flush(self) -> None:
-        """Write all of it to the disk.
-
-        mmap's own flush would hold Python's lock meanwhile, and so stop the heartbeat of a rank.
-        """
-        with open(self.path, "rb+") as handle:
-            os.fsync(handle.fileno())
 
 
 class Chain:
@@ -200,7 +161,7 @@ class Stream(Chain):
         Raises InputError where there is too little, and for a model that is no chain of layers.
         """
         super().__init__(source, device)
-        self.what, self.folder = what, folder
+        self.what, self.folder, self.copies = what, folder, copies_of(device)
         size = what.tokens * self.layer_output.width * self.layer_output.dtype.itemsize
         files = [folder / f"hidden-{parity}" for parity in range(2)]
         check_space(folder, files, size, "--stream")
@@ -270,10 +231,14 @@ class Stream(Chain):
         with (
             self.weights.filled(self.inside(index)),
             torch.inference_mode(),
+            after.writing(self.copies) as write,
         ):
-            for batch, ids in self.what.parts.items():
+            if step < self.layers.count:
+                self.weights.prefetch(self.inside(step))
+            for batch, hidden in before.each(self.copies):
+                ids = self.what.parts[batch]
                 with watch.observing(batch) as cache:
-                    after.write(batch, calls[ids.shape][index].run(layer, before.read(batch, self.device), cache))
+                    write(batch, calls[ids.shape][index].run(layer, hidden, cache))
                 advance(ids.size)
             amax = self._weight_amax(index)
         after.flush()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from inspect import unwrap
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -94,14 +95,28 @@ class Experts(nn.Module):
                 expert(shared)
         if self.shown == "all" or hidden_states.is_meta:
             return out
-        for number in top_k_index.unique().tolist():
+        for number, position, token in routes(top_k_index, len(self.experts)):
             expert = self.experts[number]
-            position, token = torch.where(top_k_index.T.eq(number))
             x, self.tokens = shared[token], token
             y = expert(x) if self.shown == "routed" else expert.forward_without_hooks(x)
             out.index_add_(0, token, (y * top_k_weights[token, position, None]).to(out.dtype))
         self.tokens = None
         return out
+
+
+def routes(top_k_index: torch.Tensor, count: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield each of `count` experts that has tokens, in order, with the places of its own in `top_k_index` int64
+    [tokens, chosen]: positions among the chosen ones and tokens, int64 each, by position first.
+
+    All places are sorted by their expert at once, so that the host waits once for a GPU, whatever the number of
+    experts; searching the places of each expert would be a wait for each.
+    """
+    expert, place = top_k_index.T.flatten().sort(stable=True)
+    position, token = place // len(top_k_index), place % len(top_k_index)
+    ends = torch.searchsorted(expert, torch.arange(count, device=expert.device), right=True).tolist()
+    for number, (start, end) in enumerate(pairwise([0, *ends])):
+        if start < end:
+            yield number, position[start:end], token[start:end]
 
 
 @contextmanager

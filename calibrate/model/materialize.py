@@ -1,17 +1,22 @@
 """Give some modules of a skeleton weights for a while, so that memory holds one decoder layer.
 
 Layers are copied to memory, since every batch reads all of their weights. An embedding, of which a batch reads a few
-rows, stays in its mapped file where it is stored in BF16 and the device is the CPU.
+rows, stays in its mapped file where it is stored in BF16 and the device is the CPU. On a GPU with room for two layers,
+the next layer's weights are read and copied while one computes (`copies`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from math import prod
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...core.errors import InputError
+from .copies import Coming, copies_of
+from .memory import has_room
 from .source import Source
 
 
@@ -30,6 +35,7 @@ class Materializer:
         self.model, self.weights, self.device, self.dtype = model, source.weights(), device, dtype
         self.first = torch.bfloat16 if rounded else dtype
         self.name, self.stored = source.name, source.stored
+        self.copies, self._coming = copies_of(device), dict[str, Coming]()
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
             **{kept: tied for tied, kept in model.all_tied_weights_keys.items()},
@@ -52,6 +58,19 @@ class Materializer:
             for (_, module), parameters in zip(modules, before, strict=True):
                 module._parameters.update(parameters)
 
+    def prefetch(self, names: Sequence[str]) -> None:
+        """Begin to copy the weights of the named modules to a GPU, for the next call of `filled`.
+
+        Nothing where there is no GPU, or no room on it.
+        """
+        modules = [(name, self.model.get_submodule(name)) for name in names if self.copies.ahead]
+        keys = {f"{name}.{key}" for name, module in modules for key in module._parameters}
+        stored = [found for key in sorted(keys) if (found := self._find(key)) is not None]
+        if has_room(torch.device(self.device), sum(4 * prod(self.weights.shape(name)) for name in stored)):
+            self._coming = {
+                name: self.copies.to_device(partial(self.weights.tensor, name)) for name in dict.fromkeys(stored)
+            }
+
     def _fill(self, name: str, module: nn.Module, resident: bool) -> None:
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
@@ -62,14 +81,19 @@ class Materializer:
                 computed = key in module._non_persistent_buffers_set
                 module._buffers[key] = buffer.to(self.device) if computed else self._read(prefix + key, resident)
 
+    def _find(self, name: str) -> str | None:
+        """The stored name of the model's tensor `name`, or of the one it is tied to; None where neither is stored."""
+        return next((key for key in (self.stored(name), self.tied.get(name)) if key in self.weights.names()), None)
+
     def _read(self, name: str, resident: bool) -> torch.Tensor:
-        stored = next((key for key in (self.stored(name), self.tied.get(name)) if key in self.weights.names()), None)
+        stored = self._find(name)
         if stored is None:
             raise InputError(
                 f"{self.name}: has no tensor {name}; load the model once with transformers and save it with "
                 "save_pretrained, which gives tensors their present names"
             )
-        mapped = self.weights.tensor(stored)
+        coming = self._coming.pop(stored, None)
+        mapped = coming() if coming else self.weights.tensor(stored)
         tensor = mapped.to(self.device, self.first).to(self.dtype) if mapped.is_floating_point() else mapped
         tensor = tensor.to(self.device)
-        return tensor.clone() if resident and tensor is mapped else tensor
+        return tensor.clone() if resident and tensor is mapped and not coming else tensor

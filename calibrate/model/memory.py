@@ -1,9 +1,15 @@
-"""Measure whether a checkpoint fits into memory, which decides on streaming by default."""
+"""Measure the memory that is left: whether a checkpoint fits, which decides on streaming by default, and whether a GPU
+holds more beside it.
+"""
 
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .source import Source
+
+if TYPE_CHECKING:
+    import torch
 
 #: The share of the available memory for weights; activations and other processes need the rest.
 SHARE = 0.8
@@ -24,6 +30,16 @@ def available_bytes(device: str) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     found = [size for size in (_machine(), container_bytes()) if size is not None]
     return min(found, default=None)
+
+
+def has_room(device: "torch.device", size: int) -> bool:
+    """Tell whether `size` bytes more on a GPU leave the rest of its memory free that `SHARE` leaves for activations."""
+    if device.type != "cuda":
+        return True
+    import torch
+
+    free, whole = torch.cuda.mem_get_info(device)
+    return int(free) - size >= (1 - SHARE) * whole
 
 
 def _machine() -> int | None:

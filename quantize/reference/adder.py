@@ -58,7 +58,7 @@ def add_products(x: torch.Tensor, weight: torch.Tensor, accumulator: Accumulator
     """
     if accumulator == "fp32":
         return torch.nn.functional.linear(x.float(), weight.float())
-    return add_in(x.flatten(0, -2), weight, ADDERS[accumulator]).view(*x.shape[:-1], -1)
+    return add_in(x.flatten(0, -2), weight, ADDERS[accumulator]).view(*x.shape[:-1], len(weight))
 
 
 def add_in(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:

@@ -67,11 +67,14 @@ def save_scales(path: Path, scales: AttentionScales) -> None:
 
 
 def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
-    """Let `model` (changed in place) compute attention on codes, with the scales that `save_scales` wrote to `path`."""
+    """Let `model` (changed in place) compute attention on codes, with the scales that `save_scales` wrote to `path`.
+
+    The scales are copied to the model's device once: a copy in each call would be four waits for a GPU.
+    """
     scales: dict[str, dict[str, torch.Tensor]] = {}
     for name, scale in load_file(path).items():
         module, _, part = name.removesuffix("_scale").rpartition(".")
-        scales.setdefault(module.removesuffix(".attention"), {})[part] = scale[0]
+        scales.setdefault(module.removesuffix(".attention"), {})[part] = scale[0].to(model.device)
     with safe_open(path, "pt") as file:
         two = (file.metadata() or {}).get("terms") == "2"
     for module, parts in scales.items():
@@ -95,9 +98,7 @@ def attention_on_codes(
 
     `attention_mask` is added to the scores, after they are capped where `options` have a `softcap`.
     """
-    scales: dict[str, torch.Tensor] = {
-        part: scale.to(query.device) for part, scale in vars(module)["fp8q_scales"].items()
-    }
+    scales: dict[str, torch.Tensor] = vars(module)["fp8q_scales"]
     repeats = query.shape[1] // key.shape[1]
     two = vars(module)["fp8q_two_terms"]
     k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))

@@ -16,7 +16,7 @@ from ..codes.encoding import code_values
 
 def round_to_codes(x: torch.Tensor, scale: float) -> torch.Tensor:
     """Quantize x to E4M3 under `scale` and dequantize it in FP32, to x's type and shape."""
-    factor = torch.tensor(scale, dtype=torch.float32, device=x.device)
+    factor = torch.full((), scale, dtype=torch.float32, device=x.device)  # `torch.tensor` would wait for a GPU
     return code_values(x, factor).mul_(factor).to(x.dtype)
 
 

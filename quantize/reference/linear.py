@@ -126,7 +126,7 @@ class FP8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
         factor = self.input_scale * self.weight_scale if self.terms else self.weight_scale
-        y = self._total(x.flatten(0, -2)).view(*x.shape[:-1], -1) * factor
+        y = self._total(x.flatten(0, -2)).view(*x.shape[:-1], len(self.codes)) * factor  # x may have no rows
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype)
 
@@ -149,7 +149,7 @@ class FP8Linear(nn.Module):
         if self.accumulator:
             return add_products(codes, self.codes, self.accumulator)
         if self.codes.dtype == CODE:
-            return scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], -1)
+            return scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], len(self.codes))
         with widened_products():
             return torch.nn.functional.linear(codes, self.codes).float()
 

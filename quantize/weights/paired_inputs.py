@@ -75,12 +75,14 @@ class InputSums:
     both halves together are meaningful.
     """
 
-    def __init__(self, group: GroupInput, read: Callable[[str], torch.Tensor]):
-        """Begin with zeros; `read` gives the weight [out, in] of a module by its name."""
+    def __init__(self, group: GroupInput, read: Callable[[str], torch.Tensor], device: str = "cpu"):
+        """Begin with zeros on `device`, where the batches are; `read` gives the weight [out, in] of a module by its
+        name.
+        """
         self.group, self.read, self.paired = group, read, group.paired
         width, out = group.sides
         out = out if group.paired else 0  # M of all experts of a layer is not held
-        self.halves = MomentSums(width, out), MomentSums(width, out)
+        self.halves = MomentSums(width, out, device), MomentSums(width, out, device)
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -111,3 +113,9 @@ class InputSums:
             self.halves[half].add(tokens, lost if residual_lost is None else lost + residual_lost)
         else:
             add_product(self.halves[0].moments, tokens, tokens)
+
+    def to_host(self) -> "InputSums":
+        """Copy the sums into the host's memory, where weights are rounded; nothing where they are there."""
+        for sums in self.halves:
+            sums.moments, sums.lost = sums.moments.cpu(), sums.lost.cpu()
+        return self

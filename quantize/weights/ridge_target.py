@@ -40,9 +40,9 @@ class MomentSums:
     directly, since Σ x~ (x - x~)ᵀ would be another matrix as large as H.
     """
 
-    def __init__(self, width: int, out: int):
-        """Begin with zeros, for an input of `width` channels and products of `out` channels together."""
-        self.moments, self.lost = torch.zeros(width, width), torch.zeros(width, out)
+    def __init__(self, width: int, out: int, device: str = "cpu"):
+        """Begin with zeros on `device`, for an input of `width` channels and products of `out` channels together."""
+        self.moments, self.lost = (torch.zeros(width, size, device=device) for size in (width, out))
 
     def add(self, tokens: torch.Tensor, lost: torch.Tensor) -> None:
         """Add a batch: its inputs x~ [tokens, in], and w · (x - x~) + r - r~ [tokens, out], which its products lost."""

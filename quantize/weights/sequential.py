@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ...calibrate.measure.stream import Chain, HiddenStates, check_space, going_on
+from ...calibrate.measure.hidden_states import HiddenStates
+from ...calibrate.measure.stream import Chain, check_space, going_on
 from ...calibrate.model.decoder import LayerCall, NoChainError
 from ...calibrate.model.expert_modules import routed_products, whole_input_module
 from ...calibrate.model.products import output_channel_axis
@@ -46,7 +47,7 @@ Arguments = tuple[torch.Tensor, ...]
 
 def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape."""
-    scale = torch.tensor(activation.scale, device=x.device)
+    scale = torch.full((), activation.scale, device=x.device)  # `torch.tensor` would wait for a GPU
     if activation.terms == 1:
         return code_values(x, scale).mul_(scale)
     first, second = two_code_values(x, scale)
@@ -210,7 +211,7 @@ class SequentialRounding(Chain):
 
         `weights`: the weights of the layer that are rounded so far. Sums are let go of as they are yielded.
         """
-        pending = [InputSums(group, lambda name: weight_rows(self.products[name])) for group in inputs]
+        pending = [InputSums(group, lambda name: weight_rows(self.products[name]), self.device) for group in inputs]
 
         def add(number: int, batch: int, size: int) -> None:
             float_inputs = self._record_inputs(inputs, entering[0], batch, run_layer)
@@ -225,7 +226,7 @@ class SequentialRounding(Chain):
         for number, (batch, ids) in enumerate(self.batches.items()):
             add(number, batch, ids.size)  # a function, so that the inputs are freed before H is factored
         while pending:
-            yield pending.pop(0)
+            yield pending.pop(0).to_host()
 
     def _record_inputs(
         self,

@@ -7,7 +7,7 @@ from ...core.record import FP8_STAGES
 from ...core.run import Run
 from ..pipeline.steps import Notes, device
 from ..shared.adapters import check_adapter
-from ..shared.model_files import hashes_of
+from ..shared.model_files import checked_model, hashes_of
 from ..shared.opening import command
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ def load_fp8_model(
     place = usable_device(where)
     check_adapter(run, adapter)
     run.refuse_stale(*FP8_STAGES)
-    run.require(run.scales, "quantize")
-    hashes_of(run, "quantize", "export")
+    checked_model(run)
+    hashes_of(run, "export")
     import torch
 
     reference = open_reference(run, mode, place, adapter, getattr(torch, dtype))

@@ -63,6 +63,9 @@ def test_what_a_dry_run_can_tell_is_right(dry: tuple[Any, str]) -> None:
     assert max(perplexities) < 1.01 * min(perplexities)
     counted = [each for each in parts["calibration"]["targets"] if "counts" in each["target"]]
     assert [each["found"] for each in counted] == [0] * 6
+    waits = parts["calibration"]["tables"]["waits and copies of a batch of an 8B, counted on the meta device"]
+    assert [(row["waits"], row["bytes_to_gpu"], row["bytes_to_memory"]) for row in waits] == [(1, 8 * 4 * 2048, 0)] * 2
+    assert [each["met"] for each in parts["engines"]["targets"]] == [None] * len(parts["engines"]["targets"])
     ways = {row["way"] for row in parts["products"]["tables"]["products"]}
     assert ways >= {"bf16", "fp8 alone", "FP8Linear", "FP8Linear, two terms"}
     assert {row["kind"] for row in parts["decoder"]["tables"]["decode"]} == {"bf16", "fp8", "fp8, two terms"}
@@ -102,9 +105,8 @@ def test_a_sum_rounded_to_bf16_keeps_fewer_than_eight_bits() -> None:
 
 
 @pytest.mark.parametrize("values", [0, 1, 5000])
-@pytest.mark.parametrize("way", ["private", "shared"])
 @pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
-def test_kernels_count_what_bincount_counts(way: str, values: int) -> None:
+def test_a_kernel_in_shared_memory_counts_what_bincount_counts(values: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed (it comes with PyTorch for NVIDIA GPUs)")
     from gpu import counting
 
@@ -112,7 +114,7 @@ def test_kernels_count_what_bincount_counts(way: str, values: int) -> None:
     x = torch.randn(values, generator=torch.Generator().manual_seed(0)) * torch.arange(values).remainder(3)
     patterns = x.to(torch.bfloat16).abs().view(torch.int16)
     patterns[:1] = PATTERNS - 1
-    found = getattr(counting, way)(patterns.to(device), 3).cpu()
+    found = counting.shared(patterns.to(device), 3).cpu()
     assert found.dtype == torch.int64
     assert torch.equal(found, torch.bincount(patterns, minlength=PATTERNS))
 
@@ -120,13 +122,14 @@ def test_kernels_count_what_bincount_counts(way: str, values: int) -> None:
 COMPILED = """
 import sys
 sys.path.insert(0, "benchmarks")
+from fp8q.calibrate.measure import counting_kernel as k
 from gpu import counting as c
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-for kernel, block, warps in ((c._private, c.BLOCK, 4), (c._shared, 8 * c.BLOCK, 32)):
+for kernel, block, warps in ((k._private, k.BLOCK, 4), (c._shared, c.BLOCKS * k.BLOCK, 32)):
     types = {"patterns_at": "*i16", "tables_at": "*i32", "count": "i32", "bins": "constexpr", "block": "constexpr"}
-    source = ASTSource(kernel, types, {"bins": c.PATTERNS, "block": block})
+    source = ASTSource(kernel, types, {"bins": k.PATTERNS, "block": block})
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     print(kernel.__name__, made.metadata.shared)
 """

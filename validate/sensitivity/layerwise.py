@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
-from ...calibrate.measure.stream import Batches, Chain, HiddenStates, check_space, going_on
+from ...calibrate.measure.hidden_states import Batches, HiddenStates
+from ...calibrate.measure.stream import Chain, check_space, going_on
 from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
 from ...calibrate.model.products import output_head
 from ...calibrate.model.source import Source

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu.waits import host_waits
 
 from fp8q.calibrate.measure.moments import SecondMoments, gathering, load_moments, moments_file
+from fp8q.calibrate.model.memory import has_room
 from fp8q.core.run import Run
 
 
@@ -52,3 +54,29 @@ def test_a_full_disk_is_an_error_and_no_crash(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="No space left on device"):
         SecondMoments(tmp_path).add("layer", torch.ones(1, 4))
     assert moments_file(tmp_path, "layer") == tmp_path / "layer.npy"
+
+
+def test_on_a_gpu_batches_are_added_there_and_copied_once_when_the_layer_ends(tmp_path: Path) -> None:
+    """Counted on the meta device, which stands for it."""
+    moments = SecondMoments(tmp_path)
+    with host_waits() as counted:
+        for _ in range(3):
+            moments.add("layer", torch.ones(2, 5, 16, device="meta"))
+        assert (counted.waits, counted.to_memory) == (0, 0)
+        moments.close()
+    assert (counted.waits, counted.to_memory) == (1, 4 * 16 * 16)
+
+
+def test_on_a_gpu_without_room_each_batch_is_added_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8q.calibrate.measure.moments.has_room", lambda device, size: False)
+    moments = SecondMoments(tmp_path)
+    with host_waits() as counted:
+        for _ in range(3):
+            moments.add("layer", torch.ones(2, 5, 16, device="meta"))
+    assert (counted.waits, counted.to_memory) == (3, 3 * 4 * 16 * 16)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(24, True), (23, False)])
+def test_a_fifth_of_a_gpu_stays_free(free: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    assert has_room(torch.device("cuda"), 8 << 30) is fits

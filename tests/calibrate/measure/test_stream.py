@@ -21,11 +21,12 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fp8q.calibrate.measure.hidden_states import HiddenStates
 from fp8q.calibrate.measure.in_memory import measure_in_memory
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.calibrate.measure.stream import HiddenStates, Stream, measure_streamed
+from fp8q.calibrate.measure.stream import Stream, measure_streamed
 from fp8q.calibrate.model.decoder import LayerOutput
 from fp8q.calibrate.model.memory import SHARE, available_bytes, container_bytes, weight_bytes
 from fp8q.calibrate.model.source import Source, load_model, open_source

@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from gpu.waits import host_waits
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.model.bf16_products import widened_products
-from fp8q.calibrate.model.expert_modules import Expert, Experts, computes_the_same, experts_of, show_tokens
+from fp8q.calibrate.model.expert_modules import (
+    Expert,
+    Experts,
+    computes_the_same,
+    experts_of,
+    routes,
+    show_tokens,
+)
 from fp8q.calibrate.model.source import load_model, meta_model, open_source
 
 from ...mixtures import MIXTURES, random_mixture
@@ -225,3 +233,20 @@ def test_other_forms_are_refused_by_name(
         "its weights are not gate_up_proj and down_proj alone, or it computes something else with them; give a model "
         "of another architecture"
     )
+
+
+@pytest.mark.parametrize(("experts", "tokens", "chosen"), [(8, 40, 2), (128, 33, 8), (4, 1, 1)])
+def test_each_expert_gets_its_places_in_the_order_of_a_search(experts: int, tokens: int, chosen: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    index = torch.stack([torch.randperm(experts, generator=generator)[:chosen] for _ in range(tokens)])
+    found = [(number, position.tolist(), token.tolist()) for number, position, token in routes(index, experts)]
+    assert found == [
+        (number, *(each.tolist() for each in torch.where(index.T.eq(number)))) for number in index.unique().tolist()
+    ]
+
+
+@pytest.mark.parametrize("experts", [8, 128])
+def test_the_host_waits_once_for_the_places_of_all_experts(experts: int) -> None:
+    with host_waits() as counted:
+        list(routes(torch.zeros(64, 8, dtype=torch.int64, device="meta"), experts))
+    assert (counted.waits, counted.to_memory) == (1, 8 * experts)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from gpu.waits import host_waits
 from onnx import TensorProto
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
@@ -32,6 +33,14 @@ def run(demo_run: Run, keeping_graphs: Any, tmp_path_factory: pytest.TempPathFac
             Path(shutil.copytree(demo_run.root, tmp_path_factory.mktemp("values") / "run")),
             api.RescaleOptions(kv_cache="v"),
         )
+
+
+def test_rounding_a_part_uploads_no_scale() -> None:
+    """Counted on the meta device; both hold the number that float32 has for 0.1."""
+    with host_waits() as counted:
+        FP8Layer(0.1, 0.2).update(*torch.empty(2, 1, 2, 3, 8, device="meta").unbind())
+    assert (counted.waits, counted.to_device) == (0, 0)
+    assert round_to_codes(torch.full((1,), 0.8), 0.1).item() == 8 * np.float32(0.1)
 
 
 def test_a_layer_rounds_the_part_that_has_a_scale() -> None:

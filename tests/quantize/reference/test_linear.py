@@ -9,6 +9,7 @@ from hypothesis.extra.numpy import arrays
 from hypothesis.strategies import floats
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fp8q.options import Accumulator
 from fp8q.quantize.codes.encoding import CODE, code_tables, code_values, encode, encode_two, two_code_values
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.codes.products import scaled_product
@@ -99,6 +100,21 @@ def test_a_scaled_product_of_any_width_is_one_that_cuda_takes(width: int, out: i
     with FakeTensorMode():
         x, weight = (torch.empty(rows, width, dtype=CODE, device="cuda") for rows in (5, out))
         assert scaled_product(x, weight).shape == (5, out)
+
+
+@pytest.mark.parametrize("accumulator", [None, "fp22", "two-level", "fp32"])
+@pytest.mark.parametrize("terms", [0, 1, 2])
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["as a CPU holds codes", "as a GPU does"])
+def test_an_expert_without_tokens_gives_no_rows(on_gpu: bool, terms: int, accumulator: Accumulator | None) -> None:
+    codes = (torch.randn(24, 64, generator=torch.Generator().manual_seed(0)) * 50).to(CODE)
+    scale = torch.tensor(0.5) if terms else None
+    expert = FP8Linear(codes, torch.ones(24), scale, torch.ones(24), "fast", terms)
+    expert.accumulator = accumulator
+    if on_gpu:
+        expert.codes = codes
+    for dtype in (torch.bfloat16, torch.float32):
+        found = expert(torch.zeros(0, 64, dtype=dtype))
+        assert (found.shape, found.dtype) == ((0, 24), dtype)
 
 
 def test_nan_in_the_input_comes_out_as_nan() -> None:

@@ -18,6 +18,7 @@ from fp8q.api import SensitivityOptions
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
+from fp8q.quantize.codes.encoding import CODE
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import sensitivity as sensitivity_stage
@@ -139,6 +140,20 @@ def test_in_a_run_with_tails_a_prompt_has_one_term_before_them(
     assert measured == pytest.approx(expected, rel=1e-3)
     found = api.sensitivity(copied.root, SensitivityOptions(windows=1))
     assert (found.prompt, found.tokens) == (prompt, ids.shape[1] - prompt)
+
+
+def test_the_error_of_a_weight_is_that_of_codes_as_a_gpu_holds_them(quantizer: Quantizer) -> None:
+    """FP32 is not multiplied by float8 without a conversion."""
+    name = f"model.layers.{LAYER}.mlp.down_proj"
+    layer, x = quantizer.coded.layer(name), torch.ones(2, 704)
+    weight, output, held = quantizer.weight_error(name), quantizer.output_error(name, x), layer.codes
+    layer.codes = held.to(CODE)
+    try:
+        assert torch.equal(quantizer.weight_error(name), weight)
+        assert torch.equal(quantizer.output_error(name, x), output)
+    finally:
+        layer.codes = held
+    assert weight.abs().max() > 0
 
 
 def test_a_cache_tensor_alone_costs_what_rounding_the_values_makes(

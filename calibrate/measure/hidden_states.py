@@ -1,0 +1,88 @@
+"""Store the hidden states that enter or leave a decoder layer, of all batches, in a file that is mapped to memory."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..model.copies import Copies
+from ..model.decoder import LayerOutput
+
+Batches = Mapping[int, npt.NDArray[np.int64]]
+
+
+class HiddenStates:
+    """The hidden states of all batches, one after the other, in a memory-mapped file, whose pages can leave memory."""
+
+    def __init__(self, path: Path, batches: Batches, output: LayerOutput):
+        """Map the file at `path`, or create it if it is missing or of another size.
+
+        Its disk space is allocated at once: a write to a mapped page cannot report a full disk.
+        """
+        self.path, self.dtype = path, output.dtype
+        self.shapes = {batch: (*ids.shape, output.width) for batch, ids in batches.items()}
+        self.starts = dict(zip(batches, np.cumsum([0, *self._sizes()]).tolist()))
+        with open(path, "ab+") as handle:
+            os.posix_fallocate(handle.fileno(), 0, sum(self._sizes()))
+        self.bytes = np.memmap(path, np.uint8, "r+", shape=(sum(self._sizes()),))
+
+    def _sizes(self) -> list[int]:
+        return [int(np.prod(shape)) * self.dtype.itemsize for shape in self.shapes.values()]
+
+    def _mapped(self, batch: int) -> torch.Tensor:
+        shape, start = self.shapes[batch], self.starts[batch]
+        values = self.bytes[start : start + int(np.prod(shape)) * self.dtype.itemsize]
+        return torch.from_numpy(values).view(self.dtype).view(shape)
+
+    def read(self, batch: int, device: str) -> torch.Tensor:
+        """Copy the hidden states [windows, seq_len, width] of one batch to `device`."""
+        return self._mapped(batch).to(device, copy=True)
+
+    def write(self, batch: int, hidden: torch.Tensor) -> None:
+        """Store the hidden states of one batch."""
+        assert (tuple(hidden.shape), hidden.dtype) == (self.shapes[batch], self.dtype), "a chain keeps shape and type"
+        self._mapped(batch).copy_(hidden)
+
+    def each(self, copies: Copies) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each batch and its hidden states [windows, seq_len, width] on the device of `copies`.
+
+        Where these run ahead, the hidden states of the next batch are on their way meanwhile.
+        """
+        batches = list(self.shapes)
+        coming = copies.to_device(partial(self._mapped, batches[0]))
+        for batch, following in zip_longest(batches, batches[1:]):
+            hidden = coming()
+            if following is not None:
+                coming = copies.to_device(partial(self._mapped, following))
+            yield batch, hidden
+
+    @contextmanager
+    def writing(self, copies: Copies) -> Iterator[Callable[[int, torch.Tensor], None]]:
+        """Yield a function that begins to store the hidden states of a batch; all are stored when the block ends.
+
+        It waits for those of the batch before, so that the host queues work for two batches at most.
+        """
+        before: list[Callable[[], None]] = []
+
+        def write(batch: int, hidden: torch.Tensor) -> None:
+            while before:
+                before.pop()()
+            before.append(copies.to_memory(hidden, partial(self.write, batch)))
+
+        yield write
+        while before:
+            before.pop()()
+
+    def flush(self) -> None:
+        """Write all of it to the disk.
+
+        mmap's own flush would hold Python's lock meanwhile, and so stop the heartbeat of a rank.
+        """
+        with open(self.path, "rb+") as handle:
+            os.fsync(handle.fileno())
