@@ -53,6 +53,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
     from ...validate.advice.checkup import Checkup, worst_first
     from ...validate.advice.scale_checks import stored_checks, tensors_of
+    from ...validate.advice.served_cache import served_cache
 
     run.refuse_stale("measure", "quantize", "export")
     note_base_alone(run, "what runs is of", notes)
@@ -60,7 +61,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     scales = load_scales(run)
     statistics = load_statistics(run)
     what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run, scales))
-    checks = stored_checks(what.tensors, scales, what.remedies)
+    checks = stored_checks(what.tensors, scales, what.remedies) + served_cache(run.model)
     windows = _spread(load_tokens(run, run.calibration), options.windows)
     running, ran = _running(what, windows, notes)
     return Checkup(

@@ -71,6 +71,8 @@ AMAX_JUMPS = Criterion(
 #: a tenth in the last quarter of the batches has not converged.
 OUTLIER_CHANNELS = Criterion("outlier_channels", "largest channel over the median", Limit(10.0))
 AMAX_GROWTH = Criterion("amax_growth", "amax over that of the first three quarters", Limit(1.1))
+#: Whatever a server takes in the place of a measured scale is worth a look.
+CACHE_SERVED = Criterion("cache_served", "places at which servers read another cache than was measured", Limit(0.0))
 
 # Of the running model.
 

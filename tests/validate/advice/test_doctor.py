@@ -19,7 +19,7 @@ from fp8q.core.run import Run
 Fp8q = Callable[..., Any]
 CHECKS = {
     "saturation", "scale", "underflow", "inverse_scale", "amax_jumps", "norm_inputs", "attention_logits",
-    "cache_tokens", "product_errors", "hidden_states", "loops",
+    "cache_tokens", "product_errors", "hidden_states", "loops", "cache_served",
 }  # fmt: skip
 DAMAGED, LAYER = "model.layers.2.mlp.gate_proj", "model.layers.2"
 GROUP = {DAMAGED, "model.layers.2.mlp.up_proj"}
