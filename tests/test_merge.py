@@ -272,7 +272,11 @@ OF_A_RUN: dict[str, list[str]] = {
 }
 REPORTS = ("report-continuations", "report-plots", "report-tables", "report-verdict")
 #: The public functions that are asked something of a run.
-ASKED = (api.generate, api.compare_answers)
+ASKED: dict[Callable[..., Any], tuple[Any, ...]] = {
+    api.generate: ("Once",),
+    api.compare_answers: ("Once",),
+    api.compare: (api.CompareOptions(url="http://127.0.0.1:1"),),
+}
 
 
 def refusal_of(run: Run) -> str:
@@ -302,11 +306,11 @@ def test_every_public_function_that_takes_a_run_opens_it_where_a_part_is_refused
     functions = [found for name in api.__all__ if inspect.isfunction(found := getattr(api, name))]
     of_a_run = [function for function in functions if next(iter(inspect.signature(function).parameters)) == "path"]
     named = {function.__name__.replace("_", "-") for function in of_a_run}
-    assert named == {*OF_A_RUN, "lint", "open-run", *REPORTS, "chat", "compare"}
+    assert named == {*OF_A_RUN, "lint", "open-run", *REPORTS, "chat", "compare", "compare-answers", "load"}
     for function in of_a_run:
         if function is not api.lint:
             with pytest.raises(InputError) as refused:
-                function(run.root, *(["Once"] if function in ASKED else []))
+                function(run.root, *ASKED.get(function, ()))
             assert str(refused.value) == refusal_of(run)
 
 

@@ -21,6 +21,7 @@ Imports only NumPy, its neighbours in this folder, and the runtime, as it is cop
 import json
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -94,7 +95,7 @@ def has_branches(plan: Path) -> bool:
 
 
 class SharedMemory:
-    """Device memory that contexts share, one after the other.
+    """Device memory that contexts share, one after the other; it goes with this object.
 
     Captured steps repeat its address, so blocks stay where they are, and each is twice the last. What no captured step
     uses `moves`: it is one block of the size that was needed most.
@@ -104,6 +105,7 @@ class SharedMemory:
         """No memory yet."""
         self._device, self._moves = device, moves
         self._blocks: list[tuple[int, int]] = []
+        weakref.finalize(self, _free_all, device, self._blocks).atexit = False  # the driver is gone by then
 
     def block(self, needed: int) -> tuple[int, int]:
         """Return address and size of a block of `needed` bytes or more."""
@@ -116,6 +118,11 @@ class SharedMemory:
         size = max(needed, 1, 0 if self._moves else 2 * least)
         self._blocks.append((self._device.allocate(size), size))
         return self._blocks[-1]
+
+
+def _free_all(device: Device, blocks: list[tuple[int, int]]) -> None:
+    for address, _ in blocks:
+        device.free(address)
 
 
 class EngineSession:

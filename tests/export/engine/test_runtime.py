@@ -21,7 +21,7 @@ def refusing(logger: object) -> object:
 @pytest.fixture
 def tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimpleNamespace(__version__="11.4.0.1", Builder=refusing, Runtime=refusing)
-    monkeypatch.setattr(runtime, "load", lambda name: made)
+    monkeypatch.setattr(runtime, "import_runtime", lambda name: made)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, driver: int | None, packages: tuple[str, ...]) -> None:

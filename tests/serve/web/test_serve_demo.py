@@ -39,6 +39,11 @@ def run(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return copied
 
 
+def template(run: Run) -> ChatTemplate:
+    """The template that the server was given."""
+    return ChatTemplate(run.model, run.root.parent / "chat.jinja")
+
+
 @pytest.fixture(scope="module")
 def served(run: Run) -> Iterator[Process]:
     """A server for all tests here; that it ends as it should is looked at in the end."""
@@ -103,7 +108,7 @@ def test_penalties_and_stop_words_are_those_of_generate(generator: Generator, cl
 
 def test_a_chat_is_answered_by_the_models_template(run: Run, generator: Generator, client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Say <é>"}]
-    prompt = ChatTemplate(run.model).render(messages)
+    prompt = template(run).render(messages)
     expected = alone(generator, Request(prompt, max_tokens=8))
     asked: dict[str, Any] = {"model": "demo", "messages": messages, "max_completion_tokens": 8, "temperature": 0}
     whole = client.chat.completions.create(**asked)
@@ -122,7 +127,7 @@ def test_a_chat_is_answered_by_the_models_template(run: Run, generator: Generato
 def test_log_probabilities_are_the_models_own_in_both_forms(
     run: Run, generator: Generator, client: openai.OpenAI
 ) -> None:
-    request = Request(ChatTemplate(run.model).render([{"role": "user", "content": "x"}]), max_tokens=6, logprobs=3)
+    request = Request(template(run).render([{"role": "user", "content": "x"}]), max_tokens=6, logprobs=3)
     pieces, text = list(generator.run([request])), generator.vocabulary.token_text
     found = client.chat.completions.create(
         model="demo", messages=[{"role": "user", "content": "x"}], max_tokens=6, temperature=0, logprobs=True,
