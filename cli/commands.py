@@ -4,14 +4,12 @@ Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or lib
 (Ctrl-C), 143 stopped by SIGTERM, 1 anything else.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import BoundArguments
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, ArgumentCollection, Parameter
+from cyclopts import App, Parameter
 
 from .. import __version__
 from ..calibrate.ranks.torchrun import process_rank
@@ -36,7 +34,6 @@ from ..options import (
     ValidateOptions,
 )
 from ..options.declare import OPTIONS, first_given, only, without
-from . import config
 from .arguments import (
     Against,
     Apply,
@@ -81,46 +78,6 @@ app = App(
         allow_repeating=True, negative=(), show_default=lambda value: None if value in (None, False, ()) else value
     ),
 )
-#: The commands that several processes can run together.
-TOGETHER = ("calibrate", "run")
-
-
-def launch(words: Sequence[str]) -> int:
-    """Run the command that `words` are; returns an exit code.
-
-    Raises cyclopts' CycloptsError for wrong usage, beside all that a command raises.
-    """
-    if not words:
-        app.help_print([])
-        return InputError.exit_code
-    action, given, understood = understand(words)
-    for name, arguments in understood.items():
-        if (ranks := process_rank().ranks) > 1 and name not in TOGETHER:
-            raise InputError(
-                f"fp8q {name}: is the work of one process, and {ranks} ranks were started; run it without torchrun, "
-                "or unset RANK"
-            )
-        if getattr(given.arguments.get("common"), "print_config", False):
-            sys.stdout.write(config.written(arguments, given, name) if process_rank().rank == 0 else "")
-            return 0
-    action(*given.args, **given.kwargs)
-    return 0
-
-
-def understand(words: Sequence[str]) -> tuple[Callable[..., None], BoundArguments, dict[str, ArgumentCollection]]:
-    """The function that `words` call and what they call it with, options from a file included; and the command's
-    arguments by its name (none for --help and --version, which are no commands).
-    """
-    understood: dict[str, ArgumentCollection] = {}
-
-    def from_file(_: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-        config.fill(arguments, commands[0])
-        understood[commands[0]] = arguments
-
-    app.config = (from_file,)
-    action, given, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
-    given.apply_defaults()
-    return action, given, understood
 
 
 def terminal() -> "Terminal":
@@ -178,8 +135,9 @@ def scales(
     options: Annotated[RescaleOptions, without("weight_rounding")] = RescaleOptions(),
     common: Common = Common(),
 ) -> None:
-    """Choose all scales again from the measured statistics, and write checkpoint and graphs; the model is not run.
+    """Choose all scales again from the measured statistics, with other options.
 
+    Writes checkpoint and graphs; the model is not run.
     An empty pattern, --skip '' or --only '', takes back what the run has.
     """
     from .. import api
@@ -200,8 +158,9 @@ def merge(
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     common: Common = Common(),
 ) -> None:
-    """Add the statistics of several runs of one model, choose scales, and write checkpoint and graphs, without running
-    the model.
+    """Add the statistics of several runs of one model, and choose scales by the sum.
+
+    Writes checkpoint and graphs; the model is not run.
     """
     from .. import api
 
@@ -214,8 +173,9 @@ def merge(
 def export(
     run: RunPath, /, *, options: Annotated[ExportOptions, without("graph")] = ExportOptions(), common: Common = Common()
 ) -> None:
-    """Write the checkpoint's ONNX graphs again (`calibrate` ends with this), or the same model in another precision for
-    comparison.
+    """Write the checkpoint's ONNX graphs again, or the same model in another precision for comparison.
+
+    `fp8q calibrate` ends with this by itself.
     """
     from .. import api
 
@@ -226,8 +186,10 @@ def export(
 
 @app.command
 def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
-    """Check an FP8 ONNX graph, a Triton repository, an FP8 checkpoint, or a whole run for known causes of failure in
-    engines and servers. docs/lint.md explains the rules.
+    """Check files (graph, FP8 checkpoint, Triton repository, run) for what makes engines and servers fail.
+
+    No model is run: `fp8q doctor RUN` runs it and checks its numbers, `fp8q inspect RUN` shows all of them.
+    docs/lint.md explains the rules.
     """
     from .. import api
     from ..stages.commands.lint import check_findings
@@ -258,8 +220,9 @@ def engine(
     options: Annotated[EngineOptions, only("min_fp8_share")] = EngineOptions(),
     common: Common = Common(),
 ) -> None:
-    """Show what the engines run: every matrix product with its types and the kernels around it, attention, and which
-    products stayed wide and why.
+    """Show what the engines run: the types of every matrix product, and which stayed wide and why.
+
+    With the kernels around each product, and attention.
     """
     from .. import api
     from ..stages.commands.engine import check_views
@@ -289,8 +252,10 @@ def validate(
 
 @app.command(name="compare")
 def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions(), common: Common = Common()) -> None:
-    """Tell whether a server (vLLM, SGLang, `fp8q serve`, Triton), or another checkpoint, is the model that was
-    validated: its distance from each runtime of the run, on the held-out text. Exit code 3 where it is not.
+    """Tell whether a server, or another checkpoint, is the model that was validated.
+
+    Servers: vLLM, SGLang, `fp8q serve`, Triton. Shows the distance from each runtime of the run, on the held-out text.
+    Exit code 3 where it is another model.
     """
     from .. import api
     from ..stages.compare import check_validated
@@ -340,8 +305,9 @@ def bench(
     options: BenchOptions = BenchOptions(),
     common: Common = Common(),
 ) -> None:
-    """Measure answers (time to first token, time between tokens, throughput, memory, energy) in all precisions of a
-    run; docs/bench.md has the protocol.
+    """Measure speed and memory of answers in all precisions of a run.
+
+    Time to first token, time between tokens, throughput, memory, energy; docs/bench.md has the protocol.
     """
     from .. import api
     from . import views
@@ -352,8 +318,9 @@ def bench(
 
 @app.command
 def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common: Common = Common()) -> None:
-    """Write a Triton model repository that serves the model, in the run or elsewhere: with Dockerfile and README, and
-    the plain engine beside the model where TensorRT built one.
+    """Write a Triton model repository that serves the model, in the run or elsewhere.
+
+    With Dockerfile and README, and the plain engine beside the model where TensorRT built one.
     """
     from .. import api
 
@@ -382,8 +349,10 @@ def inspect(
     against: Against = None,
     common: Common = Common(),
 ) -> None:
-    """Show every module (its scale and error, or why it stays in BF16), the cache (in BF16: as FP8 would have it), and
-    outliers, ranked.
+    """Show every module (scale and error, or why it stays in BF16), the cache, and outliers, ranked.
+
+    A cache in BF16 is shown as FP8 would have it. This judges nothing: `fp8q doctor RUN` does, and `fp8q lint RUN`
+    checks the files.
     """
     from .. import api
     from . import views
@@ -398,8 +367,9 @@ def inspect(
 def sensitivity(
     run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
 ) -> None:
-    """Tell which tensor causes the loss: the KL of quantizing each weight, activation and cache tensor alone, worst
-    first, and the KL that two terms or BF16 would leave.
+    """Tell which tensor causes the loss: the KL of quantizing each one alone, worst first.
+
+    Weights, activations and cache tensors, and beside each the KL that two terms or BF16 would leave.
     """
     from .. import api
     from . import views
@@ -412,8 +382,10 @@ def sensitivity(
 def tune(
     run: RunPath, /, *, options: TuneOptions = TuneOptions(), apply: Apply = False, common: Common = Common()
 ) -> None:
-    """Find the cheapest mix of one term, tails, two terms and BF16, of weight rounding and cache format that meets a
-    budget of loss; without a budget, the cost of every loss. docs/tune.md explains it.
+    """Find the cheapest mix of formats that meets a budget of loss; without a budget, the cost of every loss.
+
+    A mix chooses one FP8 code an activation (one term), two codes (two terms, a tail: two at a prompt's end) or BF16,
+    for each module, and how weights are rounded and the cache is stored. docs/tune.md explains it.
     """
     from .. import api
     from ..stages.tune import check_met
@@ -427,8 +399,9 @@ def tune(
 
 @app.command
 def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions(), common: Common = Common()) -> None:
-    """List the runtimes, GPUs and versions of this machine and their use; or check a RUN for known problems, with
-    verdict, module and remedy, and exit code 3 where one is bad.
+    """List this machine's runtimes and GPUs; or check the numbers of a RUN, with verdict, module and remedy.
+
+    Exit code 3 where a check is bad. `fp8q lint RUN` checks the files, `fp8q inspect RUN` shows every module.
     """
     from . import checklist
 

@@ -57,7 +57,7 @@ def _run() -> int:
             raise InputError(
                 f"{argument}: is no text in UTF-8, and names are kept in files that are; rename what is called so"
             )
-    from .commands import launch
+    from .launch import launch
 
     return launch(sys.argv[1:])
 

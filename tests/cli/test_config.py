@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8q.cli import commands, config
+from fp8q.cli import config, launch
 from fp8q.cli.arguments import RunTexts
 from fp8q.options import (
     PRESETS,
@@ -35,7 +35,7 @@ MINIMAL = ["m", "--data", "t.txt", "--out", "r"]
 
 def understood(*words: object) -> dict[str, Any]:
     """What a command is called with; the options of --config and --print-config themselves left out."""
-    _, given, _ = commands.understand([str(word) for word in words])
+    _, given, _ = launch.understand([str(word) for word in words])
     return in_the_command(given)
 
 
@@ -262,9 +262,9 @@ def words(draw: st.DrawFn) -> list[str]:
 @given(words())
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_printed_file_repeats_the_command_exactly(tmp_path: Path, words: list[str]) -> None:
-    _, given, arguments = commands.understand(words)
+    _, given, arguments = launch.understand(words)
     file = file_of(tmp_path, config.written(arguments["run"], given, "run"))
-    _, again, arguments = commands.understand(["run", "--config", str(file)])
+    _, again, arguments = launch.understand(["run", "--config", str(file)])
     assert config.written(arguments["run"], again, "run") == file.read_text(encoding="utf-8")
     first, second = in_the_command(given), in_the_command(again)
     for options in ("calibrate", "export", "engine", "validate"):

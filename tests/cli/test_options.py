@@ -12,7 +12,7 @@ from cyclopts.argument import Argument
 from rich.console import Console
 
 from fp8q import api
-from fp8q.cli import commands, config
+from fp8q.cli import commands, config, launch
 from fp8q.cli.arguments import Common
 from fp8q.core.errors import InputError
 from fp8q.options import (
@@ -69,7 +69,7 @@ def test_the_help_shows_every_option_with_words_in_its_panel(
 ) -> None:
     monkeypatch.setattr(commands.app, "_console", Console(width=400))  # cyclopts keeps the first one it makes
     panels: dict[str, str] = {}
-    for line in fp8q(command, "--help").out.splitlines():
+    for line in fp8q(command, "--help-all").out.splitlines():
         if line.startswith("╭─ "):
             panel = line.removeprefix("╭─ ").split(" ─")[0]
         elif line.startswith("│"):
@@ -105,14 +105,14 @@ def test_whatever_chooses_scales_takes_the_terms_of_activations() -> None:
     offering = {name for name in COMMANDS for argument in arguments_of(name) if argument.name == "--two-terms"}
     assert offering == {"calibrate", "scales", "merge", "run"}
     for name in offering:
-        _, given, _ = commands.understand([name, *WORDS.get(name, ["run"]), "--two-terms", "a", "--two-terms", "b*"])
+        _, given, _ = launch.understand([name, *WORDS.get(name, ["run"]), "--two-terms", "a", "--two-terms", "b*"])
         (made,) = (each for each in options_of(given) if isinstance(each, ScaleOptions))
         assert (made.activation_terms, made.two_terms) == (1, ("a", "b*"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_defaults_of_the_command_line_are_those_of_the_option_classes(command: str) -> None:
-    _, given, _ = commands.understand([command, *WORDS.get(command, ["run"])])
+    _, given, _ = launch.understand([command, *WORDS.get(command, ["run"])])
     made = options_of(given)
     assert made == [type(value)() for value in made]
     if command not in ("doctor", "lint"):
@@ -226,5 +226,5 @@ def test_layers_left_out_of_the_cache_go_with_it() -> None:
 
 
 def test_of_an_option_given_twice_the_last_counts() -> None:
-    _, given, _ = commands.understand(["build-engine", "run", "--max-batch", "2", "--max-batch", "4"])
+    _, given, _ = launch.understand(["build-engine", "run", "--max-batch", "2", "--max-batch", "4"])
     assert given.arguments["options"] == EngineOptions(max_batch=4)

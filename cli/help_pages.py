@@ -1,0 +1,218 @@
+"""The help of a command: examples first, then the options that most users need; `--help-all` shows every option.
+
+cyclopts lays out the panels. A command without a selection here shows all of its options in either help.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cyclopts.help import DefaultFormatter
+
+if TYPE_CHECKING:
+    from cyclopts import App
+    from cyclopts.help import HelpEntry, HelpPanel
+    from rich.console import Console, ConsoleOptions
+
+#: The flag that asks for the help with every option.
+ALL = "--help-all"
+
+
+@dataclass(frozen=True)
+class Page:
+    """The help of one command: example calls, each with its purpose, and the options shown first (none: all)."""
+
+    examples: tuple[tuple[str, str], ...]
+    selection: tuple[str, ...] = ()
+
+
+_SCALES = ("--method", "--kv-cache", "--skip", "--only", "--activation-terms", "--two-terms", "--bf16-input")
+PAGES: Mapping[str, Page] = {
+    "run": Page(
+        (
+            ("fp8q run MODEL --data text.jsonl --out RUN", "all stages; calling it again resumes"),
+            ("fp8q run MODEL --data text.jsonl --out RUN --preset exact", "nearly BF16's answers"),
+            ("fp8q run MODEL --data text.jsonl --out RUN --no-graph", "for vLLM: checkpoint, proof and report alone"),
+            ("fp8q run MODEL --data text.jsonl --out RUN --target sm89", "an engine for this GPU (Ada) alone"),
+            ("fp8q run MODEL --data text.jsonl --out RUN --max-ppl-increase 1%", "exit code 3 where it loses more"),
+        ),
+        (
+            "--data", "--eval-data", "--out", "--samples", "--seq-len", "--chat-template", "--preset", "--kv-cache",
+            "--skip", "--stream", "--graph", "--target", "--max-ppl-increase",
+        ),
+    ),
+    "calibrate": Page(
+        (
+            ("fp8q calibrate MODEL --data text.jsonl --out RUN", "measure, choose scales, write RUN/model"),
+            ("fp8q calibrate MODEL --data chats.jsonl --out RUN --chat-template", "rows of messages"),
+            ("fp8q calibrate MODEL --data text.jsonl --out RUN --preset exact", "nearly BF16's answers"),
+            ("fp8q calibrate MODEL --data text.jsonl --out RUN --kv-cache fp8", "the KV cache in FP8 too"),
+            ("fp8q calibrate MODEL --data code.jsonl=3 --data prose.txt=1 --out RUN", "a mixture of texts"),
+        ),
+        (
+            "--data", "--eval-data", "--out", "--samples", "--seq-len", "--chat-template", "--preset", "--kv-cache",
+            "--skip", "--activation-terms", "--weight-rounding", "--stream", "--graph",
+        ),
+    ),
+    "scales": Page(
+        (
+            ("fp8q scales RUN --skip '*.down_proj'", "keep these modules in BF16"),
+            ("fp8q scales RUN --skip ''", "quantize again what the run keeps in BF16"),
+            ("fp8q scales RUN --kv-cache fp8", "the KV cache in FP8"),
+            ("fp8q scales RUN --activation-terms tail", "exact answers (docs/exact-answers.md)"),
+            ("fp8q scales RUN --method percentile --percentile 99.99", "clip outliers of activations"),
+        ),
+        ("--weight-method", *_SCALES),
+    ),
+    "merge": Page(
+        (
+            ("fp8q merge RUN1 RUN2 --out RUN", "one run of two halves of the text"),
+            ("fp8q merge RUN1 RUN2 --out RUN --model MODEL", "where the checkpoint lies elsewhere here"),
+            ("fp8q merge RUN1 RUN2 --out RUN --kv-cache fp8", "with the KV cache in FP8"),
+        ),
+        ("--out", "--model", "--graph", "--weight-method", *_SCALES),
+    ),
+    "export": Page(
+        (
+            ("fp8q export RUN", "the graphs of RUN/model once more"),
+            ("fp8q export RUN --precision bf16", "the source as a BF16 graph, to compare with"),
+            ("fp8q export RUN --weight-scale mul", "channels' scales behind the product"),
+        ),
+    ),
+    "lint": Page(
+        (
+            ("fp8q lint RUN", "everything in the run: checkpoint, graphs, repository"),
+            ("fp8q lint CHECKPOINT", "an FP8 checkpoint, whoever made it"),
+            ("fp8q lint model.onnx", "a graph, without a run"),
+        ),
+    ),
+    "build-engine": Page(
+        (
+            ("fp8q build-engine RUN", "for this machine's GPU; without one, for sm89 and sm120"),
+            ("fp8q build-engine RUN --runtime tensorrt", "on the GPU that serves (Hopper, data-centre Blackwell)"),
+            ("fp8q build-engine RUN --target sm120", "for GeForce RTX 50, on any machine"),
+            ("fp8q build-engine RUN --max-batch 64 --max-seq-len 8192", "for more and longer sequences"),
+            ("fp8q build-engine RUN --precision bf16", "the BF16 engine, to compare with"),
+        ),
+        ("--runtime", "--target", "--max-batch", "--max-seq-len", "--max-prompt", "--min-fp8-share", "--precision"),
+    ),
+    "engine": Page(
+        (
+            ("fp8q engine RUN", "every product of every engine"),
+            ("fp8q engine RUN --target sm89", "of one engine"),
+            ("fp8q engine RUN --plan other.plan", "of an engine that another program built"),
+        ),
+    ),
+    "validate": Page(
+        (
+            ("fp8q validate RUN", "BF16, the FP8 reference and ONNX Runtime on the held-out text"),
+            ("fp8q validate RUN --runtimes bf16,reference,tensorrt", "the engine, on the GPU that serves"),
+            ("fp8q validate RUN --as-served 128", "a prompt, then token by token, as a server does"),
+            ("fp8q validate RUN --data other.txt", "another text"),
+            ("fp8q validate RUN --max-ppl-increase 0.5%", "exit code 3 where it loses more"),
+        ),
+    ),
+    "compare": Page(
+        (
+            ("fp8q compare RUN --url http://localhost:8000", "is this server the model that was validated?"),
+            ("fp8q compare RUN --model CHECKPOINT", "is this checkpoint?"),
+        ),
+    ),
+    "generate": Page(
+        (
+            ("fp8q generate RUN --prompt 'Once upon a time'", "continue a text"),
+            ("fp8q generate RUN --chat", "hold a conversation"),
+            ("fp8q generate RUN --prompt 'Once upon a time' --compare", "FP8 and BF16, and where they part"),
+            ("fp8q generate RUN --prompt 'Once' --temperature 0.8 --seed 1", "draw instead of the likeliest"),
+        ),
+        (
+            "--prompt", "--chat", "--compare", "--max-tokens", "--temperature", "--top-p", "--seed", "--stop",
+            "--runtime",
+        ),
+    ),
+    "serve": Page(
+        (
+            ("fp8q serve RUN", "on 127.0.0.1:8000, with a page to try it"),
+            ("fp8q serve RUN --bf16", "BF16 beside FP8, to compare"),
+            ("FP8Q_API_KEY=secret fp8q serve RUN --host 0.0.0.0", "to other machines, with a key"),
+        ),
+    ),
+    "bench": Page(
+        (
+            ("fp8q bench RUN", "all engines here, or ONNX Runtime"),
+            ("fp8q bench RUN --batch-sizes 1,16 --prompt-lengths 128,2048", "at these sizes"),
+            ("fp8q bench RUN --against OTHER", "beside another run of the same model"),
+        ),
+    ),
+    "triton": Page(
+        (
+            ("fp8q triton RUN", "a repository in RUN/triton"),
+            ("fp8q triton RUN --out models", "elsewhere"),
+            ("fp8q triton RUN --engine-model", "and the plain TensorRT model, for a loop of your own"),
+        ),
+    ),
+    "report": Page((("fp8q report RUN", "RUN/report.html, and the notebook that makes it"),)),
+    "inspect": Page(
+        (
+            ("fp8q inspect RUN", "scale and error of every module"),
+            ("fp8q inspect RUN --against text.jsonl", "what would saturate on another text"),
+            ("fp8q inspect RUN --delayed", "what delayed scaling would have done"),
+        ),
+    ),
+    "sensitivity": Page((("fp8q sensitivity RUN", "each tensor's own loss, the worst first"),)),
+    "tune": Page(
+        (
+            ("fp8q tune RUN", "the cost of every loss"),
+            ("fp8q tune RUN --max-ppl-increase 0.5%", "the cheapest mix that loses no more"),
+            ("fp8q tune RUN --max-ppl-increase 0.5% --apply", "and make the run by it"),
+        ),
+    ),
+    "doctor": Page(
+        (
+            ("fp8q doctor", "what this machine can do"),
+            ("fp8q doctor RUN", "known problems of this run"),
+        ),
+    ),
+}  # fmt: skip
+
+
+class HelpFormatter(DefaultFormatter):
+    """cyclopts' panels, with examples under the description, and without the options that a page leaves out."""
+
+    def __init__(self, command: str, whole: bool) -> None:
+        """`whole`: show every option."""
+        super().__init__()
+        self.page = PAGES[command]
+        self.command = command
+        self.whole = whole or not self.page.selection
+        self.hidden = 0
+
+    def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
+        """Draw a panel, without the options that are not selected; a panel without entries is left out."""
+        shown = [entry for entry in panel.entries if self.shows(entry)]
+        self.hidden += len(panel.entries) - len(shown)
+        super().__call__(console, options, panel.copy(entries=shown))
+
+    def shows(self, entry: "HelpEntry") -> bool:
+        """Tell whether the page shows `entry`: arguments without a name, and selected options."""
+        return self.whole or not entry.positive_names or any(name in self.page.selection for name in entry.names)
+
+    def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
+        """Print the description, and the examples below it."""
+        super().render_description(console, options, description)
+        width = max(len(call) for call, _ in self.page.examples)
+        lines = [f"  {call:<{width}}  # {purpose}" for call, purpose in self.page.examples]
+        if max(map(len, lines)) > options.max_width:
+            lines = [f"  {call}\n      # {purpose}" for call, purpose in self.page.examples]
+        console.print("\n".join(("Examples:", *lines, "")), markup=False, soft_wrap=True)
+
+
+def set_help(app: "App", words: Sequence[str]) -> list[str]:
+    """Give the command in `words` its help page; returns `words` with cyclopts' own flag in the place of `ALL`."""
+    whole = ALL in words
+    if words and words[0] in PAGES:
+        command, page = app[words[0]], PAGES[words[0]]
+        command.help_formatter = HelpFormatter(words[0], whole)
+        rest = f"These are the options that most need. `fp8q {words[0]} {ALL}` shows all."
+        command.help_epilogue = rest if page.selection and not whole else None
+    return ["--help" if word == ALL else word for word in words]

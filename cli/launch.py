@@ -1,0 +1,59 @@
+"""Understand the words of a command line, and run the command that they are."""
+
+import sys
+from collections.abc import Callable, Sequence
+from inspect import BoundArguments
+
+from cyclopts import App, ArgumentCollection
+
+from ..calibrate.ranks.torchrun import process_rank
+from ..core.errors import InputError
+from . import config
+from .commands import app
+
+#: The commands that several processes can run together.
+TOGETHER = ("calibrate", "run")
+#: The flags that show a help; the last shows every option.
+HELP_FLAGS = frozenset(("--help", "-h", "--help-all"))
+
+
+def launch(words: Sequence[str]) -> int:
+    """Run the command that `words` are; returns an exit code.
+
+    Raises cyclopts' CycloptsError for wrong usage, beside all that a command raises.
+    """
+    if HELP_FLAGS.intersection(words):
+        from .help_pages import set_help
+
+        words = set_help(app, words)
+    if not words:
+        app.help_print([])
+        return InputError.exit_code
+    action, given, understood = understand(words)
+    for name, arguments in understood.items():
+        if (ranks := process_rank().ranks) > 1 and name not in TOGETHER:
+            raise InputError(
+                f"fp8q {name}: is the work of one process, and {ranks} ranks were started; run it without torchrun, "
+                "or unset RANK"
+            )
+        if getattr(given.arguments.get("common"), "print_config", False):
+            sys.stdout.write(config.written(arguments, given, name) if process_rank().rank == 0 else "")
+            return 0
+    action(*given.args, **given.kwargs)
+    return 0
+
+
+def understand(words: Sequence[str]) -> tuple[Callable[..., None], BoundArguments, dict[str, ArgumentCollection]]:
+    """The function that `words` call and what they call it with, options from a file included; and the command's
+    arguments by its name (none for --help and --version, which are no commands).
+    """
+    understood: dict[str, ArgumentCollection] = {}
+
+    def from_file(_: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        config.fill(arguments, commands[0])
+        understood[commands[0]] = arguments
+
+    app.config = (from_file,)
+    action, given, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
+    given.apply_defaults()
+    return action, given, understood
