@@ -393,7 +393,7 @@ def tune(
 
     speak = terminal()
     found = api.tune(run, options, apply, speak)
-    tune_table.show_tuning(speak, found, common.as_json)
+    tune_table.show_tuning(speak, run, found, common.as_json)
     check_met(found)
 
 

@@ -164,7 +164,7 @@ PAGES: Mapping[str, Page] = {
         (
             ("fp8q tune RUN", "the cost of every loss"),
             ("fp8q tune RUN --max-ppl-increase 0.5%", "the cheapest mix that loses no more"),
-            ("fp8q tune RUN --max-ppl-increase 0.5% --apply", "and make the run by it"),
+            ("fp8q tune RUN --max-ppl-increase 0.5% --for vllm --apply", "for vLLM without a plugin; write it"),
         ),
     ),
     "doctor": Page(

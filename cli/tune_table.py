@@ -1,5 +1,6 @@
 """Show the results of `fp8q tune`: the frontier, then the mix for the budget, last, where a terminal leaves the eye."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .views import draw_table, emit
@@ -9,9 +10,9 @@ if TYPE_CHECKING:
     from .console import Terminal
 
 
-def show_tuning(speak: "Terminal", found: "Tuning", as_json: bool) -> None:
-    """Show what was found."""
-    from ..validate.tuning.tables import change_table, outcome_table, point_table
+def show_tuning(speak: "Terminal", run: Path, found: "Tuning", as_json: bool) -> None:
+    """Show the tuning of `run`, and what to do next."""
+    from ..validate.tuning.tables import change_table, conclusion, outcome_table, point_table
 
     if as_json:
         emit(found.model_dump(by_alias=True, mode="json"))
@@ -24,3 +25,4 @@ def show_tuning(speak: "Terminal", found: "Tuning", as_json: bool) -> None:
         else:
             speak.say(changes.missing)
         draw_table(speak, outcome_table(found))
+    speak.say(conclusion(found, str(run)))

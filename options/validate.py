@@ -28,8 +28,9 @@ NOT_SERVED = FLOAT | {
 WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
-#: The forms of inputs that not every server runs.
-ServerForm = Literal["tail", "two_terms"]
+#: The servers that `tune` chooses for. `tensorrt`: fp8q's graphs, in engines, Triton, `fp8q serve` and ONNX Runtime.
+#: `vllm-plugin`: vLLM with fp8q-vllm. `any`: all that read a compressed-tensors checkpoint.
+Server = Literal["tensorrt", "vllm-plugin", "vllm", "any"]
 #: The costs that `tune` minimizes: bytes read by a decode step, or operations of a prefill.
 Prefer = Literal["memory", "prefill"]
 
@@ -237,14 +238,16 @@ class TuneOptions(Options):
         ),
         between(1),
     ] = 32
-    without: Annotated[
-        tuple[ServerForm, ...],
+    server: Annotated[
+        Server,
         option(
             EVALUATION,
-            "A form of inputs that the server does not run. Without two_terms, FP8 weights alone take its place. "
-            "Repeatable.",
+            "Choose only what this server computes. tensorrt: everything, in engines, Triton and `fp8q serve`. "
+            "vllm-plugin: vLLM with fp8q-vllm; experts in one term. vllm, any: no second terms; FP8 weights alone take "
+            "their place.",
+            name="--for",
         ),
-    ] = ()
+    ] = "tensorrt"
 
     def __post_init__(self) -> None:
         """Refuse two budgets."""

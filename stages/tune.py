@@ -173,8 +173,9 @@ class Search:
 
 
 def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
+    from ..calibrate.measure.statistics import load_statistics
     from ..validate.accuracy.perplexity import prompt_of
-    from ..validate.tuning.choices import COARSEST, Mix, Price
+    from ..validate.tuning.choices import COARSEST, Mix, Price, served
     from ..validate.tuning.document import Step, Tuning, Windows, changed, point
     from ..validate.tuning.joint import believed, ratio
     from ..validate.tuning.solve import Problem
@@ -186,15 +187,14 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
         run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
     )
     shape, own = prepared.shape, prepared.own
-    offered = tuple(form for form in prepared.losses.on_codes if form not in options.without)
-    losses = replace(prepared.losses, on_codes=offered)
+    losses, experts = prepared.losses, load_statistics(run).record.experts or {}
+    shape = replace(shape, groups=served(shape.groups, options.server, experts))
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
     search = Search(prepared, problem, choosing, notes)
     names = [group.name for group in shape.groups]
     worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])
-    finest = Mix(dict.fromkeys(names, losses.finest), losses.roundings[-1], losses.caches[0])
     as_it_is = prepared.as_it_is("choosing", choosing, notes)
-    anchors, factor = [worst, finest], believed(*ratio(search.measured(worst)))
+    anchors, factor = [worst, problem.finest()], believed(*ratio(search.measured(worst)))
     chosen = None
     if (aim := _aim(options, factor)) is not None:
         chosen = search.chosen(aim, anchors)
@@ -202,12 +202,15 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     frontier, before = list[Step](), own
     for mix in problem.frontier():
         expected = correction.of(losses.of(mix))
-        frontier.append(Step(**point(shape, mix, expected, False).model_dump(), changes=changed(before, mix)))
+        frontier.append(
+            Step(**point(shape, mix, expected, False).model_dump(), changes=changed(shape.groups, before, mix))
+        )
         before = mix
     found = Tuning(
         max_kl=options.max_kl,
         max_ppl_increase=options.max_ppl_increase,
         prefer=options.prefer,
+        server=options.server,
         changes=[],
         run=point(shape, own, as_it_is.kl_nats, True),
         frontier=frontier,
@@ -265,7 +268,7 @@ def _judged(
         update={
             "met": met_here and met_there,
             "met_on_calibration": met_here,
-            "changes": changed(prepared.own, mix) + rescaled,
+            "changes": changed(shape.groups, prepared.own, mix) + rescaled,
             "predicted_kl_nats": chosen.kl_nats,
             "measured_kl_nats": chosen.measured_kl_nats,
             "weight_bytes": chosen.weight_bytes,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
-from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Terms
+from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Server, Terms
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost, tail_terms
 
@@ -21,6 +21,16 @@ Form = Literal["one_term", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
 #: What `--activation-terms` calls the forms on codes.
 TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
+#: The forms that a server computes as fp8q does, of dense products and of experts. vLLM has no product of experts in
+#: two terms or with FP8 weights alone, and wants all experts of a layer in one form.
+ONE_CODE: tuple[Form, ...] = ("one_term", "weights_alone", "bf16")
+EXPERTS_IN_VLLM: tuple[Form, ...] = ("one_term",)
+SERVED: Mapping[Server, tuple[tuple[Form, ...], tuple[Form, ...]]] = {
+    "tensorrt": (FORMS, FORMS),
+    "vllm-plugin": (FORMS, EXPERTS_IN_VLLM),
+    "vllm": (ONE_CODE, EXPERTS_IN_VLLM),
+    "any": (ONE_CODE, EXPERTS_IN_VLLM),
+}
 #: The form that loses most.
 COARSEST: Form = "one_term"
 RoundingName = Literal["nearest", "gptq"]
@@ -66,12 +76,13 @@ def form_of(scale: TensorScale | None) -> Form:
 class Group:
     """Products that read one tensor, under the name of the first; `weights`: [out, in] of each of them.
 
-    `tail`: the length of a tail, if they take one.
+    `tail`: the length of a tail, if they take one. `forms`: those that the server computes.
     """
 
     name: str
     weights: Mapping[str, tuple[int, int]]
     tail: int = DEFAULT_EXACT_TAIL
+    forms: tuple[Form, ...] = FORMS
 
     def bytes_of(self, form: Form) -> int:
         """Return the bytes that a decode step reads of their weights."""
@@ -175,6 +186,16 @@ def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
     if after.kv_cache != "off":
         whole += [(name, "coded_cache") for name in before.wide_cache if name not in after.wide_cache]
     return whole + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
+
+
+def served(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
+    """Limit `groups` to the forms that `server` computes; `experts`: the modules that hold the experts of a layer."""
+    dense, of_experts = SERVED[server]
+    held = tuple(f"{layer}." for layer in experts)
+    return tuple(
+        replace(group, forms=of_experts if any(name.startswith(held) for name in group.weights) else dense)
+        for group in groups
+    )
 
 
 def members(groups: Iterable[Group], names: Iterable[str]) -> list[str]:

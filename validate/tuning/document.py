@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions
+from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Server
 from .choices import Group, Mix, Shape, changes, members
 
 
@@ -22,6 +22,7 @@ class Change(Strict):
 
     module: str
     choice: str
+    members: list[str] = Field(default_factory=list, description="all modules of the group, where there are several")
 
 
 class Point(Strict):
@@ -125,6 +126,7 @@ class Tuning(Strict):
     max_kl: float | None = None
     max_ppl_increase: float | None = None
     prefer: Prefer
+    server: Server = Field(default="tensorrt", description="`--for`: the server whose forms were chosen from")
     met: bool | None = Field(default=None, description="whether prediction and evaluation text are within the budget")
     met_on_calibration: bool | None = Field(default=None, description="whether the prediction alone is")
     changes: list[Change]
@@ -162,9 +164,13 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
     )
 
 
-def changed(before: Mix, after: Mix) -> list[Change]:
-    """List the changes that make `after` of `before`."""
-    return [Change(module=module, choice=choice) for module, choice in changes(before, after)]
+def changed(groups: Sequence[Group], before: Mix, after: Mix) -> list[Change]:
+    """List the changes that make `after` of `before`, those of a group with its members."""
+    of_group = {group.name: list(group.weights) for group in groups if len(group.weights) > 1}
+    return [
+        Change(module=module, choice=choice, members=of_group.get(module, []))
+        for module, choice in changes(before, after)
+    ]
 
 
 def load_tuning(run: Run) -> Tuning:

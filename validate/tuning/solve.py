@@ -38,12 +38,7 @@ class Losses:
     caches: tuple[KvCache, ...]
     on_codes: tuple[Form, ...]
 
-    @property
-    def finest(self) -> Form:
-        """The form with codes of weights that loses least."""
-        return "two_terms" if "two_terms" in self.on_codes else "weights_alone"
-
-    def group(self, name: str, rounding: str, form: Form) -> float:
+    def group(self, name: str, form: Form, rounding: str) -> float:
         """Return the loss of a group in a form; nothing in BF16, or where no token came by."""
         return 0.0 if form == "bf16" or name not in self.parts else self.parts[name][variant(rounding, form)]
 
@@ -54,7 +49,7 @@ class Losses:
     def of(self, mix: Mix) -> float:
         """Return the loss of a mix: the sum of its parts."""
         cache = sum(found[CODES] for name, found in self.parts.items() if CODES in found and mix.codes(name))
-        return cache + sum(self.group(name, mix.rounding, form) for name, form in mix.forms.items())
+        return cache + sum(self.group(name, form, mix.rounding) for name, form in mix.forms.items())
 
 
 class Correction:
@@ -103,14 +98,21 @@ class Problem:
 
     def best(self) -> Mix:
         """The mix that loses least: all but one group in BF16, since a run without FP8 is none."""
-        finest = self.losses.finest
-        rounding = min(
-            self.losses.roundings,
-            key=lambda each: min(self.losses.group(g.name, each, finest) for g in self.shape.groups),
-        )
-        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, finest)).name
-        forms: dict[str, Form] = {g.name: finest if g.name == kept else "bf16" for g in self.shape.groups}
+        finest, losses = self.finest().forms, self.losses
+        rounding = min(losses.roundings, key=lambda each: min(losses.group(*of, each) for of in finest.items()))
+        left = min(self.shape.groups, key=lambda g: self.losses.group(g.name, finest[g.name], rounding)).name
+        forms: dict[str, Form] = {
+            g.name: finest[g.name] if g.name == left or "bf16" not in g.forms else "bf16" for g in self.shape.groups
+        }
         return Mix(forms, rounding, self.losses.caches[0])
+
+    def finest(self) -> Mix:
+        """The mix with FP8 weights everywhere that loses least."""
+        forms = {
+            group.name: next(form for form in reversed(self._forms(group)) if form != "bf16")
+            for group in self.shape.groups
+        }
+        return Mix(forms, self.losses.roundings[-1], self.losses.caches[0])
 
     def frontier(self) -> list[Mix]:
         """The cheapest mix of each loss, those that lose most first."""
@@ -154,18 +156,23 @@ class Problem:
         }
 
     def _choices(self, group: Group, rounding: RoundingName) -> Sequence[Choice]:
-        alone = self.own.forms[group.name] == "weights_alone"
-        exact: Form = "weights_alone" if alone else self.losses.finest
         return [
             Choice(
                 form,
-                self.losses.group(group.name, rounding, form),
+                self.losses.group(group.name, form, rounding),
                 self.price.of(group.bytes_of(form), group.operations_of(form))
                 + CHANGED * (form != self.own.forms[group.name]),
             )
-            for form in FORMS
-            if form == exact or (form not in EXACT and form in (*self.losses.on_codes, "bf16"))
+            for form in self._forms(group)
         ]
+
+    def _forms(self, group: Group) -> list[Form]:
+        """List the forms that `group` may take; of those that lose nothing but the rounding of weights, one."""
+        predicted = (*self.losses.on_codes, "weights_alone", "bf16")
+        possible = [form for form in FORMS if form in predicted and form in group.forms]
+        exact = [form for form in EXACT if form in possible]
+        taken = self.own.forms[group.name] if self.own.forms[group.name] in exact else next(iter(exact), None)
+        return [form for form in possible if form not in EXACT or form == taken]
 
     def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:
         """The price of all that no item has: a cache that stays wide throughout, and changes of the whole model."""

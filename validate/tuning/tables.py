@@ -62,10 +62,52 @@ def _cache(point: Point) -> str:
 def change_table(found: Tuning) -> Table[Change]:
     """Tabulate the changes."""
     columns = (
-        Column[Change]("module", lambda row: "all" if row.module == "*" else row.module, numeric=False),
+        Column[Change]("module", _modules, numeric=False),
         Column[Change]("becomes", lambda row: row.choice.replace("_", " "), numeric=False),
     )
     return Table("What changes", found.changes, columns, "Nothing: the run is the cheapest mix for this budget.")
+
+
+def _modules(change: Change) -> str:
+    """Name the modules of a change: the first in full, the others of its group by what differs."""
+    if change.module == "*":
+        return "all"
+    parent = change.module.rpartition(".")[0]
+    return ", ".join([change.module, *(name.removeprefix(f"{parent}.") for name in change.members[1:])])
+
+
+def conclusion(found: Tuning, run: str) -> str:
+    """Say in a sentence what the chosen mix loses and costs and how to apply it; without a budget, how to give one.
+
+    `run`: the run directory, for the command.
+    """
+    server = "" if found.server == "tensorrt" else f" --for {found.server}"
+    if (its := found.chosen) is None:
+        example = f"fp8q tune {run} --max-kl {found.run.kl_nats / 2:.2g}{server}"
+        return f"No budget was given. For the cheapest mix that loses half of what the run does: {example}"
+    if found.max_kl is not None:
+        loss, budget = f"a KL of {nats(its.measured_kl_nats)} nats", f"--max-kl {found.max_kl:g}"
+    else:
+        assert found.max_ppl_increase is not None, "one of the two is the budget"
+        loss = f"{increase(its.measured_increase.increase)} perplexity"
+        budget = f"--max-ppl-increase {100 * found.max_ppl_increase:g}%"
+    own, second = found.run, its.tail + its.two_terms
+    cost = (
+        f"This mix has {loss} on the evaluation text, {its.weight_bytes / own.weight_bytes:.2f} times the run's bytes "
+        f"of weights, {its.cache_bytes / own.cache_bytes:.2f} times its cache, and {its.prefill_flops_ratio:.2f} times "
+        "the operations of a prompt with one code an activation."
+    )
+    said = [cost]
+    if own.kv_cache != "off" and (own.kv_cache, own.wide_cache) != (its.kv_cache, its.wide_cache):
+        said.append(f"The cache, --kv-cache {_cache(own)} in the run, becomes {_cache(its)}.")
+    if second and found.server == "tensorrt":
+        said.append(
+            f"{second} products take second codes, which vLLM computes with fp8q-vllm alone; for other servers give "
+            "--for vllm."
+        )
+    if found.met:
+        said.append(f"Apply it: fp8q tune {run} {budget}{server} --apply")
+    return " ".join(said)
 
 
 def outcome_table(found: Tuning) -> Table[LossRow]:

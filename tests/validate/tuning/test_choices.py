@@ -4,10 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from fp8q.options import ScaleOptions
+from fp8q.options import ScaleOptions, Server
 from fp8q.quantize.scales.decisions import Scales, TensorScale, WeightScales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
-from fp8q.validate.tuning.choices import FORMS, Group, Mix, Price, Shape, changes, form_of, members, options_of
+from fp8q.validate.tuning.choices import (
+    FORMS,
+    ROUNDINGS,
+    Group,
+    Mix,
+    Price,
+    Shape,
+    changes,
+    form_of,
+    members,
+    options_of,
+    served,
+)
 from fp8q.validate.tuning.document import Recipe
 from fp8q.validate.tuning.solve import Correction, Losses, Problem, same
 
@@ -102,6 +114,37 @@ def test_the_cheapest_mix_by_hand(prefer: str, budget: float, expected: Mix) -> 
     assert found is not None
     assert LOSSES.of(found) <= budget
     assert same(found, expected), changes(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("server", "dense", "experts"),
+    [
+        ("tensorrt", ["one_term", "tail", "two_terms", "bf16"], ["one_term", "tail", "two_terms", "bf16"]),
+        ("vllm-plugin", ["one_term", "tail", "two_terms", "bf16"], ["one_term"]),
+        ("vllm", ["one_term", "weights_alone", "bf16"], ["one_term"]),
+        ("any", ["one_term", "weights_alone", "bf16"], ["one_term"]),
+    ],
+)
+def test_a_server_limits_the_forms_of_dense_products_and_of_experts(
+    server: Server, dense: list[str], experts: list[str]
+) -> None:
+    """The cheapest mix without loss of activations has them: for any budget no other form is chosen."""
+    of_experts = Group("l.experts.0.down", {"l.experts.0.down": (40, 60)})
+    groups = served((GROUPS[0], of_experts), server, ["l.experts"])
+    parts = {"q": TAILS.parts["q"], of_experts.name: TAILS.parts["down"]}
+    alone = {
+        name: {**part, **{f"{rounding} weights_alone": part[f"{rounding} two_terms"] for rounding in ROUNDINGS}}
+        for name, part in parts.items()
+    }
+    own = Mix({"q": "one_term", of_experts.name: "one_term"}, "nearest", "off")
+    shape = replace(SHAPE, groups=groups, cache={})
+    limited = Problem(replace(TAILS, parts=alone, caches=("off",)), shape, Price(SHAPE.plain, "memory", 10), own)
+    chosen = [limited.cheapest(budget) for budget in (20, 10.7, 9.2, 3, 2, 1, 0.6, 0)] + [limited.best()]
+    mixes = [mix for mix in chosen if mix is not None]
+    assert {mix.forms["q"] for mix in mixes} <= set(dense)
+    assert {mix.forms[of_experts.name] for mix in mixes} <= set(experts)
+    assert limited.finest().forms == {"q": dense[-2], of_experts.name: experts[-2] if len(experts) > 1 else experts[0]}
+    assert {form for mix in limited.frontier() for form in mix.forms.values()} <= {*dense, *experts}
 
 
 #: A second layer of the cache, whose keys lose ten times what the first one's do; those of the first are three times
