@@ -108,7 +108,7 @@ def run(
         api.run(model, texts.data, texts.out, texts.eval_data, options, speak)
 
 
-@app.command
+@app.command(synonym=("quantize", "convert", "ptq"))
 def calibrate(
     model: Model,
     /,
@@ -200,7 +200,7 @@ def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> 
     check_findings(found)
 
 
-@app.command
+@app.command(synonym=("build", "compile"))
 def build_engine(run: RunPath, /, *, options: EngineOptions = EngineOptions(), common: Common = Common()) -> None:
     """Build a TensorRT engine for each target, and prove which products run in FP8."""
     from .. import api
@@ -233,7 +233,7 @@ def engine(
     check_views(found, options.min_fp8_share)
 
 
-@app.command
+@app.command(synonym=("eval", "perplexity"))
 def validate(
     run: RunPath,
     /,
@@ -316,7 +316,7 @@ def bench(
     views.benched(speak, api.bench(run, against, options, plot, speak), common.as_json)
 
 
-@app.command
+@app.command(synonym=("deploy",))
 def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common: Common = Common()) -> None:
     """Write a Triton model repository that serves the model, in the run or elsewhere.
 

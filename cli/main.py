@@ -1,11 +1,12 @@
 """End the program: whatever a command raises is one unwrapped line on standard error and an exit code."""
 
 import os
+import signal
 import sys
 import traceback
 
 from ..core.errors import INTERRUPTED, BackendError, Fp8qError, InputError
-from .signals import KEPT, deafen, handle_signals
+from .signals import deafen, handle_signals, line
 
 
 def main() -> None:
@@ -66,7 +67,7 @@ def ended(error: BaseException) -> tuple[int, str | None]:
     """The exit code for what a command raised, and the line to say; None where all has been said, or there is nobody to
     say it to.
     """
-    from cyclopts import CycloptsError
+    from cyclopts import CycloptsError, MissingArgumentError
     from safetensors import SafetensorError
 
     from ..core.files import refusal
@@ -79,9 +80,12 @@ def ended(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, OutputClosedError):
         return 1, None
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, f"interrupted; {KEPT}"
+        return INTERRUPTED, line(signal.SIGINT)
     if isinstance(error, SystemExit):
         return int(error.code or 0), None
+    if isinstance(error, MissingArgumentError) and not error.keyword and error.argument and error.command_chain:
+        help_page = f"fp8q {' '.join(error.command_chain)} --help"
+        return InputError.exit_code, f"{error.argument.name} is missing; `{help_page}` has examples"
     if isinstance(error, CycloptsError):
         said = str(error)
         end = "" if said.endswith((".", "?")) else "."

@@ -7,6 +7,7 @@ a handler of their own in this one's place meanwhile.
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,8 @@ from types import FrameType
 from ..core.undo import all_open
 
 KEPT = "what is finished is kept, and the same command goes on from there"
+#: The commands that write nothing that a second call could go on from.
+WITHOUT_STAGES = frozenset(("doctor", "engine", "generate", "inspect", "lint", "serve"))
 #: What each signal is told as; the exit code is 128 and its number, as shells have it.
 TOLD = {
     signal.SIGHUP: "the terminal was closed",
@@ -42,8 +45,9 @@ def deafen() -> None:
 
 
 def line(number: int) -> str:
-    """Format the line about a signal."""
-    return f"{TOLD[signal.Signals(number)]}; {KEPT}"
+    """Say which signal ended the program, and what is kept, where the command keeps something."""
+    said = TOLD[signal.Signals(number)]
+    return said if WITHOUT_STAGES.intersection(sys.argv[1:2]) else f"{said}; {KEPT}"
 
 
 def end_process(number: int, frame: FrameType | None) -> None:

@@ -30,6 +30,11 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     """
     file = path / "config.json"
     if not exists(file):
+        if gguf := next(path.glob("*.gguf"), None):
+            raise InputError(
+                f"{name}: holds {gguf.name}, a GGUF file, whose weights are quantized already; give the checkpoint "
+                "that it was made from"
+            )
         raise InputError(
             f"{name}: is no checkpoint: there is no config.json; give the directory that save_pretrained wrote"
         )

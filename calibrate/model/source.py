@@ -161,6 +161,10 @@ def _locate(model: str, revision: str | None, with_code: bool, report: Reporter)
         if revision is not None:
             raise InputError(f"--revision {revision}: is for hub names, and {model} is a directory; leave it out")
         return path, None
+    if path.suffix == ".gguf":
+        raise InputError(
+            f"{model}: is a GGUF file, whose weights are quantized already; give the checkpoint that it was made from"
+        )
     if path.exists():
         raise InputError(
             f"{model}: is a file; MODEL is the directory that holds config.json and the weights, or a hub name"

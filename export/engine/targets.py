@@ -20,6 +20,8 @@ MODULES: dict[Runtime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt
 TITLES: dict[Runtime, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 #: What TensorRT-RTX builds for where there is no GPU: Ada and Blackwell RTX cards.
 AHEAD_OF_TIME = ("sm89", "sm120")
+#: GPUs with FP8 that TensorRT alone builds for, on the GPU itself, by their generation.
+DATA_CENTRE = {"sm90": "Hopper", "sm100": "data-centre Blackwell", "sm103": "data-centre Blackwell"}
 FP8_CAPABILITY = (8, 9)
 #: CUDA driver API, `CUdevice_attribute`.
 _MAJOR, _MINOR = 75, 76
@@ -110,4 +112,10 @@ def check_target(target: str, runtime: Runtime, known: tuple[str, ...]) -> None:
     if target not in known:
         here = "; it builds for the GPU in this machine" if runtime == "tensorrt" else ""
         fit = ", ".join(filter(can_do_fp8, known)) or "none"
+        if runtime == "tensorrt-rtx" and target in DATA_CENTRE:
+            raise InputError(
+                f"--target {target}: {DATA_CENTRE[target]} is none of TensorRT-RTX's GPUs ({fit}); TensorRT builds for "
+                "it, on that GPU: install it there with `pip install 'fp8q[tensorrt]'`, and run `fp8q build-engine RUN "
+                "--runtime tensorrt`"
+            )
         raise InputError(f"--target {target}: {TITLES[runtime]} does not know it{here}; choose from {fit}")

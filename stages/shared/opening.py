@@ -26,6 +26,11 @@ def open_run(path: Path) -> Run:
             f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`"
         )
     if not run.exists():
+        if (run.root / "config.json").is_file():
+            raise InputError(
+                f"{path}: is a checkpoint, and a run is wanted here; make one with `fp8q calibrate {path} --data TEXT "
+                "--out RUN`, and give its directory"
+            )
         raise InputError(
             f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out "
             f"{path}`"

@@ -22,11 +22,11 @@ from fp8q.core.undo import all_open, at_end, scratch, undoing
 INTERRUPTED = "fp8q: interrupted; what is finished is kept, and the same command goes on from there\n"
 STOPPED = "fp8q: stopped by SIGTERM; what is finished is kept, and the same command goes on from there\n"
 
-#: `fp8q doctor` whose work is one of these functions, in a stage of the run $RUN; "ready" when a signal may come.
+#: `fp8q export` whose work is one of these functions, in a stage of the run $RUN; "ready" when a signal may come.
 CHILD = """
 import ctypes, os, sys, time, weakref
 from pathlib import Path
-import fp8q.cli.doctor
+import fp8q.api
 from fp8q.cli.console import Terminal
 from fp8q.cli.main import main
 from fp8q.core.run import Run
@@ -81,8 +81,8 @@ def examine():
         (run.root / ".scales.json.partial").write_text("half")
         globals()[os.environ["WORK"]]()
 
-fp8q.cli.doctor.examine = examine
-sys.argv[1:] = ["doctor"]
+fp8q.api.export = lambda *_: examine()
+sys.argv[1:] = ["export", os.environ["RUN"]]
 main()
 """
 

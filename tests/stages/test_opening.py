@@ -25,6 +25,7 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
 from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.shared.opening import open_run
 from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import Protocol, load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model
@@ -290,3 +291,12 @@ def test_overlapping_text_passes_where_that_is_allowed_and_the_protocol_says_so(
     ).protocol
     assert found.overlap is not None
     assert found.overlap > 0.5
+
+
+def test_a_checkpoint_in_the_place_of_a_run_is_told_apart(demo_checkpoint: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        open_run(demo_checkpoint)
+    assert str(refused.value) == (
+        f"{demo_checkpoint}: is a checkpoint, and a run is wanted here; make one with `fp8q calibrate {demo_checkpoint} "
+        "--data TEXT --out RUN`, and give its directory"
+    )

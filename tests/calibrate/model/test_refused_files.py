@@ -21,6 +21,14 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     assert refusal("a/b/c") == "a/b/c: there is no such directory, and it is no hub name either; check the path"
 
 
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "llama-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    remedy = "a GGUF file, whose weights are quantized already; give the checkpoint that it was made from"
+    assert refusal(file) == f"{file}: is {remedy}"
+    assert refusal(tmp_path) == f"{tmp_path}: holds llama-Q4_K_M.gguf, {remedy}"
+
+
 def test_a_file_is_no_model(demo_checkpoint: Path) -> None:
     file = demo_checkpoint / "model.safetensors"
     assert (

@@ -26,11 +26,26 @@ def test_a_gpu_too_old_for_fp8_is_refused_before_any_work(target: str) -> None:
 
 
 @RTX
-@pytest.mark.parametrize("target", ["sm90", "ada", "sm8", ""])
+@pytest.mark.parametrize("target", ["sm99", "ada", "sm8", ""])
 def test_a_target_that_the_runtime_does_not_know_is_refused_with_those_it_does(target: str) -> None:
     with pytest.raises(InputError) as refused:
         resolve(EngineOptions(runtime="tensorrt-rtx", targets=(target,)))
     assert str(refused.value) == f"--target {target}: TensorRT-RTX does not know it; choose from sm89, sm120, sm121"
+
+
+@RTX
+@pytest.mark.parametrize(
+    ("target", "generation"),
+    [("sm90", "Hopper"), ("sm100", "data-centre Blackwell"), ("sm103", "data-centre Blackwell")],
+)
+def test_a_data_centre_gpu_is_sent_to_tensorrt(target: str, generation: str) -> None:
+    with pytest.raises(InputError) as refused:
+        resolve(EngineOptions(targets=(target,)))
+    assert str(refused.value) == (
+        f"--target {target}: {generation} is none of TensorRT-RTX's GPUs (sm89, sm120, sm121); TensorRT builds for it, "
+        "on that GPU: install it there with `pip install 'fp8q[tensorrt]'`, and run `fp8q build-engine RUN "
+        "--runtime tensorrt`"
+    )
 
 
 @RTX

@@ -167,10 +167,11 @@ def test_the_command_prints_the_frontier_and_what_changes(
     found = json.loads(fp8q(*words, "--json").out)
     wanted = ["changes", "predicted_kl_nats", "measured_kl_nats", "weight_bytes", "prefill_flops_ratio"]
     assert all(found[name] is not None for name in wanted)
-    assert list(found["changes"][0]) == ["module", "choice"]
+    assert list(found["changes"][0]) == ["module", "choice", "members"]
     shown = fp8q(*words)
     assert shown.code == 0, shown.err
     assert [title in shown.out for title in ("KL against cost", "What changes", "Predicted and measured")] == [True] * 3
+    assert shown.out.splitlines()[-1].endswith(f"Apply it: fp8q tune {run.root} --max-kl {tuned.max_kl:g} --apply")
 
 
 def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_graphs: Any, tmp_path: Path) -> None:
