@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from .errors import InputError
+from .field_errors import plain_text
 
 #: The ending of the temporary name of a file or folder that is not complete.
 PARTIAL = ".partial"
@@ -262,7 +263,7 @@ def read_document(path: Path, kind: type[Document]) -> Document:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise InputError(
-            f"{path}: does not read as fp8q's {path.name}: {where}: {first['msg']}; restore it, or calibrate again "
+            f"{path}: does not read as fp8q's {path.name}: {where} {plain_text(first)}; restore it, or calibrate again "
             "into a new directory"
         ) from None
 

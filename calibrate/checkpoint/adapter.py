@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, PositiveInt, PrivateAttr, ValidationError
 
 from ...core.errors import InputError
+from ...core.field_errors import plain_text
 from ...core.files import sha256_file
 from ..input.patterns import BoundedPattern, PatternFile
 from ..input.untrusted import exists, local_path, read_json
@@ -188,14 +189,14 @@ def read_lora(path: Path) -> LoraConfig:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{file}: {place}: {one_line_of(first)}; copy or download it again") from None
+        raise InputError(f"{file}: {place} {one_line_of(first)}; copy or download it again") from None
     _refuse_kinds(file, raw, config)
     return config
 
 
 def one_line_of(error: Mapping[str, Any]) -> str:
-    """Format pydantic's message about one value, and the value, as one line."""
-    return f"{error['msg'][0].lower()}{error['msg'][1:]}, not {str(error['input'])[:60]!r}"
+    """Say in one line what a value must be, and what it is."""
+    return f"{plain_text(error)}, not {str(error['input'])[:60]!r}"
 
 
 def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> None:

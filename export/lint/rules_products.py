@@ -227,21 +227,25 @@ def scale_axis(graph: Indexed) -> Broken:
 def alignment(graph: Indexed) -> Broken:
     """Both dimensions of an FP8 weight are multiples of 16, the width of an FP8 tensor core instruction.
 
-    Others build, and are padded: 65 gave a much larger engine.
+    Others build, and are padded: 65 gave a much larger engine. Products of one shape are one finding.
     """
+    padded: dict[tuple[int, ...], list[str]] = {}
     for product in graph.products:
         side = weight_of(graph, product)
         if side is not None and side.dequantize is not None and is_fp8(product):
-            dims = list(graph.initializers[side.dequantize.input[0]].dims)
+            dims = tuple(graph.initializers[side.dequantize.input[0]].dims)
             if any(size % ALIGNMENT for size in (dims[:2] if product.node.op_type == "Conv" else dims[-2:])):
-                yield (
-                    product.node.name,
-                    (
-                        f"its weight is {dims}, not in multiples of {ALIGNMENT}, so the engine pads it; leave the "
-                        "module "
-                        "in BF16 where the padding costs more than FP8 gives"
-                    ),
-                )
+                padded.setdefault(dims, []).append(product.node.name)
+    for dims, (first, *others) in padded.items():
+        like = f", as those of {len(others)} more products are" if len(others) > 1 else ""
+        like = f", as that of {others[0]} is" if len(others) == 1 else like
+        yield (
+            first,
+            (
+                f"its weight is {list(dims)}{like}, not in multiples of {ALIGNMENT}, so the engine pads it; leave the "
+                "module in BF16 where the padding costs more than FP8 gives"
+            ),
+        )
 
 
 @rule("F210", "other-codes", "warning")

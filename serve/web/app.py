@@ -127,7 +127,7 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         given = prompts(fields.prompt, model.positions)
         if fields.prompt_logprobs is not None and (refused := _without_prompt_logprobs(fields, model, len(given))):
             raise Refusal(400, f"prompt_logprobs: {refused}", "prompt_logprobs")
-        most = fields.max_tokens or 16
+        most = _most_tokens(fields, model) or 16
         asked = [fields.asked(prompt, most, fields.logprobs, fields.prompt_logprobs) for prompt in given]
         form = CompletionForm(model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None)
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "prompt")
@@ -140,11 +140,27 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         if fields.top_logprobs and not fields.logprobs:
             raise Refusal(400, "top_logprobs: needs logprobs; set that to true, or leave this out", "top_logprobs")
         prompt = await serving.render([said.message for said in fields.messages], model.positions)
-        most = fields.max_completion_tokens or fields.max_tokens or model.positions
+        most = _most_tokens(fields, model) or model.positions
         asked = [fields.asked(prompt, most, (fields.top_logprobs or 0) if fields.logprobs else None)]
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "messages")
         return _answer(serving, model, asked, told, begun)
+
+
+def _most_tokens(fields: CompletionFields | ChatFields, model: Model) -> int | None:
+    """The tokens that the request asks for, at most; None where it says nothing.
+
+    Raises Refusal where no answer of `model` can have as many.
+    """
+    asked = {name: getattr(fields, name, None) for name in ("max_completion_tokens", "max_tokens")}
+    name, most = next(((name, value) for name, value in asked.items() if value), ("", None))
+    if most is not None and most > model.positions:
+        raise Refusal(
+            400,
+            f"{name} must be at most {model.positions:,}, the positions that the model has for prompt and answer",
+            name,
+        )
+    return most
 
 
 def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: int) -> str | None:

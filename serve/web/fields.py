@@ -17,6 +17,8 @@ from .refusals import Refusal
 
 #: Prompts in one request, and messages of a chat.
 MOST_PROMPTS, MOST_MESSAGES = 128, 2048
+#: The largest temperature of OpenAI's API.
+MOST_TEMPERATURE = 2
 #: Whatever it is, the answer is the same.
 Whatever = Annotated[Any, Field(description="Changes nothing here.")]
 Penalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)]
@@ -66,7 +68,7 @@ class Fields(StrictFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=MOST_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None

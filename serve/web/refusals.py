@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from ...core.field_errors import plain_text
+
 #: Seconds after which a client that was told to come back may.
 RETRY_AFTER = "1"
 #: The most characters of a message: some repeat what was sent.
@@ -70,8 +72,8 @@ def of_fields(errors: Sequence[Any]) -> Refusal:
             f"{first}: is no field that this server knows; leave it out (docs/serve.md lists those it takes)",
             first,
         )
-    told = "; or ".join(dict.fromkeys(error["msg"][:1].lower() + error["msg"][1:] for error in found[:4]))
-    return Refusal(400, f"{first or 'the body'}: {told}", first)
+    texts = " or ".join(dict.fromkeys(map(plain_text, found[:4])))
+    return Refusal(400, f"{first or 'the body'} {texts}", first)
 
 
 def _param(where: Sequence[int | str]) -> str | None:

@@ -5,7 +5,7 @@ Needs no torch, no GPU and no server; of weights it reads a checkpoint's codes o
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,7 +91,11 @@ def lint_run(path: Path) -> LintedRun:
         )
     run = open_run(path)
     run.refuse_without_graph()
-    parts = [lint_onnx(graph, run) for graph in fp8_graphs(run)]
+    parts = list[Linted]()
+    for graph in fp8_graphs(run):
+        linted = lint_onnx(graph, run)
+        told = {finding for part in parts for finding in part.findings}  # of the same model in another compute type
+        parts.append(replace(linted, findings=[finding for finding in linted.findings if finding not in told]))
     engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
     parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
     if run.triton.is_dir():

@@ -20,6 +20,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from ...core.errors import InputError
+from ...core.field_errors import plain_text
 from ...core.files import Strict
 from ...core.record import StageLog, stage_command
 from ...core.run import Run
@@ -117,8 +118,7 @@ class Stage(Generic[Choices, Facts]):
                 raise InputError(f"{file}: does not say `{name}` of the stage {self.name}; {again}") from None
             value = json.dumps(first["input"])
             raise InputError(
-                f"{file}: the stage {self.name} has `{name}` {value[:80]}, and {first['msg'][0].lower()}"
-                f"{first['msg'][1:]}; {again}"
+                f"{file}: the stage {self.name} has `{name}` {value[:80]}, which {plain_text(first)}; {again}"
             ) from None
         except InputError as error:
             raise InputError(f"{file}: the stage {self.name} has {error}; {again}") from None

@@ -97,7 +97,7 @@ def test_a_damaged_run_json_is_refused_with_the_field(run: Run) -> None:
         InputError,
         match=(
             rf"^{run.record_file}: does not read as fp8q's run.json: "
-            "schema: Input should be less than or equal to 1; "
+            "schema must be at most 1; "
         ),
     ):
         run.record()

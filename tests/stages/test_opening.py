@@ -297,6 +297,6 @@ def test_a_checkpoint_in_the_place_of_a_run_is_told_apart(demo_checkpoint: Path)
     with pytest.raises(InputError) as refused:
         open_run(demo_checkpoint)
     assert str(refused.value) == (
-        f"{demo_checkpoint}: is a checkpoint, and a run is wanted here; make one with `fp8q calibrate {demo_checkpoint} "
-        "--data TEXT --out RUN`, and give its directory"
+        f"{demo_checkpoint}: is a checkpoint, and a run is wanted here; make one with "
+        f"`fp8q calibrate {demo_checkpoint} --data TEXT --out RUN`, and give its directory"
     )

@@ -138,9 +138,7 @@ def test_an_adapter_begun_from_the_bases_weights(adapter: Path, changed: Callabl
 def test_values_of_the_wrong_kind(adapter: Path, changed: Callable[..., None]) -> None:
     file = adapter / "adapter_config.json"
     changed(file, r=0)
-    assert refusal(adapter) == (
-        f"{file}: r: input should be greater than or equal to 1, not '0'; copy or download it again"
-    )
+    assert refusal(adapter) == (f"{file}: r must be at least 1, not '0'; copy or download it again")
     changed(file, r=2, rank_pattern={"(": 4})
     assert refusal(adapter) == (
         f"{file}: has the pattern '(', which is not read (missing ), unterminated subpattern at position 0); name the "

@@ -276,10 +276,12 @@ CASES = [
         tuple(
             (
                 f"{LAYER}.mlp.{name}.matmul: its weight is {dims}, not in multiples of 16, so the engine pads it; "
-                "leave "
-                "the module in BF16 where the padding costs more than FP8 gives"
+                "leave the module in BF16 where the padding costs more than FP8 gives"
             )
-            for name, dims in (("gate_proj", [24, 128]), ("up_proj", [24, 128]), ("down_proj", [128, 24]))
+            for name, dims in (
+                ("gate_proj", f"[24, 128], as that of {LAYER}.mlp.up_proj.matmul is"),
+                ("down_proj", "[128, 24]"),
+            )
         ),
         options={"hidden": 24},
     ),

@@ -28,8 +28,8 @@ def test_scales_are_one_row_of_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "why"),
     [
-        (None, "weight_map: Input should be an object"),
-        ({"up.weight_scale": None}, "weight_map.up.weight_scale: Input should be a valid string"),
+        (None, "weight_map must be an object"),
+        ({"up.weight_scale": None}, "weight_map.up.weight_scale must be text"),
         (
             {"up.weight_scale": "../other.safetensors"},
             f"{INDEX}: names ../other.safetensors, which is not a file beside it; copy the whole of model/ again",
