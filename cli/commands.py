@@ -104,7 +104,7 @@ def run(
     from .. import api
 
     speak = terminal()
-    with showing(speak, texts.out, common):
+    with showing(speak, texts.out, common, "run"):
         api.run(model, texts.data, texts.out, texts.eval_data, options, speak)
 
 
@@ -123,7 +123,7 @@ def calibrate(
     from .. import api
 
     speak = terminal()
-    with showing(speak, texts.out, common):
+    with showing(speak, texts.out, common, "calibrate"):
         api.calibrate(model, texts.data, texts.out, texts.eval_data, options, export, speak)
 
 
@@ -143,7 +143,7 @@ def scales(
     from .. import api
 
     speak = terminal()
-    with showing(speak, run, common):
+    with showing(speak, run, common, "scales"):
         api.scales(run, options, speak)
 
 
@@ -165,7 +165,7 @@ def merge(
     from .. import api
 
     speak = terminal()
-    with showing(speak, out, common):
+    with showing(speak, out, common, "merge"):
         api.merge(runs, out, model, options, export, speak)
 
 
@@ -180,7 +180,7 @@ def export(
     from .. import api
 
     speak = terminal()
-    with showing(speak, run, common):
+    with showing(speak, run, common, "export"):
         api.export(run, options, speak)
 
 
@@ -206,7 +206,7 @@ def build_engine(run: RunPath, /, *, options: EngineOptions = EngineOptions(), c
     from .. import api
 
     speak = terminal()
-    with showing(speak, run, common):
+    with showing(speak, run, common, "build-engine"):
         api.build_engine(run, options, speak)
 
 
@@ -246,7 +246,7 @@ def validate(
     from .. import api
 
     speak = terminal()
-    with showing(speak, run, common):
+    with showing(speak, run, common, "validate"):
         api.validate(run, data, options, speak)
 
 
@@ -325,7 +325,7 @@ def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common:
     from .. import api
 
     speak = terminal()
-    with showing(speak, run, common):
+    with showing(speak, run, common, "triton"):
         api.triton(run, options, speak)
 
 
@@ -335,7 +335,7 @@ def report(run: RunPath, /, *, options: ReportOptions = ReportOptions(), common:
     from .. import api
 
     speak = terminal()
-    with showing(speak, run, common):
+    with showing(speak, run, common, "report"):
         api.report(run, options, speak)
 
 
@@ -418,9 +418,9 @@ for position, name in enumerate(app):
 
 
 @contextmanager
-def showing(speak: "Terminal", path: Path, common: Common) -> Iterator[None]:
-    """Show what the run at `path` holds when the block ends well, with a gate that was not met, or with a runtime that
-    failed beside others; of several ranks the first does.
+def showing(speak: "Terminal", path: Path, common: Common, command: str) -> Iterator[None]:
+    """Show what `command` made of the run at `path` when the block ends well, with a gate that was not met, or with a
+    runtime that failed beside others; of several ranks the first does.
     """
     from . import views
 
@@ -430,6 +430,6 @@ def showing(speak: "Terminal", path: Path, common: Common) -> Iterator[None]:
     try:
         yield
     except (GateError, UnfinishedError):
-        views.show_summary(speak, path, common.as_json)
+        views.show_summary(speak, path, common.as_json, command)
         raise
-    views.show_summary(speak, path, common.as_json)
+    views.show_summary(speak, path, common.as_json, command)

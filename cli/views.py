@@ -33,6 +33,7 @@ from ..validate.report.tables import (
     stage_table,
     wide_cache_table,
 )
+from .endings import FILES, MADE, TABLES, ending
 
 if TYPE_CHECKING:
     from ..api import Inspection
@@ -45,29 +46,15 @@ if TYPE_CHECKING:
 LISTED = 8
 #: Columns of a terminal in which the whole table of accuracy can be read.
 WIDE = 100
-#: What a run holds for people to open, in the order of the stages.
-FILES = (
-    "model",
-    "model/model.onnx",
-    "model/model.fp32.onnx",
-    "scales.json",
-    "baselines",
-    "engines",
-    "accuracy.json",
-    "bench.json",
-    "triton",
-    "report.html",
-    "report.ipynb",
-)
 
 
-def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
-    """Show the run at `path`: tables on a terminal, or one JSON object on one line of standard output.
+def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> None:
+    """Show what `command` made of the run at `path`, and what comes next; or the whole run as one JSON object.
 
     The work is done, and it stands: what of the run cannot be read now is named in a note, and left out.
     """
-    run = Run(path)
-    found = rows_of(run, speak)
+    run, made = Run(path), MADE[command]
+    found = rows_of(run, speak, TABLES if as_json else made.tables)
     if as_json:
         emit(run_document(run, found))
         return
@@ -78,14 +65,16 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool) -> None:
         "stages": stage_table,
         "modules": kept_table,
     }
-    for part, made in tables.items():
-        table = made(found.get(part, []))
+    for part, make in tables.items():
+        table = make(found.get(part, []))
         if table.rows:
             draw_table(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
         if table.rows and part == "accuracy" and (decoded := distance_rows(run)):
             draw_table(speak, distance_table(decoded))
-    if there := files(run):
+    if there := [file for file in files(run) if str(file.relative_to(run.root)) in made.files]:
         speak.table("Files", ("path",), [(str(file),) for file in there])
+    for line in ending(run):
+        speak.note(line)
 
 
 #: The parts of the summary, and what reads each from a run.
@@ -98,12 +87,12 @@ PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
 }
 
 
-def rows_of(run: Run, speak: "Terminal") -> dict[str, Sequence[Any]]:
-    """The rows of each part of the summary that can be read; a note for each that cannot."""
+def rows_of(run: Run, speak: "Terminal", parts: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """The rows of each of the `parts` of the summary that can be read; a note for each that cannot."""
     found: dict[str, Sequence[Any]] = {}
-    for part, read in PARTS.items():
+    for part in parts:
         try:
-            found[part] = read(run)
+            found[part] = PARTS[part](run)
         except Exception as error:  # noqa: BLE001  # another stage's file: nothing it holds makes this command a failure
             said = str(error) if isinstance(error, Fp8qError) else f"{type(error).__name__}: {error}"
             speak.note(f"left out here, since it cannot be read: {part}: {said}")

@@ -96,7 +96,7 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
     plans = {directory / names[0]: plan, directory / names[1]: replace(plan, dtype=torch.float32)}
     layers: int = AutoConfig.from_pretrained(directory).get_text_config().num_hidden_layers
     what = f"Exporting {plan.adapter} to ONNX" if plan.adapter else "Exporting to ONNX"
-    with report.track(what, len(plans) * 2 * layers, "layers") as advance:
+    with report.track(what, len(plans) * 2 * layers, "steps") as advance:
         for path, planned in plans.items():
             tell = at_most(2 * layers, advance)  # a layer counts when the model has run it, and when it is in the graph
             with replacing(path) as partial:

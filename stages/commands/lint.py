@@ -94,8 +94,8 @@ def lint_run(path: Path) -> LintedRun:
     parts = list[Linted]()
     for graph in fp8_graphs(run):
         linted = lint_onnx(graph, run)
-        told = {finding for part in parts for finding in part.findings}  # of the same model in another compute type
-        parts.append(replace(linted, findings=[finding for finding in linted.findings if finding not in told]))
+        earlier = {finding for part in parts for finding in part.findings}  # of the same model in another compute type
+        parts.append(replace(linted, findings=[finding for finding in linted.findings if finding not in earlier]))
     engines = [Path(name).stem for name in _outputs(run, "build-engine") if name.endswith(".plan")]
     parts.append(Linted(run.root, f"engines: {', '.join(engines) or 'none'}", lint_engines(run)))
     if run.triton.is_dir():

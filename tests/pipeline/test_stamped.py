@@ -103,5 +103,5 @@ def test_the_bar_moves_with_each_layer_and_ends_at_its_total(
 ) -> None:
     plan, report = as_if_quantized(tmp_path, LlamaConfig(**TINY, num_hidden_layers=1), "", torch.bfloat16), Counting()
     export_graphs(tmp_path, plan, report)
-    assert report.total == (4, "layers")
+    assert report.total == (4, "steps")
     assert report.told == [1, 1] * 2
