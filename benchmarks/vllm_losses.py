@@ -9,8 +9,8 @@ vocabulary], as NumPy writes them.
 
 For each job one line of JSON goes to standard output: `{"nll_nats": [of each token of the windows, in order, but the
 first of each], "kl_nats": [likewise, KL(exact || vLLM)] or null, "answers": [[8 tokens]], "again": [[8 tokens], to the
-same prompts, which may be taken from the cache of prefixes then], "step_ms": the mean of `steps` decoded tokens of one
-answer, or null}`, or `{"error": …}` where vLLM refuses the checkpoint.
+same prompts, which may be taken from the cache of prefixes then], "step_ms": the processor time of one of `steps`
+decoded tokens of an answer, or null}`, or `{"error": …}` where vLLM refuses the checkpoint.
 """
 
 import gc
@@ -74,14 +74,14 @@ def losses(
 
 
 def timed_step(served: Any, window: list[int], steps: int) -> float:
-    """Milliseconds of a decoded token behind `window`: the least of three, since others use the machine too."""
+    """Milliseconds of processor time for a decoded token behind `window`, the least of three."""
     from vllm import SamplingParams
 
     def seconds(tokens: int) -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         greedy = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         served.generate([{"prompt_token_ids": window}], greedy, use_tqdm=False)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     return min(seconds(steps + 1) - seconds(1) for _ in range(3)) / steps * 1e3
 

@@ -6,12 +6,13 @@
 `--vllm`: the interpreter of an environment with vLLM for CPUs, as `make test-elsewhere` leaves one in `.venv/vllm`.
 Mean KL(FP32 || vLLM) × 10⁶ of every token of the windows, four in a batch, in BF16 arithmetic: the source in BF16, one
 term with GPTQ, two terms with the plugin and without it, and a tail with it; beside them our reference's in BF16
-arithmetic. A step is one token of one answer behind a window. On a CPU vLLM emulates FP8 products, so its times say
-nothing of a GPU. Prints one JSON line; exit status 1 where two terms or a tail lose more than 1.15 times what the
-reference loses.
+arithmetic. A step is one token of one answer behind a window, in processor time of one thread. On a CPU vLLM emulates
+FP8 products, so its times say nothing of a GPU. Prints one JSON line; exit status 1 where two terms or a tail lose more
+than 1.15 times what the reference loses.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def main() -> int:
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", required=True, help="the interpreter that has vLLM")
     options = parser.parse_args()
     head = described("vllm_plugin", (ScaleOptions,))
+    os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait would count as work
     with tempfile.TemporaryDirectory() as directory:
         plugin = installed_plugin(options.vllm, Path(directory))
         models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt")
