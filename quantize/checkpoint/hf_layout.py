@@ -108,6 +108,12 @@ class HfLayout:
             return "--q-scale: loaders have no place for scales of this architecture's cache, and none are written"
         return "--q-scale: is for vLLM; transformers reports q_scale as unexpected keys, and computes without them"
 
+    def cache_strategy(self, scales: Scales) -> Literal["tensor", "attn_head"] | None:
+        """The strategy of the cache's scheme in config.json; None where loaders are told of no scales."""
+        if not self.cache:
+            return None
+        return "attn_head" if scales.per_head else "tensor"
+
     @property
     def vllm_skips(self) -> str:
         """The arguments by which vLLM leaves the same layers wide; empty where there are none."""
