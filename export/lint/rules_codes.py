@@ -290,9 +290,8 @@ def pair_scales(graph: Indexed) -> Broken:
         divided, multiplied = graph.constant(quantize.input[1]), graph.constant(node.input[1])
         if divided is None or multiplied is None or not 0 < divided.size == multiplied.size:  # F104, F107 have those
             continue
-        pairs = zip(multiplied.ravel(), divided.ravel(), strict=True)
-        ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (0, 0))
-        if ours != theirs and np.isfinite([ours, theirs]).all():
+        pairs = np.stack([multiplied.ravel(), divided.ravel()], axis=1)
+        for ours, theirs in pairs[(pairs[:, 0] != pairs[:, 1]) & np.isfinite(pairs).all(1)][:1]:
             yield (
                 node.name,
                 f"multiplies by {ours:.9g}, and {quantize.name} has divided by {theirs:.9g}; use one scale for both",

@@ -87,14 +87,10 @@ def cache_heads(checkpoint: Checkpoint) -> Broken:
     ends with an error; on a CPU it takes the largest of a layer's heads for all of them, and says nothing.
     """
     if checkpoint.declared.cache_heads:
-        yield (
-            CONFIG,
-            (
-                "says a scale for each head of the cache: vLLM has attention for them on Hopper and data-centre Blackwell, "
-                "ends with an error on other GPUs, and takes a layer's largest on a CPU; serve it on the former, or export it with "
-                "one scale a layer"
-            ),
+        said = (
+            "says a scale for each head of the cache, which vLLM has attention for on Hopper and data-centre Blackwell"
         )
+        yield CONFIG, f"{said}: other GPUs end with an error, a CPU takes a layer's largest; give one a layer for those"
 
 
 def _wide_layers(checkpoint: Checkpoint) -> list[int]:

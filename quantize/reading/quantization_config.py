@@ -240,9 +240,9 @@ def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantizat
     schemes = tuple(_group(source, name, group) for name, group in groups.items())
     ignore = _names(said.get("ignore") or [], source, "ignore")
     cache = said.get("kv_cache_scheme")
-    static = isinstance(cache, dict) and not cache.get("dynamic", False)
-    heads = static and str(cache.get("strategy", "")).lower() == "attn_head"
-    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, static, heads)
+    scheme = cache if isinstance(cache, dict) and not cache.get("dynamic", False) else None
+    heads = scheme is not None and str(scheme.get("strategy", "")).lower() == "attn_head"
+    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads)
 
 
 def _group(source: Path, name: str, group: Any) -> SchemeGroup:
