@@ -66,8 +66,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     check_dtype(scales.activations, asked)
     if asked.attention == "fp8" and scales.per_head:
         raise InputError(
-            "--attention fp8: attends by one scale a layer, under which keys of a cache with a scale for each head would "
-            "be rounded once more; choose scales again with --kv-scale tensor, or leave it out"
+            "--attention fp8: attends by one scale a layer, which would round keys of a cache with a scale for each "
+            "head once more; choose scales again with --kv-scale tensor, or leave it out"
         )
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:

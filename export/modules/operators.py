@@ -192,8 +192,7 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
 
     # traced by onnxscript, whose values have no public type
     def onnx_quantize(x, scale, code, axis=0):  # type: ignore[no-untyped-def]
-        along = {"axis": axis} if axis else {}
-        return op.QuantizeLinear(x, scale, **along, output_dtype=int(code))
+        return op.QuantizeLinear(x, scale, output_dtype=int(code), **({"axis": axis} if axis else {}))
 
     def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
         return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))

@@ -81,7 +81,7 @@ def cache_unread(checkpoint: Checkpoint) -> Broken:
 
 
 @checkpoint_rule("C127", "cache-heads", "warning")
-def cache_heads(checkpoint: Checkpoint) -> Broken:
+def scales_of_heads(checkpoint: Checkpoint) -> Broken:
     """A server attends by the scales of the cache that the checkpoint has. For those of heads (the strategy attn_head)
     vLLM has FlashAttention 3 and 4, on Hopper and data-centre Blackwell GPUs. For other GPUs it finds no attention, and
     ends with an error; on a CPU it takes the largest of a layer's heads for all of them, and says nothing.

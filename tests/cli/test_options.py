@@ -192,8 +192,8 @@ def test_an_option_is_added_in_one_place(capsys: pytest.CaptureFixture[str], mon
             CalibrateOptions,
             {"kv_scale": "head"},
             (
-                "--kv-scale head: the cache of every layer stays in the compute type; give --kv-cache fp8 or v, or leave "
-                "it out"
+                "--kv-scale head: the cache of every layer stays in the compute type; give --kv-cache fp8 or v, or "
+                "leave it out"
             ),
         ),
         (RescaleOptions, {"kv_scale": "channel"}, "--kv-scale channel: is none of tensor, head"),
