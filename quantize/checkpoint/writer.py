@@ -89,7 +89,12 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    for remark in (form.remark(source.architecture, done), form.query_remark(done), form.limit):
+    for remark in (
+        form.remark(source.architecture, done),
+        form.heads_remark(done),
+        form.query_remark(done),
+        form.limit,
+    ):
         if remark is not None:
             report.note(remark)
     return done

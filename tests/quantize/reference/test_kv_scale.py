@@ -61,7 +61,7 @@ def test_the_scale_of_a_head_is_that_of_its_channels_and_the_tensors_is_the_larg
     for name, scale in scales.kv_cache.items():
         amax = statistics.tensors[name].amax_channels.reshape(HEADS, -1).max(1)
         assert scale.heads == scale_of(amax, E4M3).tolist()
-        assert max(scale.heads) == scale.scale
+        assert max(scale.heads or ()) == scale.scale
         assert scale.model_copy(update={"heads": None}) == before.kv_cache[name]
     measured, _ = load_arrays(run.queries)
     assert {name: scale.heads for name, scale in scales.queries.items()} == {
@@ -82,6 +82,9 @@ def test_the_checkpoint_is_of_compressed_tensors_schema_and_of_vllms_shapes(run:
         f"{name}_scale": ([len(scale.heads or ()), 1, 1], scale.heads)
         for name, scale in (scales.kv_cache | scales.queries).items()
     }
+    assert [note.partition(":")[0] for note in run.record().stages["quantize"].notes if note.startswith("--")] == [
+        "--kv-scale head", "--q-scale",
+    ]  # fmt: skip
     card = " ".join((run.model / "README.md").read_text().split())
     assert "E4M3 keys and values with one scale each per head." in card
     assert "on a CPU it takes a layer's largest for all of its heads" in card
