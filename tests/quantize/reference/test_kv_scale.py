@@ -206,3 +206,12 @@ def test_the_way_back_leaves_nothing_behind(run: Run, demo_run: Run, keeping_gra
         )
     assert back.scales.read_bytes() == demo_run.scales.read_bytes()
     assert (back.model / "config.json").read_bytes() == (demo_run.model / "config.json").read_bytes()
+
+
+def test_attention_in_fp8_is_refused_beside_it(run: Run) -> None:
+    with pytest.raises(api.InputError) as raised:
+        api.export(run.root, api.ExportOptions(attention="fp8"))
+    assert str(raised.value) == (
+        "--attention fp8: attends by one scale a layer, which would round keys of a cache with a scale for each head "
+        "once more; choose scales again with --kv-scale tensor, or leave it out"
+    )
