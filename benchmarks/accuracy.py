@@ -37,11 +37,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
-from fp8q.calibrate.model.products import attention_modules, matrix_products
+from fp8q.calibrate.model.products import attention_modules, cache_shapes, matrix_products
 from fp8q.calibrate.model.source import Source, meta_model
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.export.modules.cache import cache_shapes
 from fp8q.options import KvCache, WeightRounding
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of

@@ -162,10 +162,10 @@ def new_cache(model: nn.Module, statistics: Statistics, clip: Clipping | None) -
     if clip is None:
         return None
     tensors = {name: tensor for name, tensor in statistics.tensors.items() if name.endswith((".k", ".v"))}
-    scales = {
-        name: tensor_scale(tensor.histogram, clip, amax_batches=tensor.amax_batches).scale
-        for name, tensor in tensors.items()
+    chosen = {
+        name: tensor_scale(tensor.histogram, clip, amax_batches=tensor.amax_batches) for name, tensor in tensors.items()
     }
+    scales = {name: torch.from_numpy(scale.stored) for name, scale in chosen.items()}
     return FP8Cache(scales, attention_modules(model))
 
 

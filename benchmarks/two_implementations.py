@@ -175,7 +175,7 @@ def run_reference(loaded: Reference, ids: np.ndarray) -> Outcome:
             for part, values in (("k", layer.keys), ("v", layer.values)):
                 assert values is not None, "the model has run"
                 codes[f"{name}.{part}"] = by_position(
-                    encode(values, torch.tensor(loaded.cache_scales[f"{name}.{part}"])).view(torch.uint8).numpy(),
+                    encode(values, loaded.cache_scales[f"{name}.{part}"]).view(torch.uint8).numpy(),
                     ids.shape,
                 )
     return Outcome(logits, codes)

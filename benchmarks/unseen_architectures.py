@@ -52,9 +52,9 @@ from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.latent_attention import cache_heads
+from fp8q.calibrate.model.products import cache_shapes
 from fp8q.calibrate.model.source import meta_model, open_source
 from fp8q.core.run import Run
-from fp8q.export.modules.cache import cache_shapes
 from fp8q.export.modules.graph_model import GraphPlan, prepare_graph
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales

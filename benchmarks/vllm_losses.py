@@ -10,7 +10,8 @@ vocabulary], as NumPy writes them.
 For each job one line of JSON goes to standard output: `{"nll_nats": [of each token of the windows, in order, but the
 first of each], "kl_nats": [likewise, KL(exact || vLLM)] or null, "answers": [[8 tokens]], "again": [[8 tokens], to the
 same prompts, which may be taken from the cache of prefixes then], "step_ms": the processor time of one of `steps`
-decoded tokens of an answer, or null}`, or `{"error": …}` where vLLM refuses the checkpoint.
+decoded tokens of an answer, or null, "scales": {"<attention>": {"k": [scale of the cache of each head, or of all], "v":
+…, "q": …}}}`, or `{"error": …}` where vLLM refuses the checkpoint.
 """
 
 import gc
@@ -70,7 +71,21 @@ def losses(
     first, again = ([list(answer.outputs[0].token_ids) for answer in each] for each in (answers, answered()))
     step_ms = timed_step(served, windows[0], steps) if steps else None
     kls = kl if exact else None
-    return {"nll_nats": nll, "kl_nats": kls, "answers": first, "again": again, "step_ms": step_ms}
+    (scales,) = served.apply_model(attention_scales)
+    return {"nll_nats": nll, "kl_nats": kls, "answers": first, "again": again, "step_ms": step_ms, "scales": scales}
+
+
+def attention_scales(model: Any) -> dict[str, dict[str, list[float]]]:
+    """The scales that each attention of vLLM's `model` has loaded, flat."""
+    attentions = {
+        name.removesuffix(".attn"): module
+        for name, module in model.named_modules()
+        if hasattr(module, "_k_scale_float")
+    }
+    return {
+        name: {part: getattr(module, f"_{part}_scale").flatten().tolist() for part in "kvq"}
+        for name, module in attentions.items()
+    }
 
 
 def timed_step(served: Any, window: list[int], steps: int) -> float:

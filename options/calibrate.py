@@ -29,6 +29,8 @@ DEFAULT_SEQ_LEN = 2048
 DEFAULT_EXPERT_TOKENS = 512
 WeightMethod = Literal["amax", "mse"]
 KvCache = Literal["off", "v", "fp8"]
+#: The part of a layer's cached keys, or values, that shares a scale: all of them (`tensor`), or those of a head.
+KvScale = Literal["tensor", "head"]
 #: The number of codes for one activation. `tail`: two in the last positions of a call, one in the others; `bf16`: none,
 #: so that only weights are codes.
 Terms = Literal[1, 2, "tail", "bf16"]
@@ -66,6 +68,14 @@ class ScaleOptions(Options):
         KvCache,
         option(SCALES, "The part of the KV cache in FP8: none (off), the values (v), or keys and values (fp8)."),
     ] = "off"
+    kv_scale: Annotated[
+        KvScale,
+        option(
+            SCALES,
+            "The part of a layer's cached keys, or of its values, with one scale: all of them, or each head. vLLM has "
+            "attention for those of heads on Hopper and data-centre Blackwell GPUs alone.",
+        ),
+    ] = "tensor"
     kv_skip: Annotated[
         tuple[str, ...],
         option(
@@ -214,6 +224,11 @@ class ScaleOptions(Options):
                 f"--q-scale: is read with an FP8 cache alone, and --kv-cache is {self.kv_cache}; give --kv-cache fp8, "
                 "or leave it out"
             )
+        if self.kv_scale != "tensor" and self.kv_cache == "off":
+            raise InputError(
+                f"--kv-scale {self.kv_scale}: the cache of every layer stays in the compute type; give --kv-cache fp8 "
+                "or v, or leave it out"
+            )
         if self.kv_skip and self.kv_cache == "off":
             raise InputError(
                 f"--kv-skip {self.kv_skip[0]}: the cache of every layer stays in the compute type; give --kv-cache "
@@ -252,12 +267,13 @@ class RescaleOptions(ScaleOptions):
         """Replace the options chosen `before` by those that are given.
 
         A form for all modules also replaces the patterns of that form; without a tail its length is no more, and
-        without codes in the cache neither are the layers left out of it, and without FP8 keys no scales of queries.
+        without codes in the cache neither are the layers left out of it nor scales of heads, and without FP8 keys no
+        scales of queries.
         """
         patterns: dict[Terms, str] = {2: "two_terms", "tail": "tail", "bf16": "bf16_input"}
         of_all = patterns.get(self.given.get("activation_terms", 1))
         replaced: dict[str, Any] = {of_all: ()} if of_all else {}
-        replaced |= {"kv_skip": ()} if self.given.get("kv_cache") == "off" else {}
+        replaced |= {"kv_skip": (), "kv_scale": "tensor"} if self.given.get("kv_cache") == "off" else {}
         replaced |= {"q_scale": False} if self.given.get("kv_cache", "fp8") != "fp8" else {}
         chosen = replaced | self.given
         terms, tails = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))

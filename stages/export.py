@@ -64,6 +64,11 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     check_attention(adapters_of(run), asked)
     inputs = checked_model(run)
     check_dtype(scales.activations, asked)
+    if asked.attention == "fp8" and scales.per_head:
+        raise InputError(
+            "--attention fp8: attends by one scale a layer, which would round keys of a cache with a scale for each "
+            "head once more; choose scales again with --kv-scale tensor, or leave it out"
+        )
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:
         refuse(run, Key(inputs, asked, NO_FACTS), refused, notes)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
     from ..calibrate.measure.statistics import load_arrays, load_statistics
+    from ..calibrate.model.products import attention_heads
     from ..export.graph.reuse import carry_graphs
     from ..quantize.checkpoint.writer import quantize_checkpoint
     from ..quantize.scales.cache_scales import query_scales
@@ -44,7 +45,8 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
     scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
     if options.q_scale:
         queries, _ = load_arrays(run.require(run.queries, "queries"))
-        scales = scales.model_copy(update={"queries": query_scales(queries, options.clip)})
+        heads = attention_heads(source.text_config)["q"] if options.kv_scale == "head" else None
+        scales = scales.model_copy(update={"queries": query_scales(queries, options.clip, heads)})
     with QUANTIZE.writing(run, key, notes) as log:
         with _rounding(run, source, scales, key, notes) as rounding, replacing(run.model) as partial:
             scales = quantize_checkpoint(source, partial, scales, rounding, notes, products.no_graph)
@@ -164,6 +166,7 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     """Decide the scale and precision of every tensor in `products`; the weights' scales follow when they are
     written.
     """
+    from ..calibrate.model.products import attention_heads
     from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
     from ..quantize.scales.cache_scales import attentions_of, kv_cache_scales, split_by_layer, wide_attentions
     from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales
@@ -181,7 +184,8 @@ def choose_scales(source: "Source", statistics: "Statistics", products: "Product
     on_codes = [module for module in chosen if module not in alone]
     finer = finer_modules(options, products, chosen, groups)
     activations, unfit = activation_scales(statistics, on_codes, options.clip, finer=finer, starved=few)
-    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, wide), wide)
+    heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
+    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, wide, heads), wide)
     return Scales(
         weights={},
         activations=activations,

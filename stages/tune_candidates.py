@@ -84,7 +84,9 @@ class PredictedCandidates:
         return found + [
             name
             for name, scale in self.candidates.cache.items()
-            if mix.codes(name) and name in self.scales.kv_cache and scale != self.scales.kv_cache[name].scale
+            if mix.codes(name)
+            and name in self.scales.kv_cache
+            and not np.array_equal(scale.cpu(), self.scales.kv_cache[name].stored)
         ]
 
     def _measured(self, name: str, runner: "Callable[[], Runner]", batches: "Batches", notes: Notes) -> "Measured":
@@ -186,19 +188,26 @@ def _candidates(
         for name, scale in inputs.get("tail", {}).items()
         if scale.tail is not None
     }
-    cache = _cache_scales(statistics, options, notes)
+    cache = _cache_scales(source, statistics, options, notes)
     return Candidates(model, groups, inputs, codes, cache, tails, call), codes, roundings
 
 
-def _cache_scales(statistics: "Statistics", options: ScaleOptions, notes: Notes) -> dict[str, float]:
-    """The scale of every cache tensor; empty, with a note, where one of them has none."""
+def _cache_scales(
+    source: "Source", statistics: "Statistics", options: ScaleOptions, notes: Notes
+) -> "dict[str, torch.Tensor]":
+    """The scales of every cache tensor; empty, with a note, where one of them has none."""
+    import torch
+
+    from ..calibrate.model.products import attention_heads
     from ..quantize.scales.cache_scales import kv_cache_scales
 
+    heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
     try:
-        return {name: found.scale for name, found in kv_cache_scales(statistics, options.clip).items()}
+        chosen = kv_cache_scales(statistics, options.clip, heads=heads)
     except InputError as error:
         notes.note(f"the cache stays in BF16: {error}")
         return {}
+    return {name: torch.from_numpy(scale.stored).to(device()) for name, scale in chosen.items()}
 
 
 def _can_compensate(run: Run, notes: Notes) -> bool:

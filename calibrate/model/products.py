@@ -1,4 +1,5 @@
-"""Classify the modules of a model: matrix products, the output head, routers, and attention that writes the cache.
+"""Classify the modules of a model: matrix products, the output head, routers, and attention that writes the cache, of
+which `cache_shapes` gives the sizes.
 
 A linear layer is known by its forward pass, not by its class: a subclass whose own forward pass computes another result
 stays in BF16. ModelOpt's registry gives the same answers by a list of classes, and is the oracle in the tests.
@@ -11,7 +12,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .classes import decoder, non_text_modules
@@ -133,3 +134,30 @@ def attention_modules(model: nn.Module) -> dict[int, str]:
         if layer not in names or name.startswith(f"{names[layer]}."):
             names[layer] = name
     return names if sorted(names) == list(range(len(names))) else {}
+
+
+def cache_shapes(text: PreTrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Heads and head size of the cached keys, and of the values, in every layer; by the first layer's configuration
+    where layers have their own.
+
+    Latent attention caches the keys and values of every head, not the latent vector that they are computed from
+    (`latent_attention`).
+    """
+    text = (getattr(text, "per_layer_config", None) or [text])[0]
+    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None):
+        return (
+            (text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim),
+            (text.num_attention_heads, text.v_head_dim),
+        )
+    if text.model_type == "falcon":  # each key head once (`export.modules.replaced_attention`)
+        heads = text.num_kv_heads if text.new_decoder_architecture or not text.multi_query else 1
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return (heads, size), (heads, size)
+
+
+def attention_heads(text: PreTrainedConfig) -> dict[str, int]:
+    """The heads of every layer's keys (`k`), values (`v`) and queries (`q`)."""
+    (keys, _), (values, _) = cache_shapes(text)
+    queries: int = (getattr(text, "per_layer_config", None) or [text])[0].num_attention_heads
+    return {"k": keys, "v": values, "q": queries}

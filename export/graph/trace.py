@@ -20,6 +20,7 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.measure.statistics import StatisticsRecord
+from ...calibrate.model.products import cache_shapes
 from ...calibrate.model.skeleton import computed_buffers, skeleton
 from ...calibrate.model.tensor_names import renamed_in
 from ...core.errors import BackendError
@@ -29,7 +30,6 @@ from ...core.run import Run, graph_names
 from ...quantize.codes.encoding import CODE
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
-from ..modules.cache import cache_shapes
 from ..modules.graph_model import Graph, GraphPlan, prepare_graph
 from ..modules.layer_kinds import NotAlikeError, kinds_of, layer_prefix, skip
 from . import passes, renaming
@@ -76,6 +76,7 @@ def graph_plan(
         two_terms=frozenset(scales.two_terms),
         tails=scales.tails,
         bf16_inputs=frozenset(scales.bf16_inputs),
+        cache_heads={name: len(scale.heads) for name, scale in scales.kv_cache.items() if scale.heads},
         attention=attention.terms if attention else 0,
     )
 

@@ -114,8 +114,8 @@ def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = M
     if attention and read_document(run.attention, AttentionScales).terms > 1:
         two_terms = [*two_terms, *attention]
     inputs = {module: activation.scale for module, activation in scales.activations.items()}
-    cache, alone = tuple(scales.kv_cache), frozenset(scales.bf16_inputs)
-    return Promise(inputs, weight_scales, attention, two_terms, scales.tails, cache, alone)
+    cache = {name: scale.stored for name, scale in scales.kv_cache.items()}
+    return Promise(inputs, weight_scales, attention, two_terms, scales.tails, cache, frozenset(scales.bf16_inputs))
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:

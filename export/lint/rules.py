@@ -24,7 +24,8 @@ class Promise:
     `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules,
     and the products of attention by node, whose (first) input is two codes a value; None where that is not known.
     `tails`: the modules among them with the second code in so many last positions of a call alone.
-    `cache`: the cached tensors (`<attention>.k`, `<attention>.v`) on FP8 codes. `bf16_inputs`: the modules of which the
+    `cache`: the cached tensors (`<attention>.k`, `<attention>.v`) on FP8 codes -> their scales, float32 [1] or
+    [heads, 1, 1] (None: not known). `bf16_inputs`: the modules of which the
     weight alone is codes.
     """
 
@@ -33,7 +34,7 @@ class Promise:
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     two_terms: Collection[str] | None = None
     tails: Mapping[str, int] = field(default_factory=dict)
-    cache: Collection[str] = ()
+    cache: Mapping[str, Array | None] = field(default_factory=dict)
     bf16_inputs: Collection[str] = ()
 
     @property

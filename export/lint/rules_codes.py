@@ -1,6 +1,6 @@
 """Rules F1xx: FP8 codes, their scales and zero points."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -145,46 +145,51 @@ def zero_point(graph: Indexed) -> Broken:
 
 @rule("F107", "scale-shape")
 def scale_shape(graph: Indexed) -> Broken:
-    """A scale is one number, or for a constant one number for each index of the axis it runs along."""
+    """A scale is one number, or one number for each index of the axis it runs along: for a constant, and for keys and
+    values whose heads have scales, of which the file states how many there are. Products take no activations with
+    several scales.
+    """
     for node in graph.quantizers:
         scale = graph.constant(node.input[1])
         if scale is None or scale.size == 1:
             continue
-        tensor = _scaled(graph, node)
-        if tensor is None:
+        scaled = _scaled(graph, node)
+        if scaled is None:
             yield (
                 node.name,
-                (
-                    f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations and "
-                    "caches "
-                    "take"
-                ),
+                f"scale {node.input[1]} has {scale.size} values; store one for the tensor, as activations take",
             )
             continue
+        name, dims = scaled
         axis = attribute(node, "axis", 1)
-        size = tensor.dims[axis] if -len(tensor.dims) <= axis < len(tensor.dims) else 0
+        size = dims[axis] if -len(dims) <= axis < len(dims) else 0
         if scale.shape != (size,):
             yield (
                 node.name,
                 (
-                    f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {tensor.name} "
-                    f"{list(tensor.dims)} has {size}; store one scale for each"
+                    f"scale {node.input[1]} has shape {list(scale.shape)} but axis {axis} of {name} {list(dims)} has "
+                    f"{size}; store one scale for each"
                 ),
             )
 
 
-def _scaled(graph: Indexed, node: NodeProto) -> TensorProto | None:
-    """The constant that a QuantizeLinear or DequantizeLinear scales, stored as codes or quantized when the graph is
-    built (F111); None for another value.
+def _scaled(graph: Indexed, node: NodeProto) -> tuple[str, Sequence[int | str]] | None:
+    """The name and sizes of the tensor that a QuantizeLinear or DequantizeLinear scales; None for a value of which the
+    file states no sizes.
+
+    It is a constant, stored as codes or quantized when the graph is built (F111), or codes that are an input or output
+    of the graph, as those of a cache.
     """
-    value = node.input[0]
-    if (
-        node.op_type == "DequantizeLinear"
-        and value in graph.producers
-        and graph.producers[value].op_type == "QuantizeLinear"
-    ):
-        value = graph.producers[value].input[0]
-    return graph.initializers.get(value)
+    codes = node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]
+    value, maker = node.input[0], graph.producers.get(codes)
+    if maker is not None and maker.op_type == "QuantizeLinear":
+        value = maker.input[0]
+    if value in graph.initializers:
+        return value, graph.initializers[value].dims
+    bound = graph.inputs.get(codes) or graph.outputs.get(codes)
+    if bound is None:
+        return None
+    return codes, [dim.dim_param or dim.dim_value for dim in bound.type.tensor_type.shape.dim]
 
 
 @rule("F108", "quantized-twice")
@@ -283,12 +288,10 @@ def pair_scales(graph: Indexed) -> Broken:
         if quantize is None or quantize.op_type != "QuantizeLinear":
             continue
         divided, multiplied = graph.constant(quantize.input[1]), graph.constant(node.input[1])
-        if (
-            divided is None or multiplied is None or divided.size != 1 or multiplied.size != 1
-        ):  # F104 and F107 have those
+        if divided is None or multiplied is None or not 0 < divided.size == multiplied.size:  # F104, F107 have those
             continue
-        ours, theirs = (scale.ravel()[0] for scale in (multiplied, divided))
-        if ours != theirs and np.isfinite([ours, theirs]).all():
+        pairs = np.stack([multiplied.ravel(), divided.ravel()], axis=1)
+        for ours, theirs in pairs[(pairs[:, 0] != pairs[:, 1]) & np.isfinite(pairs).all(1)][:1]:
             yield (
                 node.name,
                 f"multiplies by {ours:.9g}, and {quantize.name} has divided by {theirs:.9g}; use one scale for both",

@@ -1,4 +1,4 @@
-"""Rules F305 to F308: names, inputs and outputs as DESIGN's section "The ONNX graph" fixes them."""
+"""Rules F305 to F308 and F318: names, inputs and outputs as DESIGN's section "The ONNX graph" fixes them."""
 
 import re
 
@@ -7,7 +7,7 @@ from onnx import TensorProto, ValueInfoProto
 from ...core.findings import Broken
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
-from ..onnx_file.tensors import type_name
+from ..onnx_file.tensors import Array, attribute, type_name
 from ..onnx_file.weight_scales import weight_of
 from .rules import Promise, promise_rule
 from .rules_products import activation_of, quantize_of
@@ -22,6 +22,8 @@ INPUTS = {
 LOGITS = ("batch", "seq", int)
 PAST = ("batch", int, "capacity", int)
 NEW = ("batch", int, "seq", int)
+#: The axis of the heads in keys and values.
+HEADS = 1
 
 
 @promise_rule("F305", "module-names")
@@ -111,6 +113,36 @@ def interface(graph: Indexed, promise: Promise) -> Broken:
     for name in [*graph.inputs, *graph.outputs]:
         if name not in known:
             yield "", f"{name} is no input or output of the contract; run `fp8q export` again"
+
+
+@promise_rule("F318", "cache-scale")
+def cache_scale(graph: Indexed, promise: Promise) -> Broken:
+    """Keys and values are quantized, and dequantized, by the scales in `scales.json`: one for a layer, or one for each
+    head along the axis of the heads.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    for tensor, expected in promise.cache.items():
+        owner = tensor.rsplit(".", 1)
+        for name in (*names.cache_pair(*owner), names.cache_dequantize_past(*owner)):
+            scale = graph.constant(nodes[name].input[1]) if name in nodes else None
+            if expected is None or scale is None:  # a node that is not there is F306's, by the type of its codes
+                continue
+            if scale.size != expected.size or (scale.ravel() != expected.ravel()).any():
+                yield (
+                    name,
+                    f"scales are {_listed(scale)}, and scales.json has {_listed(expected)}; run `fp8q export` again",
+                )
+            elif expected.size > 1 and attribute(nodes[name], "axis", 1) != HEADS:
+                yield (
+                    name,
+                    f"has a scale for each index of axis {attribute(nodes[name], 'axis', 1)}; heads are axis {HEADS}",
+                )
+
+
+def _listed(scale: Array) -> str:
+    """The first numbers of a scale, and how many more there are."""
+    more = f" and {scale.size - 3} more" if scale.size > 3 else ""
+    return ", ".join(f"{number:.9g}" for number in scale.ravel()[:3]) + more
 
 
 def _kind(value: ValueInfoProto) -> int:

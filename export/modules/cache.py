@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ...quantize.codes.encoding import CODE
 from . import operators
 from .layer_kinds import OwnIndex
+
+#: The axis of the heads in keys and values.
+HEADS = 1
 
 
 class QuantizedCache(nn.Module):
@@ -20,11 +23,12 @@ class QuantizedCache(nn.Module):
     codes.
     """
 
-    def __init__(self, dtype: torch.dtype):
-        """Dequantize to `dtype`."""
+    def __init__(self, dtype: torch.dtype, heads: int | None = None):
+        """Dequantize to `dtype`, by one scale, or by one for each of so many `heads`."""
         super().__init__()
         self.dtype = dtype
-        self.register_buffer("scale", torch.empty((), dtype=torch.float32, device="meta"))
+        self.axis, shape = (0, ()) if heads is None else (HEADS, (heads,))
+        self.register_buffer("scale", torch.empty(shape, dtype=torch.float32, device="meta"))
 
     scale: torch.Tensor
 
@@ -32,29 +36,9 @@ class QuantizedCache(nn.Module):
         """Return all values and the new codes, from `past` codes [batch, heads, capacity, size] and `new` values
         [batch, heads, seq, size].
         """
-        codes = operators.quantize(new, self.scale, CODE)
-        values = [operators.dequantize(part, self.scale, self.dtype) for part in (past, codes)]
+        codes = operators.quantize(new, self.scale, CODE, self.axis)
+        values = [operators.dequantize(part, self.scale, self.dtype, self.axis) for part in (past, codes)]
         return torch.cat(values, dim=-2), codes
-
-
-def cache_shapes(text: PreTrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Heads and head size of the cached keys, and of the values, in every layer; by the first layer's configuration
-    where layers have their own.
-
-    Latent attention caches the keys and values of every head, not the latent vector that they are computed from
-    (`latent`).
-    """
-    text = (getattr(text, "per_layer_config", None) or [text])[0]
-    heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None):
-        return (
-            (text.num_attention_heads, text.qk_nope_head_dim + text.qk_rope_head_dim),
-            (text.num_attention_heads, text.v_head_dim),
-        )
-    if text.model_type == "falcon":  # each key head once (`replaced_attention`)
-        heads = text.num_kv_heads if text.new_decoder_architecture or not text.multi_query else 1
-    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return (heads, size), (heads, size)
 
 
 class PlainCache(nn.Module):

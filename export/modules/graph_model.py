@@ -42,10 +42,11 @@ class GraphPlan:
     """The parts of a model that run in FP8.
 
     `groups`: first module -> quantized modules that share its input. `cache`: the cached tensors on codes,
-    `<attention>.k` or `.v`. `dtype`: the compute type of everything else. `code`: the type of the codes, INT8 for a
-    baseline. `two_terms`: the modules whose input is two codes a value; `tails`: those with the second in so many last
-    positions of a call alone. `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for
-    each query or probability, 0 for attention without codes. `adapter`: the name of the adapter beside the products.
+    `<attention>.k` or `.v`; `cache_heads`: those among them with a scale for each head -> the number of heads. `dtype`:
+    the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the modules
+    whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
+    `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for each query or probability, 0
+    for attention without codes. `adapter`: the name of the adapter beside the products.
     """
 
     groups: Mapping[str, list[str]]
@@ -55,6 +56,7 @@ class GraphPlan:
     two_terms: frozenset[str] = frozenset()
     tails: Mapping[str, int] = field(default_factory=dict)
     bf16_inputs: frozenset[str] = frozenset()
+    cache_heads: Mapping[str, int] = field(default_factory=dict)
     attention: int = 0
     adapter: str | None = None
 
@@ -342,6 +344,7 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
             module.fp8q_attention = QuantizedAttention(plan)
         vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _beside(model, name))
         module.fp8q_k, module.fp8q_v = (
-            QuantizedCache(plan.dtype) if f"{name}.{part}" in plan.cache else PlainCache() for part in "kv"
+            QuantizedCache(plan.dtype, plan.cache_heads.get(tensor)) if tensor in plan.cache else PlainCache()
+            for tensor in (f"{name}.k", f"{name}.v")
         )
     return Graph(model.eval())

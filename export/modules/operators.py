@@ -29,21 +29,26 @@ END = 2**63 - 1
 
 
 @torch.library.custom_op("fp8q::quantize", mutates_args=())
-def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
-    """Encode x / scale in the type `code`, float8_e4m3fn or int8, with x's shape; `scale` float32 []."""
-    return encode(x, scale) if code == CODE else encode_int8(x, scale)
+def quantize(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, axis: int = 0) -> torch.Tensor:
+    """Encode x / scale in the type `code`, float8_e4m3fn or int8, with x's shape; `scale` as in `dequantize`."""
+    factor = _along(scale, axis, x.dim())
+    return encode(x, factor) if code == CODE else encode_int8(x, factor)
 
 
 @quantize.register_fake
-def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype) -> torch.Tensor:
+def _(x: torch.Tensor, scale: torch.Tensor, code: torch.dtype, axis: int = 0) -> torch.Tensor:
     return torch.empty(x.shape, dtype=code, device=x.device)
+
+
+def _along(scale: torch.Tensor, axis: int, dims: int) -> torch.Tensor:
+    """Shape `scale` [] or [channels] to be broadcast along `axis` of a tensor with so many `dims`."""
+    return scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(dims)])
 
 
 @torch.library.custom_op("fp8q::dequantize", mutates_args=())
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, axis: int = 0) -> torch.Tensor:
     """Multiply codes by their scale in FP32 and cast to `dtype`; `scale` float32 [], or [channels] along `axis`."""
-    factor = scale if scale.dim() == 0 else scale.view([-1 if dim == axis else 1 for dim in range(codes.dim())])
-    return (codes.float() * factor).to(dtype)
+    return (codes.float() * _along(scale, axis, codes.dim())).to(dtype)
 
 
 @dequantize.register_fake
@@ -186,8 +191,8 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     sized = mark(SIZED, ("T", "tensor(int64)"), "T")
 
     # traced by onnxscript, whose values have no public type
-    def onnx_quantize(x, scale, code):  # type: ignore[no-untyped-def]
-        return op.QuantizeLinear(x, scale, output_dtype=int(code))
+    def onnx_quantize(x, scale, code, axis=0):  # type: ignore[no-untyped-def]
+        return op.QuantizeLinear(x, scale, output_dtype=int(code), **({"axis": axis} if axis else {}))
 
     def onnx_dequantize(codes, scale, dtype, axis=0):  # type: ignore[no-untyped-def]
         return op.DequantizeLinear(codes, scale, axis=axis, output_dtype=int(dtype))

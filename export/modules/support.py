@@ -20,8 +20,7 @@ from ...calibrate.input.untrusted import error_text
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.classes import code_of
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules
-from .cache import cache_shapes
+from ...calibrate.model.products import attention_modules, cache_shapes
 from .graph_model import text_input
 from .replaced_attention import replace, replaceable, restore
 from .rotary import fix_frequencies

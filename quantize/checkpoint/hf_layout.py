@@ -108,6 +108,21 @@ class HfLayout:
             return "--q-scale: loaders have no place for scales of this architecture's cache, and none are written"
         return "--q-scale: is for vLLM; transformers reports q_scale as unexpected keys, and computes without them"
 
+    def heads_remark(self, scales: Scales) -> str | None:
+        """Describe who reads the scales of heads; None where loaders are told of none."""
+        if self.cache_strategy(scales) != "attn_head":
+            return None
+        return (
+            "--kv-scale head: vLLM attends by these scales on Hopper and data-centre Blackwell GPUs; on others it ends "
+            "with an error, and on a CPU it takes the largest of a layer"
+        )
+
+    def cache_strategy(self, scales: Scales) -> Literal["tensor", "attn_head"] | None:
+        """The strategy of the cache's scheme in config.json; None where loaders are told of no scales."""
+        if not self.cache:
+            return None
+        return "attn_head" if scales.per_head else "tensor"
+
     @property
     def vllm_skips(self) -> str:
         """The arguments by which vLLM leaves the same layers wide; empty where there are none."""

@@ -70,6 +70,13 @@ QUERIES = """\
 transformers reports them as unexpected keys, and computes without them.
 
 """
+#: The paragraph on scales of heads that loaders read.
+HEADS = """\
+**Each head** of keys and values has a scale. vLLM attends by them on Hopper and data-centre Blackwell GPUs
+(FlashAttention 3 and 4), and ends with an error on others; on a CPU it takes a layer's largest for all of its heads.
+transformers reads all of them.
+
+"""
 #: The activations, by whether any are codes.
 STATIC = "E4M3 activations with one static\nscale per tensor"
 IN_BF16 = "activations in BF16"
@@ -107,8 +114,8 @@ vLLM serves base and adapters together:
 #: The description of the cache, by its parts that are codes.
 CACHES = {
     "": "the KV cache in the compute type",
-    "v": "the values of the KV cache in E4M3 with one scale per layer, its keys in the compute type",
-    "kv": "E4M3 keys and values with one scale each per layer",
+    "v": "the values of the KV cache in E4M3 with one scale per {per}, its keys in the compute type",
+    "kv": "E4M3 keys and values with one scale each per {per}",
 }
 #: How other loaders serve the checkpoint, by the parts of the cache that are codes.
 HOSTED = {
@@ -170,8 +177,10 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
     return CARD.format(
         name=markdown_text(name),
         architecture=markdown_text(architecture),
-        cache=CACHES[scales.cache_parts] + _wide_layers(form),
-        terms=_terms(scales) + (QUERIES if scales.queries and form.cache else ""),
+        cache=CACHES[scales.cache_parts].format(per=scales.cache_unit) + _wide_layers(form),
+        terms=_terms(scales)
+        + (HEADS if scales.per_head and form.cache else "")
+        + (QUERIES if scales.queries and form.cache else ""),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form),
         adapters=_adapters(source, form),
         activations=STATIC if scales.activations else IN_BF16,

@@ -1,10 +1,10 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
 Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1], and `input_scale` F32 [1] unless
-its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1], and `q_scale`
-where that was asked for, which vLLM alone expects. transformers loads
-this layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into
-shards of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
+its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1], or [heads, 1, 1]
+where each head has a scale, and `q_scale` where that was asked for, which vLLM alone expects. transformers loads this
+layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into shards
+of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
 
 Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q and ONNX. A Conv1D has `weight`
 [in, out] and `weight_scale` [1, out]. Scales of a cache that compressed-tensors cannot describe, or has no module for,
@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -88,7 +89,12 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS)
         return done
     _write_companions(source, directory, done, form)
-    for remark in (form.remark(source.architecture, done), form.query_remark(done), form.limit):
+    for remark in (
+        form.remark(source.architecture, done),
+        form.heads_remark(done),
+        form.query_remark(done),
+        form.limit,
+    ):
         if remark is not None:
             report.note(remark)
     return done
@@ -136,7 +142,7 @@ def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales
     Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
     """
     written = scales.kv_cache | (scales.wide_cache | scales.queries if form.cache else {})
-    caches = {f"{name}_scale": torch.tensor([cache.scale], dtype=torch.float32) for name, cache in written.items()}
+    caches = {f"{name}_scale": torch.from_numpy(cache.stored) for name, cache in written.items()}
     if form.cache:
         for name, tensor in caches.items():
             writer.add(name, tensor)
@@ -216,11 +222,15 @@ class ShardWriter:
 
 
 def quantization_config(
-    ignore: Sequence[str], fp8_cache: bool, experts: bool = False, bf16_inputs: Sequence[str] | None = ()
+    ignore: Sequence[str],
+    cache: Literal["tensor", "attn_head"] | None,
+    experts: bool = False,
+    bf16_inputs: Sequence[str] | None = (),
 ) -> dict[str, object]:
     """Make the `quantization_config` of config.json by compressed-tensors' own schema.
 
-    `ignore`: the modules that stay in BF16; `fp8_cache`: whether the cache has scales; `experts`: whether the model has
+    `ignore`: the modules that stay in BF16; `cache`: whose values share a scale of the cache, None where it has none;
+    `experts`: whether the model has
     any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
     `bf16_inputs`: the modules with FP8 weights whose inputs are not quantized, None for all. They are named one by one,
     since loaders take the scheme of a name before that of a class.
@@ -242,7 +252,7 @@ def quantization_config(
         format="float-quantized",
         quantization_status="compressed",
         ignore=list(ignore),
-        kv_cache_scheme=args("tensor") if fp8_cache else None,
+        kv_cache_scheme=args(cache) if cache else None,
     )
     return dict(config.model_dump(mode="json", exclude_none=True))
 
@@ -281,7 +291,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         directory,
         quantization_config(
             sorted([*map(form.in_files, scales.skipped), *form.ignored]),
-            form.cache,
+            form.cache_strategy(scales),
             bool(form.experts),
             sorted(map(form.in_files, scales.bf16_inputs)) if scales.activations else None,
         )

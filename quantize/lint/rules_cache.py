@@ -1,4 +1,4 @@
-"""Rules C119, C120 and C126: the scales of a KV cache, and who reads them."""
+"""Rules C119, C120, C126 and C127: the scales of a KV cache, and who reads them."""
 
 import re
 from collections import defaultdict
@@ -78,6 +78,19 @@ def cache_unread(checkpoint: Checkpoint) -> Broken:
             f"has {len(wide)} layer{'s' if len(wide) > 1 else ''} whose cache stays wide, and other loaders store it in"
         )
         yield CONFIG, f"{told} FP8; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
+
+
+@checkpoint_rule("C127", "cache-heads", "warning")
+def scales_of_heads(checkpoint: Checkpoint) -> Broken:
+    """A server attends by the scales of the cache that the checkpoint has. For those of heads (the strategy attn_head)
+    vLLM has FlashAttention 3 and 4, on Hopper and data-centre Blackwell GPUs. For other GPUs it finds no attention, and
+    ends with an error; on a CPU it takes the largest of a layer's heads for all of them, and says nothing.
+    """
+    if checkpoint.declared.cache_heads:
+        said = (
+            "says a scale for each head of the cache, which vLLM has attention for on Hopper and data-centre Blackwell"
+        )
+        yield CONFIG, f"{said}: other GPUs end with an error, a CPU takes a layer's largest; give one a layer for those"
 
 
 def _wide_layers(checkpoint: Checkpoint) -> list[int]:

@@ -104,7 +104,8 @@ def checkpoint_scale_type(checkpoint: Checkpoint) -> Broken:
 @checkpoint_rule("C108", "scale-shape")
 def checkpoint_scale_shape(checkpoint: Checkpoint) -> Broken:
     """A scale has the shape that the configuration says: one number, one for each output channel, or one for each
-    block; of an input and of a cache it is one number. vLLM refuses another; transformers takes what it can stretch.
+    block; of an input it is one number, and of a cache one, or with the strategy attn_head one for each head. vLLM
+    refuses another; transformers takes what it can stretch.
     """
     for codes in checkpoint.codes.values():
         said = codes.scheme.weights if codes.scheme is not None else codes.granularity
@@ -112,12 +113,31 @@ def checkpoint_scale_shape(checkpoint: Checkpoint) -> Broken:
             found = f"{codes.granularity or 'neither one nor one a channel'}"
             shape = list(checkpoint.tensors[codes.scale].shape)
             yield codes.scale, f"is {shape} for {list(codes.shape)} ({found}), and should be one a {said}; {AGAIN}"
+    heads = _heads(checkpoint) if checkpoint.declared.cache_heads else {}
     for name, kind in form_scales(checkpoint):
         shape = list(checkpoint.tensors[name].shape)
-        a_head = kind == "cache" and len(shape) == 3 and shape[1:] == [1, 1]  # compressed-tensors' attn_head
+        if kind == "cache" and heads:
+            continue
+        a_head = kind == "cache" and len(shape) == 3 and shape[1:] == [1, 1] and not checkpoint.declared.cache
         stack = kind == "input" and name.endswith("_activation_scale") and len(shape) == 1
         if kind != "weight" and prod(shape) != 1 and not (a_head or stack):
             yield name, f"is {shape}, and should be one number; {AGAIN}"
+
+    for name, tensor in checkpoint.tensors.items():
+        wanted = heads.get(name.rpartition(".")[2])
+        if wanted is not None and list(tensor.shape) != [wanted, 1, 1]:
+            yield name, f"is {list(tensor.shape)}, and should be one a head, {[wanted, 1, 1]}; {AGAIN}"
+
+
+def _heads(checkpoint: Checkpoint) -> dict[str, int]:
+    """The heads that scales of a cache, and of queries, are of; empty where config.json does not say."""
+    text = checkpoint.config.get("text_config")
+    text = text if isinstance(text, dict) else checkpoint.config
+    queries = text.get("num_attention_heads")
+    keys = text.get("num_key_value_heads") or queries
+    if not isinstance(queries, int) or not isinstance(keys, int):
+        return {}
+    return dict.fromkeys(CACHE_SCALES, keys) | {"q_scale": queries}
 
 
 def _untiled(codes: Codes) -> bool:

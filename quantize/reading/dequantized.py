@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE
@@ -80,12 +81,24 @@ class FP8Source:
         return self._one(codes.input_scale)
 
     @cached_property
-    def cache_scales(self) -> Mapping[str, float]:
-        """The scales of an FP8 cache: `<attention>.k` or `.v` -> scale."""
+    def cache_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        """The scales of an FP8 cache: `<attention>.k` or `.v` -> scale, float32 [1] or [heads, 1, 1]."""
         return {
-            f"{module}.{name.rpartition('.')[2][0]}": self._one(name)
+            f"{module}.{name.rpartition('.')[2][0]}": self._of_cache(name)
             for name, module in self.checkpoint.cache_scales.items()
         }
+
+    def _of_cache(self, name: str) -> npt.NDArray[np.float32]:
+        """Read the scale of a cache tensor, or those of its heads. Raises InputError for a value that is no scale."""
+        values = self.checkpoint.values(name)
+        if values.ndim < 3:
+            return np.array([self._one(name)], np.float32)
+        if not ((values >= SMALLEST_SCALE) & (values < np.inf)).all():
+            raise InputError(
+                f"{name}: holds {values.min():g} to {values.max():g}, and the scales of heads are positive and finite; "
+                "leave out --inherit"
+            )
+        return values.reshape(-1, 1, 1)
 
     def _one(self, name: str) -> float:
         """Read the one scale of an activation. Raises InputError for several, and for a value that is no scale."""

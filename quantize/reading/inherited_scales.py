@@ -7,9 +7,13 @@ several scales for it, the largest is taken, as vLLM does for fused projections.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ...calibrate.measure.coverage import coverage
 from ...calibrate.measure.histogram import Histogram
 from ...calibrate.measure.statistics import Statistics
+from ...calibrate.model.products import attention_heads
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...options import Clipping, ScaleOptions
@@ -46,6 +50,18 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
                 f"--inherit: {source.name} has no scale of the cache of {name}; leave --kv-cache out, or --inherit, "
                 "and it is measured"
             )
+        scales, heads = given.cache_scales[name], attention_heads(source.text_config)[name[-1]]
+        stored = "head" if scales.ndim > 1 else "tensor"
+        if stored == "head" and len(scales) != heads:
+            raise InputError(
+                f"--inherit: {source.name} has scales of {len(scales)} heads of the cache of {name}, and config.json "
+                f"{heads} heads; leave --inherit out, and they are measured"
+            )
+        if stored != options.kv_scale:
+            raise InputError(
+                f"--inherit: {source.name} has one scale a {stored} of the cache of {name}; give --kv-scale {stored}, "
+                "or leave --inherit out, and they are measured"
+            )
 
 
 def inherited_activations(
@@ -78,7 +94,7 @@ def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[
     """The inherited scales of the keys (`k` in `parts`) and values (`v`) of every cache that has them."""
     scales = source_to_inherit(source).cache_scales
     return {
-        name: _inherited_scale(tensor.histogram, scales[name])
+        name: _inherited_cache(tensor.histogram, scales[name])
         for name, tensor in statistics.tensors.items()
         if name.endswith(tuple(f".{part}" for part in parts)) and name in scales
     }
@@ -133,6 +149,12 @@ def codes_summary(scales: Scales) -> str:
     if anew := len(scales.weights) - kept - len(blocks):
         parts.append(f"{anew} {'are' if anew > 1 else 'is'} quantized anew")
     return "; ".join(parts)
+
+
+def _inherited_cache(histogram: Histogram, scales: npt.NDArray[np.float32]) -> TensorScale:
+    """Describe the inherited `scales` of a cache tensor, float32 [1] or [heads, 1, 1]."""
+    heads = scales.ravel().tolist() if scales.ndim > 1 else None
+    return _inherited_scale(histogram, float(scales.max())).model_copy(update={"heads": heads})
 
 
 def _inherited_scale(histogram: Histogram, scale: float) -> TensorScale:

@@ -85,7 +85,7 @@ class SchemeGroup:
 @dataclass(frozen=True)
 class DeclaredQuantization:
     """The quantization configuration in the file `source`: its form, the schemes of modules, the modules that stay in
-    BF16 (`ignore`), and whether the `cache` has scales.
+    BF16 (`ignore`), whether the `cache` has scales, and whether these are of its heads (`cache_heads`).
 
     `ignore` None: the configuration does not say, and each loader applies a default of its own.
     """
@@ -95,6 +95,7 @@ class DeclaredQuantization:
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] | None
     cache: bool
+    cache_heads: bool = False
 
     @cached_property
     def _patterns(self) -> PatternFile:
@@ -239,8 +240,9 @@ def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantizat
     schemes = tuple(_group(source, name, group) for name, group in groups.items())
     ignore = _names(said.get("ignore") or [], source, "ignore")
     cache = said.get("kv_cache_scheme")
-    static = isinstance(cache, dict) and not cache.get("dynamic", False)
-    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, static)
+    scheme = cache if isinstance(cache, dict) and not cache.get("dynamic", False) else None
+    heads = scheme is not None and str(scheme.get("strategy", "")).lower() == "attn_head"
+    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads)
 
 
 def _group(source: Path, name: str, group: Any) -> SchemeGroup:

@@ -33,7 +33,7 @@ class Reference:
     """The FP8 model, the scales of its FP8 caches (`<module>.k`, `<module>.v`), and the call that it computes."""
 
     model: PreTrainedModel
-    cache_scales: dict[str, float]
+    cache_scales: dict[str, torch.Tensor]
     call: CallPositions
 
     def new_cache(self) -> DynamicCache:
@@ -93,14 +93,16 @@ class StoredCodes:
         ]
 
     @property
-    def cache_scales(self) -> dict[str, float]:
-        """The scales of the FP8 caches, by `<module>.k` and `<module>.v`, without the layers that stay wide."""
+    def cache_scales(self) -> dict[str, torch.Tensor]:
+        """The scales of the FP8 caches, float32 [1] or [heads, 1, 1] each, by `<module>.k` and `<module>.v`, without
+        the layers that stay wide.
+        """
         names = [
             name
             for name in self.where
             if name.endswith((".k_scale", ".v_scale")) and name.rpartition(".")[0] not in self.wide_cache
         ]
-        return {name.removesuffix("_scale"): float(self.read(name)[0]) for name in names}
+        return {name.removesuffix("_scale"): self.read(name) for name in names}
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint has the tensor that the model calls `name`."""

@@ -3,15 +3,24 @@
 A layer that stays wide has scales all the same: vLLM is told of such layers on its command line alone, and transformers
 not at all, and without a scale in the checkpoint they would store this layer's cache under 1.0, or under a number that
 nobody wrote.
+
+Heads with scales of their own (`--kv-scale head`) need no further statistics: the amax of a head is that of its
+channels. A clip of the whole tensor, which the other methods choose from a histogram that does not tell heads apart,
+bounds those of its heads: a head's clip is the smaller of the two.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+import numpy as np
 
 from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...options import Clipping
-from .decisions import TensorScale, tensor_scale, unfit
+from ..codes.formats import E4M3
+from .clip import scale_of
+from .decisions import SMALLEST_SCALE, TensorScale, described, scale_with_margin, tensor_scale, unfit
 
 
 def wide_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[str]:
@@ -40,12 +49,17 @@ def attentions_of(statistics: Statistics) -> list[str]:
 
 
 def kv_cache_scales(
-    statistics: Statistics, clipping: Clipping, parts: str = "kv", wide: Collection[str] = ()
+    statistics: Statistics,
+    clipping: Clipping,
+    parts: str = "kv",
+    wide: Collection[str] = (),
+    heads: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, TensorScale]:
     """Choose the scales of all caches of keys (`k` in `parts`) and of values (`v`); no scales for no parts.
 
-    `wide`: the attention modules whose cache stays in the compute type. Raises InputError naming the first tensor of
-    another module that has no scale.
+    `wide`: the attention modules whose cache stays in the compute type. `heads`: the heads of keys (`k`) and of values
+    (`v`), each of which gets a scale; empty: one scale for each tensor. Raises InputError naming the first tensor of
+    another module that has no scale, and a tensor that is not of so many heads.
     """
     scales: dict[str, TensorScale] = {}
     if not parts:
@@ -55,7 +69,7 @@ def kv_cache_scales(
             continue
         module = name.rpartition(".")[0]
         if (reason := unfit(tensor.histogram)) is None:
-            scales[name] = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+            scales[name] = scaled_by_head(name, tensor, clipping, heads.get(name[-1]))
         elif module not in wide:
             raise InputError(
                 f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-skip '{module}' or --kv-cache off"
@@ -65,18 +79,42 @@ def kv_cache_scales(
     return scales
 
 
-def query_scales(queries: Mapping[str, TensorStatistics], clipping: Clipping) -> dict[str, TensorScale]:
+def scaled_by_head(name: str, tensor: TensorStatistics, clipping: Clipping, heads: int | None) -> TensorScale:
+    """Choose the scale of the cache tensor `name`, and of each of its `heads`; None: the tensor's alone.
+
+    A head without any value that a scale can be made of takes the largest of its tensor. Raises InputError for a tensor
+    whose channels are not as many heads.
+    """
+    whole = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+    if heads is None:
+        return whole
+    channels = tensor.amax_channels
+    if len(channels) % heads:
+        raise InputError(
+            f"--kv-scale head: {name} has {len(channels)} channels, and config.json {heads} heads; leave it out"
+        )
+    clip = whole.clip / 2.0**clipping.margin
+    clips = np.minimum(channels.reshape(heads, -1).max(1), np.float32(clip))
+    scales = scale_with_margin(clips, clipping)
+    scales[scale_of(clips, E4M3) < SMALLEST_SCALE] = scales.max()
+    largest = float(scales.max())
+    if largest != whole.scale:  # its clip was above its amax
+        whole = described(tensor.histogram, E4M3, clipping, (whole.method, largest * E4M3.max, largest))
+    return whole.model_copy(update={"heads": scales.tolist()})
+
+
+def query_scales(
+    queries: Mapping[str, TensorStatistics], clipping: Clipping, heads: int | None = None
+) -> dict[str, TensorScale]:
     """Choose the scales of `queries`, `<attention>.q` -> its statistics after the rotary embedding.
 
-    Raises InputError naming the first that has none.
+    `heads`: the query heads, each of which gets a scale; None: one for all. Raises InputError naming the first that has
+    none.
     """
     for name, tensor in queries.items():
         if reason := unfit(tensor.histogram):
             raise InputError(f"{name}: {reason.reason}; leave out --q-scale")
-    return {
-        name: tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
-        for name, tensor in queries.items()
-    }
+    return {name: scaled_by_head(name, tensor, clipping, heads) for name, tensor in queries.items()}
 
 
 def split_by_layer(

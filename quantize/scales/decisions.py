@@ -71,9 +71,11 @@ class WeightScales(Lossy):
 
 
 class TensorScale(Lossy):
-    """One activation's or cache tensor's per-tensor scale; shares are fractions.
+    """One activation's or cache tensor's scale; shares are fractions.
 
-    With two `terms` a value is scale × (a + b/16), and all that is said of it is of both, with a `tail` too.
+    With two `terms` a value is scale × (a + b/16), and all that is said of it is of both, with a `tail` too. Where the
+    heads of a cache tensor have scales of their own, `scale` is the largest of them, and clip, shares and decibels are
+    those of `scale` for the whole tensor: a histogram does not tell its heads apart.
     """
 
     method: str = Field(
@@ -82,6 +84,9 @@ class TensorScale(Lossy):
     amax: float
     clip: float
     scale: float
+    heads: list[float] | None = Field(
+        default=None, min_length=1, description="the scale of each head (`--kv-scale head`); null: all have `scale`"
+    )
     terms: Literal[1, 2] = 1
     tail: int | None = Field(
         default=None,
@@ -97,6 +102,13 @@ class TensorScale(Lossy):
     def grid(self) -> CodeGrid:
         """The grid of the values under a scale of 1."""
         return GRIDS[self.terms]
+
+    @property
+    def stored(self) -> npt.NDArray[np.float32]:
+        """The scale as checkpoints of compressed-tensors store it: [1], or [heads, 1, 1]."""
+        return np.array([self.scale] if self.heads is None else self.heads, np.float32).reshape(
+            -1, *([] if self.heads is None else [1, 1])
+        )
 
     @property
     def form(self) -> str:
@@ -172,6 +184,16 @@ class Scales(Strict):
     def cache_parts(self) -> str:
         """The parts of the cache that are codes: `kv`, `v` alone, or none."""
         return "".join(sorted({name[-1] for name in self.kv_cache}))
+
+    @property
+    def per_head(self) -> bool:
+        """Tell whether the heads of a layer's cache have scales of their own."""
+        return any(scale.heads is not None for scale in self.kv_cache.values())
+
+    @property
+    def cache_unit(self) -> Literal["layer", "head"]:
+        """The part of the cache that has one scale for its keys, and one for its values."""
+        return "head" if self.per_head else "layer"
 
     @property
     def cache_left(self) -> str:
@@ -270,10 +292,17 @@ def _clip_and_scale(
         clip = CLIPPERS[clipping.method](histogram, format, clipping)
     if scale_of(clip, format) < SMALLEST_SCALE:
         method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
+    scale = float(scale_with_margin(clip, clipping, format))
     powers = powers_alone(format, clipping.scale_grid)
-    scale = np.ldexp(float(scale_of(clip, format, clipping.scale_grid)), clipping.margin)
-    scale = float(np.clip(scale, SMALLEST_SCALE, LARGEST_POWER if powers else LARGEST_SCALE))
     return method, scale * format.clip if powers else float(np.ldexp(clip, clipping.margin)), scale
+
+
+def scale_with_margin(clips: npt.ArrayLike, clipping: Clipping, format: Grid = E4M3) -> npt.NDArray[np.float64]:
+    """The scales of `clips` on the grid of `clipping`, times 2^margin, within the bounds of scales."""
+    powers = powers_alone(format, clipping.scale_grid)
+    scales = np.ldexp(scale_of(clips, format, clipping.scale_grid).astype(np.float64), clipping.margin)
+    bounded: npt.NDArray[np.float64] = np.clip(scales, SMALLEST_SCALE, LARGEST_POWER if powers else LARGEST_SCALE)
+    return bounded
 
 
 def group_of(groups: Mapping[str, list[str]]) -> dict[str, str]:

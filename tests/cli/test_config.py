@@ -209,6 +209,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
     assert lines[9:] == [
         "# weight-method: as the run has it",
         'kv-cache = "v"',
+        "# kv-scale: as the run has it",
         "# kv-skip: as the run has it",
         "skip = []",
         "# only: as the run has it",

@@ -188,6 +188,15 @@ def test_an_option_is_added_in_one_place(capsys: pytest.CaptureFixture[str], mon
                 "leave it out"
             ),
         ),
+        (
+            CalibrateOptions,
+            {"kv_scale": "head"},
+            (
+                "--kv-scale head: the cache of every layer stays in the compute type; give --kv-cache fp8 or v, or "
+                "leave it out"
+            ),
+        ),
+        (RescaleOptions, {"kv_scale": "channel"}, "--kv-scale channel: is none of tensor, head"),
         (RescaleOptions, {"kv_cache": "fp4"}, "--kv-cache fp4: is none of off, v, fp8"),
         (History, {"interval": 0}, "--interval 0: must be at least 1"),
     ],
@@ -222,6 +231,13 @@ def test_layers_left_out_of_the_cache_go_with_it() -> None:
     assert RescaleOptions(kv_cache="v").over(before) == ScaleOptions(kv_cache="v", kv_skip=("a",))
     assert RescaleOptions(kv_skip=("b", "c")).over(before) == ScaleOptions(kv_cache="fp8", kv_skip=("b", "c"))
     assert RescaleOptions(kv_skip=("",)).over(before) == ScaleOptions(kv_cache="fp8")
+    assert RescaleOptions(kv_cache="off").over(before) == ScaleOptions()
+
+
+def test_scales_of_heads_go_with_the_cache() -> None:
+    before = ScaleOptions(kv_cache="fp8", kv_scale="head")
+    assert RescaleOptions(kv_cache="v").over(before) == ScaleOptions(kv_cache="v", kv_scale="head")
+    assert RescaleOptions(kv_scale="tensor").over(before) == ScaleOptions(kv_cache="fp8")
     assert RescaleOptions(kv_cache="off").over(before) == ScaleOptions()
 
 

@@ -15,7 +15,7 @@ from fp8q.quantize.reference.fp8_model import Reference
 from fp8q.quantize.reference.linear import FP8Linear
 
 
-def truncated(x: torch.Tensor, scale: float) -> torch.Tensor:
+def truncated(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The values of `x` under `scale`, each rounded toward zero to E4M3, as vLLM's cache on a CPU rounds them."""
     quotient = (x.float() / scale).clamp(-E4M3.max, E4M3.max)
     binade = quotient.abs().clamp_min(2.0 ** (1 - E4M3.bias)).view(torch.int32) >> 23 << 23

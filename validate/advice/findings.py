@@ -205,6 +205,17 @@ def jumps(rows: list[DelayedRow]) -> list[str]:
     ]
 
 
+def largest_share(tensor: TensorStatistics, scale: TensorScale) -> tuple[float, float]:
+    """The amax of a tensor and its clip under `scale`; where heads have scales, of the head nearest to its clip."""
+    heads = scale.stored.ravel()
+    clips = heads.astype(np.float64) * scale.grid.max
+    if scale.heads is None:
+        return tensor.histogram.amax, float(clips[0])
+    amax = tensor.amax_channels.reshape(len(heads), -1).max(1)
+    worst = int(np.argmax(amax / clips))
+    return float(amax[worst]), float(clips[worst])
+
+
 def against_rows(statistics: Statistics, scales: Scales, other: Statistics) -> list[AgainstRow]:
     """Compare every tensor that has a scale with its values on the text of `other`: the most saturated first, then
     those nearest to their clip.
@@ -213,7 +224,7 @@ def against_rows(statistics: Statistics, scales: Scales, other: Statistics) -> l
     for name, scale in chosen_scales(scales, statistics.record.groups).items():
         if (tensor := other.tensors.get(name)) is not None:
             grid = scale.grid
-            amax, clip = tensor.histogram.amax, scale.scale * grid.max
+            amax, clip = largest_share(tensor, scale)
             saturated = saturation(tensor.histogram, grid, scale.scale)
             rows.append(AgainstRow(name, clip, amax, amax / clip, saturated, scale.saturation))
     return sorted(rows, key=lambda row: (-row.saturation, -row.amax_over_clip))

@@ -63,11 +63,21 @@ def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[
         tensor = name if name in scales.kv_cache else f"{first.get(name, name)}.input"
         if tensor not in statistics.tensors:
             raise unmeasured(tensor)
-        seen, scale = statistics.tensors[tensor], float(stored[key][0])
+        seen, scale = statistics.tensors[tensor], judged_scale(stored[key], chosen)
         # members of a group share a scale; where they do not, the least fitting one is judged
         if tensor not in found or _distance(scale, chosen) > _distance(found[tensor].scale, chosen):
             found[tensor] = ScaledTensor(name, seen.histogram, seen.amax_batches, chosen, scale)
     return sorted(found.values(), key=lambda tensor: layer_order(tensor.name))
+
+
+def judged_scale(stored: npt.NDArray[np.float32], chosen: TensorScale) -> float:
+    """The scale of a tensor in the checkpoint; of a cache by heads, that of the whole tensor times the factor by which
+    the worst head's `stored` scale, float32 [heads], is off.
+    """
+    if chosen.heads is None or len(stored) != len(chosen.heads):
+        return float(stored[0])
+    factors = stored.astype(np.float64) / chosen.heads
+    return chosen.scale * max(map(float, factors), key=lambda factor: _distance(factor * chosen.scale, chosen))
 
 
 def _distance(scale: float, chosen: TensorScale) -> float:

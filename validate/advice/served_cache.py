@@ -12,8 +12,8 @@ from ...quantize.reading.fp8_tensors import open_checkpoint
 from . import criteria
 from .checkup import Check, unknown
 
-#: Scales of 1.0, missing ones, and those that nothing reads.
-OF_THE_CACHE = ("C119", "C120", "C126")
+#: Scales of 1.0, missing ones, those that nothing reads, and those that some servers read.
+OF_THE_CACHE = ("C119", "C120", "C126", "C127")
 
 
 def served_cache(model: Path) -> list[Check]:

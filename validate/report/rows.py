@@ -24,8 +24,8 @@ from .curves import increase_interval, paired
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
     "": "not quantized",
-    "v": "values in E4M3, a scale per layer; keys not quantized",
-    "kv": "E4M3, K and V a scale each per layer",
+    "v": "values in E4M3, a scale per {per}; keys not quantized",
+    "kv": "E4M3, K and V a scale each per {per}",
 }
 #: What to call a precision beside FP8, which needs no name.
 PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
@@ -403,7 +403,7 @@ def fact_rows(run: Run) -> list[FactRow]:
         "its SHA-256": corpus.fingerprint,
         "weights": f"{scales.format.upper()}, a scale per output channel, {_chosen(weights)}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}" if clips else "BF16",
-        "KV cache": CACHES[scales.cache_parts] + scales.cache_left,
+        "KV cache": CACHES[scales.cache_parts].format(per=scales.cache_unit) + scales.cache_left,
         "libraries": ", ".join(
             f"{name} {version}"
             for name, version in {"fp8q": stages["quantize"].version, **stages["measure"].libraries}.items()

@@ -72,7 +72,7 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
         model=str(run.record().model.get("name", "")),
         activations=terms(scales),
         weights=" and ".join(sorted({weight.rounding for weight in scales.weights.values()})) or "none",
-        cache=CACHES[scales.cache_parts] + scales.cache_left,
+        cache=CACHES[scales.cache_parts] + (" by head" if scales.per_head else "") + scales.cache_left,
         products=len(scales.weights),
         all_products=len(scales.weights) + len(scales.skipped),
         verdict=found.kind,

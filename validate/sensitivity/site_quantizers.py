@@ -51,7 +51,7 @@ class Coded(Protocol):
     """A checkpoint that fp8q wrote: its products, and the scales of its cache."""
 
     @property
-    def cache_scales(self) -> Mapping[str, float]:
+    def cache_scales(self) -> Mapping[str, torch.Tensor]:
         """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
 
     def layer(self, module: str) -> FP8Linear:

@@ -39,7 +39,7 @@ class Candidates:
     groups: Mapping[str, tuple[str, ...]]
     inputs: Mapping[Form, Mapping[str, TensorScale]]
     codes: Mapping[Kind, RoundedCodes]
-    cache: Mapping[str, float]
+    cache: Mapping[str, torch.Tensor]
     tails: Mapping[str, Tail]
     call: CallPositions
 

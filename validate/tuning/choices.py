@@ -52,6 +52,7 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
         tail=(),
         bf16_input=(),
         kv_cache="off",
+        kv_scale="tensor",
         kv_skip=(),
         q_scale=False,
         exact_tail=DEFAULT_EXACT_TAIL,

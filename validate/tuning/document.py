@@ -101,6 +101,7 @@ class Recipe(Strict):
             exact_tail=before.exact_tail if self.tail else DEFAULT_EXACT_TAIL,
             skip=(*before.skip, *self.skip),
             kv_cache=self.kv_cache,
+            kv_scale="tensor" if self.kv_cache == "off" else before.kv_scale,
             kv_skip=tuple(self.kv_skip),
             q_scale=before.q_scale and self.kv_cache == "fp8",
             weight_rounding=self.weight_rounding,  # type: ignore[arg-type]  # of a document, whose values are these

@@ -176,19 +176,25 @@ CASES = [
     ),
     Case(
         "F107",
-        (
-            f"{KEY}.quantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and caches take",
-            (
-                f"{KEY}.dequantize_past: scale {KEY}_scale has 2 values; store one for the tensor, as activations and "
-                "caches take"
-            ),
-            (
-                f"{KEY}.dequantize: scale {KEY}_scale has 2 values; store one for the tensor, as activations and "
-                "caches "
-                "take"
-            ),
+        tuple(
+            f"{KEY}.{node}: scale {KEY}_scale has shape [3] but axis 1 of {codes} ['batch', 2, '{length}', 64] has 2; "
+            "store one scale for each"
+            for node, codes, length in (
+                ("quantize", "new_key_values.0.key", "seq"),
+                ("dequantize_past", "past_key_values.0.key", "capacity"),
+                ("dequantize", "new_key_values.0.key", "seq"),
+            )
         ),
-        set_tensor(f"{KEY}_scale", np.full(2, 0.5, np.float32)),
+        set_tensor(f"{KEY}_scale", np.full(3, 0.5, np.float32)),
+    ),
+    Case(
+        "F107",
+        tuple(
+            f"{DOWN}.input.{node}: scale {DOWN}.input_scale has 2 values; store one for the tensor, as activations take"
+            for node in ("quantize", "dequantize")
+        ),
+        set_tensor(f"{DOWN}.input_scale", np.full(2, 0.5, np.float32)),
+        foreign=True,
     ),
     Case(
         "F108",

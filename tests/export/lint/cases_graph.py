@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from .changes import AGAIN, DOWN, EXPORT, LAYER, Case, add_tensor, node, tensor, versions
+from .changes import AGAIN, DOWN, EXPORT, KEY, LAYER, Case, add_tensor, node, set_tensor, tensor, versions
 
 
 def only(model: ModelProto, operator: str) -> NodeProto:
@@ -202,6 +202,23 @@ CASES = [
         "F306",
         (f"there is no output logits; {AGAIN}", f"scores is no input or output of the contract; {AGAIN}"),
         rename_value("logits", "scores"),
+    ),
+    Case(
+        "F318",
+        tuple(
+            f"{KEY}.{node}: scales are 0.5, 0.25, and scales.json has 0.5, 0.125; {AGAIN}"
+            for node in ("quantize", "dequantize", "dequantize_past")
+        ),
+        set_tensor(f"{KEY}_scale", np.array([0.5, 0.25], np.float32)),
+        cache={KEY: np.array([0.5, 0.125], np.float32).reshape(2, 1, 1)},
+    ),
+    Case(
+        "F318",
+        tuple(
+            f"{KEY}.{node}: scales are 0.01953125, and scales.json has 0.5, 0.5; {AGAIN}"
+            for node in ("quantize", "dequantize", "dequantize_past")
+        ),
+        cache={KEY: np.full((2, 1, 1), 0.5, np.float32)},
     ),
     Case("F307", ("input_ids is [1, seq]; give it the contract's [batch, seq]",), set_dimension("input_ids", 0, 1)),
     Case(

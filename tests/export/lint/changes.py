@@ -33,6 +33,7 @@ class Case:
     attention: dict[str, tuple[float, float]] = field(default_factory=dict)
     two_terms: tuple[str, ...] | None = None
     bf16_inputs: tuple[str, ...] = ()
+    cache: dict[str, Any] = field(default_factory=dict)
 
 
 def node(model: ModelProto, name: str) -> NodeProto:

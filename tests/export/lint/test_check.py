@@ -123,7 +123,7 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
     inputs = promise_of(case, written)
     promise = None if inputs is None else Promise(
         {name: scale for name, scale in inputs.items() if name not in case.bf16_inputs},
-        case.weight_scales, case.attention, case.two_terms, bf16_inputs=case.bf16_inputs,
+        case.weight_scales, case.attention, case.two_terms, cache=case.cache, bf16_inputs=case.bf16_inputs,
     )  # fmt: skip
     found = lint_graph(load_graph(written.path), promise)
     head = f"{case.rule} {RULES[case.rule].name}: "

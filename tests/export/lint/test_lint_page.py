@@ -25,6 +25,8 @@ PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
 ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
 #: And of two terms, and of weights alone, for the rules about those.
 TWO_TERMS, BF16_INPUTS = {"F214": ["up"]}, {"F215": ["up"]}
+#: And of a cache, for its rule.
+CACHE = {"F318": {"attend.k": np.array([0.25, 0.5], np.float32).reshape(2, 1, 1)}}
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,12 @@ def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: 
     alone = BF16_INPUTS.get(number, ())
     inputs = {name: scale for name, scale in PROMISED.items() if name not in alone}
     promise = Promise(
-        inputs, WEIGHT_SCALES, ATTENTION.get(number, {}), TWO_TERMS.get(number), bf16_inputs=frozenset(alone)
+        inputs,
+        WEIGHT_SCALES,
+        ATTENTION.get(number, {}),
+        TWO_TERMS.get(number),
+        cache=CACHE.get(number, {}),
+        bf16_inputs=frozenset(alone),
     )
     found = lint_graph(load_graph(path), promise if RULES[number].scope == "promised" else None)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings

@@ -119,6 +119,14 @@ def one_wide_layer(it: Damaged) -> None:
     it.config["fp8q"] = {"wide_cache": ["model.layers.1.self_attn"]}
 
 
+def cache_by_head(it: Damaged, heads: int = 2, strategy: str = "attn_head") -> None:
+    """The scales of so many heads in every layer, as `--kv-scale head` writes them; the demo has two heads."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    it.quantization["kv_cache_scheme"] = scheme
+    layers = {name.rpartition(".k_proj.")[0] for name in it.tensors if ".k_proj." in name}
+    it.tensors |= {f"{layer}.{part}_scale": torch.full([heads, 1, 1], 0.05) for layer in layers for part in "kv"}
+
+
 def cache_of_a_block(it: Damaged) -> None:
     it.tensors["model.layers.1.mlp.k_scale"] = torch.tensor([0.05])
 
@@ -256,6 +264,13 @@ CASES = {
     "a cache of a module without a place": Case("C126", cache_of_a_block, of("model.layers.1.mlp.k_scale"),
                                                 ("fp8",)),
     "a cache of latent attention": Case("C126", latent_cache, of("model.layers.1.self_attn.k_scale"), ("fp8",)),
+    "a cache by head": Case("C127", cache_by_head, of("config.json"), ("compressed-tensors",)),
+    "scales of other heads": Case("C108", lambda it: cache_by_head(it, 3), of("model.layers.0.self_attn.k_scale"),
+                                  ("compressed-tensors",), frozenset({"C127"})),
+    "one scale for all heads": Case("C108", lambda it: cache_by_head(it, 1), of("model.layers.0.self_attn.k_scale"),
+                                    ("compressed-tensors",), frozenset({"C127"})),
+    "scales of heads nobody announced": Case("C108", lambda it: cache_by_head(it, strategy="tensor"),
+                                             of("model.layers.0.self_attn.k_scale"), ("compressed-tensors",)),
     "values alone in fp8q's file": Case("C126", own_cache_file, of("kv_cache.safetensors"), ("compressed-tensors",)),
     "left out, and in codes": Case("C121", lambda it: leave_out(it, O), of(f"{O}.weight")),
     "in BF16, and not left out": Case("C122", lambda it: widen(it, O), of(f"{O}.weight")),

@@ -17,7 +17,7 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.errors import InputError
 from fp8q.options import Clipping
-from fp8q.quantize.scales.cache_scales import kv_cache_scales
+from fp8q.quantize.scales.cache_scales import kv_cache_scales, scaled_by_head
 from fp8q.quantize.scales.decisions import Scales, activation_scales
 from fp8q.validate.advice.findings import (
     AgainstRow,
@@ -27,6 +27,7 @@ from fp8q.validate.advice.findings import (
     delayed_rows,
     findings,
     jumps,
+    largest_share,
     late_growth,
     outlier_channels,
     prospective_scales,
@@ -189,6 +190,14 @@ def test_other_text_is_held_against_the_scales_that_were_chosen() -> None:
         AgainstRow("rare.input", 448.0, 896.0, 2.0, 0.25, 0.0),
         AgainstRow("calm.input", 448.0, 448.0, 1.0, 0.0, 0.0),
     ]
+
+
+def test_other_text_is_held_against_the_head_that_is_nearest_to_its_clip() -> None:
+    """The second head's values lie far below the layer's clip, and at four times its own."""
+    scale = scaled_by_head("0.k", tensor([448, 7], [448], [448, 7]), Clipping(), 2)
+    assert scale.heads == [1.0, 0.015625]
+    assert largest_share(tensor([448, 28], [448], [448, 28]), scale) == (28.0, 7.0)
+    assert largest_share(tensor([500, 7], [500], [500, 7]), scale) == (500.0, 448.0)
 
 
 def test_a_tensor_in_two_terms_is_held_against_the_limits_of_two_terms() -> None:

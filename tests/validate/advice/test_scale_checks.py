@@ -10,7 +10,7 @@ from fp8q.validate.advice import criteria
 from fp8q.validate.advice.checkup import Check, graded, verdict_of, worst_first
 from fp8q.validate.advice.criteria import Criterion, Limit
 from fp8q.validate.advice.remedies import Remedies
-from fp8q.validate.advice.scale_checks import ScaledTensor, layer_order, stored_checks
+from fp8q.validate.advice.scale_checks import ScaledTensor, judged_scale, layer_order, stored_checks
 
 REMEDIES = Remedies("RUN", "a model", "text.txt", 64, two_terms=("a.*",), skip=("b.*",))
 NONE = Scales(weights={}, activations={}, skipped={})
@@ -36,6 +36,13 @@ def checks(*tensors: ScaledTensor, scales: Scales = NONE) -> dict[str, Check]:
     for each in stored_checks(tensors, scales, REMEDIES):
         found.setdefault(each.check, each)
     return found
+
+
+def test_of_a_cache_by_heads_the_worst_head_is_judged() -> None:
+    chosen = tensor(NORMAL).chosen.model_copy(update={"scale": 2.0, "heads": [2.0, 0.5]})
+    for stored, expected in (([2, 0.5], 2.0), ([2, 0.125], 0.5), ([2.5, 0.125], 0.5), ([2, 4], 16.0)):
+        assert judged_scale(np.array(stored, np.float32), chosen) == expected
+    assert judged_scale(np.array([1], np.float32), chosen.model_copy(update={"heads": None})) == 1.0
 
 
 def test_a_value_is_good_up_to_the_limit_and_no_number_is_bad() -> None:

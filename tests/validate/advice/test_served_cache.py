@@ -37,6 +37,18 @@ def test_layers_that_a_server_must_be_told_of_are_named_with_its_option(model: P
     assert check.remedy == "give vLLM --kv-cache-dtype-skip-layers 0"
 
 
+def test_scales_of_heads_are_told_of_with_the_gpus_that_read_them(model: Path) -> None:
+    quantization = json.loads((model / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    quantization["kv_cache_scheme"]["strategy"] = "attn_head"
+    configured(model, quantization_config=quantization)
+    (check,) = served_cache(model)
+    assert (check.verdict, check.module, check.value) == ("watch", "config.json", 1)
+    assert check.said.startswith(
+        "C127: says a scale for each head of the cache, which vLLM has attention for on Hopper"
+    )
+    assert check.remedy == "give one a layer for those"
+
+
 def test_a_checkpoint_that_no_other_server_loads_is_unknown(model: Path) -> None:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]
