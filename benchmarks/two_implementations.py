@@ -115,7 +115,7 @@ class OnnxWithCodes:
             name: wrap.ortvalue_from_numpy(array)
             for name, array in (("input_ids", ids), ("attention_mask", mask), ("position_ids", positions))
         }
-        feeds[LOGITS_INDICES] = wrap.ortvalue_from_numpy(last_indices(*ids.shape, ids.shape[1]))
+        feeds[LOGITS_INDICES] = wrap.ortvalue_from_numpy(last_indices(ids.shape, ids.shape[1]))
         feeds |= {
             value.name: wrap.ortvalue_from_numpy_with_onnx_type(array, ONNX_E4M3 if array.dtype == np.uint8 else 1)
             for value, array in zip(self.past, past, strict=True)

@@ -33,7 +33,7 @@ class Profile(Strict):
     batch: Range = Field(description="rows")
     seq: Range = Field(description="tokens a row takes in this step")
     capacity: Range = Field(description="slots of the past")
-    scored: Range = Field((1, 1, 1), description="positions of a row whose logits are asked for")
+    scored: Range = Field(default=(1, 1, 1), description="positions of a row whose logits are asked for")
 
     @property
     def ranges(self) -> dict[str, Range]:

@@ -175,7 +175,7 @@ def bound_call(
         for offset, (rows, columns) in zip(layout.inputs, shape.tokens.values(), strict=True)
     )
     for indices in asked:
-        indices[:] = last_indices(shape.count, shape.seq, shape.scored)
+        indices[:] = last_indices((shape.count, shape.seq), shape.scored)
     width = program.vocabulary * program.logits_dtype.itemsize
     logits = room.host[layout.uploaded : layout.uploaded + shape.count * width].reshape(shape.count, width)
     new = tuple(room.address + offset for offset in layout.new)

@@ -44,8 +44,11 @@ def chunk_layout(
     return filled[:, None] + np.maximum(behind, 0), behind >= 0
 
 
-def last_indices(rows: int, seq: int, scored: int) -> NDArray[np.int64]:
-    """The last `scored` of `seq` positions, for each of the `rows` [rows, scored]: the logits that a call asks for."""
+def last_indices(tokens: tuple[int, ...], scored: int) -> NDArray[np.int64]:
+    """The last `scored` positions of each row, int64 [rows, scored], of a call whose `tokens` are of the shape (rows,
+    seq): the logits that it asks for.
+    """
+    rows, seq = tokens
     return np.tile(np.arange(seq - scored, seq), (rows, 1))
 
 

@@ -196,7 +196,7 @@ class OnnxRuntimeSession:
         It runs once a token, so nothing should be wrapped, named and allocated again each time.
         """
         binding = self._session.io_binding()
-        last = last_indices(*inputs[0].shape, outputs[0].shape[1])
+        last = last_indices(inputs[0].shape, outputs[0].shape[1])
         for name, array, element in zip(self._inputs, inputs, self._input_elements, strict=True):
             binding.bind_ortvalue_input(name, self._value(array, element))
         if self.asks:
@@ -229,7 +229,7 @@ class OnnxRuntimeSession:
         scored = input_ids.shape[1] if scored is None else scored
         # kept until the run is over: OrtValues do not
         arrays = [np.ascontiguousarray(array) for array in (input_ids, attention_mask, position_ids, *past)]
-        last = last_indices(*input_ids.shape, scored)
+        last = last_indices(input_ids.shape, scored)
         feeds = {
             name: self._value(array, element)
             for name, array, element in zip(self._inputs, arrays, self._input_elements, strict=True)

@@ -200,7 +200,7 @@ def test_onnxs_own_evaluator_says_what_onnx_runtime_says(
             for value, array in zip(graph.past, past, strict=True)
         }
         tokens = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        tokens["logits_indices"] = last_indices(*ids.shape, ids.shape[1])
+        tokens["logits_indices"] = last_indices(ids.shape, ids.shape[1])
         results = dict(zip(evaluator.output_names, evaluator.run(None, tokens | typed), strict=True))
         codes = {
             name: two_implementations.by_position(results[output].view(np.uint8), ids.shape)

@@ -353,7 +353,7 @@ class HostProgram:
             for tensor in (*inputs, *asked, *outputs):
                 self.device.inside(tensor.ctypes.data, tensor.nbytes)
             for indices in asked:
-                np.testing.assert_array_equal(indices, last_indices(count, seq, scored))
+                np.testing.assert_array_equal(indices, last_indices((count, seq), scored))
             step()
 
         def run(keep: HostContext = context) -> None:

@@ -91,7 +91,7 @@ class Context:
 
         def work() -> None:
             for indices in asked:
-                np.testing.assert_array_equal(indices, last_indices(count, seq, scored))
+                np.testing.assert_array_equal(indices, last_indices((count, seq), scored))
             step()
 
         return self.engine.driver.enqueue(work) == 0
