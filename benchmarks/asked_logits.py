@@ -28,7 +28,7 @@ from fp8q import api
 from fp8q.core.run import GRAPH_FP32, Run
 from fp8q.serve.loop.engine_session import CHUNK
 from fp8q.serve.loop.generate import Generator
-from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.request import Piece, Request
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.serve.loop.text import Vocabulary
 
@@ -64,7 +64,7 @@ def call(session: OnnxRuntimeSession, length: int) -> tuple[float, np.ndarray]:
 def served(generator: Generator, length: int) -> tuple[float, int]:
     """Milliseconds from a request to its first token, and that token."""
     generator.submit(Request(prompt(length, length, generator.tokens), 1, ignore_end=True))
-    begun, pieces = time.process_time(), []
+    begun, pieces = time.process_time(), list[Piece]()
     while not pieces:
         pieces = generator.step()
     return (time.process_time() - begun) * 1e3, pieces[0].token
