@@ -194,8 +194,9 @@ def feeds(runtime: onnxruntime.InferenceSession) -> dict[str, dict[str, np.ndarr
             "input_ids": random.integers(2, 2000, (1, seq)),
             "attention_mask": np.ones((1, past + seq), np.int64),
             "position_ids": np.arange(past, past + seq)[None],
+            "logits_indices": np.arange(seq)[None],
         }
-        for value in runtime.get_inputs()[3:]:
+        for value in runtime.get_inputs()[len(feed) :]:
             feed[value.name] = random.normal(size=(1, value.shape[1], past, value.shape[3])).astype(np.float32)
         found[phase] = feed
     return found

@@ -33,6 +33,7 @@ from fp8q.quantize.codes.encoding import CODE, encode
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.serve.loop.cache import HostCache
+from fp8q.serve.loop.host_batch import LOGITS_INDICES, last_indices
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
@@ -114,6 +115,7 @@ class OnnxWithCodes:
             name: wrap.ortvalue_from_numpy(array)
             for name, array in (("input_ids", ids), ("attention_mask", mask), ("position_ids", positions))
         }
+        feeds[LOGITS_INDICES] = wrap.ortvalue_from_numpy(last_indices(ids.shape, ids.shape[1]))
         feeds |= {
             value.name: wrap.ortvalue_from_numpy_with_onnx_type(array, ONNX_E4M3 if array.dtype == np.uint8 else 1)
             for value, array in zip(self.past, past, strict=True)

@@ -26,7 +26,7 @@ from .calibrate import (
 )
 from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
-from .export import Baseline, EngineOptions, ExportOptions, Precision, WeightScale
+from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
@@ -76,6 +76,7 @@ __all__ = [
     "GenerateOptions",
     "History",
     "KvCache",
+    "Logits",
     "MeasureOptions",
     "Method",
     "PageOptions",

@@ -10,6 +10,7 @@ from .declare import ENGINE, Options, Unkeyed, between, first_given, option, par
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20
 WeightScale = Literal["dq", "mul"]
+Logits = Literal["asked", "all"]
 #: The precisions that FP8 is compared with.
 Baseline = Literal["bf16", "int8"]
 Precision = Literal["fp8", "bf16", "int8"]
@@ -41,6 +42,14 @@ class ExportOptions(Options):
             "the product (mul).",
         ),
     ] = "dq"
+    logits: Annotated[
+        Logits,
+        option(
+            ENGINE,
+            "Give the logits of the positions that the graph's input logits_indices asks for, or without that "
+            "input of all positions.",
+        ),
+    ] = "asked"
     graph: Annotated[
         bool,
         option(
@@ -52,9 +61,9 @@ class ExportOptions(Options):
     ] = True
 
     def __post_init__(self) -> None:
-        """Refuse a compute type, FP8 attention or a form of scales for graphs of another precision than FP8."""
+        """Refuse choices of the FP8 graph for graphs of another precision."""
         super().__post_init__()
-        for name in ("attention", "weight_scale"):
+        for name in ("attention", "weight_scale", "logits"):
             if self.precision != "fp8" and (given := first_given(self, [name])):
                 raise InputError(
                     f"{given}: is for the FP8 graph, not for --precision {self.precision}; leave one of them out"
@@ -119,7 +128,7 @@ class EngineOptions(Options):
             ENGINE,
             "Length that kernels are chosen for.",
             "N",
-            "a quarter of --max-seq-len for prompts, all of it for decoding",
+            "1024 for prompts, as they are read in chunks, --max-seq-len for decoding",
         ),
         between(1),
     ] = None

@@ -53,7 +53,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     Raises NoGraphError, or the exception of torch's exporter, where no graph can be made, and records that.
     """
     from ..calibrate.measure.statistics import load_record
-    from ..export.graph.trace import export_model
+    from ..export.graph.trace import export_model, graph_plan
     from ..export.graph.weight_scale_form import write_form
     from ..export.lint.check import lint_graph, run_promise
     from ..export.onnx_file.loading import load_graph
@@ -92,7 +92,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
         findings = linted(fp8_graphs(run)) if form else {}
         if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
-            form, findings = "dq", linted(export_model(run, record, scales, asked.dtype, notes, attention))
+            plan = graph_plan(record, scales, asked.dtype, attention, asked.logits)
+            form, findings = "dq", linted(export_model(run, plan, record.model.adapters or (), notes))
         if form != asked.weight_scale:
             for path in findings:
                 write_form(path, path, asked.weight_scale)

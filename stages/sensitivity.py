@@ -214,8 +214,9 @@ def _predict(
     from ..validate.sensitivity.gradients import predict_sites
 
     gathered = Gathered(moments)
-    if gathered.batches != len(progress.predicted):
-        progress.predicted.clear()  # a killed call added a part of a batch
+    if gathered.batches > len(progress.predicted):
+        progress.predicted.clear()  # a killed call added a batch that it did not predict
+    del progress.predicted[max(gathered.batches, 0) :]  # or part of one, or had not yet written its last ones
     remaining = range(len(progress.predicted), len(batches))
     with notes.track(f"Predicting {len(sites)} tensors", len(remaining), "batches") as advance:
         for batch in remaining:
@@ -224,6 +225,7 @@ def _predict(
             progress.predicted.append(predict_sites(quantizer, sites, batches[batch], draw, see))
             progress.save()
             advance(1)
+    gathered.save()
 
 
 def _worst(

@@ -6,6 +6,7 @@ from markdown import MEGABYTE, load, table
 
 TARGETS = ("sm89", "sm120")
 KINDS = ("bf16", "int8", "fp8")
+KILOBYTE = 1e3
 
 
 def forms() -> str:
@@ -40,6 +41,26 @@ def engine_sizes() -> str:
     return table(["", "quantized weights", *(kind.upper() for kind in KINDS), "FP8 over BF16"], rows)
 
 
+def asked_logits() -> str:
+    """Prompts and their logits by the graph that is asked for them, and by the one that gives all."""
+    found = load("asked_logits")
+    rows = []
+    for prompt in found["prompts"]:
+        call, served, size = prompt["call"], prompt["served"], prompt["logits_bytes"]
+        times = (f"{each['all_ms']:.1f} -> {each['asked_ms']:.1f} ms ({each['ratio']:.2f})" for each in (call, served))
+        rows.append([f"the demo, {prompt['length']} tokens", *times, *sizes(size)])
+    large = found["llama_8b"]
+    ratio = f"not run ({1 - large['head_share']:.2f} at best)"
+    rows.append([f"an 8B's chunk of {large['chunk']:,} on a GPU, BF16", ratio, ratio, *sizes(large["logits_bytes"])])
+    head = ["", "in one call: all -> asked (ratio)", "served, to the first token", "logits of all", "asked for"]
+    return table(head, rows)
+
+
+def sizes(found: Mapping[str, int]) -> list[str]:
+    """Bytes of the logits of all positions, and of those that are asked for."""
+    return [f"{found[kind] / KILOBYTE:,.0f} kB" for kind in ("all", "asked")]
+
+
 def ran(products: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {types}" for types, count in products.items())
 
@@ -48,4 +69,5 @@ TABLES = (
     forms,
     form_programs,
     engine_sizes,
+    asked_logits,
 )

@@ -13,7 +13,7 @@ batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,9 +47,9 @@ def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[S
 class SecondMoments:
     """Add up x xᵀ of named tensors in files of one folder."""
 
-    def __init__(self, folder: Path):
-        """Create `folder` and write into it."""
-        self.folder = folder
+    def __init__(self, folder: Path, going_on: Collection[str] = ()):
+        """Create `folder` and write into it; of the names `going_on` the sums there are added to."""
+        self.folder, self._going_on = folder, going_on
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
         self._on_gpu: dict[str, torch.Tensor] = {}
@@ -57,24 +57,42 @@ class SecondMoments:
     def add(self, name: str, x: torch.Tensor) -> None:
         """Add the tokens `x` [..., width], of any float type, to the moments `name`.
 
-        The first call for a name since `close` starts again from zero.
+        The first call for a name since `close` starts again from zero, unless it is to go on.
         """
         tokens = x.detach().flatten(0, -2).float()
         if name not in self._files:
-            matrix = self._files[name] = new_matrix(moments_file(self.folder, name), tokens.shape[1])
-            if tokens.device.type != "cpu" and has_room(tokens.device, matrix.nbytes):
-                self._on_gpu[name] = torch.zeros(matrix.shape, device=tokens.device)
+            self._open(name, tokens)
         total = self._on_gpu.get(name)
         add_product(torch.from_numpy(self._files[name]) if total is None else total, tokens, tokens)
 
-    def close(self) -> list[str]:
-        """Write the sums to disk and close the files; return their names."""
-        names = list(self._files)
+    def _open(self, name: str, tokens: torch.Tensor) -> None:
+        """Open the file of a tensor whose first `tokens` [tokens, width] have come, and hold its sums on their GPU if
+        that has room.
+        """
+        path, again = moments_file(self.folder, name), name in self._going_on
+        matrix = self._files[name] = np.load(path, mmap_mode="r+") if again else new_matrix(path, tokens.shape[1])
+        if tokens.device.type != "cpu" and has_room(tokens.device, matrix.nbytes):
+            held = torch.from_numpy(matrix).to(tokens.device) if again else None
+            self._on_gpu[name] = torch.zeros(matrix.shape, device=tokens.device) if held is None else held
+
+    @property
+    def in_files(self) -> bool:
+        """Tell whether any sums are added up in files, which then change with each batch."""
+        return len(self._on_gpu) < len(self._files)
+
+    def save(self) -> None:
+        """Write the sums to disk, and go on adding to them."""
         for name, file in self._files.items():
             if name in self._on_gpu:
-                torch.from_numpy(file).copy_(self._on_gpu.pop(name))
+                torch.from_numpy(file).copy_(self._on_gpu[name])
             file.flush()
+
+    def close(self) -> list[str]:
+        """Write the sums to disk and close the files; return their names."""
+        self.save()
+        names = list(self._files)
         self._files.clear()
+        self._on_gpu.clear()
         return names
 
 

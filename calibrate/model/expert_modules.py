@@ -13,6 +13,7 @@ limits on the gate are other forms, and are refused by name (`architecture.refus
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from inspect import unwrap
 from itertools import pairwise
 from typing import Literal
@@ -68,11 +69,11 @@ class SharedInput(nn.Module):
 class Experts(nn.Module):
     """The experts of one layer, named by their numbers; each computes the tokens that are routed to it.
 
-    `tokens`: the numbers of the tokens that an expert computes, int64, while it does so.
+    `routing`: the tokens of a call by expert, and the expert that computes, while one does.
     """
 
     shown: TokensShown = "routed"
-    tokens: torch.Tensor | None = None
+    routing: "Routing | None" = None
 
     def __init__(self, experts: Iterable[Expert]):
         super().__init__()
@@ -95,16 +96,47 @@ class Experts(nn.Module):
                 expert(shared)
         if self.shown == "all" or hidden_states.is_meta:
             return out
-        for number, position, token in routes(top_k_index, len(self.experts)):
-            expert = self.experts[number]
-            x, self.tokens = shared[token], token
+        self.routing = Routing([*routes(top_k_index, len(self.experts))])
+        for index, (number, position, token) in enumerate(self.routing.routes):
+            expert, self.routing.current = self.experts[number], index
+            x = shared[token]
             y = expert(x) if self.shown == "routed" else expert.forward_without_hooks(x)
             out.index_add_(0, token, (y * top_k_weights[token, position, None]).to(out.dtype))
-        self.tokens = None
+        self.routing = None
         return out
 
+    def rows_from(self, first: int, positions: int) -> torch.Tensor:
+        """The rows of the expert that computes whose tokens are at position `first` or later of their sequences, of so
+        many `positions` each; int64, ascending.
+        """
+        assert self.routing is not None, "the experts are computing"
+        return self.routing.rows_from(first, positions)
 
-def routes(top_k_index: torch.Tensor, count: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+
+Route = tuple[int, torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Routing:
+    """The `routes` of a call of experts, and the index among them of the expert that computes."""
+
+    routes: list[Route]
+    current: int = 0
+    _rows: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    def rows_from(self, first: int, positions: int) -> torch.Tensor:
+        """As `Experts.rows_from` has it: the host waits for all experts at once, and once for their products."""
+        if (first, positions) not in self._rows:
+            late = [token % positions >= first for _, _, token in self.routes]
+            counts = torch.stack([each.sum() for each in late]).tolist()
+            self._rows[first, positions] = [
+                each.byte().argsort(descending=True, stable=True)[:count]
+                for each, count in zip(late, counts, strict=True)
+            ]
+        return self._rows[first, positions][self.current]
+
+
+def routes(top_k_index: torch.Tensor, count: int) -> Iterator[Route]:
     """Yield each of `count` experts that has tokens, in order, with the places of its own in `top_k_index` int64
     [tokens, chosen]: positions among the chosen ones and tokens, int64 each, by position first.
 

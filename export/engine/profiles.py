@@ -1,12 +1,15 @@
-"""Optimization profiles: the ranges of batch, seq and capacity that an engine is built for.
+"""Optimization profiles: the ranges of batch, seq, scored and capacity that an engine is built for.
 
 There are two. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row: with seq
 exactly 1 the compiler chooses its matrix-vector attention (`_gemv_mha_v1`), which it does not where seq may be 2. A
 capacity of 0, the prompt alone, is an empty tensor: TensorRT-RTX takes 0 as minimum and as optimum and generates the
 same kernels for decode as from 1 up, so both profiles begin there.
 
-The shapes of an input follow from the names of its dimensions in the graph (`batch`, `seq`, `capacity`, `capacity +
-seq`), so no input has to be known by name.
+Of a graph that gives the logits that are asked for, `scored` is how many: one a row where a prompt is served, which
+kernels are chosen for, and all where it is validated.
+
+The shapes of an input follow from the names of its dimensions in the graph (`batch`, `seq`, `scored`, `capacity`,
+`capacity + seq`), so no input has to be known by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +19,9 @@ from pydantic import Field
 from ...core.errors import InputError
 from ...core.files import Strict
 
+#: Positions of a prompt that the serving loop reads in one call: `serve.loop.engine_session.CHUNK`, which is copied to
+#: where this is not. A test holds them equal.
+CHUNK = 1024
 Range = tuple[int, int, int]
 Shape = tuple[int, ...]
 
@@ -27,15 +33,19 @@ class Profile(Strict):
     batch: Range = Field(description="rows")
     seq: Range = Field(description="tokens a row takes in this step")
     capacity: Range = Field(description="slots of the past")
+    scored: Range = Field(default=(1, 1, 1), description="positions of a row whose logits are asked for")
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """The range of each dynamic dimension, by its name in the graph."""
+        return {"batch": self.batch, "seq": self.seq, "scored": self.scored, "capacity": self.capacity}
 
     def shapes(self, tensor: str, dimensions: Sequence[int | str]) -> tuple[Shape, Shape, Shape]:
         """Minimum, optimum and maximum shape of an input whose dimensions are sizes, names, or sums of names.
 
         Raises InputError for any other dimension.
         """
-        least, likely, most = (
-            {"batch": self.batch[i], "seq": self.seq[i], "capacity": self.capacity[i]} for i in range(3)
-        )
+        least, likely, most = ({name: sizes[i] for name, sizes in self.ranges.items()} for i in range(3))
         return tuple(
             tuple(_size(tensor, dimension, sizes) for dimension in dimensions) for sizes in (least, likely, most)
         )  # type: ignore[return-value]
@@ -63,15 +73,17 @@ def profiles(
     """The profiles of an engine for up to `max_batch` rows of up to `max_seq_len` tokens, with up to `max_prompt`
     tokens (None: all) in one step.
 
-    Kernels are chosen for these optima: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a quarter of the
-    length) without a past; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len` (None: the whole
-    length).
+    Kernels are chosen for these optima: `opt_batch` prompts (None: one) of `opt_seq_len` tokens (None: a `CHUNK`)
+    without a past; `opt_batch` rows (None: all) decoding over a buffer of `opt_seq_len` (None: the whole length).
     """
     longest = max_prompt or max_seq_len
-    prompt = min(opt_seq_len or max(1, max_seq_len // 4), longest)
     return (
         Profile(
-            name="prefill", batch=(1, opt_batch or 1, max_batch), seq=(1, prompt, longest), capacity=(0, 0, max_seq_len)
+            name="prefill",
+            batch=(1, opt_batch or 1, max_batch),
+            seq=(1, min(opt_seq_len or CHUNK, longest), longest),
+            capacity=(0, 0, max_seq_len),
+            scored=(1, 1, longest),
         ),
         Profile(
             name="decode",

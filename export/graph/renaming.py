@@ -19,25 +19,30 @@ SCOPES = "pkg.torch.onnx.name_scopes"
 def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
     """Name inputs, outputs and dynamic dimensions.
 
-    1. `past_key_values.N.key|value` and `new_key_values.N.key|value` of `layers`, in the order of tracing. 2. The
-    exporter's symbols become batch, seq and capacity in every shape, in sums too.
+    1. `past_key_values.N.key|value` and `new_key_values.N.key|value` of `layers`, in the order of tracing. 2. An input
+    behind the past says which logits are asked for: it becomes `logits_indices`, and lies in front of the past. 3. The
+    exporter's symbols become batch, seq, capacity and scored in every shape, in sums too.
     """
     inputs, outputs = model.graph.inputs, model.graph.outputs
     parts = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
-    for value, part in zip(inputs[3:], parts, strict=True):
+    past, asked = inputs[3 : 3 + len(parts)], inputs[3 + len(parts) :]
+    for value, part in zip(past, parts, strict=True):
         value.name = f"past_key_values.{part}"
     for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
         value.name = name
-    tokens, past = inputs[0].shape, inputs[3].shape
-    assert tokens is not None, "the exporter gives its inputs shapes"
-    assert past is not None, "the exporter gives its inputs shapes"
-    symbols = {str(tokens[0]): "batch", str(tokens[1]): "seq", str(past[2]): "capacity"}
+    sizes = [(inputs[0], 0, "batch"), (inputs[0], 1, "seq"), (past[0], 2, "capacity")]
+    for value in asked:
+        value.name = names.LOGITS_INDICES
+        sizes += [(value, 0, "batch"), (value, 1, "scored")]
+    symbols = {str(value.shape[axis]): name for value, axis, name in sizes if value.shape is not None}
     for value in values_of(model):
         if value.shape is not None:
             value.shape = ir.Shape(
                 [dim if isinstance(dim, int) else _renamed(str(dim), symbols) for dim in value.shape]
             )
-    outputs[0].shape = ir.Shape(["batch", "seq", outputs[0].shape[2] if outputs[0].shape else None])
+    scored = "scored" if asked else "seq"
+    outputs[0].shape = ir.Shape(["batch", scored, outputs[0].shape[2] if outputs[0].shape else None])
+    inputs[:] = [*inputs[:3], *asked, *past]
 
 
 def read_sizes_first(model: ir.Model) -> None:

@@ -8,7 +8,7 @@ and the run is all that is needed.
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
+from ...options import Logits
 from ...quantize.codes.encoding import CODE
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
@@ -52,23 +53,21 @@ class UntraceableError(BackendError):
         self.reason = reason
 
 
-def export_model(
-    run: Run, record: StatisticsRecord, scales: Scales, dtype: Dtype, report: Reporter,
-    attention: AttentionScales | None = None,
-) -> list[Path]:  # fmt: skip
-    """Write both graphs of the FP8 checkpoint in `run`, computing in `dtype` and in FP32, and for each adapter.
-
-    `attention`: the scales of attention in FP8. Returns the paths.
+def export_model(run: Run, plan: GraphPlan, adapters: Iterable[str], report: Reporter) -> list[Path]:
+    """Write both graphs of the FP8 checkpoint in `run`, as `plan` says and in FP32, and for each of the `adapters`;
+    return their paths.
     """
-    plan = graph_plan(record, scales, dtype, attention)
-    plans = [plan, *(replace(plan, adapter=name) for name in record.model.adapters or ())]
+    plans = [plan, *(replace(plan, adapter=name) for name in adapters)]
     return [path for each in plans for path in export_graphs(run.model, each, report)]
 
 
 def graph_plan(
-    record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: AttentionScales | None = None
-) -> GraphPlan:
-    """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does."""
+    record: StatisticsRecord, scales: Scales, dtype: Dtype, attention: AttentionScales | None = None,
+    logits: Logits = "asked",
+) -> GraphPlan:  # fmt: skip
+    """Plan which parts of a checkpoint with these `scales` run in FP8; `attention`: its scales, where it does;
+    `logits`: those that the graph gives.
+    """
     return GraphPlan(
         promised_groups(record.groups, scales),
         frozenset(scales.kv_cache),
@@ -78,6 +77,7 @@ def graph_plan(
         bf16_inputs=frozenset(scales.bf16_inputs),
         cache_heads={name: len(scale.heads) for name, scale in scales.kv_cache.items() if scale.heads},
         attention=attention.terms if attention else 0,
+        asked_logits=logits == "asked",
     )
 
 
@@ -269,7 +269,7 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
 
     The sizes differ, so that the exporter takes no two of them for equal.
     """
-    batch, seq, capacity = 2, 3, 5
+    batch, seq, capacity, scored = 2, 3, 5, 4
     parts = dict(zip("kv", cache_shapes(config.get_text_config()), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -287,7 +287,10 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
     matrix = {0: dynamic, 1: dynamic}
     shapes: dict[str, object] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), matrix)
     shapes["past"] = [tuple({0: dynamic, 2: dynamic} for _ in "kv") for _ in layers]
-    return (empty(batch, seq), empty(batch, capacity + seq), empty(batch, seq), past), shapes
+    inputs = (empty(batch, seq), empty(batch, capacity + seq), empty(batch, seq), past)
+    if not plan.asked_logits:
+        return inputs, shapes
+    return (*inputs, empty(batch, scored)), {**shapes, "logits_indices": matrix}
 
 
 @contextmanager

@@ -20,6 +20,8 @@ INPUTS = {
     "position_ids": ("batch", "seq"),
 }
 LOGITS = ("batch", "seq", int)
+#: The input of a graph that gives the logits of these positions alone, and its logits.
+ASKED, ASKED_LOGITS = {names.LOGITS_INDICES: ("batch", "scored")}, ("batch", "scored", int)
 PAST = ("batch", int, "capacity", int)
 NEW = ("batch", int, "seq", int)
 #: The axis of the heads in keys and values.
@@ -72,10 +74,10 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
 
 @promise_rule("F306", "interface")
 def interface(graph: Indexed, promise: Promise) -> Broken:
-    """Inputs and outputs are those of the contract: three of int64, a past key and value a layer, logits, a new key and
-    value a layer of the past's type.
+    """Inputs and outputs are those of the contract: three of int64, and a fourth where logits are asked for; a past
+    key and value a layer, logits, a new key and value a layer of the past's type.
     """
-    for name in INPUTS:
+    for name in _token_inputs(graph):
         if name not in graph.inputs:
             yield "", f"there is no input {name}; run `fp8q export` again"
         elif _kind(graph.inputs[name]) != TensorProto.INT64:
@@ -109,7 +111,7 @@ def interface(graph: Indexed, promise: Promise) -> Broken:
                     "make them one type"
                 ),
             )
-    known = {*INPUTS, "logits", *pasts, *pasts.values()}
+    known = {*_token_inputs(graph), "logits", *pasts, *pasts.values()}
     for name in [*graph.inputs, *graph.outputs]:
         if name not in known:
             yield "", f"{name} is no input or output of the contract; run `fp8q export` again"
@@ -145,19 +147,26 @@ def _listed(scale: Array) -> str:
     return ", ".join(f"{number:.9g}" for number in scale.ravel()[:3]) + more
 
 
+def _token_inputs(graph: Indexed) -> dict[str, tuple[str, str]]:
+    """The inputs that are no past, with their dimensions."""
+    return INPUTS | ASKED if names.LOGITS_INDICES in graph.inputs else INPUTS
+
+
 def _kind(value: ValueInfoProto) -> int:
     return value.type.tensor_type.elem_type
 
 
 @promise_rule("F307", "dynamic-axes")
 def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
-    """Batch, seq and capacity are dynamic, under these names, and all else is static: profiles and serving find the
-    sizes by the names.
+    """Batch, seq and capacity are dynamic, and scored where logits are asked for, under these names, and all else is
+    static: profiles and serving find the sizes by the names.
     """
+    tokens = _token_inputs(graph)
+    logits = ASKED_LOGITS if names.LOGITS_INDICES in tokens else LOGITS
     for name, value in [*graph.inputs.items(), *graph.outputs.items()]:
         past = re.fullmatch(r"(past|new)_key_values\.\d+\.(key|value)", name)
         wanted: tuple[object, ...] | None = (
-            (PAST if past[1] == "past" else NEW) if past else LOGITS if name == "logits" else INPUTS.get(name)
+            (PAST if past[1] == "past" else NEW) if past else logits if name == "logits" else tokens.get(name)
         )
         found = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         if wanted is None or (past and past[1] == "new" and _holds_past(found)):

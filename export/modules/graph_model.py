@@ -8,7 +8,8 @@ first one and is masked, and its keys and values are kept nowhere.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,6 +48,7 @@ class GraphPlan:
     whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
     `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for each query or probability, 0
     for attention without codes. `adapter`: the name of the adapter beside the products.
+    `asked_logits`: the graph has an input that says which positions' logits it gives, and gives no others.
     """
 
     groups: Mapping[str, list[str]]
@@ -59,6 +61,7 @@ class GraphPlan:
     cache_heads: Mapping[str, int] = field(default_factory=dict)
     attention: int = 0
     adapter: str | None = None
+    asked_logits: bool = True
 
 
 class QuantizedInput(nn.Module):
@@ -235,8 +238,13 @@ class Graph(nn.Module):
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
         past: list[tuple[torch.Tensor, torch.Tensor]],
+        logits_indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [batch, seq, vocabulary], and the new keys and values of every layer."""
+        """Return logits [batch, seq, vocabulary], and the new keys and values of every layer.
+
+        With `logits_indices` int64 [batch, scored] the logits are those of these positions of the call alone, [batch,
+        scored, vocabulary].
+        """
         capacity = past[0][0].shape[2]
         slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
         keys = torch.cat([slots, position_ids], dim=1)
@@ -250,9 +258,28 @@ class Graph(nn.Module):
         if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
             for axis in (0, 1):
                 torch._check(position_ids.shape[axis] == input_ids.shape[axis])
-        with attending(position_ids, keys, attention_mask, added):
+        with attending(position_ids, keys, attention_mask, added), at_positions(self.model, logits_indices):
             logits = self.model(**given, past_key_values=cache, use_cache=True).logits
         return (logits, *(new for layer in layers.values() for new in layer.new))
+
+
+@contextmanager
+def at_positions(model: PreTrainedModel, indices: torch.Tensor | None) -> Iterator[None]:
+    """Let the output head of `model` read these positions of its input [batch, seq, width] alone; `indices` int64
+    [batch, scored], None for all.
+
+    The head is found as transformers finds it, and gathered in front of: `logits_to_keep` of transformers' models takes
+    one list of positions for all rows, and not every model has it.
+    """
+    if indices is None:
+        yield
+        return
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, inputs: (operators.at_indices(inputs[0], indices), *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

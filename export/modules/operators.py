@@ -120,6 +120,19 @@ def _(rows: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
     return rows.new_empty((x.shape[0], x.shape[1], width))
 
 
+@torch.library.custom_op("fp8q::at_indices", mutates_args=())
+def at_indices(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Gather positions of each row of `x` [batch, seq, width], [batch, count, width]; `indices` int64 [batch, count], 0
+    for the first position of the call.
+    """
+    return x.gather(1, indices[..., None].expand(-1, -1, x.shape[-1]))
+
+
+@at_indices.register_fake
+def _(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*indices.shape, x.shape[-1]))
+
+
 @torch.library.custom_op("fp8q::layer", mutates_args=())
 def layer(hidden: torch.Tensor, index: int) -> torch.Tensor:
     """Return `hidden` unchanged: the placeholder of layer `index`, which is not traced."""
@@ -182,15 +195,15 @@ def mark(
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """The ONNX form of the operators, for `torch.onnx.export(custom_translation_table=…)`."""
+    return {**_of_codes(), **_of_positions(), **_of_marks()}
+
+
+# what is inside of these functions is traced by onnxscript, whose values have no public type
+
+
+def _of_codes() -> dict[Callable[..., object], Callable[..., object]]:
     from onnxscript import opset23 as op
 
-    number = onnx.defs.OpSchema.AttrType
-    skipped = mark(SKIPPED, "T", "T", index=number.INT)
-    begins = mark(EXPERT_BEGINS, ("T", "S", "tensor(bool)"), "TS", members=number.INTS)
-    ends = mark(EXPERT_ENDS, "T", "T")
-    sized = mark(SIZED, ("T", "tensor(int64)"), "T")
-
-    # traced by onnxscript, whose values have no public type
     def onnx_quantize(x, scale, code, axis=0):  # type: ignore[no-untyped-def]
         return op.QuantizeLinear(x, scale, output_dtype=int(code), **({"axis": axis} if axis else {}))
 
@@ -199,6 +212,18 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
 
     def onnx_halves(x, axis):  # type: ignore[no-untyped-def]
         return op.Split(x, num_outputs=2, axis=axis)
+
+    return {
+        torch.ops.fp8q.quantize.default: onnx_quantize,
+        torch.ops.fp8q.dequantize.default: onnx_dequantize,
+        torch.ops.fp8q.halves.default: onnx_halves,
+    }
+
+
+def _of_positions() -> dict[Callable[..., object], Callable[..., object]]:
+    from onnxscript import opset23 as op
+
+    sized = mark(SIZED, ("T", "tensor(int64)"), "T")
 
     def ints(*values: int) -> Any:
         return op.Constant(value_ints=[*values])
@@ -219,6 +244,24 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     def onnx_positions_of(rows, x, width):  # type: ignore[no-untyped-def]
         return sized(rows, op.Concat(op.Shape(x, start=0, end=2), ints(width), axis=0))
 
+    def onnx_at_indices(x, indices):  # type: ignore[no-untyped-def]
+        return op.GatherND(x, op.Unsqueeze(indices, ints(-1)), batch_dims=1)
+
+    return {
+        torch.ops.fp8q.last_positions.default: onnx_last_positions,
+        torch.ops.fp8q.first_positions.default: onnx_first_positions,
+        torch.ops.fp8q.part_behind.default: onnx_part_behind,
+        torch.ops.fp8q.positions_of.default: onnx_positions_of,
+        torch.ops.fp8q.at_indices.default: onnx_at_indices,
+    }
+
+
+def _of_marks() -> dict[Callable[..., object], Callable[..., object]]:
+    number = onnx.defs.OpSchema.AttrType
+    skipped = mark(SKIPPED, "T", "T", index=number.INT)
+    begins = mark(EXPERT_BEGINS, ("T", "S", "tensor(bool)"), "TS", members=number.INTS)
+    ends = mark(EXPERT_ENDS, "T", "T")
+
     def onnx_layer(hidden, index):  # type: ignore[no-untyped-def]
         return skipped(hidden, index=index)
 
@@ -229,13 +272,6 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         return ends(total)
 
     return {
-        torch.ops.fp8q.quantize.default: onnx_quantize,
-        torch.ops.fp8q.dequantize.default: onnx_dequantize,
-        torch.ops.fp8q.halves.default: onnx_halves,
-        torch.ops.fp8q.last_positions.default: onnx_last_positions,
-        torch.ops.fp8q.first_positions.default: onnx_first_positions,
-        torch.ops.fp8q.part_behind.default: onnx_part_behind,
-        torch.ops.fp8q.positions_of.default: onnx_positions_of,
         torch.ops.fp8q.layer.default: onnx_layer,
         torch.ops.fp8q.expert_begins.default: onnx_expert_begins,
         torch.ops.fp8q.expert_ends.default: onnx_expert_ends,

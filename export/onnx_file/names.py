@@ -7,6 +7,8 @@ module.
 import re
 from typing import NamedTuple
 
+#: The input that says which positions' logits are asked for.
+LOGITS_INDICES = "logits_indices"
 #: What the products of attention make, in the order of work.
 ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(

@@ -66,13 +66,18 @@ class Tail:
     experts: Experts | None = None
 
     def rows(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The numbers of the rows of `x` [rows, in] with second terms, int64; None for all rows."""
-        first = self.call.positions - self.call.decoded - self.length
+        """The numbers of the rows of `x` [rows, in] with second terms, int64; None for all rows.
+
+        The rows of whole sequences follow from their number, and those of experts are found for all of them at once: a
+        search on a GPU is a wait of the host.
+        """
+        positions = self.call.positions
+        first = positions - self.call.decoded - self.length
         if first <= 0:
             return None
-        rows = torch.arange(len(x), device=x.device) if self.experts is None else self.experts.tokens
-        assert rows is not None, "the experts are computing"
-        return torch.where(rows % self.call.positions >= first)[0]
+        if self.experts is not None:
+            return self.experts.rows_from(first, positions)
+        return torch.arange(len(x), device=x.device).view(-1, positions)[:, first:].flatten()
 
 
 class FP8Linear(nn.Module):

@@ -77,17 +77,22 @@ class InputSums:
 
     def __init__(self, group: GroupInput, read: Callable[[str], torch.Tensor], device: str = "cpu"):
         """Begin with zeros on `device`, where the batches are; `read` gives the weight [out, in] of a module by its
-        name.
+        name, where the model has it.
         """
-        self.group, self.read, self.paired = group, read, group.paired
+        self.group, self.read, self.paired, self._device = group, read, group.paired, device
         width, out = group.sides
         out = out if group.paired else 0  # M of all experts of a layer is not held
         self.halves = MomentSums(width, out, device), MomentSums(width, out, device)
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights of the products, read when they are first asked for: those of experts after the pass."""
-        return {name: self.read(name) for name in self.group.members}
+        """The weights of the products in the host's memory, where they are rounded: after the pass."""
+        return {name: self.read(name).cpu() for name in self.group.members}
+
+    @cached_property
+    def _beside_batches(self) -> dict[str, torch.Tensor]:
+        """The weights of the products where the batches are, read once a pass."""
+        return {name: self.read(name).to(self._device) for name in self.group.members}
 
     def add(
         self,
@@ -108,14 +113,17 @@ class InputSums:
         self.paired = self.paired and float_input is not None and len(float_input[0]) == len(tokens) == size
         if self.paired and float_input is not None:
             drift = float_input[0] - tokens
-            lost = torch.cat([drift @ weight.to(drift).T for weight in self.weights.values()], dim=1)
+            lost = torch.cat([drift @ weight.to(drift).T for weight in self._beside_batches.values()], dim=1)
             residual_lost = None if self.group.base is None else float_input[1] - quantized_input[1]
             self.halves[half].add(tokens, lost if residual_lost is None else lost + residual_lost)
         else:
             add_product(self.halves[0].moments, tokens, tokens)
 
     def to_host(self) -> "InputSums":
-        """Copy the sums into the host's memory, where weights are rounded; nothing where they are there."""
+        """Copy the sums into the host's memory, where weights are rounded; nothing where they are there. No batch is
+        added any more.
+        """
+        vars(self).pop("_beside_batches", None)
         for sums in self.halves:
             sums.moments, sums.lost = sums.moments.cpu(), sums.lost.cpu()
         return self

@@ -298,8 +298,8 @@ def _compensation_and_targets(sums: InputSums) -> tuple[Compensation, dict[str, 
 
 
 def weight_rows(module: nn.Module) -> torch.Tensor:
-    """The weight of a product, BF16 [out, in] in memory."""
-    return _weight_by_rows(module).cpu().to(torch.bfloat16).contiguous()
+    """The weight of a product, BF16 [out, in], where the module has it."""
+    return _weight_by_rows(module).to(torch.bfloat16).contiguous()
 
 
 def _weight_by_rows(module: nn.Module) -> torch.Tensor:

@@ -134,9 +134,6 @@ def _fits(engine: EngineModel, given: Mapping[str, Sequence[int]]) -> bool:
     if any(sum(sizes.get(word, 0) for word in words) != size for words, size in sums):
         return False
     return any(
-        all(
-            least <= sizes.get(word, least) <= most
-            for word, (least, _, most) in {"seq": profile.seq, "capacity": profile.capacity}.items()
-        )
+        all(least <= sizes.get(word, least) <= most for word, (least, _, most) in profile.ranges.items())
         for profile in engine.profiles
     )

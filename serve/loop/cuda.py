@@ -6,7 +6,9 @@ of status, some 60 lines; but it is made for one major version of CUDA, so each 
 fits its driver and its TensorRT, and a wrong one would be a new way to fail. Names and structures are those of NVIDIA's
 "CUDA Driver API" (6.13 memory, 6.14 streams, 6.22 graphs, 6.15 memory in the order of a stream).
 
-Written from that documentation: it has not run on a GPU yet.
+Written from that documentation: it has not run on a GPU yet. Each function's exported name and the kinds of its
+arguments, each constant and the structure are those of `cuda-bindings` 13.5 (`tests/serve/loop/test_cuda.py` compares
+them where it is installed).
 
 Imports only NumPy and its neighbours in this folder, as all that is copied into Triton repositories.
 """

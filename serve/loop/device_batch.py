@@ -105,7 +105,7 @@ class DeviceBatch:
         """Read a chunk of prompts; return the logits of each row's last `kept` positions [count, kept, vocabulary]."""
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
-        context, shape = self._context(0), CallShape(count, seq, past)
+        context, shape = self._context(0), CallShape(count, seq, past, kept if self._program.asks else None)
         call = bound_call(self._program, context, "prefill", shape, cache.addresses(first), self._prompts)
         call.tokens[:] = tokens
         call.positions[:], real = chunk_layout(seq, filled, lengths)
@@ -116,7 +116,8 @@ class DeviceBatch:
         logits = call.logits if kept == 1 else self._device.host(count * kept * width).reshape(count, kept * width)
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):
             cache.write(call.new, (count, seq), (row, first + row, slot), 1, length)
-            self._device.download(call.logits_at + (row * seq + seq - kept) * width, logits[row])
+            last = (row + 1) * shape.scored - kept
+            self._device.download(call.logits_at + last * width, logits[row])
         self._device.wait()
         found = float_logits(logits, self._program.logits_dtype)
         return found.reshape(count, kept, -1).copy()  # the next chunk writes over them
@@ -142,7 +143,7 @@ class DeviceBatch:
     def _made(self, bucket: int) -> _Step:
         """The step of a bucket of rows, made once for each capacity."""
         cache, device, room = self._held(), self._device, Room(self._device)
-        shape = CallShape(bucket, 1, cache.capacity)
+        shape = CallShape(bucket, 1, cache.capacity, 1 if self._program.asks else None)
         context, pasts = self._context(bucket), cache.addresses(0)
         call = bound_call(self._program, context, "decode", shape, pasts, room)
         call.mask[:] = 0

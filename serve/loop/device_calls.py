@@ -1,12 +1,13 @@
 """The memory of one call of an engine, in page-locked host memory and on the device.
 
-    host     tokens | positions | mask | logits of the last positions
-    device   tokens | positions | mask | new keys and values, group by group | logits of all positions
+    host     tokens | positions | mask | (indices) | logits of the last positions
+    device   tokens | positions | mask | (indices) | new keys and values, group by group | logits
 
 The inputs lie alike on both sides, so they are uploaded at once. Of the logits only a row's last position is
-downloaded: rows of a chunk end together. Allocating page-locked memory stops the device, so a `Room` outlasts its call:
-that of a decode step belongs to it, since a captured step repeats its addresses; all chunks of prompts share one, which
-grows to the largest of them.
+downloaded: rows of a chunk end together. Where the graph is asked for it by its index, there are no other logits;
+otherwise those of all positions lie on the device. Allocating page-locked memory stops the device, so a `Room` outlasts
+its call: that of a decode step belongs to it, since a captured step repeats its addresses; all chunks of prompts share
+one, which grows to the largest of them.
 
 Nothing here depends on CUDA. Imports only NumPy and its neighbours, as it is copied into Triton repositories.
 """
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from .cache import CacheLayout
 from .device import ALIGNMENT, Device, by_number, groups_of, new_block
+from .host_batch import LOGITS_INDICES, last_indices
 
 Shapes = Mapping[str, tuple[int, ...]]
 Phase = Literal["prefill", "decode"]
@@ -28,13 +30,15 @@ WORD = 8
 
 
 class DeviceProgram(Protocol):
-    """An engine. Tensors are known by name: three of tokens, `past`, `new`, `logits`. `captures`: whether its work may
-    be captured and repeated; not where it reads a condition on the host, which a captured graph freezes.
+    """An engine. Tensors are known by name: three of tokens, `past`, `new`, `logits`. `asks`: whether an input says
+    which positions' logits it gives. `captures`: whether its work may be captured and repeated; not where it reads a
+    condition on the host, which a captured graph freezes.
     """
 
     layout: CacheLayout
     vocabulary: int
     logits_dtype: np.dtype[Any]
+    asks: bool
     captures: bool
 
     def names(self, kind: Literal["past", "new"]) -> Sequence[str]:
@@ -62,16 +66,29 @@ def float_logits(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[np.flo
 
 @dataclass(frozen=True)
 class CallShape:
-    """`count` rows of `seq` tokens over `past` slots."""
+    """`count` rows of `seq` tokens over `past` slots; `asked`: the number of positions of a row whose logits are asked
+    for, None where the graph gives all.
+    """
 
     count: int
     seq: int
     past: int
+    asked: int | None = None
 
     @property
-    def tokens(self) -> tuple[tuple[int, int], ...]:
-        """The shapes of tokens, positions and mask."""
-        return (self.count, self.seq), (self.count, self.seq), (self.count, self.past + self.seq)
+    def tokens(self) -> dict[str, tuple[int, int]]:
+        """The shapes of tokens, positions and mask, and of the indices where logits are asked for."""
+        shapes = {
+            "input_ids": (self.count, self.seq),
+            "position_ids": (self.count, self.seq),
+            "attention_mask": (self.count, self.past + self.seq),
+        }
+        return shapes if self.asked is None else {**shapes, LOGITS_INDICES: (self.count, self.asked)}
+
+    @property
+    def scored(self) -> int:
+        """The number of positions of a row that have logits."""
+        return self.seq if self.asked is None else self.asked
 
 
 @dataclass(frozen=True)
@@ -91,9 +108,9 @@ class CallLayout:
 def call_layout(program: DeviceProgram, shape: CallShape) -> CallLayout:
     """Lay out the memory of a call."""
     width = program.vocabulary * program.logits_dtype.itemsize
-    *inputs, uploaded = _offsets([WORD * rows * columns for rows, columns in shape.tokens])
+    *inputs, uploaded = _offsets([WORD * rows * columns for rows, columns in shape.tokens.values()])
     blocks = [len(group.tensors) * new_block(group, shape.count, shape.seq) for group in groups_of(program.layout)]
-    *new, logits, device = _offsets([*blocks, shape.count * shape.seq * width], uploaded)
+    *new, logits, device = _offsets([*blocks, shape.count * shape.scored * width], uploaded)
     return CallLayout(tuple(inputs), uploaded, tuple(new), logits, uploaded + shape.count * width, device)
 
 
@@ -153,18 +170,20 @@ def bound_call(
     """Bind the engine to memory in `room`; `pasts`: the addresses of the past of the first row, tensor by tensor."""
     layout = call_layout(program, shape)
     room.hold(layout)
-    tokens, positions, mask = (
+    tokens, positions, mask, *asked = (
         room.host[offset : offset + WORD * rows * columns].view(np.int64).reshape(rows, columns)
-        for offset, (rows, columns) in zip(layout.inputs, shape.tokens, strict=True)
+        for offset, (rows, columns) in zip(layout.inputs, shape.tokens.values(), strict=True)
     )
+    for indices in asked:
+        indices[:] = last_indices((shape.count, shape.seq), shape.scored)
     width = program.vocabulary * program.logits_dtype.itemsize
     logits = room.host[layout.uploaded : layout.uploaded + shape.count * width].reshape(shape.count, width)
     new = tuple(room.address + offset for offset in layout.new)
     run = program.bind(
         context,
         phase,
-        _shapes(program, shape),
-        dict(zip(_INPUTS, (room.address + offset for offset in layout.inputs), strict=True))
+        input_shapes(program, shape),
+        dict(zip(shape.tokens, (room.address + offset for offset in layout.inputs), strict=True))
         | dict(zip(program.names("past"), pasts, strict=True))
         | dict(zip(program.names("new"), _new_addresses(program, shape, new), strict=True))
         | {"logits": room.address + layout.logits},
@@ -173,15 +192,10 @@ def bound_call(
     return BoundCall(tokens, positions, mask, whole, room.address, new, room.address + layout.logits, logits, run)
 
 
-_INPUTS = ("input_ids", "position_ids", "attention_mask")
-
-
-def _shapes(program: DeviceProgram, shape: CallShape) -> dict[str, tuple[int, ...]]:
+def input_shapes(program: DeviceProgram, shape: CallShape) -> dict[str, tuple[int, ...]]:
     """The shapes of the engine's inputs."""
     sizes = zip(program.names("past"), program.layout.shapes, strict=True)
-    return dict(zip(_INPUTS, shape.tokens, strict=True)) | {
-        name: (shape.count, heads, shape.past, size) for name, (heads, size) in sizes
-    }
+    return shape.tokens | {name: (shape.count, heads, shape.past, size) for name, (heads, size) in sizes}
 
 
 def _new_addresses(program: DeviceProgram, shape: CallShape, bases: Sequence[int]) -> list[int]:

@@ -3,8 +3,9 @@
 An engine has a profile for prompts and one for one token a row (`export.engine.profiles`), recognized by their numbers
 of tokens; their bounds are the session's. Each captured step has an execution context of its own, since changing the
 context's shapes would invalidate its CUDA graph (TensorRT's documentation, "CUDA Graphs"). All contexts work in memory
-that they share (`ExecutionContextAllocationStrategy.USER_MANAGED`), for they run one after the other on one stream; it
-is what their shapes need, where a context with memory of its own takes as much as the largest call of any profile.
+that they share (`ExecutionContextAllocationStrategy.USER_MANAGED`), for they run one after the other on one stream: one
+block, of the size that the longest chunk of a prompt needs behind the longest past, which no step of eight or so rows
+exceeds. A context with memory of its own takes as much as the largest call of its profile.
 
 TensorRT-RTX captures by itself, since its kernels change while it runs (`IRuntimeConfig.cuda_graph_strategy`), so
 nothing is captured around it; its kernels are compiled here, and stored beside the plan for the next start.
@@ -34,7 +35,8 @@ from .cache import CacheLayout
 from .cuda import CudaDevice, CudaError
 from .device import Device, slot_step
 from .device_batch import DeviceBatch
-from .device_calls import Phase, Shapes
+from .device_calls import CallShape, Phase, Shapes, input_shapes
+from .host_batch import LOGITS_INDICES
 from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError
 
 EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
@@ -97,13 +99,13 @@ def has_branches(plan: Path) -> bool:
 class SharedMemory:
     """Device memory that contexts share, one after the other; it goes with this object.
 
-    Captured steps repeat its address, so blocks stay where they are, and each is twice the last. What no captured step
-    uses `moves`: it is one block of the size that was needed most.
+    Captured steps repeat its address, so blocks stay where they are. A further one comes only where a call needs more
+    than any before, and is at least twice the last.
     """
 
-    def __init__(self, device: Device, moves: bool):
+    def __init__(self, device: Device):
         """No memory yet."""
-        self._device, self._moves = device, moves
+        self._device = device
         self._blocks: list[tuple[int, int]] = []
         weakref.finalize(self, _free_all, device, self._blocks).atexit = False  # the driver is gone by then
 
@@ -112,10 +114,7 @@ class SharedMemory:
         for address, size in self._blocks:
             if size >= needed:
                 return address, size
-        last, least = self._blocks[-1] if self._blocks else (0, 0)
-        if self._moves and last:
-            self._device.free(self._blocks.pop()[0])
-        size = max(needed, 1, 0 if self._moves else 2 * least)
+        size = max(needed, 1, 2 * self._blocks[-1][1] if self._blocks else 0)
         self._blocks.append((self._device.allocate(size), size))
         return self._blocks[-1]
 
@@ -156,7 +155,7 @@ class EngineSession:
             )
         self._branches = has_branches(plan)
         self.captures = runtime == "tensorrt" and not self._branches
-        self._memory = {phase: SharedMemory(self.device, moves=phase == "prefill") for phase in get_args(Phase)}
+        self._memory, self._longest = SharedMemory(self.device), CallShape(1, 1, 0)
         self._kernels = Kernels(plan.with_suffix(KERNELS), self._engine) if runtime == "tensorrt-rtx" else None
         self._read(plan)
 
@@ -174,6 +173,7 @@ class EngineSession:
             tuple((dims[name][1], dims[name][3]) for name in names),
             tuple(self._dtype(plan, PAST + name) for name in names),
         )
+        self.asks = LOGITS_INDICES in present
         self.vocabulary, self.logits_dtype = int(engine.get_tensor_shape("logits")[-1]), self._dtype(plan, "logits")
         most = [
             [tuple(engine.get_tensor_profile_shape(name, index)[2]) for name in ("input_ids", PAST + names[0])]
@@ -214,6 +214,7 @@ class EngineSession:
                     else f"not one fits; build an engine with --max-seq-len {longest} or less"
                 )
             )
+        self._longest = CallShape(1, self.pace.chunk, positions, 1 if self.asks else None)
         return DeviceBatch(self, self.device, rows, positions)
 
     def names(self, kind: Literal["past", "new"]) -> Sequence[str]:
@@ -237,19 +238,25 @@ class EngineSession:
 
     def bind(self, context: Any, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
         """Point the engine at tensors: `DeviceProgram.bind`."""
-        for name, shape in shapes.items():
-            if not context.set_input_shape(name, shape):
-                raise SessionError(f"{name} of {shape}: is outside the engine's profile for {phase}")
+        longest = self._needs(context, phase, input_shapes(self, self._longest)) if phase == "prefill" else 0
+        block = self._memory.block(max(self._needs(context, phase, shapes), longest))
         for name, address in addresses.items():
             if not context.set_tensor_address(name, address):
                 raise SessionError(f"{name}: the engine takes no tensor at {address:#x}")
-        context.set_device_memory(*self._memory[phase].block(context.update_device_memory_size_for_shapes()))
+        context.set_device_memory(*block)
 
         def run() -> None:
             if not context.execute_async_v3(self.device.stream):
                 raise SessionError(f"the engine failed at {phase}; its log is on standard error")
 
         return run
+
+    def _needs(self, context: Any, phase: Phase, shapes: Shapes) -> int:
+        """Set the shapes of a context's inputs; return the bytes that it works in."""
+        for name, shape in shapes.items():
+            if not context.set_input_shape(name, shape):
+                raise SessionError(f"{name} of {shape}: is outside the engine's profile for {phase}")
+        return int(context.update_device_memory_size_for_shapes())
 
     def idle(self) -> None:
         """Store the kernels that were compiled since the last time: `DeviceProgram.idle`."""

@@ -8,8 +8,8 @@ same places, and rows are independent, so that a request gets the same text alon
 
 The row of a finished request is free at once (the last row moves into the gap). A row whose prompt is still being read
 may lie among the active ones; it is decoded with them, and the keys and values of that are overwritten by the prompt's
-next chunk. Chunks also bound the logits [batch, seq, vocabulary]: with 128k tokens of vocabulary, 512 positions take
-268 MB of FP32.
+next chunk. Of a graph that is not asked for the last position's logits, and gives all of them, chunks also bound these:
+with 128k tokens of vocabulary, 512 positions take 268 MB of FP32.
 
 `fp8q generate` and the Triton model run this same file: `fp8q triton` copies it with its neighbours (`LOOP` in
 repository.py) beside `model.py`. Triton imports that as the module `<version>.model`, so the version directory is a

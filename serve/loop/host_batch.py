@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from .cache import CacheLayout, HostCache, KeyValues
 
+#: The input of a graph that gives the logits of these positions of a call alone, int64 [batch, scored].
+LOGITS_INDICES = "logits_indices"
 #: Capacities are multiples of this, so that runtimes meet few shapes.
 CAPACITY_STEP = 64
 #: A cache of so many times what can be filled is given up for a smaller one: attention reads every slot.
@@ -42,6 +44,14 @@ def chunk_layout(
     return filled[:, None] + np.maximum(behind, 0), behind >= 0
 
 
+def last_indices(tokens: tuple[int, ...], scored: int) -> NDArray[np.int64]:
+    """The last `scored` positions of each row, int64 [rows, scored], of a call whose `tokens` are of the shape (rows,
+    seq): the logits that it asks for.
+    """
+    rows, seq = tokens
+    return np.tile(np.arange(seq - scored, seq), (rows, 1))
+
+
 def next_capacity(held: int, needed: int, most: int, whole: Callable[[int], int]) -> int | None:
     """The slots of a new cache where the `held` ones are too few, or far too many; None where they will do.
 
@@ -63,13 +73,14 @@ class Forward(Protocol):
         attention_mask: NDArray[np.int64],
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
+        scored: int | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
         """Run the graph once.
 
         `input_ids` and `position_ids` [batch, seq]; `attention_mask` [batch, capacity + seq] is 1 for the filled slots
         of the past and for the new tokens that are real; `past` [batch, kv_heads, capacity, head_size] each, None for
-        capacity 0. Returns logits [batch, seq, vocabulary] and the new keys and values [batch, kv_heads, seq,
-        head_size].
+        capacity 0. Returns the logits of the last `scored` positions of each row (None: of all) [batch, scored,
+        vocabulary] and the new keys and values [batch, kv_heads, seq, head_size].
         """
 
 
@@ -137,7 +148,7 @@ class HostBatch:
         # nothing is filled before the first chunk: spare attention the buffer
         past = cache.past(first, count) if filled.any() else None
         mask = attention_mask(filled, cache.capacity if past else 0, real)
-        logits, new = self._session.forward(tokens, mask, positions, past)
+        logits, new = self._session.forward(tokens, mask, positions, past, scored=1)
         for row, length in enumerate(lengths.tolist()):
             values = [value[row : row + 1, :, -length:] for value in new]
             cache.write(first + row, positions[row : row + 1, -length:], values)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import CacheLayout, HostCache, KeyValues
-from .host_batch import Forward, HostBatch
+from .host_batch import LOGITS_INDICES, Forward, HostBatch, last_indices
 
 #: onnx.TensorProto.DataType of logits and of tokens.
 FLOAT, INT64 = 1, 7
@@ -142,6 +142,7 @@ class OnnxRuntimeSession:
         self._elements = [ELEMENTS[self._types[PAST + name]][1] for name in self.layout.names]
         self._inputs = (*TOKEN_INPUTS, *(PAST + name for name in self.layout.names))
         self._input_elements = (INT64,) * len(TOKEN_INPUTS) + tuple(self._elements)
+        self.asks = any(node.name == LOGITS_INDICES for node in self._session.get_inputs())
         self._outputs = ["logits", *(NEW + name for name in self.layout.names)]
         self.vocabulary = int(next(node.shape[-1] for node in self._session.get_outputs() if node.name == "logits"))
 
@@ -189,17 +190,21 @@ class OnnxRuntimeSession:
 
     def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
         """A step that reads `inputs` and writes `outputs` in place: those of the graph, in its order (`TOKEN_INPUTS`
-        and the past; logits and the new keys and values), contiguous, of constant shapes.
+        and the past; logits, which may be of the last positions alone, and the new keys and values), contiguous, of
+        constant shapes.
 
         It runs once a token, so nothing should be wrapped, named and allocated again each time.
         """
         binding = self._session.io_binding()
+        last = last_indices(inputs[0].shape, outputs[0].shape[1])
         for name, array, element in zip(self._inputs, inputs, self._input_elements, strict=True):
             binding.bind_ortvalue_input(name, self._value(array, element))
+        if self.asks:
+            binding.bind_ortvalue_input(LOGITS_INDICES, self._value(last, INT64))
         for name, array, element in zip(self._outputs, outputs, (FLOAT, *self._elements), strict=True):
             binding.bind_ortvalue_output(name, self._value(array, element))
 
-        def step(keep: Sequence[NDArray[Any]] = (*inputs, *outputs)) -> None:  # an OrtValue keeps no array alive
+        def step(keep: Sequence[NDArray[Any]] = (*inputs, last, *outputs)) -> None:  # an OrtValue keeps no array alive
             self._session.run_with_iobinding(binding)
 
         return step
@@ -214,20 +219,25 @@ class OnnxRuntimeSession:
         attention_mask: NDArray[np.int64],
         position_ids: NDArray[np.int64],
         past: KeyValues | None = None,
+        scored: int | None = None,
     ) -> tuple[NDArray[np.float32], KeyValues]:
         """Run the graph once: `Forward.forward`.
 
         The arrays are read where they lie, and the results are ONNX Runtime's own memory.
         """
         past = self.new_cache(len(input_ids), 0).past(0, len(input_ids)) if past is None else past
+        scored = input_ids.shape[1] if scored is None else scored
         # kept until the run is over: OrtValues do not
         arrays = [np.ascontiguousarray(array) for array in (input_ids, attention_mask, position_ids, *past)]
+        last = last_indices(input_ids.shape, scored)
         feeds = {
             name: self._value(array, element)
             for name, array, element in zip(self._inputs, arrays, self._input_elements, strict=True)
         }
+        if self.asks:
+            feeds[LOGITS_INDICES] = self._value(last, INT64)
         logits, *new = self._session.run_with_ort_values(self._outputs, feeds)
-        return logits.numpy(), [value.numpy() for value in new]
+        return logits.numpy()[:, -scored:], [value.numpy() for value in new]
 
 
 def import_onnxruntime() -> Any:

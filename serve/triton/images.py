@@ -5,8 +5,9 @@ support matrix (`MATRIX`) lists them. It could not be opened when this was writt
 10.16.0 from the release notes of the CUDA Deep Learning image 26.03, on which the month's images are built; the others
 from what people who run the images found in them, of `tritonserver` for 10.15.1, 10.16.1 and 11.1.0, of `tensorrt` of
 the same month for 11.0.0 and 11.2.1. A version that is not here is not guessed: NVIDIA's release notes of 26.09 and
-26.10 name their CUDA (13.4.1, 13.4.3) and not their TensorRT, of which 11.4.0 is the newest. For such a version the
-Dockerfile says how an image is asked for its own (`ASK`), and where to begin.
+26.10 name their CUDA (13.4.1, 13.4.3) and not their TensorRT, of which 11.4.0 is the newest; nothing else that could be
+searched in November 2026 does. For such a version the Dockerfile says how an image is asked for its own (`ASK`), and
+where to begin: with the first release that is not known to have another.
 """
 
 import re
@@ -66,12 +67,29 @@ def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool, packages: Map
     )
 
 
-def where_to_begin(tensorrt: str | None) -> str:
-    """The release to look at first for a TensorRT whose release is not known."""
-    later = [where for version, where in RELEASES.items() if numbers_of(version) > numbers_of(tensorrt or "")]
-    if not tensorrt or not later:
+def where_to_begin(tensorrt: str | None, releases: Mapping[str, str] = RELEASES) -> str:
+    """The release to look at first for a TensorRT whose release is not known (None: nor is its version)."""
+    if tensorrt is None:
         return f"begin with {newest()} and go on to later ones"
-    return f"begin with {later[0]} and go back to earlier ones"
+    wanted = numbers_of(tensorrt)
+    before = [where for version, where in releases.items() if numbers_of(version) < wanted]
+    later = [where for version, where in releases.items() if numbers_of(version) > wanted]
+    if not later:
+        return f"begin with {month_from(before[-1], 1)} and go on to later ones"
+    if not before:
+        return f"begin with {month_from(later[0], -1)} and go back to earlier ones"
+    between = month_from(before[-1], 1)
+    if between == later[0]:
+        return (
+            f"no month lies between {before[-1]} and {later[0]}, so build the engine with the TensorRT of one of them"
+        )
+    return f"begin with {between}, which is not known, and go on up to {later[0]}"
+
+
+def month_from(release: str, months: int) -> str:
+    """The release so many `months` after another, as 26.08 follows 26.07."""
+    year, month = divmod(12 * int(release[:2]) + int(release[3:]) - 1 + months, 12)
+    return f"{year:02}.{month + 1:02}"
 
 
 def numbers_of(version: str) -> list[int]:

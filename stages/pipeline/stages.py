@@ -133,6 +133,7 @@ EXPORT = Stage(
     inputs=(*FP8_FILES, "queries.safetensors", *STATISTICS),
     outputs=("model/*", "attention.json"),
     code="export.export",
+    older={"logits": "all"},
 )
 #: Export the source model in the precisions that FP8 is compared with.
 EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]]" = {

@@ -37,7 +37,7 @@ NOT_MEASURED = (
     "| form | named by | weights' scales | scales of activations, of a cache |",
     "| `--runtime` | runs |",
     "| runtime | builds for | where | what was run |",
-    "| | batch | seq (tokens in this step) | capacity (slots of the past) |",
+    "| | batch | seq (tokens in this step) | scored (those with logits) | capacity (slots of the past) |",
     "| engine | what `fp8q engine` says |",
     "| in the checkpoint | vLLM 0.32 | transformers 5.14 | who says so |",
     "| `--kv-cache` | keys | values | bytes of a position, against BF16 | `model/` says so to transformers and vLLM |",

@@ -29,6 +29,7 @@ from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.host_batch import last_indices
 from fp8q.stages.commands.engine import check_views
 from fp8q.validate.accuracy.document import load_accuracy
 
@@ -198,13 +199,9 @@ def test_onnxs_own_evaluator_says_what_onnx_runtime_says(
             value.name: array.view(ml_dtypes.float8_e4m3fn) if array.dtype == np.uint8 else array
             for value, array in zip(graph.past, past, strict=True)
         }
-        results = dict(
-            zip(
-                evaluator.output_names,
-                evaluator.run(None, {"input_ids": ids, "attention_mask": mask, "position_ids": positions} | typed),
-                strict=True,
-            )
-        )
+        tokens = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        tokens["logits_indices"] = last_indices(ids.shape, ids.shape[1])
+        results = dict(zip(evaluator.output_names, evaluator.run(None, tokens | typed), strict=True))
         codes = {
             name: two_implementations.by_position(results[output].view(np.uint8), ids.shape)
             for name, output in graph.codes.items()

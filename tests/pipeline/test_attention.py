@@ -118,7 +118,13 @@ def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
         )
         for part in ("key", "value")
     }
-    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": positions, **past}
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": positions,
+        "logits_indices": positions,
+        **past,
+    }
     (by_onnx,) = ReferenceEvaluator(onnx.load(run.onnx_fp32)).run(["logits"], inputs)
     cache, steps = session.new_cache(2, 16), []
     for at in range(12):

@@ -75,6 +75,7 @@ def feeds(ids: np.ndarray) -> dict[str, np.ndarray]:
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),
         "position_ids": positions,
+        "logits_indices": positions,
         "past_key_values.0.key": past,
         "past_key_values.0.value": past,
     }

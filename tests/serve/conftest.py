@@ -34,6 +34,7 @@ from fp8q.serve.loop.device import ALIGNMENT, Copy
 from fp8q.serve.loop.device_batch import DeviceBatch
 from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
 from fp8q.serve.loop.generate import Generator
+from fp8q.serve.loop.host_batch import LOGITS_INDICES, last_indices
 from fp8q.serve.loop.sessions import NEW, PAST, TOKEN_INPUTS, Batch, OnnxRuntimeSession
 from fp8q.serve.loop.text import Vocabulary
 from tests.stand_in.driver import Driver
@@ -45,9 +46,9 @@ WEIGHTS = "model-00001-of-00001.safetensors"
 
 GRAPH = """
 <ir_version: 10, opset_import: ["" : 21]>
-counting (int64[batch, seq] input_ids, int64[batch, total] attention_mask, int64[batch, seq] position_ids,
+counting (int64[batch, seq] input_ids, int64[batch, total] attention_mask, int64[batch, seq] position_ids, ASKED
           KEYS[batch, 2, capacity, 4] past_key, VALUES[batch, 2, capacity, 4] past_value)
-      => (float[batch, seq, 16] logits, KEYS[batch, 2, seq, 4] new_key, VALUES[batch, 2, seq, 4] new_value)
+      => (float[batch, SCORED, 16] logits, KEYS[batch, 2, seq, 4] new_key, VALUES[batch, 2, seq, 4] new_value)
 {
     one = Constant<value = float {1.0}> ()
     zero = Constant<value_int = 0> ()
@@ -104,9 +105,17 @@ counting (int64[batch, seq] input_ids, int64[batch, total] attention_mask, int64
     remainder = Mod<fmod = 1> (total_sum, sixteen)
     distance = Sub (vocabulary, remainder)
     square = Mul (distance, distance)
-    logits = Neg (square)
+    LOGITS
 }
 """
+#: What becomes of the logits of all positions: those that are asked for, or all.
+ASKED = {
+    "ASKED": "int64[batch, scored] logits_indices,", "SCORED": "scored",
+    "LOGITS": """negated = Neg (square)
+    asked = Unsqueeze (logits_indices, last)
+    logits = GatherND<batch_dims = 1> (negated, asked)""",
+}  # fmt: skip
+ALL = {"ASKED": "", "SCORED": "seq", "LOGITS": "logits = Neg (square)"}
 #: What is done with keys and values, as numbers or as codes.
 PLAIN = """
     new_PART = Identity (PART)
@@ -122,12 +131,14 @@ NAMES = {
 }  # fmt: skip
 
 
-def counting_graph(cache: str) -> onnx.ModelProto:
+def counting_graph(cache: str, asks: bool) -> onnx.ModelProto:
     """The graph without its initializer, `vocabulary` [0, 1, … 15]."""
     stored = {part: part[0] in {"off": "", "v": "v", "fp8": "kv"}[cache] for part in ("key", "value")}
     text = GRAPH.replace(
         "STORE", "".join((FP8 if fp8 else PLAIN).replace("PART", part) for part, fp8 in stored.items())
     )
+    for word, meaning in (ASKED if asks else ALL).items():
+        text = text.replace(word, meaning)
     for part, fp8 in stored.items():
         text = text.replace(f"{part.upper()}S", "float8e4m3fn" if fp8 else "float")
     model = parser.parse_model(text)
@@ -141,13 +152,13 @@ def counting_graph(cache: str) -> onnx.ModelProto:
     return model
 
 
-def write_counting_model(directory: Path, cache: str, positions: int) -> None:
-    """Write what a run's `model/` holds for serving."""
+def write_counting_model(directory: Path, cache: str, positions: int, asks: bool = True) -> None:
+    """Write what a run's `model/` holds for serving; `asks`: its graph is asked for logits."""
     directory.mkdir(parents=True)
     values = np.arange(16, dtype=np.float32)
     save_file({"vocabulary": values}, directory / WEIGHTS)
     (header,) = struct.unpack("<Q", (directory / WEIGHTS).read_bytes()[:8])
-    model = counting_graph(cache)
+    model = counting_graph(cache, asks)
     tensor = model.graph.initializer.add(
         name="vocabulary", data_type=TensorProto.FLOAT, dims=[16], data_location=TensorProto.EXTERNAL
     )
@@ -197,8 +208,9 @@ class CountingModel:
 
 @pytest.fixture(scope="session", params=["off", "v", "fp8"])
 def counting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CountingModel:
+    """With each kind of cache, and one of them with a graph that gives the logits of all positions."""
     directory = tmp_path_factory.mktemp("counting") / "model"
-    write_counting_model(directory, request.param, positions=200)
+    write_counting_model(directory, request.param, positions=200, asks=request.param != "v")
     return CountingModel(directory, request.param, 200)
 
 
@@ -214,7 +226,7 @@ class HostDevice:
     """
 
     def __init__(self) -> None:
-        self.memory: dict[int, np.ndarray] = {}
+        self.memory: dict[int, tuple[np.ndarray, int]] = {}
         self.queue: list[Callable[[], object]] = []
         self.waits = self.captures = self.downloaded = self.stream = 0
         self.graphs = WeakSet[Callable[[], None]]()
@@ -223,8 +235,17 @@ class HostDevice:
         assert size > 0
         whole = np.full(size + ALIGNMENT, 0xFF, np.uint8)
         address = -(-whole.ctypes.data // ALIGNMENT) * ALIGNMENT
-        self.memory[address] = whole
+        self.memory[address] = whole, size
         return address
+
+    def inside(self, address: int, size: int) -> None:
+        """Assert that these bytes were allocated, and not freed."""
+        assert any(base <= address and address + size <= base + held for base, (_, held) in self.memory.items())
+
+    def bytes_at(self, address: int, size: int) -> np.ndarray:
+        """Memory that was allocated."""
+        self.inside(address, size)
+        return at(address, np.uint8, size)
 
     def free(self, address: int) -> None:
         self.queue.append(lambda: self.memory.pop(address))
@@ -236,11 +257,11 @@ class HostDevice:
         return np.full(size, 0xFF, np.uint8)
 
     def upload(self, source: np.ndarray, target: int) -> None:
-        self.queue.append(lambda: np.copyto(at(target, np.uint8, source.nbytes), source))
+        self.queue.append(lambda: np.copyto(self.bytes_at(target, source.nbytes), source))
 
     def download(self, source: int, target: np.ndarray) -> None:
         self.downloaded += target.nbytes
-        self.queue.append(lambda: np.copyto(target, at(source, np.uint8, target.nbytes)))
+        self.queue.append(lambda: np.copyto(target, self.bytes_at(source, target.nbytes)))
 
     def copy(self, copy: Copy) -> None:
         self.queue.append(lambda: self._copied(copy))
@@ -250,8 +271,7 @@ class HostDevice:
 
         def lines(address: int, line: int, block: int) -> np.ndarray:
             end = address + (copy.blocks - 1) * block + (copy.lines - 1) * line + copy.width
-            assert any(base <= address and end <= base + whole.nbytes for base, whole in self.memory.items())
-            flat = at(address, np.uint8, end - address)
+            flat = self.bytes_at(address, end - address)
             return np.lib.stride_tricks.as_strided(flat, (copy.blocks, copy.lines, copy.width), (block, line, 1))
 
         memcpy_3d(copy)  # asserts what the driver asks for
@@ -259,7 +279,7 @@ class HostDevice:
         target[:] = lines(copy.source, copy.source_line, copy.source_block)
 
     def zero(self, address: int, size: int) -> None:
-        self.queue.append(lambda: at(address, np.uint8, size).fill(0))
+        self.queue.append(lambda: self.bytes_at(address, size).fill(0))
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """As CUDA does it: what `work` asks for is kept, with its addresses, and not done."""
@@ -292,7 +312,7 @@ class HostProgram:
 
     def __init__(self, session: OnnxRuntimeSession, device: HostDevice):
         self.session, self.device = session, device
-        self.layout, self.vocabulary = session.layout, session.vocabulary
+        self.layout, self.vocabulary, self.asks = session.layout, session.vocabulary, session.asks
         self.bound: list[tuple[str, dict[str, tuple[int, ...]]]] = []
         self.contexts = WeakSet[HostContext]()
         self.made: list[str] = []
@@ -320,15 +340,24 @@ class HostProgram:
         dtypes = self.layout.dtypes
         inputs = [at(addresses[name], np.int64, *shapes[name]) for name in TOKEN_INPUTS]
         inputs += [at(addresses[name], dtype, *shapes[name]) for name, dtype in zip(self.names("past"), dtypes)]
-        outputs = [at(addresses["logits"], np.float32, count, seq, self.vocabulary)]
+        scored = shapes[LOGITS_INDICES][1] if self.asks else seq
+        asked = [at(addresses[LOGITS_INDICES], np.int64, count, scored)] if self.asks else []
+        outputs = [at(addresses["logits"], np.float32, count, scored, self.vocabulary)]
         outputs += [
             at(addresses[name], dtype, count, heads, seq, size)
             for name, dtype, (heads, size) in zip(self.names("new"), dtypes, self.layout.shapes)
         ]
         step = self.session.bind(inputs, outputs)
 
+        def work() -> None:
+            for tensor in (*inputs, *asked, *outputs):
+                self.device.inside(tensor.ctypes.data, tensor.nbytes)
+            for indices in asked:
+                np.testing.assert_array_equal(indices, last_indices((count, seq), scored))
+            step()
+
         def run(keep: HostContext = context) -> None:
-            self.device.queue.append(step)
+            self.device.queue.append(work)
 
         return run
 

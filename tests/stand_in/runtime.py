@@ -26,6 +26,7 @@ from fp8q.core.files import sha256_file
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import Profile
+from fp8q.serve.loop.host_batch import LOGITS_INDICES, last_indices
 from fp8q.serve.loop.sessions import NEW, PAST, TOKEN_INPUTS, OnnxRuntimeSession
 
 from .driver import Driver, memory
@@ -81,11 +82,19 @@ class Context:
         inputs = [at(name, np.int64, *self.shapes[name]) for name in TOKEN_INPUTS]
         pasts = zip(layout.names, layout.dtypes, strict=True)
         inputs += [at(PAST + name, dtype, *self.shapes[PAST + name]) for name, dtype in pasts]
-        outputs = [at("logits", np.float32, count, seq, session.vocabulary)]
+        asked = [at(LOGITS_INDICES, np.int64, *self.shapes[LOGITS_INDICES])] if session.asks else []
+        scored = self.shapes[LOGITS_INDICES][1] if session.asks else seq
+        outputs = [at("logits", np.float32, count, scored, session.vocabulary)]
         news = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
         outputs += [at(NEW + name, dtype, count, heads, seq, size) for name, dtype, (heads, size) in news]
         step = session.bind(inputs, outputs)
-        return self.engine.driver.enqueue(step) == 0
+
+        def work() -> None:
+            for indices in asked:
+                np.testing.assert_array_equal(indices, last_indices((count, seq), scored))
+            step()
+
+        return self.engine.driver.enqueue(work) == 0
 
 
 class Engine:
@@ -98,9 +107,11 @@ class Engine:
             **dict.fromkeys(TOKEN_INPUTS, ("batch", "seq")),
             "attention_mask": ("batch", "capacity + seq"),
         }
+        if self.session.asks:
+            self.dimensions[LOGITS_INDICES] = ("batch", "scored")
         for name, (heads, size) in zip(layout.names, layout.shapes, strict=True):
             self.dimensions[PAST + name] = ("batch", heads, "capacity", size)
-        self.dimensions["logits"] = ("batch", "seq", self.session.vocabulary)
+        self.dimensions["logits"] = ("batch", "scored" if self.session.asks else "seq", self.session.vocabulary)
         for name, (heads, size) in zip(layout.names, layout.shapes, strict=True):
             self.dimensions[NEW + name] = ("batch", heads, "seq", size)
         self.num_io_tensors, self.num_optimization_profiles = len(self.dimensions), len(profiles)

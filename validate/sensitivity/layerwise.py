@@ -269,6 +269,7 @@ class Layerwise(Chain):
                 predicted.append(found)
                 if gradient is not None and back is not None:
                     gradient.write(batch, back)
+            gathered.save()
             self.found.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
         if gradient is not None:
             gradient.flush()

@@ -37,7 +37,7 @@ def input_with_tail(x: torch.Tensor, activation: TensorScale, tail: Tail) -> tor
     Rows of an expert that is not running are not known by their positions, and have two.
     """
     exact = product_input(x, activation)
-    if tail.experts is not None and tail.experts.tokens is None:
+    if tail.experts is not None and tail.experts.routing is None:
         return exact
     rows = tail.rows(x.flatten(0, -2))
     if rows is None:

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from gpu.waits import host_waits
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.model.expert_modules import Expert, Experts
+from fp8q.calibrate.model.expert_modules import Expert, Experts, Routing
 from fp8q.quantize.codes.encoding import CODE
 from fp8q.quantize.reference.linear import CallPositions, FP8Linear, Tail, replace_linears
 
@@ -39,6 +40,48 @@ def test_the_last_positions_and_decoded_ones_are_of_two_terms(
     torch.testing.assert_close(found[:, positions - exact :], two[:, positions - exact :], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[:, : positions - exact], one[:, : positions - exact], rtol=1e-6, atol=1e-6)
     assert layer(2, tail)(x.flatten(0, 1)).equal(found.flatten(0, 1))  # as models do in front of their experts
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 12), st.integers(1, 3))
+def test_rows_are_those_whose_positions_are_in_the_tail(positions: int, length: int, decoded: int, batch: int) -> None:
+    first = positions - min(decoded, positions) - length
+    found = Tail(length, CallPositions(positions, min(decoded, positions))).rows(torch.empty(batch * positions, WIDTH))
+    if first <= 0:
+        assert found is None
+    else:
+        assert found is not None
+        assert torch.equal(found, torch.where(torch.arange(batch * positions) % positions >= first)[0])
+
+
+def test_the_rows_of_a_layer_are_found_without_a_wait() -> None:
+    """Counted on the meta device, where a search by values is one wait."""
+    tail, x = Tail(4, CallPositions(9)), torch.empty(2 * 9, WIDTH, device="meta")
+    with host_waits() as counted:
+        rows = tail.rows(x)
+    assert rows is not None
+    assert (counted.waits, counted.to_device, counted.to_memory, len(rows)) == (0, 0, 0, 8)
+    with host_waits() as counted:
+        torch.where(torch.arange(18, device="meta") % 9 >= 5)
+    assert counted.waits == 1
+
+
+def test_the_rows_of_all_experts_are_found_by_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [torch.tensor([7, 2, 4, 9]), torch.tensor([3, 8]), torch.tensor([0])]
+    waits, tolist = 0, torch.Tensor.tolist
+
+    def counting(tensor: torch.Tensor) -> object:
+        nonlocal waits
+        waits += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counting)
+    routing = Routing([(number, torch.zeros_like(token), token) for number, token in enumerate(tokens)])
+    found = []
+    for routing.current in range(3):
+        found += [routing.rows_from(3, 5), routing.rows_from(3, 5)]  # of the gate and of up
+    monkeypatch.undo()
+    assert [rows.tolist() for rows in found] == [[2, 3], [2, 3], [0, 1], [0, 1], [], []]
+    assert waits == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu.waits import host_waits
 
 from fp8q.calibrate.model.products import observed_products
 from fp8q.calibrate.model.source import Source, load_model, open_source
@@ -57,6 +58,27 @@ def test_the_weights_of_experts_are_read_when_their_sums_are_used() -> None:
     sums.add(0, (tokens, tokens), (tokens, tokens), tokens, 3)
     assert read == []
     assert [*sums.weights] == [*sums.weights] == read == ["down"]
+
+
+def test_batches_wait_for_nothing_once_the_weights_are_beside_them() -> None:
+    """Counted on the meta device, which the model is not on: the first batch takes the weight there, in BF16."""
+    sums = InputSums(group_input("o_proj", 8, 4, paired=True), lambda name: torch.ones(4, 8).bfloat16(), "meta")
+    x, out = torch.empty(3, 8, device="meta"), torch.empty(3, 4, device="meta")
+    counts = []
+    for half in (0, 1, 0):
+        with host_waits() as counted:
+            sums.add(half, (x, out), (x, out), x, 3)
+        counts.append((counted.waits, counted.to_device, counted.to_memory))
+    assert sums.paired
+    assert counts == [(1, 2 * 4 * 8, 0), (0, 0, 0), (0, 0, 0)]
+
+
+def test_a_weight_that_the_model_has_beside_the_batches_is_not_copied() -> None:
+    sums = InputSums(group_input("o_proj", 8, 4, paired=True), lambda name: torch.empty(4, 8, device="meta"), "meta")
+    x, out = torch.empty(3, 8, device="meta"), torch.empty(3, 4, device="meta")
+    with host_waits() as counted:
+        sums.add(0, (x, out), (x, out), x, 3)
+    assert (counted.waits, counted.to_device, counted.to_memory) == (0, 0, 0)
 
 
 def test_a_pass_gathers_what_memory_is_there_for_and_one_input_at_the_least() -> None:

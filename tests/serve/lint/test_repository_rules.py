@@ -285,10 +285,9 @@ def test_profiles_and_batches_are_the_engines(good: Run, found: Found, old: str,
 def test_a_warm_up_whose_dimensions_do_not_belong_together(good: Run, found: Found) -> None:
     edit(good.triton / "chat_engine" / "config.pbtxt", "dims: 33", "dims: 34")
     assert found() == [
-        (
-            "error   R114 warm-up: chat_engine/config.pbtxt: the warm-up decode has dimensions that no profile takes; "
-            f"{AGAIN}"
-        )
+        f"error   R114 warm-up: chat_engine/config.pbtxt: the warm-up {name} has dimensions that no profile takes; "
+        f"{AGAIN}"
+        for name in ("prefill", "decode")
     ]
 
 

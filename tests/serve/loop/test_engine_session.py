@@ -37,7 +37,7 @@ def logits_at_once(counting: CountingModel, ids: np.ndarray) -> np.ndarray:
 def held_beside_contexts(gpu: Machine, session: EngineSession) -> set[int]:
     """The addresses that are allocated when all is done, but for the memory that the session's contexts share."""
     gpu.driver.cuStreamSynchronize(0)
-    return gpu.driver.held.keys() - {address for memory in session._memory.values() for address, _ in memory._blocks}
+    return gpu.driver.held.keys() - {address for address, _ in session._memory._blocks}
 
 
 @each_runtime

@@ -4,6 +4,7 @@ import dataclasses
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -457,3 +458,32 @@ def test_those_in_flight_can_be_dropped_and_the_others_go_on(counting: CountingM
         pieces += generator.step()
     assert "".join(piece.text for piece in pieces) == expected(counting, PROMPTS[1], 4).text
     assert {piece.ticket for piece in pieces} == {tickets[1]}
+
+
+def test_tokens_of_a_prompt_that_are_taken_in_one_by_one_draw_no_random_number(counting: CountingModel) -> None:
+    """With one seed the answer is the same, whether the log-probabilities of its prompt are asked for or not. At this
+    temperature all 16 tokens are about equally likely, so that every number that is drawn tells.
+    """
+    prompt, generator = "t3 t1 t4 t1 t5 t9", counting.generator(2)
+    drawn: list[int] = []
+
+    class Counted(np.random.Generator):
+        def random(self, *given: Any, **more: Any) -> Any:
+            drawn.append(len(pieces))
+            return super().random(*given, **more)
+
+    pieces: list[Piece] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.random, "default_rng", lambda seed: Counted(np.random.PCG64(seed)))
+        asked = Request(prompt, 12, temperature=1000.0, seed=5, ignore_end=True, prompt_logprobs=1)
+        for piece in generator.run([asked]):
+            pieces += [piece]
+    of_prompt = [piece.token for piece in pieces if piece.of_prompt]
+    assert of_prompt == [1, 4, 1, 5, 9]
+    assert drawn == [*range(5, 17)]  # one for each token behind the prompt, when its turn has come
+    alone = [*generator.run([dataclasses.replace(asked, prompt_logprobs=None)])]
+    answer = [piece.token for piece in pieces if not piece.of_prompt]
+    assert answer == [piece.token for piece in alone]
+    assert len(set(answer)) > 4
+    other = [piece.token for piece in generator.run([dataclasses.replace(asked, prompt_logprobs=None, seed=6)])]
+    assert answer != other

@@ -117,7 +117,8 @@ def test_a_tensorrt_models_config_loads_and_runs_without_tensorrt(triton: Server
     """After t3 t1 t4 the counting model says t1: 3·1 + 1·2 + 4·3 = 17, and 17 mod 16 is 1."""
     feeds = {
         "input_ids": np.array([[3, 1, 4]]), "attention_mask": np.ones((1, 3), np.int64),
-        "position_ids": np.array([[0, 1, 2]]), "past_key_values.0.key": np.zeros((1, 2, 0, 4), np.float32),
+        "position_ids": np.array([[0, 1, 2]]), "logits_indices": np.array([[0, 1, 2]]),
+        "past_key_values.0.key": np.zeros((1, 2, 0, 4), np.float32),
         "past_key_values.0.value": np.zeros((1, 2, 0, 4), np.float32),
     }  # fmt: skip
     inputs = []

@@ -62,6 +62,7 @@ def test_every_tensor_of_the_engine_is_declared_with_the_graphs_type_and_dimensi
         "input_ids": ("TYPE_INT64", -1),
         "attention_mask": ("TYPE_INT64", -1),
         "position_ids": ("TYPE_INT64", -1),
+        "logits_indices": ("TYPE_INT64", -1),
         "past_key_values.0.key": ("TYPE_FP32", 2, -1, 4),
         "past_key_values.0.value": ("TYPE_FP32", 2, -1, 4),
     }
@@ -86,9 +87,10 @@ def test_all_profiles_are_used_and_warmed_up_and_the_newest_version_is_served(en
     assert [each.batch_size for each in config.model_warmup] == [1, 1]
     past = "past_key_values.0.key"
     assert warmed["prefill"] == {
-        "input_ids": ("TYPE_INT64", 8),
-        "attention_mask": ("TYPE_INT64", 9),  # one slot: an empty tensor has no buffer
-        "position_ids": ("TYPE_INT64", 8),
+        "input_ids": ("TYPE_INT64", 32),
+        "attention_mask": ("TYPE_INT64", 33),  # one slot: an empty tensor has no buffer
+        "position_ids": ("TYPE_INT64", 32),
+        "logits_indices": ("TYPE_INT64", 1),
         past: ("TYPE_FP32", 2, 1, 4),
         "past_key_values.0.value": ("TYPE_FP32", 2, 1, 4),
     }

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from fp8q.serve.triton.images import PINS, RELEASES, dockerfile, newest, release_in, release_of
+from fp8q.serve.triton.images import PINS, RELEASES, dockerfile, newest, release_in, release_of, where_to_begin
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,9 +46,12 @@ def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
 @pytest.mark.parametrize(
     ("tensorrt", "begin"),
     [
-        ("11.4.0.1", "begin with 26.08 and go on to later ones"),
-        ("11.1.1.2", "begin with 26.08 and go back to earlier ones"),
-        ("10.14.1", "begin with 26.02 and go back to earlier ones"),
+        ("11.4.0.1", "begin with 26.09 and go on to later ones"),
+        (
+            "11.1.1.2",
+            "no month lies between 26.07 and 26.08, so build the engine with the TensorRT of one of them",
+        ),
+        ("10.14.1", "begin with 26.01 and go back to earlier ones"),
     ],
 )
 def test_for_a_tensorrt_that_is_not_known_the_dockerfile_says_how_to_find_its_release(
@@ -60,6 +63,12 @@ def test_for_a_tensorrt_that_is_not_known_the_dockerfile_says_how_to_find_its_re
         "#   docker run --rm nvcr.io/nvidia/tritonserver:YY.MM-py3 dpkg-query -W 'libnvinfer[0-9]*'",
         "ARG TRITON",
     ]
+
+
+def test_between_two_releases_that_are_known_the_months_between_them_are_looked_at() -> None:
+    known = {"1.0.0": "25.11", "1.2.0": "26.02"}
+    assert where_to_begin("1.1.0", known) == "begin with 25.12, which is not known, and go on up to 26.02"
+    assert where_to_begin("1.3.0", {"1.0.0": "25.12"}) == "begin with 26.01 and go on to later ones"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.waits import host_waits
 
+from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.quantize.weights.gptq import compensation, gptq_codes
@@ -80,3 +82,33 @@ def test_moments_are_gathered_batch_by_batch_by_one_call_or_several(tmp_path: Pa
     assert files[0] == files[1]
     once.add(0, {"a": batches[0]})
     assert once.tokens == {"a": 12}
+
+
+def test_sums_on_a_gpu_are_copied_after_the_first_batch_and_when_they_are_saved(tmp_path: Path) -> None:
+    """Counted on the meta device, as a GPU with room for them."""
+    gathered, x = Gathered(tmp_path / "moments"), torch.empty(2, 3, 5, device="meta")
+    counts = []
+    for number in range(5):
+        with host_waits() as counted:
+            gathered.add(number, {"a": x})
+        counts.append((counted.waits, counted.to_device, counted.to_memory, gathered.batches))
+    assert counts == [(1, 0, 4 * 5 * 5, 1), *[(0, 0, 0, 1)] * 4]
+    with host_waits() as counted:
+        gathered.save()
+    assert (counted.waits, counted.to_memory) == (1, 4 * 5 * 5)
+    assert (gathered.batches, gathered.tokens) == (5, {"a": 3 * 2 * 3})
+
+
+def test_a_call_goes_on_with_the_batches_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that are held apart from the files, as on a GPU: a killed call leaves those of its last writing."""
+    monkeypatch.setattr(SecondMoments, "in_files", False)
+    batches = [torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    killed = Gathered(tmp_path / "moments")
+    for number, batch in enumerate(batches):
+        killed.add(number, {"a": batch})
+    assert (killed.batches, killed.tokens) == (1, {"a": 4})
+    again = Gathered(tmp_path / "moments")
+    for number in (1, 2):
+        again.add(number, {"a": batches[number]})
+    again.save()
+    assert (again.batches, again.tokens) == (3, {"a": 8})

@@ -1,0 +1,119 @@
+"""The driver's functions, constants and structure as `cuda.py` calls them by ctypes, held against NVIDIA's own binding
+(`pip install cuda-bindings`, which needs no GPU), where that is installed: 13.5 was, when this was written.
+"""
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8q.serve.loop import cuda
+from fp8q.serve.loop.cuda import CudaDevice, Memcpy3D
+from fp8q.serve.loop.device import Copy
+from tests.stand_in.driver import Driver
+
+bindings = pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+#: ctypes -> what it is to a C function; a pointer is an address or a handle, and CUdevice and enumerations are int.
+KINDS = {
+    ctypes.c_int: "int", ctypes.c_uint: "unsigned int", ctypes.c_ubyte: "unsigned char",
+    ctypes.c_size_t: "64 bits", ctypes.c_uint64: "64 bits", ctypes.c_ulonglong: "64 bits", ctypes.c_void_p: "pointer",
+}  # fmt: skip
+NUMBERS = {
+    "CUdeviceptr": "64 bits", "size_t": "64 bits", "unsigned long long": "64 bits", "unsigned int": "unsigned int",
+    "unsigned char": "unsigned char", "int": "int", "CUdevice": "int", "CUresult": "int",
+}  # fmt: skip
+HANDLES = ("CUcontext", "CUstream", "CUgraph", "CUgraphExec", "CUmemoryPool", "CUarray")
+
+
+class Recorder:
+    """A driver that records how each of its functions was called."""
+
+    def __init__(self) -> None:
+        self.driver, self.calls = Driver(), dict[str, tuple[str, ...]]()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.driver, name)
+
+        def called(*arguments: Any) -> Any:
+            self.calls[name] = tuple(KINDS.get(type(each), "pointer") for each in arguments)
+            return function(*arguments)
+
+        return called
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, ...]]:
+    """Each function of the driver that a device calls, and the kinds of its arguments."""
+    recorder = Recorder()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: recorder)
+    work_on(CudaDevice())
+    return recorder.calls
+
+
+def work_on(device: CudaDevice) -> None:
+    """Do all that a device does; what it captures, and its host memory, go when this returns."""
+    device.free_memory()
+    address, host = device.allocate(512), device.host(512)
+    device.upload(host, address)
+    device.copy(Copy(address, address + 256, 64, 2, 1, 64, 128, 64, 128))
+    device.zero(address, 512)
+    launch = device.captured(lambda: device.download(address, host))
+    launch()
+    device.wait()
+    device.free(address)
+
+
+def declared() -> dict[str, tuple[str, ...]]:
+    """The functions that the driver exports, by the names that it exports them by, and the kinds of their arguments."""
+    text = (Path(bindings.__file__).parent / "_internal" / "driver.pxd").read_text(encoding="utf-8")
+    found = {}
+    for name, arguments in re.findall(r"^cdef CUresult _(cu\w+)\((.*?)\) except", text, re.MULTILINE):
+        found[name] = tuple(kind_of(each.rpartition(" ")[0]) for each in arguments.split(", "))
+    return found
+
+
+def kind_of(declaration: str) -> str:
+    """Of a declared type; an enumeration's name is none of those that are known, and it is an int."""
+    if "*" in declaration or declaration in HANDLES:
+        return "pointer"
+    return NUMBERS.get(declaration, "int")
+
+
+def test_every_function_is_called_by_its_exported_name_with_arguments_of_the_declared_kinds(
+    calls: dict[str, tuple[str, ...]],
+) -> None:
+    known = declared()
+    assert len(calls) == 24
+    assert {name: known.get(name) for name in calls} == calls
+
+
+def test_all_functions_that_are_named_are_called_here(calls: dict[str, tuple[str, ...]]) -> None:
+    source = Path(cuda.__file__).read_text(encoding="utf-8")
+    named = set(re.findall(r"\"(cu[A-Z]\w+)\"|_cuda\.(cu[A-Z]\w+)", source))
+    assert {one or other for one, other in named} - calls.keys() == {"cuGetErrorString"}
+    assert declared()["cuGetErrorString"] == ("int", "pointer")
+
+
+def test_constants_are_those_of_the_binding() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    assert cuda.ON_DEVICE == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    assert cuda.NON_BLOCKING == driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+    assert cuda.THREAD_LOCAL == driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert cuda.MAJOR == driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    assert cuda.MINOR == driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+    assert cuda.RELEASE_THRESHOLD == driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+
+
+def test_the_structure_of_a_copy_is_laid_out_as_the_binding_reads_it() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    numbers = {name: 1000 + at for at, (name, *_) in enumerate(Memcpy3D._fields_)}
+    kinds = {"srcMemoryType": 2, "dstMemoryType": 2}
+    ours = Memcpy3D(**numbers | kinds)
+    theirs = driver.CUDA_MEMCPY3D(_ptr=ctypes.addressof(ours))
+    read = [name for name, *_ in Memcpy3D._fields_ if not name.startswith("reserved")]
+    assert {name: int(getattr(theirs, name)) for name in read} == {name: (numbers | kinds)[name] for name in read}
+    assert ctypes.sizeof(ours) == 200
+    assert np.dtype(np.uintp).itemsize == 8
