@@ -49,7 +49,8 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
-from fp8q.validate.accuracy.runtimes import float_model, reference, session, vocabulary
+from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
+from fp8q.validate.accuracy.session_logits import session
 
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
