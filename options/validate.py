@@ -123,6 +123,11 @@ class ValidateOptions(Options):
         return RUNTIMES[:3] if self.runtimes is None else self.runtimes
 
     @property
+    def without_torch(self) -> bool:
+        """Tell whether all requested runtimes run graphs or engines, for which NumPy does."""
+        return not WITHOUT_GRAPH.intersection(self.chosen)
+
+    @property
     def engines(self) -> tuple[str, ...]:
         """The requested runtimes that run engines."""
         return tuple(name for name in self.chosen if name.startswith("tensorrt"))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
 from ..quantize.scales.decisions import load_scales
@@ -13,12 +14,14 @@ from .corpus import load_tokens
 from .other_text import evaluation, positions
 from .pipeline.stage import Key
 from .pipeline.stages import VALIDATE, ValidateFacts
-from .pipeline.steps import Notes, device, note_other_arithmetic
+from .pipeline.steps import CALIBRATE_MODULES, Notes, device, lacking, note_other_arithmetic
 from .shared.adapters import adapters_of
+from .shared.added_runtimes import drop_outdated, with_beside
 from .shared.engines import engines_here
 from .shared.model_files import files_of, fp8_files
 from .shared.opening import command
 from .shared.sources import source_of
+from .shared.stored_validation import BesideRun, beside_run, run_beside
 
 if TYPE_CHECKING:
     from ..validate.accuracy.adapters import Found
@@ -27,13 +30,23 @@ if TYPE_CHECKING:
     from ..validate.accuracy.perplexity import Evaluation
 
 
-@command()
+@command(modules=())
 def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
     """Run the held-out text, or `data`, through `options.runtimes`, unless that is done, and return the results.
 
-    After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses
-    more than `options.max_ppl_increase`.
+    Runtimes that all need no torch are added to what is there, where that is of the same tokens. After writing the
+    results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses more than
+    `options.max_ppl_increase`.
     """
+    drop_outdated(run, notes)
+    if beside := _beside(run, notes, data, options):
+        return _add(beside, notes)
+    check_torch(options)
+    return _run_all(run, notes, data, options)
+
+
+def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
+    """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
     from ..validate.accuracy.document import load_accuracy, save_accuracy
     from ..validate.accuracy.top_logits import save_top_logits
 
@@ -49,7 +62,7 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     for engine in engines:
         engine.check_windows(tokens)
     key = _key(inputs, options, tokens)
-    if not (VALIDATE.is_current(run, key) and has_top_logits(run)):
+    if not (VALIDATE.is_current(run, key, with_beside(run, key)) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
@@ -63,10 +76,67 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
         if found.failed:
             raise unfinished(found)
     accuracy = load_accuracy(run)
+    check_gates(accuracy, options.max_ppl_increase)
+    return accuracy
+
+
+def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> BesideRun | None:
+    """Find what the run keeps for runtimes that need no torch; None where others are asked for.
+
+    Where it keeps nothing that fits, they run by themselves (None), or InputError is raised where torch is missing.
+    """
+    if not options.without_torch:
+        return None
+    missing = lacking(CALIBRATE_MODULES)
+    if missing and data is not None:
+        raise BackendError(
+            f"--data {data}: is read and tokenized by libraries of which {missing} is not installed; leave it out, to "
+            "evaluate on the text that was held out, or install them with `pip install 'fp8q[calibrate]'`"
+        )
+    with_runtimes(run, options, notes)
+    fp8_files(run)
+    try:
+        return beside_run(
+            run,
+            options,
+            load_tokens(run, run.calibration),
+            lambda chosen: evaluation(run, data, chosen, notes if missing else SILENT),
+        )
+    except InputError:
+        if missing:
+            raise
+        return None
+
+
+def _add(beside: BesideRun, notes: Notes) -> "Accuracy":
+    """Run what is not there yet beside what is, and return all results."""
+    from ..validate.accuracy.document import load_accuracy
+
+    found = run_beside(beside, notes)
+    if found and found.failed:
+        raise unfinished(found)
+    accuracy, named = load_accuracy(beside.run), {"bf16", *beside.options.chosen}
+    runtimes = {name: row for name, row in accuracy.runtimes.items() if name in named}
+    check_gates(accuracy.model_copy(update={"runtimes": runtimes}), beside.options.max_ppl_increase)
+    return accuracy
+
+
+def check_torch(options: ValidateOptions) -> None:
+    """Raise BackendError where a runtime is asked for that needs a library which is not installed."""
+    if missing := lacking(CALIBRATE_MODULES):
+        asked = [name for name in options.chosen if name in WITHOUT_GRAPH] or [*options.chosen]
+        raise BackendError(
+            f"{missing} is not installed and the runtime {asked[0]} needs it; install it with `pip install "
+            "'fp8q[calibrate]'`, or give --runtimes onnxruntime, or an engine's: they are held against what the run "
+            "keeps of the others"
+        )
+
+
+def check_gates(accuracy: "Accuracy", limit: float | None) -> None:
+    """Check the numbers of all runtimes, and those with each adapter, and their increases against `limit`."""
     for what, each in accuracy.each():
         check_numbers(each, what)
-        check_increase(each, options.max_ppl_increase, what)
-    return accuracy
+        check_increase(each, limit, what)
 
 
 def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:

@@ -201,6 +201,11 @@ def load_accuracy(run: Run) -> Accuracy:
     return found.model_copy(update={"runtimes": runtimes})
 
 
+def load_token_arrays(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    """Read all arrays of `tokens.npz`, by their names in the file."""
+    return dict(_load(run))
+
+
 def with_adapter(runtime: str, adapter: str | None) -> str:
     """What a runtime is called with an adapter on, in both files of tokens."""
     return f"{runtime}{WITH}{adapter}" if adapter else runtime

@@ -14,7 +14,7 @@ since a server that is sent a prompt which ends there computes the same. A runti
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ TOP, MOST_TOKENS, MOST_OF_WINDOW = 32, 4096, 256
 #: The arrays of the text in the file; those of a runtime are called `<runtime>.<field>`.
 TEXT = ("windows", "ids", "kept")
 FIELDS = ("tokens", "logprobs", "rest")
+AGAIN = "restore it, or run `fp8q validate` again"
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,20 @@ def save_top_logits(run: Run, evaluation: "Evaluation", found: Mapping[str, TopL
     return run.top_logits
 
 
-def arrays_of(found: Mapping[str, TopLogits]) -> dict[str, npt.NDArray[np.generic]]:
+def arrays_of(found: Mapping[str, TopLogits]) -> dict[str, npt.NDArray[Any]]:
     """The arrays of runtimes in `top_logits.npz`."""
     return {f"{name}.{field}": getattr(top, field) for name, top in found.items() for field in FIELDS}
+
+
+def load_top_arrays(run: Run) -> dict[str, npt.NDArray[Any]]:
+    """Read all arrays of `top_logits.npz`, by their names in the file; raises InputError as `load_top_logits` does."""
+    path = run.require(run.top_logits, "validate")
+    with (
+        reading(path, "likeliest tokens", AGAIN),
+        open(path, "rb") as handle,
+        np.load(handle, allow_pickle=False) as arrays,
+    ):
+        return {name: arrays[name] for name in arrays.files}
 
 
 def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
@@ -140,13 +152,7 @@ def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
 
     Raises InputError where they are missing, as in runs of older versions, or malformed.
     """
-    path, again = run.require(run.top_logits, "validate"), "restore it, or run `fp8q validate` again"
-    with (
-        reading(path, "likeliest tokens", again),
-        open(path, "rb") as handle,
-        np.load(handle, allow_pickle=False) as arrays,
-    ):
-        held = {name: arrays[name] for name in arrays.files}
+    held, path = load_top_arrays(run), run.top_logits
     names = of_adapter([name.removesuffix(".tokens") for name in held if name.endswith(".tokens")], adapter)
     losses = load_token_losses(run, adapter)
     try:
@@ -155,7 +161,7 @@ def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
         nll = {name: losses[name][windows][kept] for name in names}
         sizes = {len(each.rest) for each in runtimes.values()}
     except (KeyError, IndexError, ValueError) as error:
-        raise InputError(f"{path}: lacks a part ({type(error).__name__}: {error}); {again}") from None
+        raise InputError(f"{path}: lacks a part ({type(error).__name__}: {error}); {AGAIN}") from None
     if not names or sizes != {int(kept.sum())}:
-        raise InputError(f"{path}: has {sizes or 'no'} rows of likeliest tokens for {int(kept.sum())}; {again}")
+        raise InputError(f"{path}: has {sizes or 'no'} rows of likeliest tokens for {int(kept.sum())}; {AGAIN}")
     return KeptTokens(windows.astype(np.int64), ids.astype(np.int64), kept, runtimes, nll)
