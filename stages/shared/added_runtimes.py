@@ -58,7 +58,7 @@ def with_beside(run: Run, key: ValidateKey) -> ValidateKey:
     return Key({**key.inputs, **inputs}, key.options, facts)
 
 
-def outdated(run: Run) -> list[str]:
+def outdated_runtimes(run: Run) -> list[str]:
     """The runtimes that were added and whose engines or graphs have been written again since."""
     if not validated(run):
         return []
@@ -71,7 +71,7 @@ def outdated(run: Run) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedRuntimes:
     """Runtimes that ran here: their rows, by adapter (None: without one); all losses and likeliest tokens, by what they
     are called in the files; and what each depends on, name -> SHA-256.
     """
@@ -83,7 +83,7 @@ class Added:
     seconds: float
 
 
-def add(run: Run, added: Added, without: list[str], notes: Notes) -> None:
+def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Notes) -> None:
     """Write `added` beside what is there, and leave out the runtimes `without`, whose inputs are no longer there."""
     from ...validate.accuracy.document import WITH, load_accuracy, load_token_arrays
     from ...validate.accuracy.top_logits import arrays_of, load_top_arrays
@@ -121,7 +121,7 @@ def add(run: Run, added: Added, without: list[str], notes: Notes) -> None:
 
 
 def _rows(
-    accuracy: "Accuracy", added: Added, stays: Callable[[str], bool]
+    accuracy: "Accuracy", added: AddedRuntimes, stays: Callable[[str], bool]
 ) -> "tuple[dict[str, RuntimeAccuracy], dict[str, dict[str, RuntimeAccuracy]] | None]":
     """The rows that are there and stay, with those that are added: of the model, and of each adapter."""
 
@@ -134,16 +134,16 @@ def _rows(
 
 def drop_outdated(run: Run, notes: Notes) -> None:
     """Remove the rows of runtimes that were added and whose engines have been built again since, with a note."""
-    if names := outdated(run):
+    if names := outdated_runtimes(run):
         notes.note(
             f"{', '.join(names)}: left out of {run.accuracy.name}, since the engine has been built again; run `fp8q "
             f"validate {run.root} --runtimes {','.join(names)}`"
         )
-        add(run, Added({}, {}, {}, {}, 0.0), names, notes)
+        add_runtimes(run, AddedRuntimes({}, {}, {}, {}, 0.0), names, notes)
 
 
 def stored_reference(run: Run, evaluation: "Evaluation", command: str, adapter: str | None = None) -> "StoredReference":
-    """What the run keeps of its runtimes on the tokens of `evaluation`, with that adapter on.
+    """Load the stored losses and likeliest tokens of the runtimes on the tokens of `evaluation`, with that adapter on.
 
     Raises InputError, with the `command` for the machine that calibrated, where it keeps nothing, or of other tokens.
     """
@@ -166,7 +166,7 @@ def stored_reference(run: Run, evaluation: "Evaluation", command: str, adapter: 
     return StoredReference(tops, {name: nll[name] for name in tops.runtimes}, evaluation)
 
 
-def check_stored(run: Run, command: str) -> None:
+def check_top_logits(run: Run, command: str) -> None:
     """Raise InputError where `validate` has not run, kept nothing, or ran another checkpoint than is there now."""
     if not validated(run):
         raise InputError(

@@ -11,7 +11,15 @@ from ...core.run import Run
 from ...options import ValidateOptions, graph_runtime
 from ..pipeline.stages import VALIDATE
 from ..pipeline.steps import Notes
-from .added_runtimes import Added, add, beside_of, check_stored, stored_reference, validated, working
+from .added_runtimes import (
+    AddedRuntimes,
+    add_runtimes,
+    beside_of,
+    check_top_logits,
+    stored_reference,
+    validated,
+    working,
+)
 from .engines import engines_here
 from .model_files import files_of
 from .texts import Tokens
@@ -66,7 +74,7 @@ def beside_run(
     Raises InputError, with the command for the machine that calibrated, where nothing that fits is kept.
     """
     command = there_command(run, options)
-    check_stored(run, command)
+    check_top_logits(run, command)
     asked = as_stored(run, options)
     return BesideRun(run, asked, stored_reference(run, evaluate(asked), command), calibration)
 
@@ -98,13 +106,18 @@ def run_beside(asked: BesideRun, notes: Notes) -> "Outcome | None":
             raise BackendError("; ".join(found.failed.values()))
         rows = explained(asked, found)
         seconds = time.monotonic() - start
-        add(run, Added({None: rows}, found.nll, found.top, {name: inputs[name] for name in rows}, seconds), [], notes)
+        add_runtimes(
+            run,
+            AddedRuntimes({None: rows}, found.nll, found.top, {name: inputs[name] for name in rows}, seconds),
+            [],
+            notes,
+        )
     return found
 
 
 def own_inputs(asked: BesideRun) -> dict[str, dict[str, str]]:
-    """What each runtime reads that no other one of the run does, name -> SHA-256: its engine, or graphs of another
-    precision.
+    """List the inputs of each runtime that no other one of the run reads, name -> SHA-256: its engine, or graphs of
+    another precision.
 
     Raises InputError for an engine that the windows are too long for.
     """

@@ -94,7 +94,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Batch:
+class WindowBatch:
     """Windows that run together: their `ids`, the tokens that are `scored` and those whose likeliest tokens are `kept`,
     all [windows, context]. `row`, `kept_row`: the index of the first scored token in its chunk, and of the first kept
     one among all.
@@ -111,13 +111,13 @@ class Measure(Protocol):
     """Measures the logits of a batch, against those of the baselines, and writes those of scored tokens."""
 
     def __call__(
-        self, logits: Any, batch: Batch, baselines: Baselines, write: Writer | None
+        self, logits: Any, batch: WindowBatch, baselines: Baselines, write: Writer | None
     ) -> tuple[Found, TopLogits]:
         """Return the values of each scored token, and the likeliest tokens at the kept ones."""
 
 
 def measure_with_torch(
-    logits: Logits, batch: Batch, baselines: Baselines, write: Writer | None
+    logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
 ) -> tuple[Found, TopLogits]:
     """Measure a batch on the device where its logits are."""
     import torch
@@ -129,7 +129,7 @@ def measure_with_torch(
 
 
 @dataclass(frozen=True)
-class Measurement:
+class TokenMeasure:
     """A way to measure: the function, and the positions whose likeliest tokens are kept, bool [windows, context]."""
 
     measure: Measure
@@ -158,7 +158,7 @@ def compare_runtimes(
 
 def compare_in_turn(
     evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path, report: Reporter,
-    way: Measurement | None = None,
+    way: TokenMeasure | None = None,
 ) -> Outcome:  # fmt: skip
     """Run `evaluation` through the runtimes that `openers` load, one after the other.
 
@@ -185,13 +185,13 @@ class Turns:
 
     def __init__(
         self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path,
-        way: Measurement | None = None,
+        way: TokenMeasure | None = None,
     ):  # fmt: skip
         """Cut the chunks, as the call did that began this `folder`."""
         self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
         self.names = [name for name in YARDSTICKS if name in openers]
         self.names += [name for name in openers if name not in YARDSTICKS]
-        self.way = way or Measurement(measure_with_torch, positions_to_keep(evaluation))
+        self.way = way or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
         windows, context = evaluation.ids.shape
         self.batch = max(1, LOGITS_BYTES // (4 * context * vocabulary))
         self.chunk = self._chunk(4 * context * vocabulary)
@@ -245,7 +245,7 @@ class Turns:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
                 some = slice(start, min(start + self.batch, self.parts[part].stop))
                 kept = self.way.kept
-                batch = Batch(
+                batch = WindowBatch(
                     self.evaluation.ids[some], self.evaluation.scored[some], kept[some], row, int(kept[:start].sum())
                 )
                 logits = running(name, forward, batch.ids, some, len(self.evaluation.ids))

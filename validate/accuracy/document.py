@@ -207,7 +207,7 @@ def load_token_arrays(run: Run) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def with_adapter(runtime: str, adapter: str | None) -> str:
-    """What a runtime is called with an adapter on, in both files of tokens."""
+    """Name a runtime with an adapter on, as both files of tokens do."""
     return f"{runtime}{WITH}{adapter}" if adapter else runtime
 
 

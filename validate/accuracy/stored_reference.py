@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .bootstrap import Bootstrap
-from .compare import BASELINE, Batch, Logits, Measurement, Outcome, mean
+from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
 from .divergence import BLOCK_BYTES, Baselines, Found, joined
 from .document import AgainstStored, Estimate, NotFinite, RuntimeAccuracy, StoredDistance
 from .perplexity import Evaluation, first_not_finite
@@ -28,8 +28,8 @@ LEAST, MOST, REST, SAME = "stored-least", "stored-most", "stored-rest", "stored-
 
 @dataclass(frozen=True)
 class StoredReference:
-    """What a run keeps of its runtimes: their likeliest tokens, and the losses `nll` of all scored tokens, float32
-    [windows, context], nats, NaN where not scored.
+    """The stored side of a comparison: likeliest tokens of the runtimes of a run, and the losses `nll` of all scored
+    tokens, float32 [windows, context], nats, NaN where not scored.
     """
 
     tops: KeptTokens
@@ -44,12 +44,12 @@ class StoredReference:
         return found
 
     @property
-    def way(self) -> Measurement:
+    def way(self) -> TokenMeasure:
         """Measure by NumPy, against what is kept."""
-        return Measurement(self._measure, self.kept)
+        return TokenMeasure(self._measure, self.kept)
 
     def _measure(
-        self, logits: Logits, batch: Batch, baselines: Baselines, write: Writer | None
+        self, logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
     ) -> tuple[Found, TopLogits]:
         """Measure a batch of logits [windows, context, vocabulary]: the loss of each scored token, and the distances at
         those that are kept.
