@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import __version__
-from ...core.errors import Fp8qError, InputError
+from ...core.errors import InputError
 from ...core.files import remove, replacing, write_document
 from ...core.record import library_versions
 from ...core.run import Run
@@ -203,7 +203,7 @@ def working(run: Run, key: Mapping[str, object]) -> "Iterator[Path]":
     with run.work(WORK, {**key, "fp8q": __version__, "libraries": library_versions()}) as folder:
         try:
             yield folder
-        except (Fp8qError, OSError):
+        except Exception:  # not a signal
             remove(folder)
             raise
     remove(folder)

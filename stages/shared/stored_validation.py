@@ -25,7 +25,7 @@ from .model_files import files_of
 from .texts import Tokens
 
 if TYPE_CHECKING:
-    from ...validate.accuracy.compare import Outcome
+    from ...validate.accuracy.compare import AnyForward, Opener, Outcome
     from ...validate.accuracy.document import RuntimeAccuracy
     from ...validate.accuracy.perplexity import Evaluation
     from ...validate.accuracy.stored_reference import StoredReference
@@ -84,7 +84,7 @@ def run_beside(asked: BesideRun, notes: Notes) -> "Outcome | None":
 
     Raises BackendError where none of them works.
     """
-    from ...validate.accuracy.compare import compare_in_turn
+    from ...validate.accuracy.compare import compare_in_turn, loading
     from ...validate.accuracy.session_logits import graph_vocabulary, session_opener
 
     run, reference = asked.run, asked.reference
@@ -92,6 +92,10 @@ def run_beside(asked: BesideRun, notes: Notes) -> "Outcome | None":
     todo = [name for name in asked.options.chosen if not is_there(run, name, inputs[name])]
     if not todo:
         return None
+    shape = tokens.protocol.prompt, tokens.protocol.context
+    made: dict[str, Opener] = {name: session_opener(name, run, None, *shape) for name in todo}
+    # what does not load is one line, before anything is said or written
+    made[todo[0]] = handed_over(loading(todo[0], made[todo[0]]), made[todo[0]])
     first = next(iter(reference.tops.runtimes.values()))
     notes.note(
         f"{', '.join(todo)}: held against {', '.join(reference.nll)} as the run keeps them: losses of all "
@@ -100,7 +104,6 @@ def run_beside(asked: BesideRun, notes: Notes) -> "Outcome | None":
     start = time.monotonic()
     key = {"inputs": inputs, "stored": run.record().stages[VALIDATE.name].outputs, "runtimes": todo}
     with working(run, key) as folder:
-        made = {name: session_opener(name, run, None, tokens.protocol.prompt) for name in todo}
         found = compare_in_turn(tokens, made, graph_vocabulary(run), folder / "windows", notes, reference.way)
         if not found.nll:
             raise BackendError("; ".join(found.failed.values()))
@@ -113,6 +116,12 @@ def run_beside(asked: BesideRun, notes: Notes) -> "Outcome | None":
             notes,
         )
     return found
+
+
+def handed_over(opened: "AnyForward", again: "Opener") -> "Opener":
+    """Load a runtime that is `opened` already: it is handed over once, and let go; later it is loaded `again`."""
+    waiting = [opened]
+    return lambda: waiting.pop() if waiting else again()
 
 
 def own_inputs(asked: BesideRun) -> dict[str, dict[str, str]]:

@@ -28,17 +28,20 @@ Logits = npt.NDArray[np.float32]
 SessionForward = Callable[[npt.NDArray[np.int64]], Logits]
 
 
-def session(run: Run, runtime: str, adapter: str | None = None, prompt: int | None = None) -> SessionForward:
+def session(
+    run: Run, runtime: str, adapter: str | None = None, prompt: int | None = None, context: int | None = None
+) -> SessionForward:
     """A graph of the run on ONNX Runtime, or its engine for this GPU on TensorRT or TensorRT-RTX (`onnxruntime-int8`:
     that of another precision); each window is a separate prompt.
 
     `prompt`: the tokens that are read in one call before the others are read one by one (None: all in one call).
+    `context`: the tokens of the windows to come, which an engine's cache must have room for (None: not known yet).
     Raises InputError for a graph whose external data cannot be opened and an engine that is not there, BackendError
     when the runtime is missing or refuses the graph.
     """
     name, precision = graph_runtime(runtime)
     if name != "onnxruntime":
-        return engine_logits(open_run_engine(run, name, precision, adapter), prompt)
+        return engine_logits(open_run_engine(run, name, precision, adapter), prompt, context)
     graph = graph_of(run, runtime, adapter)
     sound_graph(graph)
     try:
@@ -60,12 +63,12 @@ def session(run: Run, runtime: str, adapter: str | None = None, prompt: int | No
 
 
 def session_opener(
-    name: str, run: Run, adapter: str | None = None, prompt: int | None = None
+    name: str, run: Run, adapter: str | None = None, prompt: int | None = None, context: int | None = None
 ) -> Callable[[], SessionForward]:
-    """The function that loads the runtime `name`; raises where a file of a graph is missing."""
+    """The function that loads the runtime `name`, as `session` does; raises where a file of a graph is missing."""
     if name.startswith("onnxruntime"):
         sound_graph(graph_of(run, name, adapter))
-    return partial(session, run, name, adapter, prompt)
+    return partial(session, run, name, adapter, prompt, context)
 
 
 def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
@@ -73,11 +76,15 @@ def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
     return checkpoint_of(run, graph_runtime(runtime)[1]) / graph_names(adapter)[1]
 
 
-def engine_logits(session: EngineSession, prompt: int | None = None) -> SessionForward:
-    """Return the function that computes logits by an engine; `prompt`: as `session` has it.
+def engine_logits(session: EngineSession, prompt: int | None = None, context: int | None = None) -> SessionForward:
+    """Return the function that computes logits by an engine; `prompt`, `context`: as `session` has them.
 
-    It raises BackendError for windows that are longer than the engine has slots, which are whole steps of memory.
+    It raises BackendError for windows that are longer than the engine has slots, which are whole steps of memory. As
+    many windows run together as the engine takes and the GPU's memory has room for. Raises SessionError, saying what
+    fits, where it has room for none of `context` tokens.
     """
+    if context is not None:
+        rows_that_fit(session, context)
     forward = whole_windows(session) if prompt is None else served(session_start(session), prompt)
 
     def within(ids: npt.NDArray[np.int64]) -> Logits:
@@ -86,9 +93,24 @@ def engine_logits(session: EngineSession, prompt: int | None = None) -> SessionF
                 f"a window of {ids.shape[1]} tokens is longer than the engine's {session.most_positions} slots; give "
                 f"--context {session.most_positions}"
             )
-        return forward(ids)
+        return in_groups(forward, rows_that_fit(session, ids.shape[1]))(ids)
 
-    return in_groups(within, session.most_rows)
+    return within
+
+
+def rows_that_fit(session: EngineSession, context: int) -> int:
+    """The most windows of `context` tokens, halving the engine's own number, whose cache the GPU has room for."""
+    positions = min(context, session.most_positions or context)
+    rows = session.most_rows or 1
+    while True:
+        try:
+            session.open_batch(rows, positions).clear()
+        except SessionError:
+            if rows == 1:
+                raise
+            rows //= 2
+        else:
+            return rows
 
 
 def whole_windows(session: EngineSession) -> SessionForward:
