@@ -26,6 +26,8 @@ NOT_SERVED = FLOAT | {
 }  # fmt: skip
 #: The runtimes that need no graph: they run the checkpoint or the source model.
 WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
+#: The runtimes that run the model with any adapter of the run on; engines do with those that they were built with.
+WITH_ADAPTERS = ("bf16", "reference", "onnxruntime")
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
 #: The forms of inputs that not every server runs.

@@ -1,5 +1,6 @@
 """The stage `validate`: run the held-out text, or another, through the runtimes; check the loss against its limit."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -17,16 +18,16 @@ from .pipeline.stages import VALIDATE, ValidateFacts
 from .pipeline.steps import CALIBRATE_MODULES, Notes, device, lacking, note_other_arithmetic
 from .shared.adapters import adapters_of
 from .shared.added_runtimes import drop_outdated, with_beside
-from .shared.engines import engines_here
+from .shared.engines import engines_here, note_without_engines, takes_adapter
 from .shared.model_files import files_of, fp8_files
 from .shared.opening import command
 from .shared.sources import source_of
 from .shared.stored_validation import BesideRun, beside_run, run_beside
 
 if TYPE_CHECKING:
-    from ..validate.accuracy.adapters import Found
+    from ..validate.accuracy.adapters import AdapterOutcome
     from ..validate.accuracy.compare import Outcome
-    from ..validate.accuracy.document import Accuracy
+    from ..validate.accuracy.document import Accuracy, RuntimeAccuracy
     from ..validate.accuracy.perplexity import Evaluation
 
 
@@ -66,15 +67,15 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
-            adapters, failed = _with_adapters(run, tokens, options, folder, notes)
-            found.failed.update(failed)
-            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
-            log.outputs += save_accuracy(run, explained, found.nll, found.kl)
-            log.outputs.append(save_top_logits(run, tokens, found.top))
+            adapted = _with_adapters(run, tokens, options, folder, notes)
+            found.failed.update(adapted.failed)
+            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapted.rows or None})
+            log.outputs += save_accuracy(run, explained, found.nll | adapted.nll, found.kl)
+            log.outputs.append(save_top_logits(run, tokens, found.top | adapted.top))
             _tell_card(run, explained)
             log.unfinished = tuple(found.failed)
         if found.failed:
-            raise unfinished(found)
+            raise unfinished(found.failed, found.nll)
     accuracy = load_accuracy(run)
     check_gates(accuracy, options.max_ppl_increase)
     return accuracy
@@ -112,12 +113,17 @@ def _add(beside: BesideRun, notes: Notes) -> "Accuracy":
     """Run what is not there yet beside what is, and return all results."""
     from ..validate.accuracy.document import load_accuracy
 
-    found = run_beside(beside, notes)
-    if found and found.failed:
-        raise unfinished(found)
+    ran, failed = run_beside(beside, notes)
+    if failed:
+        raise unfinished(failed, ran)
     accuracy, named = load_accuracy(beside.run), {"bf16", *beside.options.chosen}
-    runtimes = {name: row for name, row in accuracy.runtimes.items() if name in named}
-    check_gates(accuracy.model_copy(update={"runtimes": runtimes}), beside.options.max_ppl_increase)
+
+    def asked(rows: "Mapping[str, RuntimeAccuracy]") -> "dict[str, RuntimeAccuracy]":
+        return {name: row for name, row in rows.items() if name in named}
+
+    adapters = {adapter: asked(rows) for adapter, rows in (accuracy.adapters or {}).items()}
+    shown = accuracy.model_copy(update={"runtimes": asked(accuracy.runtimes), "adapters": adapters or None})
+    check_gates(shown, beside.options.max_ppl_increase)
     return accuracy
 
 
@@ -238,16 +244,16 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
 
 def _with_adapters(
     run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
-) -> "tuple[Found, dict[str, str]]":
-    """Evaluate each adapter of the run's model; return also the errors of runtimes that failed. Empty without
-    adapters.
-    """
-    if not adapters_of(run):
-        return {}, {}
-    from ..validate.accuracy.adapters import compare_adapted
+) -> "AdapterOutcome":
+    """Evaluate each adapter of the run's model; empty without adapters."""
+    from ..validate.accuracy.adapters import AdapterOutcome, compare_adapted
     from ..validate.accuracy.compare import Workplace
 
-    return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), Workplace(device(), folder, notes))
+    if not (names := adapters_of(run)):
+        return AdapterOutcome()
+    note_without_engines(run, options, notes)
+    chosen = {name: tuple(each for each in options.chosen if takes_adapter(run, each, name)) for name in names}
+    return compare_adapted(run, tokens, chosen, lambda: source_of(run), Workplace(device(), folder, notes))
 
 
 def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
@@ -287,11 +293,11 @@ def _tell_card(run: Run, accuracy: "Accuracy") -> None:
         state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
 
 
-def unfinished(found: "Outcome") -> UnfinishedError:
-    """Make the error for runtimes that failed, with their reasons and what happens to the results of the others."""
-    again = " and ".join(found.failed)
+def unfinished(failed: Mapping[str, str], ran: Iterable[str]) -> UnfinishedError:
+    """Make the error for runtimes that failed, with their reasons and what happens to the results of those that ran."""
+    again = " and ".join(failed)
     return UnfinishedError(
-        f"{'; '.join(found.failed.values())}; what {', '.join(found.nll)} gave is written, and the same command tries "
+        f"{'; '.join(failed.values())}; what {', '.join(ran)} gave is written, and the same command tries "
         f"{again} again: free memory or give a smaller --context, or leave {again} out of --runtimes"
     )
 

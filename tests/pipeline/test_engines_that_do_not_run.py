@@ -131,8 +131,8 @@ def test_a_driver_that_is_too_old(fp8q: Fp8q, built: Built) -> None:
         here.starts = False
         said, version = all_say(fp8q, built, 4), sys.modules[MODULES[built.runtime]].__version__
     assert said == (
-        f"{built.runtime} {version} does not start on this machine's driver; update it (built for CUDA 13 it needs r580 "
-        "or newer, for CUDA 12 r535)"
+        f"{built.runtime} {version} does not start on this machine's driver; update it (built for CUDA 13 it needs "
+        "r580 or newer, for CUDA 12 r535)"
     )
 
 
@@ -152,7 +152,8 @@ def test_a_plan_that_is_cut_off(fp8q: Fp8q, built: Built) -> None:
             record.write_text(json.dumps(changed), encoding="utf-8")
             version = sys.modules[MODULES[built.runtime]].__version__
             assert all_say(fp8q, built, 4) == (
-                f"{plan}: {built.runtime} {version} does not load it on this GPU; build it here with `fp8q build-engine`"
+                f"{plan}: {built.runtime} {version} does not load it on this GPU; build it here with `fp8q "
+                "build-engine`"
             )
     finally:
         plan.write_bytes(whole)
