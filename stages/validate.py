@@ -282,14 +282,17 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
 
 
 def _tell_card(run: Run, accuracy: "Accuracy") -> None:
-    """Write into the model card what one term costs, where that was measured.
+    """Write into the model card what one term costs, where that was measured, and nothing more of other hosts.
 
     A card that is an output in the record, as those of earlier versions are, stays as it is.
     """
+    from ..quantize.checkpoint.card_additions import state_validated
     from ..quantize.checkpoint.model_card import markdown_text, state_one_term_cost
 
-    recorded = run.record().stages["quantize"].outputs
-    if (cost := accuracy.one_term_cost) and str(run.card.relative_to(run.root)) not in recorded:
+    if str(run.card.relative_to(run.root)) in run.record().stages["quantize"].outputs:
+        return
+    state_validated(run.card, [])
+    if cost := accuracy.one_term_cost:
         state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
 
 

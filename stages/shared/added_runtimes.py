@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import __version__
+from ...core.columns import increase, nats
 from ...core.errors import InputError
 from ...core.files import remove, replacing, write_document
 from ...core.record import library_versions
 from ...core.run import Run
 from ...options import ValidateOptions
+from ...quantize.checkpoint.card_additions import state_validated
 from ..pipeline.stage import Key
 from ..pipeline.stages import VALIDATE, BesideRuntime, ValidateFacts
 from ..pipeline.steps import Notes
@@ -118,6 +120,18 @@ def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Note
     inputs |= {name: digest for each in added.inputs.values() for name, digest in each.items()}
     key = Key(inputs, options, facts.model_copy(update={"beside": beside or None}))
     VALIDATE.amend(run, key, [run.accuracy, run.tokens, run.top_logits], notes)
+    if str(run.card.relative_to(run.root)) not in run.record().stages["quantize"].outputs:
+        state_validated(run.card, [card_line(name, row) for name, row in runtimes.items() if name in beside])
+
+
+def card_line(name: str, row: "RuntimeAccuracy") -> str:
+    """State a runtime's perplexity and its distance from BF16, for the model card."""
+    line = f"`{name}`: perplexity {row.perplexity:.4f}"
+    if row.perplexity_increase is not None:
+        line += f", {increase(row.perplexity_increase)} over BF16's"
+    if row.stored and "bf16" in row.stored.runtimes:
+        line += f"; KL from BF16 at least {nats(row.stored.runtimes['bf16'].kl_nats.mean)} nats a token"
+    return line
 
 
 def _rows(

@@ -99,6 +99,8 @@ def test_an_engine_is_validated_where_there_is_no_torch(fp8q: Fp8q, run: Run) ->
     assert row.increase_low is not None
     assert row.kl_least_nats == ours.stored.runtimes["bf16"].kl_nats.mean
 
+    assert f"- `tensorrt`: perplexity {ours.perplexity:.4f}, " in run.card.read_text(encoding="utf-8")
+
     done = files_in(run)
     assert host("validate", run.root, "--runtimes", "tensorrt", plans=plans).returncode == 0
     assert files_in(run) == done, "the host finds its work done"
@@ -113,6 +115,7 @@ def test_an_engine_is_validated_where_there_is_no_torch(fp8q: Fp8q, run: Run) ->
     assert again.code == 0
     assert "tensorrt: left out of accuracy.json, since the engine has been built again" in again.err
     assert load_accuracy(run) == before
+    assert "`tensorrt`" not in run.card.read_text(encoding="utf-8")
     assert {*load_token_losses(run)} == {*before.runtimes}
     assert {*load_top_logits(run).runtimes} == {*before.runtimes}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +18,9 @@ from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored, log_softmax
 from fp8q.validate.accuracy.top_divergence import bounded_kl
 from fp8q.validate.accuracy.top_logits import KeptTokens, TopLogits, positions_to_keep, top_of, top_of_array
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY = 60
 
@@ -40,16 +45,21 @@ def stored(evaluation: Evaluation, found: Outcome) -> StoredReference:
     return StoredReference(tops, found.nll, evaluation)
 
 
-def test_without_torch_a_runtime_has_the_numbers_that_torch_gives(evaluation: Evaluation, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt", [None, 8])
+def test_without_torch_a_runtime_has_the_numbers_that_torch_gives(prompt: int | None, tmp_path: Path) -> None:
+    """Of whole windows, and of windows decoded behind a prompt, whose last token is not read."""
+    evaluation = cut(np.random.default_rng(1).integers(0, VOCABULARY, 400), "text", 20, 20, prompt=prompt)
     base, other = tables()
-    named = {"bf16": base, "other": other}
-    openers = {name: lambda table=table: lambda ids: torch.from_numpy(table[ids]) for name, table in named.items()}
+    read = None if prompt is None else -1
+
+    def in_torch(table: np.ndarray) -> Callable[[], Callable[[np.ndarray], torch.Tensor]]:
+        return lambda: lambda ids: torch.from_numpy(table[ids][:, :read])
+
+    openers = {"bf16": in_torch(base), "other": in_torch(other)}
     with_torch = compare_in_turn(evaluation, openers, VOCABULARY, tmp_path / "torch", SILENT)
-    one = {
-        "bf16": Outcome(with_torch.accuracy, {"bf16": with_torch.nll["bf16"]}, {}, {}, {"bf16": with_torch.top["bf16"]})
-    }
-    reference = stored(evaluation, one["bf16"])
-    arrays = {"other": lambda: lambda ids: other[ids]}
+    only = {"nll": {"bf16": with_torch.nll["bf16"]}, "top": {"bf16": with_torch.top["bf16"]}}
+    reference = stored(evaluation, replace(with_torch, **only))
+    arrays = {"other": lambda: lambda ids: other[ids][:, :read]}
     alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.way)
     row, expected = against_stored(alone, reference)["other"], with_torch.accuracy.runtimes["other"]
     assert row.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
