@@ -182,7 +182,7 @@ def stored_reference(run: Run, evaluation: "Evaluation", command: str, adapter: 
 
 def check_top_logits(run: Run, command: str) -> None:
     """Raise InputError where `validate` has not run, kept nothing, or ran another checkpoint than is there now."""
-    if not validated(run):
+    if not (validated(run) and run.top_logits.is_file() and run.tokens.is_file() and run.accuracy.is_file()):
         raise InputError(
             f"{run.top_logits}: is missing, and without torch runtimes are held against what is in it; "
             f"{elsewhere(command)}"

@@ -57,8 +57,8 @@ def test_without_torch_a_runtime_has_the_numbers_that_torch_gives(prompt: int | 
 
     openers = {"bf16": in_torch(base), "other": in_torch(other)}
     with_torch = compare_in_turn(evaluation, openers, VOCABULARY, tmp_path / "torch", SILENT)
-    only = {"nll": {"bf16": with_torch.nll["bf16"]}, "top": {"bf16": with_torch.top["bf16"]}}
-    reference = stored(evaluation, replace(with_torch, **only))
+    only = replace(with_torch, nll={"bf16": with_torch.nll["bf16"]}, top={"bf16": with_torch.top["bf16"]})
+    reference = stored(evaluation, only)
     arrays = {"other": lambda: lambda ids: other[ids][:, :read]}
     alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.way)
     row, expected = against_stored(alone, reference)["other"], with_torch.accuracy.runtimes["other"]
