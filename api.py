@@ -237,6 +237,8 @@ def validate(
 ) -> "Accuracy":
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
+    Runtimes that all need no torch are added to what is there, held against what the run keeps of the others.
+
     Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction),
     and UnfinishedError for a runtime that failed; the results of the others are written first.
     """

@@ -46,9 +46,10 @@ from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import AnyForward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
-from fp8q.validate.accuracy.runtimes import float_model, reference, session, vocabulary
+from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
+from fp8q.validate.accuracy.session_logits import session
 
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq")
@@ -74,7 +75,7 @@ LIMITS = {
 }
 
 
-def ours(run: Run, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Forward, Forward]]:
+def ours(run: Run, wanted: Callable[[str], bool]) -> Iterator[tuple[str, AnyForward, AnyForward]]:
     """Each of our `wanted` ways that can be made of the one measured run: its name, in FP32 and in BF16 arithmetic."""
     for terms, cache, rounding in product(TERMS, CACHES, ROUNDINGS):
         if not wanted(name_of(terms, rounding, cache)):
@@ -92,7 +93,7 @@ def costs(source: Source) -> Callable[[Scales | None], Cost]:
     return lambda scales: cost_of(weights, cache, scales)
 
 
-def logits_of(model: nn.Module) -> Forward:
+def logits_of(model: nn.Module) -> AnyForward:
     """Logits of a model of transformers'."""
     return lambda ids: model(input_ids=torch.from_numpy(ids), use_cache=False).logits
 
@@ -129,7 +130,7 @@ def compressor(python: str, directory: str, windows: np.ndarray, folder: Path) -
     }
 
 
-def kl(evaluation: Evaluation, exact: Forward, found: dict[str, Forward], size: int) -> dict[str, float]:
+def kl(evaluation: Evaluation, exact: AnyForward, found: dict[str, AnyForward], size: int) -> dict[str, float]:
     """Mean KL(FP32 || each) in nats × 10⁶."""
     accuracy, _ = compare_runtimes(evaluation, {"bf16": exact, **found}, size, SILENT)
     means = {name: accuracy.runtimes[name].kl_mean_nats for name in found}
@@ -158,7 +159,7 @@ def measure(model: ModelTexts, options: argparse.Namespace, before: dict[str, An
         exact, windows = float_model(source, torch.float32, "cpu"), load_tokens(run, run.calibration)
         cost, plain = costs(source), load_scales(run)
 
-        def add(name: str, in_fp32: Forward | None, in_bf16: Forward, chosen: Scales | None) -> None:
+        def add(name: str, in_fp32: AnyForward | None, in_bf16: AnyForward, chosen: Scales | None) -> None:
             forwards = {"fp32": in_fp32, "bf16 arithmetic": in_bf16}
             made = {key: forward for key, forward in forwards.items() if forward is not None}
             spent = cost(chosen)

@@ -26,6 +26,8 @@ NOT_SERVED = FLOAT | {
 }  # fmt: skip
 #: The runtimes that need no graph: they run the checkpoint or the source model.
 WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
+#: The runtimes that run the model with any adapter of the run on; engines do with those that they were built with.
+WITH_ADAPTERS = ("bf16", "reference", "onnxruntime")
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
 #: The servers that `tune` chooses for. `tensorrt`: fp8q's graphs, in engines, Triton, `fp8q serve` and ONNX Runtime.
@@ -122,6 +124,11 @@ class ValidateOptions(Options):
     def chosen(self) -> tuple[str, ...]:
         """The requested runtimes, or the default ones."""
         return RUNTIMES[:3] if self.runtimes is None else self.runtimes
+
+    @property
+    def without_torch(self) -> bool:
+        """Tell whether all requested runtimes run graphs or engines, for which NumPy does."""
+        return not WITHOUT_GRAPH.intersection(self.chosen)
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -43,14 +43,15 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
 
     Raises InputError when `data` overlaps with the calibration text, or is shorter than a window.
     """
-    from transformers import AutoTokenizer
-
     from ..calibrate.text.packing import Packing
-    from ..validate.accuracy.runtimes import vocabulary
 
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
     name, opening = run.facts(CORPUS).eval_data, opening_of(run)
     if data is not None:
+        from transformers import AutoTokenizer
+
+        from ..validate.accuracy.runtimes import vocabulary
+
         tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
         text = read_other(run, data, tokenizer, vocabulary(run.model), report)
         share = check_other(run, text, tokenizer, report, options.allow_overlap)

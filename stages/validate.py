@@ -1,11 +1,13 @@
 """The stage `validate`: run the held-out text, or another, through the runtimes; check the loss against its limit."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
 from ..quantize.scales.decisions import load_scales
@@ -13,27 +15,39 @@ from .corpus import load_tokens
 from .other_text import evaluation, positions
 from .pipeline.stage import Key
 from .pipeline.stages import VALIDATE, ValidateFacts
-from .pipeline.steps import Notes, device, note_other_arithmetic
+from .pipeline.steps import CALIBRATE_MODULES, Notes, device, lacking, note_other_arithmetic
 from .shared.adapters import adapters_of
-from .shared.engines import engines_here
+from .shared.added_runtimes import drop_outdated, with_beside
+from .shared.engines import engines_here, note_without_engines, takes_adapter
 from .shared.model_files import files_of, fp8_files
 from .shared.opening import command
 from .shared.sources import source_of
+from .shared.stored_validation import BesideRun, beside_run, run_beside
 
 if TYPE_CHECKING:
-    from ..validate.accuracy.adapters import Found
+    from ..validate.accuracy.adapters import AdapterOutcome
     from ..validate.accuracy.compare import Outcome
-    from ..validate.accuracy.document import Accuracy
+    from ..validate.accuracy.document import Accuracy, RuntimeAccuracy
     from ..validate.accuracy.perplexity import Evaluation
 
 
-@command()
+@command(modules=())
 def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
     """Run the held-out text, or `data`, through `options.runtimes`, unless that is done, and return the results.
 
-    After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses
-    more than `options.max_ppl_increase`.
+    Runtimes that all need no torch are added to what is there, where that is of the same tokens. After writing the
+    results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses more than
+    `options.max_ppl_increase`.
     """
+    drop_outdated(run, notes)
+    if beside := _beside(run, notes, data, options):
+        return _add(beside, notes)
+    check_torch(options)
+    return _run_all(run, notes, data, options)
+
+
+def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
+    """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
     from ..validate.accuracy.document import load_accuracy, save_accuracy
     from ..validate.accuracy.top_logits import save_top_logits
 
@@ -49,24 +63,86 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     for engine in engines:
         engine.check_windows(tokens)
     key = _key(inputs, options, tokens)
-    if not (VALIDATE.is_current(run, key) and has_top_logits(run)):
+    if not (VALIDATE.is_current(run, key, with_beside(run, key)) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
             found = _evaluate(run, tokens, options, folder, notes)
-            adapters, failed = _with_adapters(run, tokens, options, folder, notes)
-            found.failed.update(failed)
-            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
-            log.outputs += save_accuracy(run, explained, found.nll, found.kl)
-            log.outputs.append(save_top_logits(run, tokens, found.top))
+            adapted = _with_adapters(run, tokens, options, folder, notes)
+            found.failed.update(adapted.failed)
+            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapted.rows or None})
+            log.outputs += save_accuracy(run, explained, found.nll | adapted.nll, found.kl)
+            log.outputs.append(save_top_logits(run, tokens, found.top | adapted.top))
             _tell_card(run, explained)
             log.unfinished = tuple(found.failed)
         if found.failed:
-            raise unfinished(found)
+            raise unfinished(found.failed, found.nll)
     accuracy = load_accuracy(run)
+    check_gates(accuracy, options.max_ppl_increase)
+    return accuracy
+
+
+def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> BesideRun | None:
+    """Find what the run keeps for runtimes that need no torch; None where others are asked for.
+
+    Where it keeps nothing that fits, they run by themselves (None), or InputError is raised where torch is missing.
+    """
+    if not options.without_torch:
+        return None
+    missing = lacking(CALIBRATE_MODULES)
+    if missing and data is not None:
+        raise BackendError(
+            f"--data {data}: is read and tokenized by libraries of which {missing} is not installed; leave it out, to "
+            "evaluate on the text that was held out, or install them with `pip install 'fp8q[calibrate]'`"
+        )
+    with_runtimes(run, options, notes)
+    fp8_files(run)
+    try:
+        return beside_run(
+            run,
+            options,
+            load_tokens(run, run.calibration),
+            lambda chosen: evaluation(run, data, chosen, notes if missing else SILENT),
+        )
+    except InputError:
+        if missing:
+            raise
+        return None
+
+
+def _add(beside: BesideRun, notes: Notes) -> "Accuracy":
+    """Run what is not there yet beside what is, and return all results."""
+    from ..validate.accuracy.document import load_accuracy
+
+    ran, failed = run_beside(beside, notes)
+    if failed:
+        raise unfinished(failed, ran)
+    accuracy, named = load_accuracy(beside.run), {"bf16", *beside.options.chosen}
+
+    def asked(rows: "Mapping[str, RuntimeAccuracy]") -> "dict[str, RuntimeAccuracy]":
+        return {name: row for name, row in rows.items() if name in named}
+
+    adapters = {adapter: asked(rows) for adapter, rows in (accuracy.adapters or {}).items()}
+    shown = accuracy.model_copy(update={"runtimes": asked(accuracy.runtimes), "adapters": adapters or None})
+    check_gates(shown, beside.options.max_ppl_increase)
+    return accuracy
+
+
+def check_torch(options: ValidateOptions) -> None:
+    """Raise BackendError where a runtime is asked for that needs a library which is not installed."""
+    if missing := lacking(CALIBRATE_MODULES):
+        asked = [name for name in options.chosen if name in WITHOUT_GRAPH] or [*options.chosen]
+        raise BackendError(
+            f"{missing} is not installed and the runtime {asked[0]} needs it; install it with `pip install "
+            "'fp8q[calibrate]'`, or give --runtimes onnxruntime, or an engine's: they are held against what the run "
+            "keeps of the others"
+        )
+
+
+def check_gates(accuracy: "Accuracy", limit: float | None) -> None:
+    """Check the numbers of all runtimes, and those with each adapter, and their increases against `limit`."""
     for what, each in accuracy.each():
         check_numbers(each, what)
-        check_increase(each, options.max_ppl_increase, what)
-    return accuracy
+        check_increase(each, limit, what)
 
 
 def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:
@@ -168,16 +244,16 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
 
 def _with_adapters(
     run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
-) -> "tuple[Found, dict[str, str]]":
-    """Evaluate each adapter of the run's model; return also the errors of runtimes that failed. Empty without
-    adapters.
-    """
-    if not adapters_of(run):
-        return {}, {}
-    from ..validate.accuracy.adapters import compare_adapted
+) -> "AdapterOutcome":
+    """Evaluate each adapter of the run's model; empty without adapters."""
+    from ..validate.accuracy.adapters import AdapterOutcome, compare_adapted
     from ..validate.accuracy.compare import Workplace
 
-    return compare_adapted(run, tokens, options.chosen, lambda: source_of(run), Workplace(device(), folder, notes))
+    if not (names := adapters_of(run)):
+        return AdapterOutcome()
+    note_without_engines(run, options, notes)
+    chosen = {name: tuple(each for each in options.chosen if takes_adapter(run, each, name)) for name in names}
+    return compare_adapted(run, tokens, chosen, lambda: source_of(run), Workplace(device(), folder, notes))
 
 
 def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
@@ -206,22 +282,25 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
 
 
 def _tell_card(run: Run, accuracy: "Accuracy") -> None:
-    """Write into the model card what one term costs, where that was measured.
+    """Write into the model card what one term costs, where that was measured, and nothing more of other hosts.
 
     A card that is an output in the record, as those of earlier versions are, stays as it is.
     """
+    from ..quantize.checkpoint.card_additions import state_validated
     from ..quantize.checkpoint.model_card import markdown_text, state_one_term_cost
 
-    recorded = run.record().stages["quantize"].outputs
-    if (cost := accuracy.one_term_cost) and str(run.card.relative_to(run.root)) not in recorded:
+    if str(run.card.relative_to(run.root)) in run.record().stages["quantize"].outputs:
+        return
+    state_validated(run.card, [])
+    if cost := accuracy.one_term_cost:
         state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
 
 
-def unfinished(found: "Outcome") -> UnfinishedError:
-    """Make the error for runtimes that failed, with their reasons and what happens to the results of the others."""
-    again = " and ".join(found.failed)
+def unfinished(failed: Mapping[str, str], ran: Iterable[str]) -> UnfinishedError:
+    """Make the error for runtimes that failed, with their reasons and what happens to the results of those that ran."""
+    again = " and ".join(failed)
     return UnfinishedError(
-        f"{'; '.join(found.failed.values())}; what {', '.join(found.nll)} gave is written, and the same command tries "
+        f"{'; '.join(failed.values())}; what {', '.join(ran)} gave is written, and the same command tries "
         f"{again} again: free memory or give a smaller --context, or leave {again} out of --runtimes"
     )
 

@@ -105,14 +105,15 @@ def generate_answers(
     generator = open_generator(run, open_run_session(run, runtime), max_batch)
     try:
         return complete(generator, requests)
-    except (RequestError, GenerationError) as error:
+    except (RequestError, GenerationError, SessionError) as error:
         raise _told(error) from error
 
 
 def answer_request(generator: Generator, request: Request, told: Callable[[str], None]) -> GeneratedAnswer:
     """Generate an answer to one request, and tell its text as it comes.
 
-    Raises InputError for a request that cannot be served, and for logits that are no numbers.
+    Raises InputError for a request that cannot be served, and for logits that are no numbers; BackendError where the
+    runtime fails, as where the GPU's memory is used up.
     """
     pieces = []
     try:
@@ -120,9 +121,9 @@ def answer_request(generator: Generator, request: Request, told: Callable[[str],
             pieces.append(piece)
             told(piece.text)
         return completion(pieces)
-    except (RequestError, GenerationError) as error:
+    except (RequestError, GenerationError, SessionError) as error:
         raise _told(error) from error
 
 
 def _told(error: Exception) -> Fp8qError:
-    return InputError(str(error))
+    return BackendError(str(error)) if isinstance(error, SessionError) else InputError(str(error))

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .device import CaptureError, Copy
+from .sessions import SessionError
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
@@ -31,11 +32,13 @@ MAJOR, MINOR = 75, 76
 #: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
 #: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
 RELEASE_THRESHOLD, KEPT_FREE = 4, 1 << 30
+#: The unit in which memory is told.
+GB = 1e9
 Handle = ctypes.c_void_p
 Address = ctypes.c_uint64
 
 
-class CudaError(RuntimeError):
+class CudaError(SessionError):
     """The driver is missing, finds no GPU, or refuses a call."""
 
 
@@ -154,7 +157,13 @@ class CudaDevice:
     def allocate(self, size: int) -> int:
         """Memory in the order of the stream, from the driver's pool: it waits for nothing."""
         found = Address()
-        self._call("cuMemAllocAsync", ctypes.byref(found), ctypes.c_size_t(size), self._stream)
+        try:
+            self._call("cuMemAllocAsync", ctypes.byref(found), ctypes.c_size_t(size), self._stream)
+        except CudaError as error:
+            raise CudaError(
+                f"the GPU gives no {size / GB:.2f} GB more of memory, and {self.free_memory() / GB:.2f} GB are free "
+                f"({error}); take a smaller --max-batch or --max-seq-len, or end what else runs there"
+            ) from error
         return found.value
 
     def free(self, address: int) -> None:

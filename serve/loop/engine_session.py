@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from .cache import CacheLayout
-from .cuda import CudaDevice, CudaError
+from .cuda import GB, CudaDevice, CudaError
 from .device import Device, slot_step
 from .device_batch import DeviceBatch
 from .device_calls import CallShape, Phase, Shapes, input_shapes
@@ -49,8 +49,6 @@ CHUNK = 1024
 #: The file beside a plan that TensorRT-RTX's compiled kernels are stored in.
 KERNELS = ".kernels"
 LOG = logging.getLogger("fp8q")
-#: The unit in which memory is told.
-GB = 1e9
 
 
 @dataclass(frozen=True)

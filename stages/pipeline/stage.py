@@ -7,7 +7,7 @@ options and facts as one flat object; a field that an older version did not writ
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -21,7 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from ...core.errors import InputError
 from ...core.field_errors import plain_text
-from ...core.files import Strict
+from ...core.files import Strict, sha256_file, write_document
 from ...core.record import StageLog, stage_command
 from ...core.run import Run
 from ...options.declare import Options
@@ -153,6 +153,26 @@ class Stage(Generic[Choices, Facts]):
                 self.name, "output", [str(path.relative_to(run.root)) for path in log.outputs], self.outputs
             )
             log.notes, notes.lines = notes.lines, []
+
+    def amend(self, run: Run, key: Key[Choices, Facts], outputs: Sequence[Path], notes: Notes) -> None:
+        """Record under `key` that outputs of this finished stage gained something; its versions, its time and its
+        machine stay.
+        """
+        _check_declared(self.name, "input", key.inputs, self.inputs)
+        with run.lock():
+            record = run.record()
+            before = record.stages[self.name]
+            hashes = {str(path.relative_to(run.root)): sha256_file(path) for path in outputs}
+            done = before.model_copy(
+                update={
+                    "inputs": dict(key.inputs),
+                    "options": self.dump(key.options, key.facts),
+                    "outputs": {**before.outputs, **hashes},
+                    "notes": [*before.notes, *notes.lines],
+                }
+            )
+            notes.lines = []
+            write_document(run.record_file, record.model_copy(update={"stages": {**record.stages, self.name: done}}))
 
     def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
         """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on

@@ -71,11 +71,23 @@ class QuantizeFacts(Strict):
     batch_size: int | None = None
 
 
+class BesideRuntime(Strict):
+    """A runtime that another host added to what `validate` wrote: the inputs that are its own, and the host's time and
+    versions.
+    """
+
+    inputs: list[str]
+    version: str
+    libraries: dict[str, str]
+    seconds: float
+
+
 class ValidateFacts(Strict):
-    """Facts of the evaluated windows."""
+    """Facts of the evaluated windows. `beside`: the runtimes that were added on other hosts."""
 
     prefix: Prefix = Field(default=[])
     overlap: Overlap = None
+    beside: dict[str, BesideRuntime] | None = None
 
 
 class ContinueFacts(Strict):

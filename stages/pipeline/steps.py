@@ -19,11 +19,15 @@ CALIBRATE_MODULES = ("torch", "transformers", "datasets", "compressed_tensors", 
 
 def needs(extra: str, modules: Sequence[str]) -> None:
     """Raise BackendError, naming the extra, when one of `modules` is not installed."""
-    missing = [name for name in modules if find_spec(name) is None]
-    if missing:
+    if missing := lacking(modules):
         raise BackendError(
-            f"{missing[0]} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
+            f"{missing} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
         )
+
+
+def lacking(modules: Sequence[str]) -> str | None:
+    """Return the first of `modules` that is not installed; None where all are."""
+    return next((name for name in modules if find_spec(name) is None), None)
 
 
 class Notes:

@@ -5,9 +5,14 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ...core.files import sha256_file
+from ...core.record import stage_command
 from ...core.run import Run
-from ...options import ValidateOptions, graph_runtime
+from ...export.engine.info import engine_stage
+from ...options import WITH_ADAPTERS, ValidateOptions, graph_runtime
 from ...serve.local.generation import engine_here
+from ...validate.accuracy.document import with_adapter
+from ..pipeline.steps import Notes
+from .adapters import adapters_of
 
 if TYPE_CHECKING:
     from ...export.engine.info import EngineInfo
@@ -42,11 +47,36 @@ class EngineHere:
 
 
 def engines_here(run: Run, options: ValidateOptions) -> list[EngineHere]:
-    """The engines that `options.runtimes` run; nothing is loaded. Raises what `engine_here` raises."""
+    """The engines that `options.runtimes` run, and those with an adapter that were built; nothing is loaded.
+
+    Raises what `engine_here` raises.
+    """
     found = []
     for name in options.engines:
         runtime, precision = graph_runtime(name)
         assert runtime != "onnxruntime", "it runs graphs"
-        plan, info = engine_here(run, runtime, precision)
-        found.append(EngineHere(name, {str(plan.relative_to(run.root)): sha256_file(plan)}, info))
+        for adapter in (None, *(each for each in adapters_of(run) if takes_adapter(run, name, each))):
+            plan, info = engine_here(run, runtime, precision, adapter)
+            file = {str(plan.relative_to(run.root)): sha256_file(plan)}
+            found.append(EngineHere(with_adapter(name, adapter), file, info))
     return found
+
+
+def takes_adapter(run: Run, runtime: str, adapter: str) -> bool:
+    """Tell whether a runtime of `validate` runs the model with that adapter on: of engines those that were built."""
+    if runtime in WITH_ADAPTERS:
+        return True
+    if not runtime.startswith("tensorrt") or graph_runtime(runtime)[1] != "fp8":
+        return False
+    return engine_stage("fp8", adapter) in run.record().stages
+
+
+def note_without_engines(run: Run, options: ValidateOptions, notes: Notes) -> None:
+    """Note the adapters that no engine was built with, for each runtime that runs engines of the FP8 model."""
+    lacking = [each for each in adapters_of(run) if engine_stage("fp8", each) not in run.record().stages]
+    for name in options.engines if lacking else ():
+        if graph_runtime(name)[1] == "fp8":
+            notes.note(
+                f"{name}: left out with {', '.join(lacking)}, with which no engine was built; "
+                f"`{stage_command(engine_stage('fp8', lacking[0]), run.root)}` builds one"
+            )

@@ -33,6 +33,7 @@ NOT_MEASURED = (
     "| `--runtimes` | what runs |",
     "| in the repository | what it is |",
     "| what | how it is read |",
+    "| fault | exit code | the line names |",
     "| file | what of it | bounds |",
     "| form | named by | weights' scales | scales of activations, of a cache |",
     "| `--runtime` | runs |",

@@ -34,6 +34,8 @@ from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.rows import fact_rows
 
 from ..conftest import KeepingGraphs, MadeOnce, Result, Texts
+from ..stand_in.driver import Driver
+from ..stand_in.runtime import machine
 
 Fp8q = Callable[..., Result]
 #: What the two adapters are of: those of the second are outside the groups of attention.
@@ -275,3 +277,38 @@ def test_codes_are_not_merged_into(run: Run, folder: Path, tmp_path: Path, fp8q:
     assert fp8q(*asked, "--adapter-mode", "beside").complaint() == (
         "--adapter-mode beside: there is no --adapter; give one, or leave it out"
     )
+
+
+@pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX 1.2:DeprecationWarning")
+def test_engines_are_validated_with_the_adapter_they_were_built_with(run: Run, tmp_path: Path, fp8q: Fp8q) -> None:
+    """On a stand-in for the GPU: against what the run keeps of the others with the adapter on, and beside BF16."""
+    copied, sizes = Run(Path(shutil.copytree(run.root, tmp_path / "run"))), ("--max-batch", "2", "--max-seq-len", "128")
+    before, record = load_accuracy(copied), json.loads(copied.record_file.read_text(encoding="utf-8"))
+    del record["stages"]["build-engine --adapter style"]
+    copied.record_file.write_text(json.dumps(record), encoding="utf-8")
+    validating = ("validate", copied.root, "--runtimes", "tensorrt-rtx")
+    with machine(Driver(), "tensorrt_rtx") as host:
+        assert fp8q("build-engine", copied.root, *sizes).code == 0
+        host.knows(copied.engines / "sm89.plan", copied.onnx_fp32)
+        alone = fp8q(*validating)
+        assert alone.code == 0, alone.err
+        assert "tensorrt-rtx: left out with style, with which no engine was built; `fp8q build-engine " in alone.err
+        assert fp8q("build-engine", copied.root, "--adapter", "style", *sizes).code == 0
+        host.knows(copied.engines / "adapters" / "style" / "sm89.plan", copied.model / "model.style.fp32.onnx")
+        both = fp8q(*validating)
+        assert both.code == 0, both.err
+        after = load_accuracy(copied)
+        assert after.adapters is not None
+        assert before.adapters is not None
+        ours, theirs = (after.adapters["style"][name] for name in ("tensorrt-rtx", "onnxruntime"))
+        assert ours.perplexity == pytest.approx(theirs.perplexity, rel=1e-3)
+        assert ours.perplexity != pytest.approx(after.runtimes["tensorrt-rtx"].perplexity, rel=1e-3)
+        assert ours.stored is not None
+        assert {*ours.stored.runtimes} == {*before.adapters["style"]}
+        assert after.adapters["style"].keys() - {"tensorrt-rtx"} == before.adapters["style"].keys()
+        again = fp8q("validate", copied.root, "--runtimes", "bf16,tensorrt-rtx")
+        assert again.code == 0, again.err
+    beside = load_accuracy(copied).adapters
+    assert beside is not None
+    assert beside["style"]["tensorrt-rtx"].perplexity == pytest.approx(ours.perplexity, rel=1e-6)
+    assert beside["style"]["tensorrt-rtx"].kl_mean_nats is not None

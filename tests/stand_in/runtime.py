@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -202,7 +203,7 @@ class Machine:
                 found.__dict__["Builder"] = self._builder(real)
             else:
                 found.__dict__["__version__"] = real.__version__
-        found.__dict__.update(Runtime=self._runtime, Logger=Logger)
+        found.__dict__.update(Runtime=partial(self._runtime, name), Logger=Logger)
         return found
 
     def _builder(self, real: Any) -> type:
@@ -224,16 +225,17 @@ class Machine:
 
         return Builder
 
-    def _runtime(self, logger: Any) -> Any:
+    def _runtime(self, name: str, logger: Any) -> Any:
         if not self.starts:
             raise TypeError("pybind11::init(): factory function returned nullptr")
-        return SimpleNamespace(deserialize_cuda_engine=self._deserialized)
+        return SimpleNamespace(deserialize_cuda_engine=partial(self._deserialized, name))
 
-    def _deserialized(self, plan: Any) -> "Engine | Inspected | None":
+    def _deserialized(self, name: str, plan: Any) -> "Engine | Inspected | None":
+        """The engine of a known plan; of others TensorRT's may be inspected, and TensorRT-RTX's are not of here."""
         data = bytes(plan)
         if known := self.known.get(hashlib.sha256(data).hexdigest()):
             return Engine(self.driver, *known)
-        return Inspected(data) if read_plan(data) is not None else None
+        return Inspected(data) if name == "tensorrt" and read_plan(data) is not None else None
 
 
 class Inspected:

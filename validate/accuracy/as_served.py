@@ -6,45 +6,54 @@ The text is given, not generated: every decoded token is the text's own.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from transformers import DynamicCache, PreTrainedModel
 
 from ...core.errors import BackendError
 from ...serve.loop.sessions import Session
-from .compare import Forward
 from .document import DistanceBucket
 from .perplexity import Evaluation
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import DynamicCache, PreTrainedModel
+
+#: Logits of a torch model, or of a session, which needs no torch.
+Rows = TypeVar("Rows", npt.NDArray[np.float32], "torch.Tensor")
 #: The number of parts that decoded tokens are summarized in.
 QUARTERS = 4
 #: Reads the next tokens int64 [windows, seq] of each window; returns the logits behind the last one, float [windows,
 #: vocabulary].
-Step = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+Step = Callable[[npt.NDArray[np.int64]], Rows]
 #: Begins windows with an empty cache: number of windows, tokens of each -> step.
-Start = Callable[[int, int], Step]
+Start = Callable[[int, int], Step[Rows]]
 
 
-def served(start: Start, prompt: int) -> Forward:
+def served(start: Start[Rows], prompt: int) -> Callable[[npt.NDArray[np.int64]], Rows]:
     """Logits of windows whose first `prompt` tokens are read in one call, and the others one by one.
 
     The logits of positions before the prompt's last are zero, and the last token of a window, behind which nothing is
-    scored, is not read: float tensor [windows, context - 1, vocabulary].
+    scored, is not read: float [windows, context - 1, vocabulary].
     """
 
-    def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+    def forward(ids: npt.NDArray[np.int64]) -> Rows:
         windows, context = ids.shape
         step = start(windows, context)
         first = step(ids[:, :prompt])
-        logits = first.new_zeros((windows, context - 1, first.shape[-1]))
+        logits = zeros(first, (windows, context - 1, first.shape[-1]))
         logits[:, prompt - 1] = first
         for position in range(prompt, context - 1):
             logits[:, position] = step(ids[:, position : position + 1])
         return logits
 
     return forward
+
+
+def zeros(like: Rows, shape: tuple[int, ...]) -> Rows:
+    """Zeros of a shape, of the kind and type of other logits."""
+    return np.zeros(shape, like.dtype) if isinstance(like, np.ndarray) else like.new_zeros(shape)
 
 
 def by_distance(
@@ -75,11 +84,15 @@ def by_distance(
     return buckets
 
 
-def torch_start(model: PreTrainedModel, new_cache: Callable[[], DynamicCache] = DynamicCache) -> Start:
-    """Begin windows on a torch model, with an empty cache of the type that it is served with."""
+def torch_start(
+    model: "PreTrainedModel", new_cache: "Callable[[], DynamicCache] | None" = None
+) -> "Start[torch.Tensor]":
+    """Begin windows on a torch model, with an empty cache of the type that it is served with (None: the plain one)."""
+    import torch
+    from transformers import DynamicCache
 
-    def start(windows: int, context: int) -> Step:
-        cache = new_cache()
+    def start(windows: int, context: int) -> Step[torch.Tensor]:
+        cache = (new_cache or DynamicCache)()
 
         def step(ids: npt.NDArray[np.int64]) -> torch.Tensor:
             tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)
@@ -91,19 +104,19 @@ def torch_start(model: PreTrainedModel, new_cache: Callable[[], DynamicCache] = 
     return start
 
 
-def session_start(session: Session) -> Start:
+def session_start(session: Session) -> Start[npt.NDArray[np.float32]]:
     """Begin windows on a graph's or an engine's session, in a batch of its own, which gives its memory back when all
     but a window's last token are read, or a step fails.
 
     A step raises BackendError where the runtime fails.
     """
 
-    def start(windows: int, context: int) -> Step:
+    def start(windows: int, context: int) -> Step[npt.NDArray[np.float32]]:
         batch = session.open_batch(windows, context)
         batch.reserve(context, context, windows)
         filled = np.zeros(windows, np.int64)
 
-        def step(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        def step(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
             tokens = np.ascontiguousarray(ids)
             try:
                 if filled.any():
@@ -113,7 +126,7 @@ def session_start(session: Session) -> Start:
             except Exception as error:  # its exceptions have no common class of their own
                 batch.clear()
                 raise BackendError(f"{type(error).__name__}: {error}") from error
-            found = torch.from_numpy(logits.copy())
+            found: npt.NDArray[np.float32] = logits.copy()
             filled[:] += tokens.shape[1]
             if filled[0] == context - 1:
                 batch.clear()

@@ -11,15 +11,16 @@ out, and the others go on.
 import ctypes
 import gc
 import shutil
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Union
 from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...core.errors import BackendError
 from ...core.files import replacing
@@ -28,13 +29,20 @@ from ...core.undo import scratch
 from .divergence import Against, Baselines, Found, joined, measure_tokens
 from .document import Accuracy, RuntimeAccuracy
 from .perplexity import Evaluation
-from .stored_logits import StoredLogits
+from .stored_logits import StoredLogits, Writer
 from .top_logits import TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
 
-#: Logits of a batch of windows: int64 [windows, context] -> float tensor [windows, context, vocabulary].
-Forward = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+#: Logits of a batch of windows by a torch model: int64 [windows, context] -> float tensor [windows, context,
+#: vocabulary].
+Forward = Callable[[npt.NDArray[np.int64]], "torch.Tensor"]
+#: The same by any runtime; those that need no torch return arrays.
+Logits = Union["torch.Tensor", npt.NDArray[np.float32]]
+AnyForward = Callable[[npt.NDArray[np.int64]], Logits]
 #: Loads a runtime.
-Opener = Callable[[], Forward]
+Opener = Callable[[], AnyForward]
 BASELINE = "bf16"
 #: The yardstick of the baseline's own arithmetic.
 FLOAT32 = "fp32"
@@ -67,7 +75,8 @@ class Workplace:
 @dataclass(frozen=True)
 class Outcome:
     """The accuracy of each runtime, and why some `failed`. `nll`, and `kl` from the baseline: float32 [windows,
-    context], nats, NaN where not scored. `top`: the likeliest tokens at `positions_to_keep`.
+    context], nats, NaN where not scored. `top`: the likeliest tokens at `positions_to_keep`. `measured`: all values of
+    each runtime, as they were measured.
     """
 
     accuracy: Accuracy
@@ -75,6 +84,7 @@ class Outcome:
     failed: dict[str, str]
     kl: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     top: dict[str, TopLogits] = field(default_factory=dict)
+    measured: dict[str, Found] = field(default_factory=dict)
 
     def joined(self, other: "Outcome") -> "Outcome":
         """Join the results of other runtimes."""
@@ -83,8 +93,51 @@ class Outcome:
         return Outcome(accuracy, self.nll | other.nll, self.failed | other.failed, self.kl | other.kl, self.top)
 
 
+@dataclass(frozen=True)
+class WindowBatch:
+    """Windows that run together: their `ids`, the tokens that are `scored` and those whose likeliest tokens are `kept`,
+    all [windows, context]. `row`, `kept_row`: the index of the first scored token in its chunk, and of the first kept
+    one among all.
+    """
+
+    ids: npt.NDArray[np.int64]
+    scored: npt.NDArray[np.bool_]
+    kept: npt.NDArray[np.bool_]
+    row: int
+    kept_row: int
+
+
+class Measure(Protocol):
+    """Measures the logits of a batch, against those of the baselines, and writes those of scored tokens."""
+
+    def __call__(
+        self, logits: Any, batch: WindowBatch, baselines: Baselines, write: Writer | None
+    ) -> tuple[Found, TopLogits]:
+        """Return the values of each scored token, and the likeliest tokens at the kept ones."""
+
+
+def measure_with_torch(
+    logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
+) -> tuple[Found, TopLogits]:
+    """Measure a batch on the device where its logits are."""
+    import torch
+
+    logits = torch.as_tensor(logits)
+    windows, positions = np.nonzero(batch.kept)
+    found = measure_tokens(logits, batch.scored, batch.ids, batch.row, baselines, write)
+    return found, top_of(logits[windows, positions - 1])
+
+
+@dataclass(frozen=True)
+class TokenMeasure:
+    """A way to measure: the function, and the positions whose likeliest tokens are kept, bool [windows, context]."""
+
+    measure: Measure
+    kept: npt.NDArray[np.bool_]
+
+
 def compare_runtimes(
-    evaluation: Evaluation, runtimes: Mapping[str, Forward], vocabulary: int, report: Reporter
+    evaluation: Evaluation, runtimes: Mapping[str, AnyForward], vocabulary: int, report: Reporter
 ) -> tuple[Accuracy, dict[str, npt.NDArray[np.float32]]]:
     """Run `evaluation` through `runtimes` that are loaded (the one named "bf16" is what the others are compared with).
 
@@ -92,7 +145,7 @@ def compare_runtimes(
     where not scored. Raises BackendError for a runtime that fails.
     """
 
-    def loaded(forward: Forward) -> Opener:
+    def loaded(forward: AnyForward) -> Opener:
         return lambda: forward
 
     with scratch() as folder:
@@ -104,14 +157,16 @@ def compare_runtimes(
 
 
 def compare_in_turn(
-    evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path, report: Reporter
-) -> Outcome:
+    evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path, report: Reporter,
+    way: TokenMeasure | None = None,
+) -> Outcome:  # fmt: skip
     """Run `evaluation` through the runtimes that `openers` load, one after the other.
 
-    `folder` keeps the results: a call with the same evaluation and runtimes goes on from there.
+    `folder` keeps the results: a call with the same evaluation and runtimes goes on from there. `way`: how they are
+    measured (None: with torch, against the yardsticks among them).
     """
     folder.mkdir(exist_ok=True)
-    turns = Turns(evaluation, openers, vocabulary, folder)
+    turns = Turns(evaluation, openers, vocabulary, folder, way)
     todo = {part: names for part in range(len(turns.parts)) if (names := turns.missing(part))}
     if len(todo) > 1:
         report.note(
@@ -119,7 +174,7 @@ def compare_in_turn(
             f"room for: each runtime is loaded {len(todo)} times"
         )
     windows = sum(turns.windows(part) * len(names) for part, names in todo.items())
-    with report.track(f"Evaluating {', '.join(openers)}", windows, "windows") as advance, torch.inference_mode():
+    with report.track(f"Evaluating {', '.join(openers)}", windows, "windows") as advance, without_gradients():
         for part in todo:
             turns.take(part, advance)
     return turns.outcome()
@@ -128,12 +183,15 @@ def compare_in_turn(
 class Turns:
     """The schedule of runtimes and chunks: results that are saved, results that are missing, and failures."""
 
-    def __init__(self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path):
+    def __init__(
+        self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path,
+        way: TokenMeasure | None = None,
+    ):  # fmt: skip
         """Cut the chunks, as the call did that began this `folder`."""
         self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
         self.names = [name for name in YARDSTICKS if name in openers]
         self.names += [name for name in openers if name not in YARDSTICKS]
-        self.kept = positions_to_keep(evaluation)
+        self.way = way or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
         windows, context = evaluation.ids.shape
         self.batch = max(1, LOGITS_BYTES // (4 * context * vocabulary))
         self.chunk = self._chunk(4 * context * vocabulary)
@@ -186,13 +244,16 @@ class Turns:
         with self._kept(name, part).writing() if keep else nullcontext() as write:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
                 some = slice(start, min(start + self.batch, self.parts[part].stop))
-                ids, scored = self.evaluation.ids[some], self.evaluation.scored[some]
-                logits = running(name, forward, ids, some, len(self.evaluation.ids))
-                found.append(measure_tokens(logits, scored, ids, row, baselines, write))
-                windows, positions = np.nonzero(self.kept[some])
-                top.append(top_of(logits[windows, positions - 1]))
-                row += int(scored.sum())
-                advance(len(ids))
+                kept = self.way.kept
+                batch = WindowBatch(
+                    self.evaluation.ids[some], self.evaluation.scored[some], kept[some], row, int(kept[:start].sum())
+                )
+                logits = running(name, forward, batch.ids, some, len(self.evaluation.ids))
+                values, likely = self.way.measure(logits, batch, baselines, write)
+                found.append(values)
+                top.append(likely)
+                row += int(batch.scored.sum())
+                advance(len(batch.ids))
         write_top(self._top_file(name, part), joined_top(top))
         with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:
             np.savez(handle, allow_pickle=False, **joined(found))
@@ -240,7 +301,8 @@ class Turns:
         runtimes = {name: summarize_tokens(each, None if name == BASELINE else base) for name, each in found.items()}
         parts = range(len(self.parts))
         top = {name: joined_top([read_top(self._top_file(name, part)) for part in parts]) for name in found}
-        return Outcome(Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes), nll, self.failed, kl, top)
+        accuracy = Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes)
+        return Outcome(accuracy, nll, self.failed, kl, top, found)
 
     def _placed(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
         """A value for each scored token, where the token is; NaN elsewhere."""
@@ -249,7 +311,7 @@ class Turns:
         return every
 
 
-def loading(name: str, opener: Opener) -> Forward:
+def loading(name: str, opener: Opener) -> AnyForward:
     """The runtime, loaded. Raises BackendError where it fails."""
     try:
         return opener()
@@ -257,7 +319,7 @@ def loading(name: str, opener: Opener) -> Forward:
         raise BackendError(f"{name}: cannot be loaded ({told(error)})") from error
 
 
-def running(name: str, forward: Forward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> torch.Tensor:
+def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> Logits:
     """Logits of `windows` of all `of` them. Raises BackendError where the runtime fails."""
     try:
         return forward(ids)
@@ -271,10 +333,16 @@ def told(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def without_gradients() -> AbstractContextManager[object]:
+    """Record no gradients in the block; nothing where torch is not loaded, so that no runtime is of it."""
+    torch = sys.modules.get("torch")
+    return torch.inference_mode() if torch else nullcontext()
+
+
 def release_memory() -> None:
     """Give back the memory of a runtime that nobody holds any more, to the system too: glibc keeps what was freed."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

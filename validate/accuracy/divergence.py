@@ -11,12 +11,15 @@ most of the memory.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from .stored_logits import StoredLogits, Writer
+
+if TYPE_CHECKING:
+    import torch
 
 #: Largest float32 table of positions by vocabulary at a time, in bytes.
 BLOCK_BYTES = 1 << 20
@@ -47,7 +50,7 @@ class Baselines:
 
 
 def measure_tokens(
-    logits: torch.Tensor,
+    logits: "torch.Tensor",
     scored: npt.NDArray[np.bool_],
     ids: npt.NDArray[np.int64],
     start: int,
@@ -60,6 +63,8 @@ def measure_tokens(
     `start`: the row of the first scored token in the stored logits of the baselines. `write` receives the logits of the
     scored tokens.
     """
+    import torch
+
     context, vocabulary = logits.shape[1:]
     windows, positions = np.nonzero(scored)
     rows = torch.from_numpy(windows * context + positions - 1).to(logits.device)
@@ -78,13 +83,13 @@ def measure_tokens(
 
 
 def of_block(
-    logits: torch.Tensor, targets: torch.Tensor, others: Mapping[Against, torch.Tensor], back: str | None
+    logits: "torch.Tensor", targets: "torch.Tensor", others: "Mapping[Against, torch.Tensor]", back: str | None
 ) -> Found:
     """Measure a block of logits [tokens, vocabulary] of `targets` [tokens], and those of the `others`."""
-    log_q = torch.log_softmax(logits, dim=-1)
+    log_q = logits.log_softmax(dim=-1)
     found = {"nll": -log_q.gather(1, targets[:, None])[:, 0]}
     for i, (each, theirs) in enumerate(others.items()):
-        log_p = torch.log_softmax(theirs.float(), dim=-1)
+        log_p = theirs.float().log_softmax(dim=-1)
         found[each.field] = divergence(log_p, log_q)
         if i == 0 and back:
             found[back] = divergence(log_q, log_p)
@@ -94,12 +99,12 @@ def of_block(
     return {name: values.cpu().numpy() for name, values in found.items()}
 
 
-def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def divergence(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
     """KL(p || q) in nats for each row of two [tokens, vocabulary]."""
     return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_(min=0)
 
 
-def overlap(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def overlap(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
     """The share of the likeliest tokens of p that are among those of q, for each row of two [tokens, vocabulary]."""
     ours, theirs = (each.topk(min(TOP, each.shape[-1]), sorted=False).indices for each in (log_p, log_q))
     return (ours[:, :, None] == theirs[:, None, :]).any(-1).float().mean(-1)

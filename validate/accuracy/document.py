@@ -5,7 +5,7 @@ because the number means nothing without it: Llama-2-7B has "WikiText-2 perplexi
 another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -82,6 +82,35 @@ class NotFinite(Strict):
     bf16: bool | None = Field(default=None, description="whether BF16's is none in that window either, where known")
 
 
+class Estimate(Strict):
+    """A mean over positions, and its interval of 95 % over windows."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class StoredDistance(Strict):
+    """The distance of a runtime from another one that ran elsewhere, by what the run keeps of that."""
+
+    nll_increase_nats: Estimate = Field(description="over its loss of the same token, of all that both scored")
+    kl_nats: Estimate = Field(description="KL(that || this) over its likeliest tokens and one rest: at most the KL")
+    kl_most_nats: float = Field(description="what the KL is at most, whatever it gave the tokens in the rest")
+    rest: float = Field(description="mean probability of that rest, within which no KL is seen")
+    top1_agreement: float = Field(description="positions at which both think the same token the likeliest")
+
+
+class AgainstStored(Strict):
+    """A runtime that ran without those that others are compared with, held against what the run keeps of them.
+
+    `positions`: those at which likeliest tokens are kept; `top`: how many of each.
+    """
+
+    positions: int
+    top: int
+    runtimes: dict[str, StoredDistance]
+
+
 class RuntimeAccuracy(Strict):
     """One runtime; the comparison with BF16 is absent in BF16's own entry. Shares and increases are fractions."""
 
@@ -106,6 +135,9 @@ class RuntimeAccuracy(Strict):
         default=None, description="of tokens that are decoded behind a prompt, in quarters"
     )
     not_finite: NotFinite | None = None
+    stored: AgainstStored | None = Field(
+        default=None, description="where it ran on a host without the others: what the run kept of those"
+    )
 
     @property
     def sampled(self) -> bool:
@@ -137,13 +169,15 @@ class Accuracy(Strict):
     def each(self) -> "list[tuple[str, Accuracy]]":
         """This, and the same with each adapter on, with what to call it behind a runtime's name."""
         beside = (self.adapters or {}).items()
-        return [("", self)] + [(f" with {name}", self.model_copy(update={"runtimes": found})) for name, found in beside]
+        return [("", self)] + [(f"{WITH}{name}", self.model_copy(update={"runtimes": found})) for name, found in beside]
 
 
 #: What the runtime `original` was called before: what was written then is read.
 FORMER = {"source": "original"}
 #: What the name of a runtime's divergences ends in.
 KL = ".kl"
+#: What stands between a runtime and the adapter that is on.
+WITH = " with "
 ByToken = Mapping[str, npt.NDArray[np.float32]]
 
 
@@ -167,9 +201,30 @@ def load_accuracy(run: Run) -> Accuracy:
     return found.model_copy(update={"runtimes": runtimes})
 
 
-def load_token_losses(run: Run) -> dict[str, npt.NDArray[np.float32]]:
-    """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored."""
-    return {name: values for name, values in _load(run).items() if not name.endswith(KL)}
+def load_token_arrays(run: Run) -> dict[str, npt.NDArray[np.float32]]:
+    """Read all arrays of `tokens.npz`, by their names in the file."""
+    return dict(_load(run))
+
+
+def with_adapter(runtime: str, adapter: str | None) -> str:
+    """Name a runtime with an adapter on, as both files of tokens do."""
+    return f"{runtime}{WITH}{adapter}" if adapter else runtime
+
+
+def of_adapter(names: Iterable[str], adapter: str | None) -> dict[str, str]:
+    """Those of `names` that are of an adapter, or of none: the runtime -> its name."""
+    if adapter is None:
+        return {name: name for name in names if WITH not in name}
+    ending = with_adapter("", adapter)
+    return {name.removesuffix(ending): name for name in names if name.endswith(ending)}
+
+
+def load_token_losses(run: Run, adapter: str | None = None) -> dict[str, npt.NDArray[np.float32]]:
+    """Read `tokens.npz`: runtime -> NLL (negative log-likelihood) in nats, float32 [windows, context], NaN unscored;
+    with that adapter on.
+    """
+    held = {name: values for name, values in _load(run).items() if not name.endswith(KL)}
+    return {runtime: held[name] for runtime, name in of_adapter(held, adapter).items()}
 
 
 def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:

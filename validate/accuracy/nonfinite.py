@@ -19,7 +19,7 @@ from ...core.errors import InputError
 from ...core.run import Run
 from .compare import BASELINE, Outcome
 from .document import Accuracy, NotFinite
-from .perplexity import Evaluation
+from .perplexity import Evaluation, first_not_finite
 from .runtimes import FLOATS, float_model, load_float, open_reference
 
 
@@ -64,14 +64,6 @@ def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[]
             place = NotFinite(window=window, position=position, module=first.module, bf16=bf16_too(window))
             runtimes[name] = runtimes[name].model_copy(update={"not_finite": place})
     return found.accuracy.model_copy(update={"runtimes": runtimes})
-
-
-def first_not_finite(nll: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
-    """The first window, and the position in it, whose logits give no finite loss in `nll` though it was `scored`, both
-    [windows, context]: the position before the token.
-    """
-    where = np.argwhere(scored & ~np.isfinite(nll))
-    return (int(where[0, 0]), int(where[0, 1]) - 1) if len(where) else None
 
 
 @dataclass(frozen=True)

@@ -94,3 +94,11 @@ def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np
     scored[:, len(packing.prefix) :] = (places >= seen[:, None]) & ~of_prefix[places]
     scored[:, 0] = False  # it has no past
     return scored
+
+
+def first_not_finite(nll: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
+    """The first window, and the position in it, whose logits give no finite loss in `nll` though it was `scored`, both
+    [windows, context]: the position before the token.
+    """
+    where = np.argwhere(scored & ~np.isfinite(nll))
+    return (int(where[0, 0]), int(where[0, 1]) - 1) if len(where) else None

@@ -1,27 +1,20 @@
-"""The runtimes that can be asked for logits, each as a function of a batch of windows."""
+"""The runtimes that can be asked for logits, each as a function of a batch of windows; those that need torch."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ...calibrate.model.source import Source, load_model
-from ...core.errors import BackendError
 from ...core.files import reading
-from ...core.run import Run, graph_names
-from ...export.lint.check import sound_graph
-from ...options import ONE_TERM_ALONE, graph_runtime
-from ...quantize.reading.run_checkpoint import checkpoint_of
+from ...core.run import Run
+from ...options import ONE_TERM_ALONE
 from ...quantize.reference.fp8_model import Reference, load_reference
 from ...quantize.reference.linear import Mode
-from ...serve.local.generation import open_run_engine
-from ...serve.loop.sessions import SessionError, open_session
-from .as_served import served, session_start, torch_start
+from .as_served import served, torch_start
 from .compare import FLOAT32, Forward, Opener
-from .engine_logits import engine_logits
+from .session_logits import session_opener
 
 #: The runtime of the checkpoint's own type.
 ORIGINAL = "original"
@@ -72,41 +65,6 @@ def reference(
     return logits_of(loaded) if prompt is None else served(torch_start(loaded.model, loaded.new_cache), prompt)
 
 
-def session(run: Run, runtime: str, adapter: str | None = None, prompt: int | None = None) -> Forward:
-    """A graph of the run on ONNX Runtime, or its engine for this GPU on TensorRT or TensorRT-RTX (`onnxruntime-int8`:
-    that of another precision); each window is a separate prompt. `prompt`: as `openers` has it.
-
-    Raises InputError for a graph whose external data cannot be opened and an engine that is not there, BackendError
-    when the runtime is missing or refuses the graph.
-    """
-    name, precision = graph_runtime(runtime)
-    if name != "onnxruntime":
-        return engine_logits(open_run_engine(run, name, precision, adapter), prompt)
-    graph = graph_of(run, runtime, adapter)
-    sound_graph(graph)
-    try:
-        opened = open_session(graph.parent, name, graph.name)
-    except SessionError as error:
-        raise BackendError(str(error)) from error
-    if prompt is not None:
-        return served(session_start(opened), prompt)
-
-    def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
-        try:
-            logits, _ = opened.forward(ids, np.ones_like(ids), positions)
-        except Exception as error:  # its exceptions have no common class of their own
-            raise BackendError(f"{type(error).__name__}: {error}") from error
-        return torch.from_numpy(logits)
-
-    return forward
-
-
-def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
-    """The graph that ONNX Runtime runs under the name `runtime`, with that adapter on."""
-    return checkpoint_of(run, graph_runtime(runtime)[1]) / graph_names(adapter)[1]
-
-
 def openers(
     names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None,
     prompt: int | None = None,
@@ -129,9 +87,7 @@ def openers(
         elif name in ("reference", ONE_TERM_ALONE):
             made[name] = partial(reference, run, device, adapter, prompt, name == ONE_TERM_ALONE)
         else:
-            if name.startswith("onnxruntime"):
-                sound_graph(graph_of(run, name, adapter))
-            made[name] = partial(session, run, name, adapter, prompt)
+            made[name] = session_opener(name, run, adapter, prompt)
     return made
 
 

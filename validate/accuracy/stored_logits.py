@@ -7,16 +7,19 @@ memory. They are written in the type that they were computed in, and read a few 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ...core.files import replacing
+
+if TYPE_CHECKING:
+    import torch
 
 #: What the name of such a file ends in, behind the type of its rows.
 SUFFIX = ".logits"
 #: Takes rows [rows, vocabulary] as they come.
-Writer = Callable[[torch.Tensor], None]
+Writer = Callable[["torch.Tensor"], None]
 
 
 class StoredLogits:
@@ -37,10 +40,12 @@ class StoredLogits:
     @contextmanager
     def writing(self) -> Iterator[Writer]:
         """Write the rows; they are there when the block has ended well."""
+        import torch
+
         types = set[torch.dtype]()
         with replacing(self._folder / f"{self._name}{SUFFIX}") as partial, open(partial, "wb") as handle:
 
-            def write(rows: torch.Tensor) -> None:
+            def write(rows: "torch.Tensor") -> None:
                 types.add(rows.dtype)
                 rows.cpu().contiguous().view(torch.uint8).numpy().tofile(handle)
 
@@ -50,8 +55,10 @@ class StoredLogits:
             self._folder / f"{self._name}.{str(dtype).removeprefix('torch.')}{SUFFIX}"
         )
 
-    def read(self, start: int, stop: int) -> torch.Tensor:
+    def read(self, start: int, stop: int) -> "torch.Tensor":
         """Rows `start` to `stop` [rows, vocabulary], in their own type."""
+        import torch
+
         path = self._path
         assert path is not None, f"{self._name}: its logits were not written"
         dtype = getattr(torch, path.name.removesuffix(SUFFIX).rpartition(".")[2])

@@ -14,7 +14,7 @@ since a server that is sent a prompt which ends there computes the same. A runti
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from ...core.errors import InputError
 from ...core.files import reading, replacing
 from ...core.run import Run
-from .document import load_token_losses
+from .document import load_token_losses, of_adapter
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ TOP, MOST_TOKENS, MOST_OF_WINDOW = 32, 4096, 256
 #: The arrays of the text in the file; those of a runtime are called `<runtime>.<field>`.
 TEXT = ("windows", "ids", "kept")
 FIELDS = ("tokens", "logprobs", "rest")
+AGAIN = "restore it, or run `fp8q validate` again"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class TopLogits:
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     rest: npt.NDArray[np.float32]
+
+    def at(self, rows: "npt.NDArray[np.int64] | slice") -> "TopLogits":
+        """Those at some of the positions."""
+        return TopLogits(self.tokens[rows], self.logprobs[rows], self.rest[rows])
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,19 @@ def top_of(logits: "torch.Tensor") -> TopLogits:
     return TopLogits(tokens.int().cpu().numpy(), best.cpu().numpy(), rest.cpu().numpy())
 
 
+def top_of_array(log_q: npt.NDArray[np.float32]) -> TopLogits:
+    """The likeliest tokens of log-probabilities `log_q` float32 [positions, vocabulary], with NumPy alone."""
+    count = min(TOP, log_q.shape[1])
+    tokens = np.argpartition(-log_q, count - 1, axis=1)[:, :count]
+    order = np.argsort(-np.take_along_axis(log_q, tokens, axis=1), axis=1, kind="stable")
+    tokens = np.take_along_axis(tokens, order, axis=1)
+    others = np.exp(log_q, dtype=np.float64)
+    np.put_along_axis(others, tokens, 0.0, axis=1)
+    with np.errstate(divide="ignore"):  # where all tokens are kept
+        rest = np.log(others.sum(axis=1))
+    return TopLogits(tokens.astype(np.int32), np.take_along_axis(log_q, tokens, axis=1), rest.astype(np.float32))
+
+
 def joined_top(parts: "list[TopLogits]") -> TopLogits:
     """The positions of all `parts`."""
     return TopLogits(*(np.concatenate([getattr(part, field) for part in parts]) for field in FIELDS))
@@ -108,34 +126,42 @@ def save_top_logits(run: Run, evaluation: "Evaluation", found: Mapping[str, TopL
     arrays: dict[str, npt.NDArray[np.generic]] = {
         "windows": windows, "ids": evaluation.ids[windows].astype(np.int32), "kept": kept[windows],
     }  # fmt: skip
-    for name, top in found.items():
-        arrays |= {f"{name}.{field}": getattr(top, field) for field in FIELDS}
     with replacing(run.top_logits) as partial, open(partial, "wb") as handle:
-        np.savez(handle, allow_pickle=False, **arrays)
+        np.savez(handle, allow_pickle=False, **arrays, **arrays_of(found))
     return run.top_logits
 
 
-def load_top_logits(run: Run) -> KeptTokens:
-    """Read `top_logits.npz`, and the losses of its tokens from `tokens.npz`.
+def arrays_of(found: Mapping[str, TopLogits]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of runtimes in `top_logits.npz`."""
+    return {f"{name}.{field}": getattr(top, field) for name, top in found.items() for field in FIELDS}
 
-    Raises InputError where they are missing, as in runs of older versions, or malformed.
-    """
-    path, again = run.require(run.top_logits, "validate"), "restore it, or run `fp8q validate` again"
+
+def load_top_arrays(run: Run) -> dict[str, npt.NDArray[Any]]:
+    """Read all arrays of `top_logits.npz`, by their names in the file; raises InputError as `load_top_logits` does."""
+    path = run.require(run.top_logits, "validate")
     with (
-        reading(path, "likeliest tokens", again),
+        reading(path, "likeliest tokens", AGAIN),
         open(path, "rb") as handle,
         np.load(handle, allow_pickle=False) as arrays,
     ):
-        held = {name: arrays[name] for name in arrays.files}
-    names = [name.removesuffix(".tokens") for name in held if name.endswith(".tokens")]
-    losses = load_token_losses(run)
+        return {name: arrays[name] for name in arrays.files}
+
+
+def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
+    """Read `top_logits.npz`, and the losses of its tokens from `tokens.npz`; those with that adapter on.
+
+    Raises InputError where they are missing, as in runs of older versions, or malformed.
+    """
+    held, path = load_top_arrays(run), run.top_logits
+    names = of_adapter([name.removesuffix(".tokens") for name in held if name.endswith(".tokens")], adapter)
+    losses = load_token_losses(run, adapter)
     try:
         windows, ids, kept = (held[name] for name in TEXT)
-        runtimes = {name: TopLogits(*(held[f"{name}.{field}"] for field in FIELDS)) for name in names}
+        runtimes = {name: TopLogits(*(held[f"{own}.{field}"] for field in FIELDS)) for name, own in names.items()}
         nll = {name: losses[name][windows][kept] for name in names}
         sizes = {len(each.rest) for each in runtimes.values()}
     except (KeyError, IndexError, ValueError) as error:
-        raise InputError(f"{path}: lacks a part ({type(error).__name__}: {error}); {again}") from None
+        raise InputError(f"{path}: lacks a part ({type(error).__name__}: {error}); {AGAIN}") from None
     if not names or sizes != {int(kept.sum())}:
-        raise InputError(f"{path}: has {sizes or 'no'} rows of likeliest tokens for {int(kept.sum())}; {again}")
+        raise InputError(f"{path}: has {sizes or 'no'} rows of likeliest tokens for {int(kept.sum())}; {AGAIN}")
     return KeptTokens(windows.astype(np.int64), ids.astype(np.int64), kept, runtimes, nll)

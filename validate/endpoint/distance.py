@@ -1,9 +1,6 @@
 """Distances between two sets of likeliest tokens: a KL that is never more than the whole one, and flips.
 
-Both sides know only their likeliest tokens. Those that both know and one rest, the sum of all others, are a coarser
-partition of the vocabulary, and the KL over a coarser partition is at most the whole KL (data processing). What is lost
-lies within the rest, whose probability says how much that can matter. Rests under `LEAST_REST` count as that: a rest is
-a difference of single-precision numbers near one.
+Both sides know only their likeliest tokens, so KL is over those that both know and one rest (`top_divergence`).
 
 Two of the run's own runtimes are compared by the same sums, so a server's distance stands beside theirs.
 """
@@ -14,14 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..accuracy.top_logits import KeptTokens, TopLogits
+from ..accuracy.top_divergence import Values, coarse_kl
+from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens
 
-#: The least probability that a rest is given.
-LEAST_REST = 1e-6
 #: Log-probabilities of the run's own runtimes that are taken for a server's.
 SERVED = 20
-Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -41,27 +36,11 @@ class Distances:
         return self.kl if with_logprobs else self.flips
 
 
-def coarse_kl(top: TopLogits, answers: LikelyTokens) -> tuple[Values, Values]:
-    """KL(top || answers) in nats at the rows of `answers`, over the tokens that both have and one rest, and the
-    probability of that rest: float64 [n] each.
-    """
-    rows = answers.rows
-    tokens, own = top.tokens[rows], top.logprobs[rows].astype(np.float64)
-    same = (answers.tokens[:, :, None] == tokens[:, None, :]) & np.isfinite(answers.logprobs)[:, :, None]
-    common = same.any(axis=1)
-    theirs = np.where(common, np.take_along_axis(np.nan_to_num(answers.logprobs), same.argmax(axis=1), axis=1), 0.0)
-    p, q = np.where(common, np.exp(own), 0.0), np.where(common, np.exp(theirs), 0.0)
-    rest = np.exp(top.rest[rows].astype(np.float64)) + np.where(common, 0.0, np.exp(own)).sum(axis=1)
-    p_rest, q_rest = np.maximum(rest, LEAST_REST), np.maximum(1 - q.sum(axis=1), LEAST_REST)
-    kl = (p * np.where(common, own - theirs, 0.0)).sum(axis=1) + p_rest * np.log(p_rest / q_rest)
-    return np.maximum(kl, 0.0), rest
-
-
 def distances(kept: KeptTokens, answers: LikelyTokens) -> dict[str, Distances]:
     """The distances of `answers` from every runtime of `kept`."""
     found = {}
     for name, top in kept.runtimes.items():
-        kl, rest = coarse_kl(top, answers)
+        kl, rest = coarse_kl(top.at(answers.rows), answers.tokens, answers.logprobs)
         known = np.isfinite(answers.logprobs).any(axis=1)
         first = answers.tokens[:, 0]
         found[name] = Distances(

@@ -6,16 +6,9 @@ from pydantic import Field
 
 from ...core.columns import Column, Table, nats, share, text_column
 from ...core.files import Strict
+from ..accuracy.document import Estimate
 
 Verdict = Literal["validated", "undecided", "other-arithmetic", "other-model", "other-prompt"]
-
-
-class Estimate(Strict):
-    """A mean over positions, and its interval of 95 % over windows."""
-
-    mean: float
-    low: float
-    high: float
 
 
 class RuntimeDistance(Strict):

@@ -30,10 +30,12 @@ import numpy.typing as npt
 
 from ...options import NOT_SERVED, ONE_TERM_ALONE
 from ..accuracy.bootstrap import Bootstrap, MeanInterval
+from ..accuracy.document import Estimate
+from ..accuracy.top_divergence import Values
 from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens
-from .distance import Distances, Values, distances, own_distances
-from .document import Estimate, RuntimeDistance, Verdict
+from .distance import Distances, distances, own_distances
+from .document import RuntimeDistance, Verdict
 
 #: See above. `MANY_FLIPS`: of positions.
 TOLERANCE, DIRECTION, FAR, MANY_FLIPS = 0.15, 0.25, 10.0, 0.1

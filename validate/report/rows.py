@@ -20,6 +20,7 @@ from ...quantize.scales.decisions import GRIDS, INHERITED, TensorScale, WeightSc
 from ..accuracy.document import load_accuracy, load_token_losses
 from ..advice.findings import converged_after, outlier_channels
 from .curves import increase_interval, paired
+from .stored_numbers import stored_numbers
 
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
@@ -118,7 +119,8 @@ class AccuracyRow:
 
     Shares are fractions. `windows`: how many the interval is of, None in BF16's own row; where they are too few there
     is no interval. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums in
-    FP32.
+    FP32. `kl_least_nats`: where BF16 ran elsewhere, what KL is at least by what the run keeps of it, which `stored`
+    describes.
     """
 
     runtime: str
@@ -135,10 +137,12 @@ class AccuracyRow:
     kl_fp32_nats: float | None = None
     tokens: int | None = None
     kl_sums_nats: float | None = None
+    kl_least_nats: float | None = None
+    stored: str | None = None
 
 
 #: What a row has of `accuracy.json`.
-NUMBERS = {field.name for field in fields(AccuracyRow)}
+NUMBERS = {field.name for field in fields(AccuracyRow)} - {"stored"}
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,7 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
         if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
             low, high = increase_interval(nll["bf16"], nll[name])
             windows = len(paired(nll["bf16"], nll[name]))
-        numbers = found.model_dump(include=NUMBERS)
+        numbers = found.model_dump(include=NUMBERS) | stored_numbers(found)
         rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
     return sorted(rows, key=lambda row: row.runtime != "bf16")
 
@@ -324,7 +328,7 @@ def adapter_rows(run: Run) -> list[AccuracyRow]:
     if not wrote(run, run.accuracy, "validate"):
         return []
     return [
-        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS))
+        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS) | stored_numbers(found))
         for what, beside in load_accuracy(run).each()[1:]
         for name, found in beside.runtimes.items()
     ]

@@ -154,10 +154,11 @@ def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[Accu
         number_column("KL from FP32", nats, "kl_fp32_nats"),
         number_column("KL of the sums", nats, "kl_sums_nats"),
         number_column("sampled tokens", count, "tokens"),
+        number_column("KL at least", nats, "kl_least_nats"),
     )
     short = dict[str, list[str]]()
     for row in rows:
-        if why := too_short(row):
+        for why in filter(None, (too_short(row), row.stored)):
             short.setdefault(why, []).append(row.runtime)
     note = ". ".join(f"{', '.join(names)}: {why}" for why, names in short.items())
     return Table("Accuracy", rows, columns, "Not evaluated yet: run `fp8q validate RUN`.", note)

@@ -19,7 +19,7 @@ from fp8q.export.engine.build import build_engines
 from fp8q.export.lint.check import lint_file, sound_graph
 from fp8q.options import EngineOptions
 from fp8q.serve.triton.repository import external_data
-from fp8q.validate.accuracy.runtimes import session
+from fp8q.validate.accuracy.session_logits import session
 
 MISSING = "F402 external-missing: s: its file"
 COPY = "(tensors in it: 1); copy the graph's whole directory again"

@@ -16,7 +16,7 @@ from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import SessionError
 from fp8q.serve.loop.text import Vocabulary
-from fp8q.validate.accuracy.engine_logits import engine_logits
+from fp8q.validate.accuracy.session_logits import engine_logits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def test_windows_in_chunks_over_the_cache_have_the_logits_of_whole_ones(
     session = open_engine(counting, runtime)
     session.pace = type(session.pace)(chunk=24, share=24)
     ids = np.random.default_rng(0).integers(0, 15, (7, 100))
-    found = engine_logits(session)(ids).numpy()
+    found = engine_logits(session)(ids)
     assert found.shape == (7, 100, 16)
     assert np.array_equal(found, logits_at_once(counting, ids))
     assert held_beside_contexts(gpu, session) == set()
@@ -72,7 +72,7 @@ def test_windows_as_served_have_the_logits_of_whole_ones_behind_the_prompt(
 ) -> None:
     ids = np.random.default_rng(1).integers(0, 15, (6, 40))
     session = open_engine(counting, runtime)
-    found = engine_logits(session, 30)(ids).numpy()
+    found = engine_logits(session, 30)(ids)
     assert np.array_equal(found[:, 29:], logits_at_once(counting, ids)[:, 29:39])
     assert not found[:, :29].any()
     assert held_beside_contexts(gpu, session) == set()

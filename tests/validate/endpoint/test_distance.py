@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.validate.accuracy.bootstrap import Bootstrap
+from fp8q.validate.accuracy.top_divergence import coarse_kl
 from fp8q.validate.accuracy.top_logits import TopLogits
 from fp8q.validate.endpoint.answers import NO_TOKEN, LikelyTokens
-from fp8q.validate.endpoint.distance import coarse_kl
 
 
 def top(shares: np.ndarray, count: int) -> TopLogits:
@@ -23,6 +23,10 @@ def top(shares: np.ndarray, count: int) -> TopLogits:
     )  # fmt: skip
 
 
+def kl_of(known: TopLogits, answer: LikelyTokens) -> tuple[np.ndarray, np.ndarray]:
+    return coarse_kl(known.at(answer.rows), answer.tokens, answer.logprobs)
+
+
 def answered(shares: np.ndarray, count: int) -> LikelyTokens:
     order = np.argsort(-shares)[:count]
     nothing = np.array([np.nan])
@@ -32,7 +36,7 @@ def answered(shares: np.ndarray, count: int) -> LikelyTokens:
 def test_the_sum_is_over_common_tokens_and_one_rest() -> None:
     """p knows 0, 1, 2 and q knows 0, 1, 3: common are 0 and 1, and the rests 3/16 and 1/4."""
     p, q = np.array([1 / 2, 5 / 16, 1 / 8, 1 / 16]), np.array([1 / 4, 1 / 2, 1 / 16, 3 / 16])
-    kl, rest = coarse_kl(top(p, 3), answered(q, 3))
+    kl, rest = kl_of(top(p, 3), answered(q, 3))
     expected = 1 / 2 * np.log(2) + 5 / 16 * np.log((5 / 16) / (1 / 2)) + 3 / 16 * np.log((3 / 16) / (1 / 4))
     assert kl[0] == pytest.approx(expected, rel=1e-5)
     assert rest[0] == pytest.approx(3 / 16, rel=1e-5)
@@ -43,14 +47,14 @@ def test_it_is_never_more_than_the_whole_and_the_whole_where_all_is_known(seed: 
     random = np.random.default_rng(seed)
     p, q = random.dirichlet(np.full(12, 0.5), 2) * 0.99 + 0.01 / 12
     whole = float((p * np.log(p / q)).sum())
-    assert coarse_kl(top(p, ours), answered(q, theirs))[0][0] <= whole + 1e-5
-    assert coarse_kl(top(p, 12), answered(q, 12))[0][0] == pytest.approx(whole, abs=1e-5)
+    assert kl_of(top(p, ours), answered(q, theirs))[0][0] <= whole + 1e-5
+    assert kl_of(top(p, 12), answered(q, 12))[0][0] == pytest.approx(whole, abs=1e-5)
 
 
 def test_what_is_no_token_is_part_of_the_rest() -> None:
     p = np.array([1 / 2, 1 / 4, 1 / 4])
     answer = LikelyTokens(np.array([0]), np.array([[0, NO_TOKEN]]), np.log([[1 / 2, 1 / 4]]), np.array([np.nan]), 0, 0)
-    kl, rest = coarse_kl(top(p, 2), answer)
+    kl, rest = kl_of(top(p, 2), answer)
     assert kl[0] == pytest.approx(0, abs=1e-6)
     assert rest[0] == pytest.approx(1 / 2, rel=1e-5)
 

@@ -1,0 +1,74 @@
+"""KL over the likeliest tokens of a runtime and one rest: what it is at least, and at most.
+
+Of p only the likeliest tokens are kept, and the probability of all others together. Those and one rest are a coarser
+partition of the vocabulary, and the KL over a coarser partition is at most the whole KL (data processing). What is lost
+lies within the rest, whose probability says how much that can matter. Rests under `LEAST_REST` count as that: a rest is
+a difference of single-precision numbers near one.
+
+Where q is known whole there is a bound from above too. Within the rest KL is a convex function of p, whose values are
+at most that of the last token that is kept, so it is largest where p has that value at the tokens that q finds least
+likely, and nothing elsewhere. No model is so, and this bound is far above the KL: it tells what the file excludes, not
+what to expect (docs/validate.md has both, measured).
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from .top_logits import TopLogits
+
+#: The least probability that a rest is given.
+LEAST_REST = 1e-6
+Values = npt.NDArray[np.float64]
+
+
+def coarse_kl(top: TopLogits, tokens: npt.NDArray[np.int64], logprobs: Values) -> tuple[Values, Values]:
+    """KL(top || answers) in nats of each position of `top`, over the tokens that both have and one rest, and the
+    probability of that rest: float64 [n] each.
+
+    `tokens` int64 [n, k], `logprobs` float64 [n, k]: the answers' tokens and their log-probabilities, NaN where
+    unknown.
+    """
+    own = top.logprobs.astype(np.float64)
+    same = (tokens[:, :, None] == top.tokens[:, None, :]) & np.isfinite(logprobs)[:, :, None]
+    common = same.any(axis=1)
+    theirs = np.where(common, np.take_along_axis(np.nan_to_num(logprobs), same.argmax(axis=1), axis=1), 0.0)
+    p, q = np.where(common, np.exp(own), 0.0), np.where(common, np.exp(theirs), 0.0)
+    rest = np.exp(top.rest.astype(np.float64)) + np.where(common, 0.0, np.exp(own)).sum(axis=1)
+    p_rest, q_rest = np.maximum(rest, LEAST_REST), np.maximum(1 - q.sum(axis=1), LEAST_REST)
+    kl = (p * np.where(common, own - theirs, 0.0)).sum(axis=1) + p_rest * np.log(p_rest / q_rest)
+    return np.maximum(kl, 0.0), rest
+
+
+def bounded_kl(top: TopLogits, log_q: npt.NDArray[np.float32]) -> tuple[Values, Values, Values]:
+    """KL(top || q) in nats of each position of `top`: what it is at least and at most, and the probability of all
+    tokens but those of `top`; float64 [n] each.
+
+    `log_q` float32 [n, vocabulary]: the log-probabilities of all tokens.
+    """
+    tokens = top.tokens.astype(np.int64)
+    theirs = np.take_along_axis(log_q, tokens, axis=1).astype(np.float64)
+    least, rest = coarse_kl(top, tokens, theirs)
+    own = top.logprobs.astype(np.float64)
+    most = (np.exp(own) * (own - theirs)).sum(axis=1) + largest_rest(own[:, -1], rest, log_q, tokens)
+    return least, np.maximum(least, most), rest
+
+
+def largest_rest(cap: Values, rest: Values, log_q: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64]) -> Values:
+    """Σ p (log p - log q) over all tokens but `tokens` int64 [n, k], at most: where p is at most exp(`cap`) and its sum
+    `rest`, both float64 [n].
+    """
+    others = log_q.astype(np.float64)
+    np.put_along_axis(others, tokens, np.inf, axis=1)
+    count = others.shape[1] - tokens.shape[1]
+    if not count:
+        return np.zeros(len(rest))
+    whole = np.minimum(np.floor(rest / np.exp(cap)), count).astype(np.int64)
+    needed = min(int(whole.max(initial=0)) + 1, count)
+    least = np.sort(np.partition(others, needed - 1, axis=1)[:, :needed], axis=1)
+    below = np.concatenate([np.zeros((len(least), 1)), np.cumsum(least, axis=1)], axis=1)
+    full = np.take_along_axis(below, whole[:, None], axis=1)[:, 0]
+    part = np.maximum(rest - whole * np.exp(cap), 0.0)
+    last = np.take_along_axis(least, np.minimum(whole, needed - 1)[:, None], axis=1)[:, 0]
+    entropy = np.where(part > 0, part * np.log(np.where(part > 0, part, 1.0)), 0.0)
+    most: Values = whole * np.exp(cap) * cap - np.exp(cap) * full + entropy - part * last
+    return most
