@@ -18,8 +18,10 @@ from ..validate.advice.certificate import record_table, text_table
 from ..validate.advice.expert_coverage import expert_table
 from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
+from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows
 from ..validate.report.prompt_distance import distance_rows, distance_table
-from ..validate.report.rows import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
+from ..validate.report.rows import engine_rows, module_rows, stage_rows
+from ..validate.report.size_rows import size_rows
 from ..validate.report.tables import (
     accuracy_table,
     against_table,

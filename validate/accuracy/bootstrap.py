@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 #: What share of such intervals should hold the truth, and how often windows are drawn.
 CONFIDENCE, DRAWS = 0.95, 2000
+#: Windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s √((n - 1) / n),
+#: s by Student's t with n - 1 degrees of freedom, and holds the truth in 81 % of cases at n = 4, in 90 % at ten.
+LEAST_WINDOWS = 10
 
 
 class MeanInterval(NamedTuple):
@@ -43,3 +46,27 @@ class Bootstrap:
         tail = (1 - CONFIDENCE) / 2
         low, high = np.quantile((self._drawn @ sums) / np.maximum(self._drawn @ counts, 1), [tail, 1 - tail])
         return MeanInterval(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def paired(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+    """The windows in which both have a scored token."""
+    return np.flatnonzero((~np.isnan(base) & ~np.isnan(other)).any(axis=1))
+
+
+def increase_interval(
+    base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]
+) -> tuple[float | None, float | None]:
+    """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows,
+    context], nats, NaN: not scored.
+
+    The pairing removes the difficulty of a text, which varies a hundred times more than FP8 adds.
+    None below `LEAST_WINDOWS` windows that both have.
+    """
+    windows = paired(base, other)
+    if len(windows) < LEAST_WINDOWS:
+        return None, None
+    base, other = base[windows], other[windows]
+    scored = ~np.isnan(base) & ~np.isnan(other)
+    bootstrap = Bootstrap(np.nonzero(scored)[0])
+    _, low, high = bootstrap.interval(other[scored].astype(np.float64) - base[scored])
+    return float(np.expm1(low)), float(np.expm1(high))

@@ -30,8 +30,10 @@ from ..advice.certificate import Certificate
 from ..advice.expert_coverage import expert_rows, expert_table
 from . import curves, prompt_distance, run_comparison, tables, token_frequency
 from . import rows as run_rows
+from .accuracy_rows import AccuracyRow, accuracy_rows, adapter_rows
 from .notebook import execute
-from .rows import AccuracyRow, EngineRow, ModuleRow
+from .rows import EngineRow, ModuleRow
+from .size_rows import size_rows
 from .verdict import Standing, Verdict, next_steps, step_table, verdict
 
 if TYPE_CHECKING:
@@ -90,12 +92,12 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
     found, statistics = report_verdict(run), load_statistics(run)
     return {
         "next": step_table(next_steps(found, standing(run))),
-        "accuracy": tables.accuracy_table([*run_rows.accuracy_rows(run), *run_rows.adapter_rows(run)]),
+        "accuracy": tables.accuracy_table([*accuracy_rows(run), *adapter_rows(run)]),
         "distance": prompt_distance.distance_table(prompt_distance.distance_rows(run)),
         "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
         "loss": replace(tables.loss_table(losses_by_tensor(run)[:WORST]), missing=NOT_LOCATED),
-        "sizes": tables.size_table(run_rows.size_rows(run)),
+        "sizes": tables.size_table(size_rows(run)),
         "engines": tables.engine_table(run_rows.engine_rows(run)),
         "modules": tables.module_table(modules),
         "kept": tables.kept_table(modules),
@@ -136,7 +138,7 @@ def report_plots(run: Run) -> "dict[str, Plot]":
     if run_rows.wrote(run, run.tokens, "validate"):
         if kl := load_divergences(run):
             drawn["divergence"] = loss_plots.divergence_plot(kl)
-        sampled = {row.runtime for row in run_rows.accuracy_rows(run) if row.tokens is not None}
+        sampled = {row.runtime for row in accuracy_rows(run) if row.tokens is not None}
         nll = {name: values for name, values in load_token_losses(run).items() if name not in sampled}
         drawn["positions"] = plots.position_plot(nll)
     return drawn
@@ -144,7 +146,7 @@ def report_plots(run: Run) -> "dict[str, Plot]":
 
 def report_verdict(run: Run) -> Verdict:
     """Is the model of `run` still the same?"""
-    return verdict(run_rows.accuracy_rows(run))
+    return verdict(accuracy_rows(run))
 
 
 def report_continuations(run: Run) -> Continuations:

@@ -12,9 +12,11 @@ from pathlib import Path
 from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
 from ...core.run import Run
 from ...quantize.scales.decisions import NO_TERM, ONE_TERM, Scales, load_scales
+from ..accuracy.bootstrap import increase_interval
 from ..accuracy.document import load_accuracy, load_token_losses
-from .curves import increase_interval
-from .rows import SizeRow, accuracy_rows, size_rows, wrote
+from .accuracy_rows import accuracy_rows
+from .rows import wrote
+from .size_rows import SizeRow, size_rows
 from .tables import interval
 from .verdict import verdict
 

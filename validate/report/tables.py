@@ -19,9 +19,11 @@ from ...core.columns import (
     text_column,
 )
 from ...export.engine.info import first_few
+from ..accuracy.bootstrap import LEAST_WINDOWS
 from ..advice.findings import AgainstRow, DelayedRow, Outlier
-from .curves import LEAST_WINDOWS
-from .rows import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
+from .accuracy_rows import AccuracyRow
+from .rows import PRECISIONS, EngineRow, FactRow, ModuleRow, StageRow
+from .size_rows import SizeRow
 
 if TYPE_CHECKING:
     from ..sensitivity.document import Loss

@@ -22,7 +22,7 @@ from typing import Literal
 
 from ...core.columns import Column, Table, nats
 from ...options import NOT_SERVED
-from .rows import AccuracyRow
+from .accuracy_rows import AccuracyRow
 from .tables import interval, too_short
 
 Kind = Literal["same", "noise", "better", "worse", "unknown", "broken"]

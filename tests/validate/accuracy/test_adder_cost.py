@@ -11,12 +11,12 @@ from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
 from fp8q.stages.validate import check_accumulator, check_increase
 from fp8q.validate.accuracy.adder_cost import cost, products_a_token, sample
+from fp8q.validate.accuracy.bootstrap import increase_interval
 from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
-from fp8q.validate.report.curves import increase_interval
+from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
 from fp8q.validate.report.report import report_plots, summary_sentences
-from fp8q.validate.report.rows import AccuracyRow, accuracy_rows
 from fp8q.validate.report.tables import accuracy_table
 
 EVALUATION = cut(np.arange(40, dtype=np.int64) % 4, "text", 4, 4)  # ten windows, 39 - 9 = 30 tokens scored

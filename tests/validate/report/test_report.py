@@ -20,8 +20,10 @@ from fp8q.core.run import Run
 from fp8q.quantize.codes.formats import E4M3, E5M2
 from fp8q.quantize.scales.clip import scale_of, sqnr_db
 from fp8q.quantize.scales.decisions import Scales, Skipped
+from fp8q.validate.accuracy import bootstrap
 from fp8q.validate.report import curves, plots, report, tables
-from fp8q.validate.report.rows import AccuracyRow, EngineRow, ModuleRow, module_rows
+from fp8q.validate.report.accuracy_rows import AccuracyRow
+from fp8q.validate.report.rows import EngineRow, ModuleRow, module_rows
 from fp8q.validate.report.verdict import verdict
 
 VOID = {"meta", "wbr", "path", "rect", "use", "br"}
@@ -335,9 +337,9 @@ def test_a_curve_along_the_window_averages_windows_and_leaves_out_what_was_not_s
 
 def test_the_interval_of_the_increase_is_that_of_drawing_windows_again() -> None:
     base = np.array([[np.nan, 2, 2], [np.nan, 1, 3]] * 5, np.float32)
-    same = curves.increase_interval(base, base + np.float32(0.25))
+    same = bootstrap.increase_interval(base, base + np.float32(0.25))
     assert same == pytest.approx((np.expm1(0.25), np.expm1(0.25)))
-    assert curves.increase_interval(base[:9], base[:9]) == (None, None)
+    assert bootstrap.increase_interval(base[:9], base[:9]) == (None, None)
 
 
 def quantile_of_halves(draws: int, share: float) -> int:
@@ -354,7 +356,7 @@ def test_the_interval_holds_95_in_100_and_not_90() -> None:
     """Half of 400 windows lose 0.1 nats a token and half lose none: what is drawn again is a number of coins."""
     base = np.zeros((400, 3), np.float32)
     other = base + np.where(np.arange(400) % 2, np.float32(0.1), np.float32(0))[:, None]
-    low, high = curves.increase_interval(base, other)
+    low, high = bootstrap.increase_interval(base, other)
     assert low is not None
     assert high is not None
     found = [400 * math.log1p(end) / 0.1 for end in (low, high)]

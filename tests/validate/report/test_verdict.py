@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8q.validate.report.rows import AccuracyRow
+from fp8q.validate.report.accuracy_rows import AccuracyRow
 from fp8q.validate.report.verdict import NextStep, Standing, Verdict, budget, next_steps, verdict
 
 BF16 = AccuracyRow("bf16", 10.0, 2.3)
