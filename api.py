@@ -71,12 +71,11 @@ if TYPE_CHECKING:
     from .export.engine.info import EngineInfo
     from .serve.web.server import Server
     from .validate.accuracy.continuations import Continuations
-    from .validate.accuracy.document import Accuracy
+    from .validate.accuracy.document import Accuracy, Verdict
     from .validate.advice.checkup import Checkup
     from .validate.bench.document import Bench
     from .validate.endpoint.document import ModelComparison
     from .validate.report.plots import Plot
-    from .validate.report.verdict import Verdict
     from .validate.sensitivity.document import Sensitivity
     from .validate.tuning.document import Tuning
 
@@ -384,8 +383,8 @@ def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[
 
 
 def report_verdict(path: Path) -> "Verdict":
-    """The verdict on whether the model of the run at `path` is still the same; a notebook displays it."""
-    from .validate.report.report import report_verdict
+    """The verdict on whether the model of the run at `path` is good enough in FP8; a notebook displays it."""
+    from .validate.report.verdict import report_verdict
 
     return report_verdict(open_run(path))
 
@@ -401,7 +400,7 @@ def report_continuations(path: Path) -> "Continuations":
 
 def report_plots(path: Path) -> "dict[str, Plot]":
     """The report's plots of the run at `path`; a notebook displays each."""
-    from .validate.report.report import report_plots
+    from .validate.report.drawings import report_plots
 
     return report_plots(open_run(path))
 

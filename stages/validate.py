@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.files import write_document
 from ..core.run import Run
 from ..options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
 from ..quantize.scales.decisions import load_scales
@@ -34,7 +35,8 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses
     more than `options.max_ppl_increase`.
     """
-    from ..validate.accuracy.document import load_accuracy, save_accuracy
+    from ..validate.accuracy.decision import decide
+    from ..validate.accuracy.document import save_accuracy
     from ..validate.accuracy.top_logits import save_top_logits
 
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
@@ -56,17 +58,33 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             adapters, failed = _with_adapters(run, tokens, options, folder, notes)
             found.failed.update(failed)
             explained = _explained(run, tokens, found).model_copy(update={"adapters": adapters or None})
+            judged = decide(explained, found.nll, options.max_ppl_increase)
+            explained = explained.model_copy(update={"verdict": judged})
             log.outputs += save_accuracy(run, explained, found.nll, found.kl)
             log.outputs.append(save_top_logits(run, tokens, found.top))
             _tell_card(run, explained)
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found)
-    accuracy = load_accuracy(run)
+    accuracy = judge_again(run, options.max_ppl_increase)
     for what, each in accuracy.each():
         check_numbers(each, what)
-        check_increase(each, options.max_ppl_increase, what)
+    check_increase(run, accuracy, options.max_ppl_increase)
     return accuracy
+
+
+def judge_again(run: Run, limit: float | None) -> "Accuracy":
+    """Return the run's accuracy with the verdict by `limit`, which is written where it was by another."""
+    from ..validate.accuracy.decision import decide
+    from ..validate.accuracy.document import load_accuracy, load_token_losses
+
+    accuracy = load_accuracy(run)
+    judged = accuracy.model_copy(update={"verdict": decide(accuracy, load_token_losses(run), limit)})
+    if judged.verdict != accuracy.verdict:
+        with run.amending(VALIDATE.name, run.accuracy):
+            write_document(run.accuracy, judged)
+        _tell_card(run, judged)
+    return judged
 
 
 def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:
@@ -77,6 +95,7 @@ def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation")
         runtimes=options.chosen,
         context=protocol.context,
         stride=protocol.stride,
+        max_tokens=None if protocol.of_tokens is None else protocol.tokens,
         accumulator_windows=options.accumulator_windows if options.accumulator else ValidateOptions.accumulator_windows,
     )
     facts = ValidateFacts(prefix=protocol.prefix, overlap=protocol.overlap)
@@ -185,36 +204,48 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
     numbers.
     """
     from ..validate.accuracy.as_served import by_distance
-    from ..validate.accuracy.compare import BASELINE
+    from ..validate.accuracy.bootstrap import increase_halves
+    from ..validate.accuracy.compare import BASELINE, FLOAT32
     from ..validate.accuracy.nonfinite import blamed
+    from ..validate.report.position_buckets import by_position
     from ..validate.report.token_frequency import by_frequency
 
     accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
     calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
-    runtimes = {
-        name: runtime.model_copy(
-            update={
-                "by_frequency": None
-                if runtime.sampled
-                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base),
-                "by_distance": by_distance(tokens, found.nll[name], found.kl.get(name)),
+    fp32 = accuracy.runtimes.get(FLOAT32)
+    runtimes = {}
+    for name, runtime in accuracy.runtimes.items():
+        nll, kl, before = found.nll[name], found.kl.get(name), None if name == BASELINE else base
+        parts: dict[str, object] = {"by_distance": by_distance(tokens, nll, kl)}
+        if not runtime.sampled:
+            parts |= {
+                "by_frequency": by_frequency(tokens, calibration, nll, before),
+                "by_position": by_position(nll, before, kl),
+                "increase_halves": None if before is None else increase_halves(before, nll),
             }
-        )
-        for name, runtime in accuracy.runtimes.items()
-    }
-    return accuracy.model_copy(update={"runtimes": runtimes})
+            if fp32 and name != FLOAT32:
+                parts["perplexity_over_fp32"] = runtime.perplexity / fp32.perplexity - 1
+        runtimes[name] = runtime.model_copy(update=parts)
+    return accuracy.model_copy(update={"runtimes": runtimes, "positions": positions(run)})
 
 
 def _tell_card(run: Run, accuracy: "Accuracy") -> None:
-    """Write into the model card what one term costs, where that was measured.
+    """Write the verdict into the model card, and what one term costs, where that was measured.
 
     A card that is an output in the record, as those of earlier versions are, stays as it is.
     """
-    from ..quantize.checkpoint.model_card import markdown_text, state_one_term_cost
+    from ..quantize.checkpoint.model_card import ACCURACY_MARK, COST_MARKS, markdown_text, state_paragraph
+    from ..validate.accuracy.decision import noise_floor
 
-    recorded = run.record().stages["quantize"].outputs
-    if (cost := accuracy.one_term_cost) and str(run.card.relative_to(run.root)) not in recorded:
-        state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
+    if str(run.card.relative_to(run.root)) in run.record().stages["quantize"].outputs:
+        return
+    told = markdown_text(accuracy.protocol.told)
+    if verdict := accuracy.verdict:
+        said = markdown_text(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
+        decision = f"**{markdown_text(verdict.sentence)}.** {said}"
+        state_paragraph(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {told}.")
+    if cost := accuracy.one_term_cost:
+        state_paragraph(run.card, COST_MARKS[0], f"{cost} (`fp8q validate`: {told}).")
 
 
 def unfinished(found: "Outcome") -> UnfinishedError:
@@ -271,25 +302,20 @@ def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
         raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
 
 
-def check_increase(accuracy: "Accuracy", limit: float | None, what: str = "") -> None:
-    """Raise GateError when the perplexity of a complete runtime is over BF16's by more than `limit` (a fraction), or
-    not finite.
+def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
+    """Raise GateError where the verdict of `accuracy` is that a runtime, or an adapter, loses more than `limit` (a
+    fraction), or has no finite perplexity; nothing where None was asked for.
 
     Raises InputError when there is nothing to compare with the limit.
     """
     if limit is None:
         return
     check_comparable(tuple(accuracy.runtimes), limit)
-    increases = {
-        name: runtime.perplexity_increase
-        for name, runtime in accuracy.runtimes.items()
-        if name not in NOT_SERVED and not runtime.sampled
-    }
-    for name, increase in increases.items():
-        runtime = accuracy.runtimes[name]
-        if increase is not None and not increase <= limit:
-            raise GateError(
-                f"{name}{what}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
-                f"--max-ppl-increase {limit:.2%}; `fp8q tune RUN --max-ppl-increase {limit:.2%}` finds the cheapest "
-                "mix that meets it"
-            )
+    verdict = accuracy.verdict
+    if verdict and verdict.kind in ("worse", "broken"):
+        rise = verdict.perplexity_increase
+        above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
+        raise GateError(
+            f"{verdict.runtime}: perplexity is {above}, more than --max-ppl-increase {limit:.2%}; "
+            f"`fp8q tune {run.root} --max-ppl-increase {limit:.2%}` finds the cheapest mix that meets it"
+        )

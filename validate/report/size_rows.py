@@ -3,20 +3,24 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...core.columns import size
 from ...core.headers import read_header
 from ...core.run import Run
 from ...quantize.codes.formats import CODE_DTYPE
-from .rows import PRECISIONS, engine_rows
+from .rows import PRECISIONS, EngineRow, engine_rows
 
 
 @dataclass(frozen=True)
 class SizeRow:
-    """A file, or files, of the run and their bytes, as a share of the BF16 weights where they hold the weights."""
+    """A file, or files, of the run and their bytes, as a share of the BF16 weights where they hold little else;
+    `contents`: the parts of an engine.
+    """
 
     what: str
     path: str | None
     bytes: int
     share_of_bf16: float | None = None
+    contents: str | None = None
 
 
 def size_rows(run: Run) -> list[SizeRow]:
@@ -35,16 +39,25 @@ def size_rows(run: Run) -> list[SizeRow]:
         for path, what in _graphs(run).items()
         if path.is_file()
     ]
-    rows += [
-        SizeRow(
-            f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(),
-            engine.file,
-            engine.bytes,
-            engine.bytes / bf16,
-        )
-        for engine in engine_rows(run)
-    ]
-    return rows
+    return [*rows, *(_engine(row, held if row.precision == "fp8" else bf16, bf16) for row in engine_rows(run))]
+
+
+def _engine(engine: EngineRow, weights: int, bf16: int) -> SizeRow:
+    """The row of an engine that holds some `weights` bytes of weights. The rest is its program, which takes the same
+    for a product of any size: only of an engine that is mostly weights does the share of `bf16` bytes tell something.
+    """
+    program = engine.bytes - weights
+    small = program > weights
+    return SizeRow(
+        f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(),
+        engine.file,
+        engine.bytes,
+        None if small else engine.bytes / bf16,
+        None
+        if program < 0
+        else f"some {size(weights)} of weights, and {size(program)} of compiled program"
+        + (", which does not grow with the size of a product" if small else ""),
+    )
 
 
 def _graphs(run: Run) -> dict[Path, str]:

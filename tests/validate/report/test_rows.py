@@ -15,6 +15,7 @@ from fp8q.core.files import sha256_file, write_document
 from fp8q.core.run import Run
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
+from fp8q.validate.accuracy.decision import interval_text
 from fp8q.validate.report import tables
 from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
 from fp8q.validate.report.rows import ModuleRow, engine_rows, fact_rows, module_rows, stage_rows
@@ -217,7 +218,7 @@ print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & 
         (columns.share(1e-9), "<0.0001 %"),
         (columns.increase(0.0031), "+0.31 %"),
         (columns.increase(-0.0002), "−0.02 %"),
-        (tables.interval((-0.001, 0.0031)), "−0.10 to +0.31 %"),
+        (interval_text((-0.001, 0.0031)), "−0.10 to +0.31 %"),
         (columns.decibels(31.54), "31.5"),
         (columns.decibels(float("inf")), "exact"),
         (columns.decibels(-2.04), "−2.0"),
