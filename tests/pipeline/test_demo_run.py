@@ -157,7 +157,7 @@ def test_every_promised_product_is_fp8_in_every_engine(demo_run: Run) -> None:
 
 def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Run) -> None:
     document = json.loads(demo_run.accuracy.read_text())
-    assert set(document) == {"schema", "protocol", "runtimes"}
+    assert set(document) == {"schema", "protocol", "runtimes", "verdict", "positions"}
     assert set(document["protocol"]) == {"dataset", "sha256", "tokens", "context", "stride", "bos", "prefix"}
     assert set(document["runtimes"]) == {"bf16", "reference", "onnxruntime"}
     for name in ("reference", "onnxruntime"):
@@ -171,10 +171,22 @@ def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Ru
             "top1_agreement",
             "top5_agreement",
             "by_frequency",
+            "by_position",
+            "divergences",
+            "increase_halves",
         }
+        assert set(runtime["divergences"]) == {"bf16||this", "this||bf16"}
+        assert sum(bucket["tokens"] for bucket in runtime["by_position"]) == document["protocol"]["tokens"]
+        low, high = sorted(runtime["increase_halves"])
+        assert low <= runtime["perplexity_increase"] <= high
         assert sum(bucket["tokens"] for bucket in runtime["by_frequency"]) == document["protocol"]["tokens"]
         assert abs(runtime["perplexity_increase"]) < 0.02
         assert 0 < runtime["kl_mean_nats"] < runtime["kl_p99_nats"]
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["limit"], verdict["limit_is_default"]) == ("acceptable", 0.01, True)
+    assert verdict["sentence"] in demo_run.report_html.read_text(encoding="utf-8").replace("\u00a0", " ").replace(
+        "</strong>", ""
+    )
     nll = load_nll(demo_run)
     for name, runtime in load_accuracy(demo_run).runtimes.items():
         assert np.exp(np.nanmean(nll[name].astype(np.float64))) == pytest.approx(runtime.perplexity)
