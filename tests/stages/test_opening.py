@@ -298,10 +298,10 @@ def test_a_long_text_is_scored_in_part_and_a_note_says_how_much(monkeypatch: pyt
     ids, packing = np.arange(1000), Packing(8, ())
     notes = Notes(SILENT)
     found = other_text.cut_for(ids, "text", ValidateOptions(), packing, None, notes)
-    assert found.ids[:, 0].tolist()[::9] == [0, 992]  # ten windows at least
+    assert found.ids[[0, -1], 0].tolist() == [0, 992]
     (line,) = notes.lines
     assert line == (
-        "--max-tokens: 70 of the 875 tokens of text are scored, in 10 of 125 windows, evenly spaced; --max-tokens N "
+        "--max-tokens: 77 of the 875 tokens of text are scored, in 11 of 125 windows, evenly spaced; --max-tokens N "
         "takes more or fewer"
     )
     asked = other_text.cut_for(ids, "text", ValidateOptions(max_tokens=21), packing, None, notes)
