@@ -1,7 +1,7 @@
 """The public functions: one for each command of the command line, with the same names and defaults.
 
-Every function takes a `Reporter` for its notes and progress (silent by default), and skips stages that are finished
-with the same inputs, options and version.
+Every function takes a `Reporter` for its notes and progress (by default the logger `fp8q`, at INFO), and skips stages
+that are finished with the same inputs, options and version.
 
     from fp8q.api import calibrate, build_engine, validate
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
 from .core.errors import BackendError, Fp8qError, GateError, InputError, UnfinishedError
-from .core.reporter import SILENT, Reporter
+from .core.reporter import LOGGED, SILENT, Reporter
 from .core.run import Run
 from .options import (
     BenchOptions,
@@ -71,12 +71,11 @@ if TYPE_CHECKING:
     from .export.engine.info import EngineInfo
     from .serve.web.server import Server
     from .validate.accuracy.continuations import Continuations
-    from .validate.accuracy.document import Accuracy
+    from .validate.accuracy.document import Accuracy, Verdict
     from .validate.advice.checkup import Checkup
     from .validate.bench.document import Bench
     from .validate.endpoint.document import ModelComparison
     from .validate.report.plots import Plot
-    from .validate.report.verdict import Verdict
     from .validate.sensitivity.document import Sensitivity
     from .validate.tuning.document import Tuning
 
@@ -155,7 +154,7 @@ def calibrate(
     eval_data: str | None = None,
     options: CalibrateOptions = CalibrateOptions(),
     export_options: ExportOptions = ExportOptions(),
-    progress: Reporter = SILENT,
+    progress: Reporter = LOGGED,
 ) -> Run:
     """Measure `model` on `data`, choose scales, and write the FP8 checkpoint and its ONNX graphs into the run directory
     `out`.
@@ -173,7 +172,7 @@ def calibrate(
 
 def merge(
     runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
-    export_options: ExportOptions = ExportOptions(), progress: Reporter = SILENT,
+    export_options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED,
 ) -> Run:  # fmt: skip
     """Add the measurements of `runs`, choose scales, and write FP8 checkpoint and graphs into the run directory `out`.
 
@@ -184,7 +183,7 @@ def merge(
     return merge_command.merge(runs, out, model, (options, export_options), progress)
 
 
-def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = SILENT) -> Run:
+def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
     With `options.precision` bf16 or int8: export the source checkpoint in that precision, into `baselines/`.
@@ -202,7 +201,7 @@ def lint(path: Path, run: Path | None = None) -> lint_command.Linted | lint_comm
     return lint_command.lint(Path(path), open_run(run) if run else None)
 
 
-def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = SILENT) -> Run:
+def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = LOGGED) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew.
 
     The model is not run; its weights are read from the source checkpoint. Omitted `options` keep the run's values.
@@ -212,7 +211,7 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
 
 
 def build_engine(
-    path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = SILENT
+    path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = LOGGED
 ) -> "list[EngineInfo]":
     """Build an engine of `model.onnx` for each target, and prove from the engine which promised products run in FP8.
 
@@ -233,7 +232,7 @@ def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) ->
 
 
 def validate(
-    path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = SILENT
+    path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = LOGGED
 ) -> "Accuracy":
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
@@ -246,7 +245,7 @@ def validate(
 
 
 def sensitivity(
-    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = SILENT
+    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = LOGGED
 ) -> "Sensitivity":
     """Measure the loss that each quantized tensor of the run at `path` causes alone, on calibration windows.
 
@@ -255,7 +254,7 @@ def sensitivity(
     return sensitivity_stage.sensitivity.at(path, progress, options)
 
 
-def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = SILENT) -> "Checkup":
+def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = LOGGED) -> "Checkup":
     """Run the stability checklist on the run at `path`: a verdict for each known failure, the worst first.
 
     It checks the run's files, and runs a few calibration windows through its BF16 and FP8 models. Checks that need a
@@ -265,7 +264,7 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
 
 
 def tune(
-    path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = SILENT
+    path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = LOGGED
 ) -> "Tuning":
     """Find the cheapest mix of one term, tails, two terms and BF16, of rounding and of the cache's form, within the
     budget of `options`.
@@ -318,7 +317,7 @@ def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_s
     return generate_stage.open_chat(open_run(path), options)
 
 
-def compare(path: Path, options: CompareOptions, progress: Reporter = SILENT) -> "ModelComparison":
+def compare(path: Path, options: CompareOptions, progress: Reporter = LOGGED) -> "ModelComparison":
     """Ask the server at `options.url`, or the checkpoint at `options.model`, for log-probabilities of the evaluation
     text of the run at `path`, judge whether it is the model that was validated, and write `compare.json`.
 
@@ -351,7 +350,7 @@ def bench(
     against: Sequence[Path] = (),
     options: BenchOptions = BenchOptions(),
     plot: Path | None = None,
-    progress: Reporter = SILENT,
+    progress: Reporter = LOGGED,
 ) -> "Bench":
     """Measure the time of answers of the run at `path` in BF16, INT8 and FP8, and of the FP8 models of the runs
     `against`.
@@ -362,7 +361,7 @@ def bench(
     return bench_stage.bench.at(path, progress, against, options, plot)
 
 
-def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = SILENT) -> list[Path]:
+def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = LOGGED) -> list[Path]:
     """Write the Triton model repository of the run at `path`, to RUN/triton or `options.out`; return its files.
 
     Raises InputError for a directory with files that fp8q did not write.
@@ -370,7 +369,7 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
     return triton_stage.triton.at(path, progress, options)
 
 
-def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = SILENT) -> list[Path]:
+def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = LOGGED) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`, compared with the runs in `options.compare`.
 
     Returns their paths. Where the source model is available, both models first continue prompts of the evaluation text.
@@ -386,8 +385,8 @@ def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[
 
 
 def report_verdict(path: Path) -> "Verdict":
-    """The verdict on whether the model of the run at `path` is still the same; a notebook displays it."""
-    from .validate.report.report import report_verdict
+    """The verdict on whether the model of the run at `path` is good enough in FP8; a notebook displays it."""
+    from .validate.report.verdict import report_verdict
 
     return report_verdict(open_run(path))
 
@@ -403,13 +402,13 @@ def report_continuations(path: Path) -> "Continuations":
 
 def report_plots(path: Path) -> "dict[str, Plot]":
     """The report's plots of the run at `path`; a notebook displays each."""
-    from .validate.report.report import report_plots
+    from .validate.report.drawings import report_plots
 
     return report_plots(open_run(path))
 
 
 def inspect(
-    path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = SILENT
+    path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = LOGGED
 ) -> Inspection:
     """List every matrix product and cache tensor of the run at `path`, with its scale and loss, and the outliers.
 
@@ -427,7 +426,7 @@ def run(
     out: Path,
     eval_data: str | None = None,
     options: RunOptions = RunOptions(),
-    progress: Reporter = SILENT,
+    progress: Reporter = LOGGED,
 ) -> Run:
     """Run all stages, one after the other; the arguments are those of `calibrate`.
 

@@ -1,6 +1,5 @@
-"""Progress on a terminal: one bar a time, with rate and time left; in a log, one line when it is done."""
+"""Progress on a terminal: one bar a time, with rate and time left. In a log: `core.reporter.minutes`."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -8,9 +7,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .signals import drawing
-
-#: What took less time is not worth a line in a log, in seconds.
-WORTH_A_LINE_S = 1.0
 
 
 @contextmanager
@@ -37,13 +33,3 @@ def bar(console: Console, description: str, total: int, unit: str) -> Iterator[C
             yield advance
         finally:
             drawing.clear()
-
-
-@contextmanager
-def timed(say: Callable[[str], None], description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
-    """Say what the block did, and in which time, where that is worth a line."""
-    start = time.monotonic()
-    yield lambda done: None
-    seconds = time.monotonic() - start
-    if seconds > WORTH_A_LINE_S:
-        say(f"{description}: {total:,} {unit} in {seconds:.1f} s")

@@ -13,17 +13,23 @@ from typing import TYPE_CHECKING, Any
 from ..core.columns import Table
 from ..core.errors import Fp8qError, visible
 from ..core.run import Run
-from ..validate.accuracy.document import load_accuracy
+from ..validate.accuracy.decision import noise_floor
+from ..validate.accuracy.document import Accuracy, Verdict, load_accuracy
 from ..validate.advice.certificate import record_table, text_table
 from ..validate.advice.expert_coverage import expert_table
 from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
+from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows
+from ..validate.report.position_buckets import not_covered
 from ..validate.report.prompt_distance import distance_rows, distance_table
-from ..validate.report.rows import accuracy_rows, adapter_rows, engine_rows, module_rows, size_rows, stage_rows
+from ..validate.report.rows import engine_rows, module_rows, stage_rows
+from ..validate.report.size_rows import size_rows
 from ..validate.report.tables import (
     accuracy_table,
     against_table,
     delayed_table,
+    divergence_rows,
+    divergence_table,
     engine_table,
     kept_table,
     loss_table,
@@ -33,6 +39,7 @@ from ..validate.report.tables import (
     stage_table,
     wide_cache_table,
 )
+from ..validate.report.verdict import in_run, next_steps, report_verdict, standing
 from .endings import FILES, MADE, TABLES, ending
 
 if TYPE_CHECKING:
@@ -71,10 +78,30 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
             draw_table(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
         if table.rows and part == "accuracy" and (decoded := distance_rows(run)):
             draw_table(speak, distance_table(decoded))
+        if table.rows and part == "accuracy":
+            show_distances(speak, run, load_accuracy(run))
     if there := [file for file in files(run) if str(file.relative_to(run.root)) in made.files]:
         speak.table("Files", ("path",), [(str(file),) for file in there])
+    for verdict in found.get("verdict", []):
+        show_decision(speak, verdict)
     for line in ending(run):
         speak.note(line)
+
+
+def show_distances(speak: "Terminal", run: Run, accuracy: Accuracy) -> None:
+    """Show what is beside a comparison: the divergences in both directions, and what arithmetic and text alone do."""
+    if rows := divergence_rows(accuracy):
+        draw_table(speak, divergence_table(rows))
+    if line := noise_floor(accuracy):
+        speak.say(line)
+    if line := not_covered(accuracy):
+        speak.say(in_run(line, run))
+
+
+def show_decision(speak: "Terminal", verdict: Verdict) -> None:
+    """Show the verdict, where something was compared."""
+    if verdict.runtime is not None:
+        speak.say(f"{verdict.sentence}. {verdict.detail}")
 
 
 #: The parts of the summary, and what reads each from a run.
@@ -84,6 +111,7 @@ PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
     "sizes": size_rows,
     "stages": stage_rows,
     "modules": lambda run: module_rows(run) if run.scales.is_file() else [],  # none of some batches alone
+    "verdict": lambda run: [report_verdict(run)] if run.scales.is_file() else [],
 }
 
 
@@ -114,6 +142,9 @@ def run_document(run: Run, found: Mapping[str, Sequence[Any]]) -> dict[str, Any]
     for part in ("accuracy", "engines", "sizes", "stages"):
         if part in found:
             shown[part] = [plain(row) for row in found[part]]
+    for verdict in found.get("verdict", []):
+        shown["verdict"] = verdict.model_dump(exclude_none=True)
+        shown["next"] = [step.command for step in next_steps(verdict, standing(run))]
     return {**shown, "files": [str(file) for file in files(run)]}
 
 

@@ -218,6 +218,24 @@ class Run:
                 if not log.unfinished:
                     remove(self._work_folder(name))
 
+    @contextmanager
+    def amending(self, name: str, path: Path) -> Iterator[None]:
+        """Rewrite `path`, an output of the finished stage `name`, in the block, and record the new file.
+
+        Meanwhile the stage counts as not done, so that one killed here is done again; after an error it has its old
+        record, and the file must be the old one.
+        """
+        with self.lock():
+            before = self.record()
+            others = {other: done for other, done in before.stages.items() if other != name}
+            write_document(self.record_file, before.model_copy(update={"stages": others}))
+            with undoing(lambda: write_document(self.record_file, before)):
+                yield
+                old = before.stages[name]
+                outputs = old.outputs | {str(path.relative_to(self.root)): sha256_file(path)}
+                stages = before.stages | {name: old.model_copy(update={"outputs": outputs})}
+                write_document(self.record_file, before.model_copy(update={"stages": stages}))
+
     def _create(self) -> bool:
         """Create the directory; tell whether it is new."""
         try:

@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 
 from fp8q import api
 from fp8q.cli import commands
-from fp8q.core.reporter import SILENT
+from fp8q.core.reporter import LOGGED, SILENT
 from fp8q.options.declare import Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,8 +138,8 @@ def parameters(value: Any) -> Iterator[str]:
             yield each.name
         elif isinstance(each.default, Options | api.RunOptions):
             yield f"{each.name}={type(each.default).__name__}()"
-        elif each.default is SILENT:
-            yield f"{each.name}=SILENT"
+        elif each.default is LOGGED or each.default is SILENT:
+            yield f"{each.name}={'LOGGED' if each.default is LOGGED else 'SILENT'}"
         else:
             yield f"{each.name}={'…' if inspect.isfunction(each.default) else repr(each.default)}"
 

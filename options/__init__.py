@@ -31,6 +31,8 @@ from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
     FLOAT,
+    LEAST_WINDOWS,
+    MAX_TOKENS,
     NOT_SERVED,
     ONE_TERM_ALONE,
     RUNTIMES,
@@ -55,6 +57,8 @@ __all__ = [
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
     "FLOAT",
+    "LEAST_WINDOWS",
+    "MAX_TOKENS",
     "NOT_SERVED",
     "ONE_TERM_ALONE",
     "PRESETS",

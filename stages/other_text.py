@@ -11,7 +11,7 @@ from ..core.errors import InputError
 from ..core.files import reading
 from ..core.reporter import Reporter
 from ..core.run import Run
-from ..options import ValidateOptions
+from ..options import LEAST_WINDOWS, MAX_TOKENS, ValidateOptions
 from .corpus import load_tokens, opening_of
 from .pipeline.stages import CORPUS
 from .shared.texts import Text, Tokens, read_tokens
@@ -71,16 +71,24 @@ def cut_for(
 ) -> "Evaluation":
     """Cut tokens `ids` int64 [tokens] of the text `name` into windows by the context, stride and prompt `asked` for.
 
-    A context of None is the `calibrated` window; a stride of None scores all tokens of the text in a window. `limit`:
-    the model's positions. Raises InputError for a context beyond these, and as `cut` does.
+    A context of None is the `calibrated` window; a stride of None scores all tokens of the text in a window; of more
+    windows than `asked.max_tokens` allows, evenly spaced ones are taken. `limit`: the model's positions. Raises
+    InputError for a context beyond these, and as `cut` does.
     """
     from ..calibrate.text.corpus import lower_default
-    from ..validate.accuracy.perplexity import cut
+    from ..validate.accuracy.perplexity import cut, evenly_spaced
 
     window = calibrated.size
     size = lower_default("--context", asked.context, window, limit or window, "the model's positions", report)
     stride = size - len(calibrated.prefix) if asked.stride is None else asked.stride
-    return cut(ids, name, size, stride, calibrated.prefix, asked.as_served)
+    whole = cut(ids, name, size, stride, calibrated.prefix, asked.as_served)
+    found = evenly_spaced(whole, asked.max_tokens or max(MAX_TOKENS, LEAST_WINDOWS * size))
+    if asked.max_tokens is None and len(found.ids) < len(whole.ids):
+        report.note(
+            f"--max-tokens: {found.protocol.tokens:,} of the {whole.protocol.tokens:,} tokens of {name} are scored, in "
+            f"{len(found.ids):,} of {len(whole.ids):,} windows, evenly spaced; --max-tokens N takes more or fewer"
+        )
+    return found
 
 
 def check_other(

@@ -27,6 +27,7 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
     Raises InputError for a run that is compared with itself, or named twice.
     """
     from ..validate.report import report as page
+    from ..validate.report.run_comparison import is_same_model
 
     roots = [each.root.resolve() for each in (run, *others)]
     for number, root in enumerate(roots):
@@ -37,6 +38,9 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
         for number, other in enumerate(others)
         for name, digest in outputs(other).items()
     }
+    for other in others:
+        if not is_same_model(run, other):
+            notes.note(f"--compare {other.root}: is of another model than {run.root}, and the table says so")
     key = Key(inputs, PageOptions(), NO_FACTS)
     if not REPORT.is_current(run, key):
         with REPORT.writing(run, key, notes) as log:

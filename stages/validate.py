@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.files import write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
@@ -48,7 +49,9 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
 
 def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
     """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
-    from ..validate.accuracy.document import load_accuracy, save_accuracy
+    from ..quantize.checkpoint.card_additions import state_validated
+    from ..validate.accuracy.decision import decide
+    from ..validate.accuracy.document import save_accuracy
     from ..validate.accuracy.top_logits import save_top_logits
 
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
@@ -70,14 +73,18 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             adapted = _with_adapters(run, tokens, options, folder, notes)
             found.failed.update(adapted.failed)
             explained = _explained(run, tokens, found).model_copy(update={"adapters": adapted.rows or None})
+            judged = decide(explained, found.nll, options.max_ppl_increase)
+            explained = explained.model_copy(update={"verdict": judged})
             log.outputs += save_accuracy(run, explained, found.nll | adapted.nll, found.kl)
             log.outputs.append(save_top_logits(run, tokens, found.top | adapted.top))
+            if _card_is_ours(run):
+                state_validated(run.card, [])
             _tell_card(run, explained)
             log.unfinished = tuple(found.failed)
         if found.failed:
             raise unfinished(found.failed, found.nll)
-    accuracy = load_accuracy(run)
-    check_gates(accuracy, options.max_ppl_increase)
+    accuracy = judge_again(run, options.max_ppl_increase)
+    check_gates(run, accuracy, options.max_ppl_increase)
     return accuracy
 
 
@@ -111,19 +118,22 @@ def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) 
 
 def _add(beside: BesideRun, notes: Notes) -> "Accuracy":
     """Run what is not there yet beside what is, and return all results."""
-    from ..validate.accuracy.document import load_accuracy
+    from ..validate.accuracy.decision import decide
+    from ..validate.accuracy.document import load_token_losses
 
     ran, failed = run_beside(beside, notes)
     if failed:
         raise unfinished(failed, ran)
-    accuracy, named = load_accuracy(beside.run), {"bf16", *beside.options.chosen}
+    limit = beside.options.max_ppl_increase
+    accuracy, named = judge_again(beside.run, limit), {"bf16", *beside.options.chosen}
 
     def asked(rows: "Mapping[str, RuntimeAccuracy]") -> "dict[str, RuntimeAccuracy]":
         return {name: row for name, row in rows.items() if name in named}
 
     adapters = {adapter: asked(rows) for adapter, rows in (accuracy.adapters or {}).items()}
     shown = accuracy.model_copy(update={"runtimes": asked(accuracy.runtimes), "adapters": adapters or None})
-    check_gates(shown, beside.options.max_ppl_increase)
+    verdict = decide(shown, load_token_losses(beside.run), limit)
+    check_gates(beside.run, shown.model_copy(update={"verdict": verdict}), limit)
     return accuracy
 
 
@@ -138,11 +148,25 @@ def check_torch(options: ValidateOptions) -> None:
         )
 
 
-def check_gates(accuracy: "Accuracy", limit: float | None) -> None:
-    """Check the numbers of all runtimes, and those with each adapter, and their increases against `limit`."""
+def check_gates(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
+    """Check the numbers of all runtimes, and those with each adapter, and the verdict where a `limit` was asked for."""
     for what, each in accuracy.each():
         check_numbers(each, what)
-        check_increase(each, limit, what)
+    check_increase(run, accuracy, limit)
+
+
+def judge_again(run: Run, limit: float | None) -> "Accuracy":
+    """Return the run's accuracy with the verdict by `limit`, which is written where it was by another."""
+    from ..validate.accuracy.decision import decide
+    from ..validate.accuracy.document import load_accuracy, load_token_losses
+
+    accuracy = load_accuracy(run)
+    judged = accuracy.model_copy(update={"verdict": decide(accuracy, load_token_losses(run), limit)})
+    if judged.verdict != accuracy.verdict:
+        with run.amending(VALIDATE.name, run.accuracy):
+            write_document(run.accuracy, judged)
+        _tell_card(run, judged)
+    return judged
 
 
 def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:
@@ -153,6 +177,7 @@ def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation")
         runtimes=options.chosen,
         context=protocol.context,
         stride=protocol.stride,
+        max_tokens=None if protocol.of_tokens is None else protocol.tokens,
         accumulator_windows=options.accumulator_windows if options.accumulator else ValidateOptions.accumulator_windows,
     )
     facts = ValidateFacts(prefix=protocol.prefix, overlap=protocol.overlap)
@@ -261,39 +286,50 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
     numbers.
     """
     from ..validate.accuracy.as_served import by_distance
-    from ..validate.accuracy.compare import BASELINE
+    from ..validate.accuracy.bootstrap import increase_halves
+    from ..validate.accuracy.compare import BASELINE, FLOAT32
     from ..validate.accuracy.nonfinite import blamed
+    from ..validate.report.position_buckets import by_position
     from ..validate.report.token_frequency import by_frequency
 
     accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
     calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
-    runtimes = {
-        name: runtime.model_copy(
-            update={
-                "by_frequency": None
-                if runtime.sampled
-                else by_frequency(tokens, calibration, found.nll[name], None if name == BASELINE else base),
-                "by_distance": by_distance(tokens, found.nll[name], found.kl.get(name)),
+    fp32 = accuracy.runtimes.get(FLOAT32)
+    runtimes = {}
+    for name, runtime in accuracy.runtimes.items():
+        nll, kl, before = found.nll[name], found.kl.get(name), None if name == BASELINE else base
+        parts: dict[str, object] = {"by_distance": by_distance(tokens, nll, kl)}
+        if not runtime.sampled:
+            parts |= {
+                "by_frequency": by_frequency(tokens, calibration, nll, before),
+                "by_position": by_position(nll, before, kl),
+                "increase_halves": None if before is None else increase_halves(before, nll),
             }
-        )
-        for name, runtime in accuracy.runtimes.items()
-    }
-    return accuracy.model_copy(update={"runtimes": runtimes})
+            if fp32 and name != FLOAT32:
+                parts["perplexity_over_fp32"] = runtime.perplexity / fp32.perplexity - 1
+        runtimes[name] = runtime.model_copy(update=parts)
+    return accuracy.model_copy(update={"runtimes": runtimes, "positions": positions(run)})
 
 
 def _tell_card(run: Run, accuracy: "Accuracy") -> None:
-    """Write into the model card what one term costs, where that was measured, and nothing more of other hosts.
+    """Write the verdict into the model card, and what one term costs, where that was measured."""
+    from ..quantize.checkpoint.model_card import ACCURACY_MARK, COST_MARKS, markdown_text, state_paragraph
+    from ..validate.accuracy.decision import noise_floor
 
-    A card that is an output in the record, as those of earlier versions are, stays as it is.
-    """
-    from ..quantize.checkpoint.card_additions import state_validated
-    from ..quantize.checkpoint.model_card import markdown_text, state_one_term_cost
-
-    if str(run.card.relative_to(run.root)) in run.record().stages["quantize"].outputs:
+    if not _card_is_ours(run):
         return
-    state_validated(run.card, [])
+    told = markdown_text(accuracy.protocol.told)
+    if verdict := accuracy.verdict:
+        said = markdown_text(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
+        decision = f"**{markdown_text(verdict.sentence)}.** {said}"
+        state_paragraph(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {told}.")
     if cost := accuracy.one_term_cost:
-        state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
+        state_paragraph(run.card, COST_MARKS[0], f"{cost} (`fp8q validate`: {told}).")
+
+
+def _card_is_ours(run: Run) -> bool:
+    """Tell whether the card may change: one that is an output in the record, as those of earlier versions, may not."""
+    return str(run.card.relative_to(run.root)) not in run.record().stages["quantize"].outputs
 
 
 def unfinished(failed: Mapping[str, str], ran: Iterable[str]) -> UnfinishedError:
@@ -350,25 +386,20 @@ def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
         raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
 
 
-def check_increase(accuracy: "Accuracy", limit: float | None, what: str = "") -> None:
-    """Raise GateError when the perplexity of a complete runtime is over BF16's by more than `limit` (a fraction), or
-    not finite.
+def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
+    """Raise GateError where the verdict of `accuracy` is that a runtime, or an adapter, loses more than `limit` (a
+    fraction), or has no finite perplexity; nothing where None was asked for.
 
     Raises InputError when there is nothing to compare with the limit.
     """
     if limit is None:
         return
     check_comparable(tuple(accuracy.runtimes), limit)
-    increases = {
-        name: runtime.perplexity_increase
-        for name, runtime in accuracy.runtimes.items()
-        if name not in NOT_SERVED and not runtime.sampled
-    }
-    for name, increase in increases.items():
-        runtime = accuracy.runtimes[name]
-        if increase is not None and not increase <= limit:
-            raise GateError(
-                f"{name}{what}: perplexity {runtime.perplexity:.4f} is {increase:.2%} above BF16's, more than "
-                f"--max-ppl-increase {limit:.2%}; `fp8q tune RUN --max-ppl-increase {limit:.2%}` finds the cheapest "
-                "mix that meets it"
-            )
+    verdict = accuracy.verdict
+    if verdict and verdict.kind in ("worse", "broken"):
+        rise = verdict.perplexity_increase
+        above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
+        raise GateError(
+            f"{verdict.runtime}: perplexity is {above}, more than --max-ppl-increase {limit:.2%}; "
+            f"`fp8q tune {run.root} --max-ppl-increase {limit:.2%}` finds the cheapest mix that meets it"
+        )

@@ -23,6 +23,10 @@ CARD = """\
 stay in BF16.
 
 {loading} {graphs}
+
+## Accuracy
+
+{accuracy}
 """
 #: The paragraph on the graphs beside the checkpoint.
 GRAPHS = """\
@@ -53,10 +57,13 @@ fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs th
 activations.
 
 """
-#: The paragraph on the cost of one term in the place of two, between marks by which `state_one_term_cost` finds it.
+#: The paragraph on the cost of one term in the place of two, between marks by which `state_paragraph` finds it.
 COST_MARKS = ("<!-- cost of one term -->", "<!-- end -->")
 NOT_MEASURED = "`fp8q validate RUN` measures what one term costs this model, and writes it here."
 ONE_TERM_COST = f"{COST_MARKS[0]}\n{{cost}}\n{COST_MARKS[1]}\n\n"
+#: The paragraph on the verdict, between such marks.
+ACCURACY_MARK = "<!-- accuracy -->"
+ACCURACY = f"{ACCURACY_MARK}\nNot measured yet: `fp8q validate RUN` writes its verdict here.\n{COST_MARKS[1]}"
 #: The paragraph on modules of which the weight alone is FP8.
 WEIGHTS_ALONE = """\
 **Weights alone**: the input of {modules} stays in BF16, so that nothing but the rounding of weights is lost there.
@@ -189,6 +196,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(markdown_text(architecture), scales, form),
         graphs=_graphs(form),
+        accuracy=ACCURACY,
     )
 
 
@@ -200,8 +208,8 @@ def _wide_layers(form: HfLayout) -> str:
     return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.wide_cache))})"
 
 
-def state_one_term_cost(card: Path, cost: str) -> None:
-    """Write the sentence `cost` into the model card in the file `card`, in the place of what it says there.
+def state_paragraph(card: Path, mark: str, paragraph: str) -> None:
+    """Write `paragraph` into the model card in the file `card` behind `mark`, in the place of what it says there.
 
     A card without the marks, or without a file, is left as it is: its owner may have written another.
     """
@@ -209,9 +217,9 @@ def state_one_term_cost(card: Path, cost: str) -> None:
         text = card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return
-    before, first, rest = text.partition(COST_MARKS[0])
+    before, first, rest = text.partition(mark)
     _, last, after = rest.partition(COST_MARKS[1])
-    new = f"{before}{first}\n{cost}\n{last}{after}"
+    new = f"{before}{first}\n{paragraph}\n{last}{after}"
     if last and new != text:
         with replacing(card) as partial:
             partial.write_text(new, encoding="utf-8")

@@ -15,6 +15,9 @@ from fp8q.cli.streams import OutputClosedError
 from fp8q.core.errors import BackendError, GateError, InputError
 from fp8q.core.files import REFUSALS, sha256_file
 from fp8q.core.run import Run
+from fp8q.validate.accuracy.decision import noise_floor
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.report.verdict import next_steps, report_verdict, standing
 
 Fp8q = Callable[..., Any]
 
@@ -86,7 +89,7 @@ def test_what_is_no_exception_is_one_line_too(fp8q: Fp8q, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("damaged", "parts", "missing", "command"),
     [
-        ("accuracy.json", ["accuracy"], {"accuracy"}, "fp8q validate RUN"),
+        ("accuracy.json", ["accuracy", "verdict"], {"accuracy", "verdict", "next"}, "fp8q validate RUN"),
         ("tokens.npz", ["accuracy"], {"accuracy"}, "fp8q validate RUN"),
         ("engines/sm89.json", ["engines", "sizes"], {"engines", "sizes"}, "fp8q build-engine RUN"),
         ("statistics.json", ["modules"], {"quantized", "skipped"}, "fp8q calibrate"),
@@ -108,6 +111,24 @@ def test_a_damaged_file_that_a_command_does_not_need_is_named_and_left_out_of_it
         for part in parts
     ]
     assert fp8q("triton", run.root).code == 0
+
+
+def test_a_summary_ends_with_the_verdict_and_the_next_command(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(demo_run.root, tmp_path / "run")))
+    verdict = report_verdict(run)
+    noise, *_, decision, step = (
+        line
+        for line in fp8q("triton", run.root).out.splitlines()
+        if line.startswith(("Noise", verdict.sentence, "Next"))
+    )
+    assert noise == noise_floor(load_accuracy(run))
+    assert decision == f"{verdict.sentence}. {verdict.detail}"
+    commands = [command.command for command in next_steps(verdict, standing(run))]
+    assert step.startswith(f"Next: {commands[0]}    # ")
+    assert str(run.root) in commands[0]
+    shown = json.loads(fp8q("triton", run.root, "--json").out)
+    assert shown["next"] == commands
+    assert shown["verdict"]["sentence"] == verdict.sentence
 
 
 def test_what_no_reader_foresees_is_left_out_of_the_summary_too(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:

@@ -226,6 +226,7 @@ def record_told(run: Path, case: Case) -> dict[str, Any]:
         told["stages"] = {name: {key: stage[key] for key in TOLD} for name, stage in record["stages"].items()}
         statistics = read_json(run / "statistics.json")
         told["measured"] = [statistics["model"], statistics["corpus"]]
+        told["limit"] = read_json(run / "accuracy.json")["verdict"]["limit"]  # of the verdict in that file
     except NO_RECORD:
         return told
     return told

@@ -29,8 +29,10 @@ from fp8q.quantize.reading.run_checkpoint import checkpoint_of
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.bench.document import Bench
+from fp8q.validate.report.accuracy_rows import accuracy_rows
 from fp8q.validate.report.report import summary_sentences
-from fp8q.validate.report.rows import accuracy_rows, engine_rows, module_rows, size_rows
+from fp8q.validate.report.rows import engine_rows, module_rows
+from fp8q.validate.report.size_rows import size_rows
 
 MODULES = 7
 RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8")

@@ -26,10 +26,14 @@ from fp8q.export.lint.check import lint_file
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.serving_cost import cost_of
 from fp8q.serve.triton.engine_model import describe, engine_config
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.document import load_token_losses as load_nll
+from fp8q.validate.bench.capacity import product_shapes
+from fp8q.validate.report.gains import gains
+from fp8q.validate.report.size_rows import size_rows
 
 from ..graphs import products_of_the_demo
 
@@ -153,7 +157,7 @@ def test_every_promised_product_is_fp8_in_every_engine(demo_run: Run) -> None:
 
 def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Run) -> None:
     document = json.loads(demo_run.accuracy.read_text())
-    assert set(document) == {"schema", "protocol", "runtimes"}
+    assert set(document) == {"schema", "protocol", "runtimes", "verdict", "positions"}
     assert set(document["protocol"]) == {"dataset", "sha256", "tokens", "context", "stride", "bos", "prefix"}
     assert set(document["runtimes"]) == {"bf16", "reference", "onnxruntime"}
     for name in ("reference", "onnxruntime"):
@@ -167,10 +171,22 @@ def test_accuracy_has_the_documented_fields_and_fp8_stays_near_bf16(demo_run: Ru
             "top1_agreement",
             "top5_agreement",
             "by_frequency",
+            "by_position",
+            "divergences",
+            "increase_halves",
         }
+        assert set(runtime["divergences"]) == {"bf16||this", "this||bf16"}
+        assert sum(bucket["tokens"] for bucket in runtime["by_position"]) == document["protocol"]["tokens"]
+        low, high = sorted(runtime["increase_halves"])
+        assert low <= runtime["perplexity_increase"] <= high
         assert sum(bucket["tokens"] for bucket in runtime["by_frequency"]) == document["protocol"]["tokens"]
         assert abs(runtime["perplexity_increase"]) < 0.02
         assert 0 < runtime["kl_mean_nats"] < runtime["kl_p99_nats"]
+    verdict = document["verdict"]
+    assert (verdict["kind"], verdict["limit"], verdict["limit_is_default"]) == ("acceptable", 0.01, True)
+    assert verdict["sentence"] in demo_run.report_html.read_text(encoding="utf-8").replace("\u00a0", " ").replace(
+        "</strong>", ""
+    )
     nll = load_nll(demo_run)
     for name, runtime in load_accuracy(demo_run).runtimes.items():
         assert np.exp(np.nanmean(nll[name].astype(np.float64))) == pytest.approx(runtime.perplexity)
@@ -284,11 +300,58 @@ def test_a_gate_that_is_not_met_names_the_runtime_and_the_numbers(copied: Run) -
     with pytest.raises(
         api.GateError,
         match=(
-            r"^(reference|onnxruntime): perplexity \d+\.\d+ is \d+\.\d+% above BF16's, more than --max-ppl-increase "
-            r"0\.00%; "
+            r"^(reference|onnxruntime): perplexity is \d+\.\d+% above BF16's, more than --max-ppl-increase 0\.00%; "
+            rf"`fp8q tune {copied.root} --max-ppl-increase 0\.00%` finds"
         ),
     ):
         api.validate(copied.root, options=api.ValidateOptions(max_ppl_increase=0.0))
+
+
+def test_another_limit_is_judged_again_and_nothing_is_evaluated_again(copied: Run) -> None:
+    before = copied.record().stages["validate"]
+    found = api.validate(copied.root, options=api.ValidateOptions(max_ppl_increase=0.5))
+    assert found.verdict is not None
+    assert (found.verdict.kind, found.verdict.limit, found.verdict.limit_is_default) == ("acceptable", 0.5, False)
+    after = copied.record().stages["validate"]
+    assert load_accuracy(copied) == found
+    assert after.outputs["accuracy.json"] != before.outputs["accuracy.json"]
+    assert after == before.model_copy(update={"outputs": after.outputs})
+    card = copied.card.read_text(encoding="utf-8")
+    assert "(limit 50 %)" in card
+    assert card.count("<!-- accuracy -->") == 1
+    with pytest.raises(api.GateError):
+        api.validate(copied.root, options=api.ValidateOptions(max_ppl_increase=0.0))
+    assert "(limit 0 %)" in copied.card.read_text(encoding="utf-8")
+    again = api.report_verdict(copied.root)
+    assert (again.kind, again.limit) == ("worse", 0.0)
+
+
+def test_fewer_tokens_are_another_evaluation_of_evenly_spaced_windows(copied: Run) -> None:
+    options = api.ValidateOptions(runtimes=("bf16", "reference"), max_tokens=1000)
+    protocol = api.validate(copied.root, options=options).protocol
+    whole = load_accuracy(copied).protocol
+    assert protocol == whole
+    assert protocol.of_tokens is not None
+    assert protocol.tokens <= 1000 < protocol.of_tokens
+    ids = load_nll(copied)["bf16"]
+    assert int((~np.isnan(ids)).sum()) == protocol.tokens
+
+
+def test_what_is_gained_is_said_by_bytes_and_operations(copied: Run) -> None:
+    rows = {row.what.partition(" at ")[0]: row for row in gains(copied)}
+    assert list(rows) == ["weights", "read by a decode step", "operations of a prompt, a token"]
+    wide, codes = (
+        cost_of(product_shapes(copied, 2048), {}),
+        cost_of(product_shapes(copied, 2048), {}, load_scales(copied)),
+    )
+    head = 2048 * 256
+    assert wide.prefill_operations - codes.prefill_operations == (wide.prefill_operations - 2 * head) // 2
+    assert rows["operations of a prompt, a token"].gain == (
+        f"prompts at most {wide.prefill_operations / codes.prefill_operations:.2f}×"
+    )
+    engine = next(row for row in size_rows(copied) if row.what == "engine for sm89")
+    assert engine.share_of_bf16 is None
+    assert str(engine.contents).endswith(" of compiled program, which does not grow with the size of a product")
 
 
 def test_a_damaged_file_is_refused_by_name(copied: Run) -> None:

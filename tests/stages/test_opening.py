@@ -16,6 +16,7 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.calibrate.text.packing import Packing
 from fp8q.core.errors import InputError
 from fp8q.core.files import sha256_file
 from fp8q.core.reporter import SILENT
@@ -300,3 +301,21 @@ def test_a_checkpoint_in_the_place_of_a_run_is_told_apart(demo_checkpoint: Path)
         f"{demo_checkpoint}: is a checkpoint, and a run is wanted here; make one with "
         f"`fp8q calibrate {demo_checkpoint} --data TEXT --out RUN`, and give its directory"
     )
+
+
+def test_a_long_text_is_scored_in_part_and_a_note_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_text, "MAX_TOKENS", 50)
+    ids, packing = np.arange(1000), Packing(8, ())
+    notes = Notes(SILENT)
+    found = other_text.cut_for(ids, "text", ValidateOptions(), packing, None, notes)
+    assert found.ids[[0, -1], 0].tolist() == [0, 992]
+    (line,) = notes.lines
+    assert line == (
+        "--max-tokens: 77 of the 875 tokens of text are scored, in 11 of 125 windows, evenly spaced; --max-tokens N "
+        "takes more or fewer"
+    )
+    asked = other_text.cut_for(ids, "text", ValidateOptions(max_tokens=21), packing, None, notes)
+    assert len(asked.ids) == 3
+    assert len(notes.lines) == 1
+    whole = other_text.cut_for(ids, "text", ValidateOptions(max_tokens=875), packing, None, notes)
+    assert (len(whole.ids), whole.protocol.of_tokens) == (125, None)

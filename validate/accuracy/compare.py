@@ -26,8 +26,8 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.undo import scratch
-from .divergence import Against, Baselines, Found, joined, measure_tokens
-from .document import Accuracy, RuntimeAccuracy
+from .divergence import REVERSED, Against, Baselines, Found, joined, measure_tokens
+from .document import Accuracy, Divergence, RuntimeAccuracy
 from .perplexity import Evaluation
 from .stored_logits import StoredLogits, Writer
 from .top_logits import TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
@@ -56,6 +56,10 @@ BACK = "kl_fp32_of_baseline"
 MEANS = {
     "kl": "kl_mean_nats", "top1": "top1_agreement", "top5": "top5_agreement", "kl_fp32": "kl_fp32_nats",
     "kl_sums": "kl_sums_nats",
+}  # fmt: skip
+#: What is found of each token, and the direction that it is called by in `divergences`.
+DIRECTIONS = {
+    "kl": "bf16||this", f"kl{REVERSED}": "this||bf16", "kl_fp32": "fp32||this", f"kl_fp32{REVERSED}": "this||fp32",
 }  # fmt: skip
 #: Largest float32 logits of one batch, in bytes.
 LOGITS_BYTES = 16 << 20
@@ -294,6 +298,7 @@ class Turns:
         }
         if BASELINE in found and BACK in found.get(FLOAT32, {}):
             found[BASELINE][YARDSTICKS[FLOAT32]] = found[FLOAT32][BACK]
+            found[BASELINE][YARDSTICKS[FLOAT32] + REVERSED] = found[FLOAT32][YARDSTICKS[BASELINE]]
         base = found[BASELINE]["nll"] if BASELINE in found else None
         nll = {name: self._placed(each["nll"]) for name, each in found.items()}
         own = YARDSTICKS[BASELINE]
@@ -356,7 +361,16 @@ def summarize_tokens(found: Found, base: npt.NDArray[np.float32 | np.bool_] | No
         means["perplexity_increase"] = float(np.expm1(nll - mean(base)))
     if "kl" in found:
         means["kl_p99_nats"] = float(np.quantile(found["kl"].astype(np.float32), 0.99))
-    return RuntimeAccuracy.model_validate({"perplexity": float(np.exp(nll)), "nll_nats": nll, **means})
+    divergences = {name: divergence_of(found[field]) for field, name in DIRECTIONS.items() if field in found} or None
+    return RuntimeAccuracy.model_validate(
+        {"perplexity": float(np.exp(nll)), "nll_nats": nll, "divergences": divergences, **means}
+    )
+
+
+def divergence_of(kl: npt.NDArray[np.float32 | np.bool_]) -> Divergence:
+    """Summarize the KL of tokens [tokens], in nats."""
+    p50, p90, p99, largest = np.quantile(kl.astype(np.float32), [0.5, 0.9, 0.99, 1.0]).tolist()
+    return Divergence(mean=mean(kl), p50=p50, p90=p90, p99=p99, max=largest)
 
 
 def mean(values: npt.NDArray[np.float32 | np.bool_]) -> float:

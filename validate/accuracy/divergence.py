@@ -28,6 +28,8 @@ TOP = 5
 
 #: Name -> a value for each scored token, in evaluation order.
 Found = dict[str, npt.NDArray[np.float32 | np.bool_]]
+#: What the name of a divergence the other way round ends in.
+REVERSED = "_reversed"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def of_block(
     for i, (each, theirs) in enumerate(others.items()):
         log_p = theirs.float().log_softmax(dim=-1)
         found[each.field] = divergence(log_p, log_q)
+        found[each.field + REVERSED] = divergence(log_q, log_p)
         if i == 0 and back:
             found[back] = divergence(log_q, log_p)
         if each.agreement:

@@ -6,9 +6,10 @@ another.
 """
 
 from collections.abc import Iterable, Mapping
+from html import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ class Protocol(Strict):
     dataset: str
     sha256: str = Field(description="of the token ids, int64 little-endian")
     tokens: int = Field(description="tokens scored")
+    of_tokens: int | None = Field(
+        default=None, description="tokens that all windows would score, where --max-tokens left windows out"
+    )
     context: int
     stride: int
     bos: Bos = "never"
@@ -47,9 +51,11 @@ class Protocol(Strict):
         begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
         shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
         decoded = f", decoded behind prompts of {self.prompt:,}" if self.prompt is not None else ""
+        tokens = f"{self.tokens:,}" if self.of_tokens is None else f"{self.tokens:,} of the {self.of_tokens:,}"
+        spaced = "" if self.of_tokens is None else ", evenly spaced"
         return (
-            f"{self.tokens:,} tokens of {self.dataset}, each scored once{decoded}, in windows of {self.context:,} "
-            f"tokens every {self.stride:,}{begins}{shared}"
+            f"{tokens} tokens of {self.dataset}, each scored once{decoded}, in windows of {self.context:,} "
+            f"tokens every {self.stride:,}{spaced}{begins}{shared}"
         )
 
 
@@ -71,6 +77,27 @@ class DistanceBucket(Strict):
     tokens: int
     nll_nats: float
     kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this)")
+
+
+class PositionBucket(Strict):
+    """The scored tokens at positions `first` to `last` of their windows, counted from 1; NLL and KL are their means."""
+
+    first: int
+    last: int
+    tokens: int
+    nll_nats: float
+    nll_increase_nats: float | None = Field(default=None, description="over BF16's of the same tokens")
+    kl_mean_nats: float | None = Field(default=None, description="mean KL(bf16 || this)")
+
+
+class Divergence(Strict):
+    """The KL between two distributions of the next token, over the scored tokens: mean and percentiles, in nats."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
 
 
 class NotFinite(Strict):
@@ -130,6 +157,14 @@ class RuntimeAccuracy(Strict):
     kl_sums_nats: float | None = Field(
         default=None, description="mean KL(reference-fp32 || this): what the accumulator alone adds"
     )
+    divergences: dict[str, Divergence] | None = Field(
+        default=None, description="by direction: KL(bf16||this), KL(this||bf16), and with fp32 where that ran"
+    )
+    increase_halves: list[float] | None = Field(
+        default=None, description="perplexity_increase on every second window, and on the others: what text alone does"
+    )
+    perplexity_over_fp32: float | None = Field(default=None, description="increase over FP32's, where fp32 ran")
+    by_position: list[PositionBucket] | None = Field(default=None, description="by powers of two")
     by_frequency: list[FrequencyBucket] | None = None
     by_distance: list[DistanceBucket] | None = Field(
         default=None, description="of tokens that are decoded behind a prompt, in quarters"
@@ -145,12 +180,40 @@ class RuntimeAccuracy(Strict):
         return self.tokens is not None
 
 
+Kind = Literal["acceptable", "worse", "unknown", "broken"]
+#: The colour of each verdict, of the palette of the plots.
+TONES: dict[Kind, str] = {"acceptable": "#009e73", "worse": "#d55e00", "unknown": "#666667", "broken": "#d55e00"}
+
+
+class Verdict(Strict):
+    """The decision on the FP8 model: `acceptable` where no runtime that serves it exceeds the `limit`, `worse` where
+    one does, `unknown` where the text is too short to tell, `broken` without a finite perplexity.
+
+    `runtime` is the one that decided. `sentence` states the decision, `detail` how sure it is.
+    """
+
+    kind: Kind
+    sentence: str
+    detail: str = ""
+    limit: float = Field(description="largest acceptable increase of perplexity")
+    limit_is_default: bool = False
+    runtime: str | None = None
+    perplexity_increase: float | None = None
+
+    def _repr_html_(self) -> str:
+        """Render the verdict for a notebook."""
+        style = f"border-left:6px solid {TONES[self.kind]};padding-left:1em"
+        return f'<p style="{style}"><strong>{escape(self.sentence)}</strong><br>{escape(self.detail)}</p>'
+
+
 class Accuracy(Strict):
     """`accuracy.json`."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     protocol: Protocol
     runtimes: dict[str, RuntimeAccuracy]
+    verdict: Verdict | None = Field(default=None, description="absent in files of older versions")
+    positions: int | None = Field(default=None, description="of the model: the longest window it reads")
     adapters: dict[str, dict[str, RuntimeAccuracy]] | None = Field(
         default=None, description="by adapter: the runtimes with it beside the model, against BF16 with it"
     )

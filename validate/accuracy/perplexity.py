@@ -11,7 +11,7 @@ text has no past and is not scored; with stride = context the first token of eac
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,22 @@ def cut(
         prompt=prompt,
     )
     return Evaluation(packing.windows(ids, starts), scored, protocol)
+
+
+def evenly_spaced(evaluation: Evaluation, most: int) -> Evaluation:
+    """Return evenly spaced windows of `evaluation` that score at most `most` tokens together, one window at least; all
+    of them where they score no more.
+    """
+    counts = evaluation.scored.sum(axis=1)
+    total, windows = int(counts.sum()), len(counts)
+    if total <= most:
+        return evaluation
+    number = max(1, windows * most // total)
+    while counts[chosen := np.linspace(0, windows - 1, number).astype(np.int64)].sum() > most and number > 1:
+        number -= 1
+    scored = evaluation.scored[chosen]
+    protocol = evaluation.protocol.model_copy(update={"tokens": int(scored.sum()), "of_tokens": total})
+    return replace(evaluation, ids=evaluation.ids[chosen], scored=scored, protocol=protocol)
 
 
 def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -12,16 +12,12 @@ import numpy.typing as npt
 
 from ...calibrate.measure.histogram import Histogram, magnitudes
 from ...quantize.codes.formats import E4M3, CodeGrid, Format
-from ..accuracy.bootstrap import Bootstrap
 
 Floats = npt.NDArray[np.float64]
 #: BF16 patterns in one bar of a histogram: an eighth of an octave, as wide as E4M3's steps.
 PATTERNS_A_BAR = 16
 #: The octaves of the code that a sparkline spans: E4M3 from below its smallest value to above its largest.
 SPARK_LEFT, SPARK_RIGHT = -12, 10
-#: Windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s √((n - 1) / n),
-#: s by Student's t with n - 1 degrees of freedom, and holds the truth in 81 % of cases at n = 4, in 90 % at ten.
-LEAST_WINDOWS = 10
 
 
 def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Floats, Floats]:
@@ -141,27 +137,3 @@ def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
     return Curve(
         np.array([span.mean() for span in kept]), means, means - 2 * standard_errors, means + 2 * standard_errors
     )
-
-
-def paired(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
-    """The windows in which both have a scored token."""
-    return np.flatnonzero((~np.isnan(base) & ~np.isnan(other)).any(axis=1))
-
-
-def increase_interval(
-    base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]
-) -> tuple[float | None, float | None]:
-    """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows,
-    context], nats, NaN: not scored.
-
-    The pairing removes the difficulty of a text, which varies a hundred times more than FP8 adds.
-    None below `LEAST_WINDOWS` windows that both have.
-    """
-    windows = paired(base, other)
-    if len(windows) < LEAST_WINDOWS:
-        return None, None
-    base, other = base[windows], other[windows]
-    scored = ~np.isnan(base) & ~np.isnan(other)
-    bootstrap = Bootstrap(np.nonzero(scored)[0])
-    _, low, high = bootstrap.interval(other[scored].astype(np.float64) - base[scored])
-    return float(np.expm1(low)), float(np.expm1(high))

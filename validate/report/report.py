@@ -24,20 +24,24 @@ from ...options import NOT_SERVED
 from ...quantize.codes.formats import E4M3
 from ...quantize.scales.decisions import load_scales
 from ..accuracy.continuations import Continuations, load_continuations
-from ..accuracy.document import Protocol, load_accuracy, load_divergences, load_token_losses
+from ..accuracy.decision import noise_floor
+from ..accuracy.document import Accuracy, load_accuracy
 from ..advice import certificate as certificates
 from ..advice.certificate import Certificate
 from ..advice.expert_coverage import expert_rows, expert_table
 from . import curves, prompt_distance, run_comparison, tables, token_frequency
 from . import rows as run_rows
+from .accuracy_rows import AccuracyRow, accuracy_rows, adapter_rows
+from .drawings import drawings, losses_by_tensor
+from .gains import gain_table, gains
 from .notebook import execute
-from .rows import AccuracyRow, EngineRow, ModuleRow
-from .verdict import Standing, Verdict, next_steps, step_table, verdict
+from .position_buckets import not_covered, position_rows, position_table
+from .rows import EngineRow, ModuleRow
+from .size_rows import size_rows
+from .verdict import in_run, next_steps, report_verdict, standing, step_table
 
 if TYPE_CHECKING:
-    from ..sensitivity.document import Loss
-    from ..tuning.document import Tuning
-    from .plots import Plot
+    from ...calibrate.measure.statistics import Corpus
 
 #: What the extra `report` brings, by the names they are imported under.
 REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
@@ -51,7 +55,7 @@ SPARK = {
 }
 #: Tensors whose loss is listed.
 WORST = 12
-NOT_LOCATED = "Not known yet: run `fp8q sensitivity RUN`."
+NOT_LOCATED = "Which tensor costs how much was not measured: `fp8q sensitivity RUN` does."
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
@@ -81,21 +85,26 @@ def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> lis
 
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
-    """The tables of the report: `next`, `accuracy`, `distance`, `frequency`, `beside` (the run and `others`), `loss`,
-    `sizes`, `engines`, `modules`, `kept`, `experts`, `certificate`, `facts`, `stages`, `notes`.
+    """The tables of the report: `next`, `gains`, `accuracy`, `divergences`, `positions`, `distance`, `frequency`,
+    `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`, `kept`, `experts`, `certificate`, `facts`,
+    `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
     modules, stages = run_rows.module_rows(run), run_rows.stage_rows(run)
-    found, statistics = report_verdict(run), load_statistics(run)
-    return {
-        "next": step_table(next_steps(found, standing(run))),
-        "accuracy": tables.accuracy_table([*run_rows.accuracy_rows(run), *run_rows.adapter_rows(run)]),
+    statistics = load_statistics(run)
+    accuracy = evaluated(run)
+    found: dict[str, Table[Any]] = {
+        "next": step_table(next_steps(report_verdict(run), standing(run))),
+        "gains": gain_table(gains(run)),
+        "accuracy": tables.accuracy_table([*accuracy_rows(run), *adapter_rows(run)]),
+        "divergences": tables.divergence_table(tables.divergence_rows(accuracy) if accuracy else []),
+        "positions": position_table(position_rows(run), not_covered(accuracy) if accuracy else ""),
         "distance": prompt_distance.distance_table(prompt_distance.distance_rows(run)),
         "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
         "loss": replace(tables.loss_table(losses_by_tensor(run)[:WORST]), missing=NOT_LOCATED),
-        "sizes": tables.size_table(run_rows.size_rows(run)),
+        "sizes": tables.size_table(size_rows(run)),
         "engines": tables.engine_table(run_rows.engine_rows(run)),
         "modules": tables.module_table(modules),
         "kept": tables.kept_table(modules),
@@ -105,46 +114,17 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "stages": tables.stage_table(stages),
         "notes": tables.note_table(stages),
     }
+    return {name: of_run(table, run) for name, table in found.items()}
 
 
-def losses_by_tensor(run: Run) -> "list[Loss]":
-    """List the loss that each tensor causes alone, worst first; nothing where that is not known of the files that are
-    here now.
-    """
-    from ..sensitivity.document import load_sensitivity
-
-    return load_sensitivity(run).modules if run_rows.wrote(run, run.sensitivity, "sensitivity") else []
+def evaluated(run: Run) -> Accuracy | None:
+    """The accuracy of the files that are in the run now; None where they were not evaluated."""
+    return load_accuracy(run) if run_rows.wrote(run, run.accuracy, "validate") else None
 
 
-def report_plots(run: Run) -> "dict[str, Plot]":
-    """The plots of the report: `histogram` (of the noisiest tensor) and `layers` where something is in FP8, `loss`
-    where it was located, `frontier` where it was tuned, `positions` and `divergence` where the run was evaluated.
-    """
-    from ..tuning.document import load_tuning
-    from . import loss_plots, plots
-
-    rows = [row for row in run_rows.module_rows(run) if row.scale is not None]
-    drawn: dict[str, Plot] = {}
-    if rows:
-        worst = plots.noisiest(rows)
-        drawn["histogram"] = plots.histogram_plot(worst, load_statistics(run).tensors[str(worst.tensor)].histogram)
-        drawn["layers"] = plots.layer_plot(rows)
-    if loss_plots.by_layer(located := losses_by_tensor(run)):
-        drawn["loss"] = loss_plots.loss_plot(located)
-    if run_rows.wrote(run, run.tuning, "tune"):
-        drawn["frontier"] = loss_plots.frontier_plot(load_tuning(run))
-    if run_rows.wrote(run, run.tokens, "validate"):
-        if kl := load_divergences(run):
-            drawn["divergence"] = loss_plots.divergence_plot(kl)
-        sampled = {row.runtime for row in run_rows.accuracy_rows(run) if row.tokens is not None}
-        nll = {name: values for name, values in load_token_losses(run).items() if name not in sampled}
-        drawn["positions"] = plots.position_plot(nll)
-    return drawn
-
-
-def report_verdict(run: Run) -> Verdict:
-    """Is the model of `run` still the same?"""
-    return verdict(run_rows.accuracy_rows(run))
+def of_run(table: Table[Any], run: Run) -> Table[Any]:
+    """The table with the run's own path in the commands that it names."""
+    return replace(table, missing=in_run(table.missing, run), note=in_run(table.note, run))
 
 
 def report_continuations(run: Run) -> Continuations:
@@ -163,21 +143,25 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     contents = report_tables(run, others)
-    statistics, modules = load_statistics(run), contents["modules"].rows
+    statistics, modules, accuracy = load_statistics(run), contents["modules"].rows, evaluated(run)
     seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
     drawn = {row.tensor: row.scale for row in modules if row.tensor in seen}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
     return template.render(
         model=statistics.record.model,
         tables=contents,
-        plots=report_plots(run),
+        drawn=drawings(run),
         sparklines=sparklines,
         spark=SPARK,
         verdict=report_verdict(run),
         summary=summary_sentences(contents["accuracy"].rows, modules, contents["kept"].rows),
         continuations=report_continuations(run).continuations,
-        protocol=protocol(run),
-        engines=engines_sentence(contents["engines"].rows),
+        accuracy=accuracy,
+        noise=noise_floor(accuracy) if accuracy else "",
+        calibration=calibrated_on(statistics.record.corpus, text_certificate(run)),
+        timed=any(gain.known.startswith("fp8q bench") for gain in contents["gains"].rows),
+        untimed=in_run("No times were measured: `fp8q bench RUN` does.", run),
+        engines=in_run(engines_sentence(contents["engines"].rows), run),
         certificate=text_certificate(run),
     )
 
@@ -185,6 +169,13 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
 def text_certificate(run: Run) -> Certificate:
     """Tell whether the run's calibration text was enough."""
     return certificates.certificate(load_statistics(run), load_scales(run))
+
+
+def calibrated_on(corpus: "Corpus", found: Certificate) -> str:
+    """State the calibration text, and whether it was enough."""
+    enough = {"good": "enough", "watch": "more text would help", "bad": "too little"}
+    told = enough.get(found.verdict, "whether that is enough cannot be told")
+    return f"{corpus.windows * corpus.seq_len:,} tokens of {corpus.name}: {told}"
 
 
 def summary_sentences(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
@@ -199,38 +190,7 @@ def summary_sentences(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleR
     if not compared or base is None:
         return f"{done} What that costs has not been evaluated yet."
     worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
-    which = f"{worst.runtime}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.runtime
-    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {worst.perplexity:.4f} in FP8 ({which})."
-
-
-def standing(run: Run) -> Standing:
-    """Find the results that the run has of its present files."""
-    from ..tuning.document import load_tuning
-
-    def fresh(stage: str) -> bool:
-        return stage in run.record().stages and not run.is_stale(stage)
-
-    return Standing(
-        "RUN",
-        located=fresh("sensitivity"),
-        tuned=tuned_for(load_tuning(run)) if fresh("tune") else None,
-        engine=fresh("build-engine"),
-        repository=fresh("triton"),
-    )
-
-
-def tuned_for(tuning: "Tuning") -> str | None:
-    """The budget that was given to `fp8q tune`, as its option; None where what was chosen does not meet it."""
-    if not tuning.met:
-        return None
-    if tuning.max_kl is not None:
-        return f"--max-kl {tuning.max_kl:g}"
-    return f"--max-ppl-increase {100 * (tuning.max_ppl_increase or 0.0):g}%"
-
-
-def protocol(run: Run) -> Protocol | None:
-    """Return the protocol of the run's evaluation; None where it was not."""
-    return load_accuracy(run).protocol if run_rows.wrote(run, run.accuracy, "validate") else None
+    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {worst.perplexity:.4f} in FP8."
 
 
 def engines_sentence(built: Sequence[EngineRow]) -> str:

@@ -5,22 +5,18 @@ not write is refused. A quantity that does not apply is None, never zero.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from ...calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
-from ...core.headers import read_header
 from ...core.record import FP8_STAGES
 from ...core.run import Run
 from ...export.engine.info import engine_stage, load_engines
 from ...options import Precision
-from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
+from ...quantize.codes.formats import CodeGrid
 from ...quantize.scales.decisions import GRIDS, INHERITED, TensorScale, WeightScales, group_of, load_scales
-from ..accuracy.document import load_accuracy, load_token_losses
 from ..advice.findings import converged_after, outlier_channels
-from .curves import increase_interval, paired
-from .stored_numbers import stored_numbers
 
 #: What the cache is, by the parts of it that are codes.
 CACHES = {
@@ -111,48 +107,6 @@ class EngineRow:
         if self.adapter:
             return f"engines/adapters/{self.adapter}/{self.target}.plan"
         return f"engines/{'' if self.precision == 'fp8' else f'{self.precision}/'}{self.target}.plan"
-
-
-@dataclass(frozen=True)
-class AccuracyRow:
-    """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
-
-    Shares are fractions. `windows`: how many the interval is of, None in BF16's own row; where they are too few there
-    is no interval. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums in
-    FP32. `kl_least_nats`: where BF16 ran elsewhere, what KL is at least by what the run keeps of it, which `stored`
-    describes.
-    """
-
-    runtime: str
-    perplexity: float
-    nll_nats: float
-    perplexity_increase: float | None = None
-    increase_low: float | None = None
-    increase_high: float | None = None
-    windows: int | None = None
-    kl_mean_nats: float | None = None
-    kl_p99_nats: float | None = None
-    top1_agreement: float | None = None
-    top5_agreement: float | None = None
-    kl_fp32_nats: float | None = None
-    tokens: int | None = None
-    kl_sums_nats: float | None = None
-    kl_least_nats: float | None = None
-    stored: str | None = None
-
-
-#: What a row has of `accuracy.json`.
-NUMBERS = {field.name for field in fields(AccuracyRow)} - {"stored"}
-
-
-@dataclass(frozen=True)
-class SizeRow:
-    """A file, or files, of the run and their bytes, as a share of the BF16 weights where they hold the weights."""
-
-    what: str
-    path: str | None
-    bytes: int
-    share_of_bf16: float | None = None
 
 
 @dataclass(frozen=True)
@@ -303,81 +257,6 @@ def outdated(run: Run, precision: Precision, adapter: str | None = None) -> bool
     stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"])]
     stages.append(engine_stage(precision, adapter))
     return any(run.is_stale(stage) for stage in stages if stage in run.record().stages)
-
-
-def accuracy_rows(run: Run) -> list[AccuracyRow]:
-    """Every runtime that was evaluated, BF16 first; the interval of the increase is found from the paired tokens."""
-    if not wrote(run, run.accuracy, "validate"):
-        return []
-    accuracy, nll = load_accuracy(run), load_token_losses(run)
-    rows = []
-    for name, found in accuracy.runtimes.items():
-        low, high, windows = None, None, None
-        if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
-            low, high = increase_interval(nll["bf16"], nll[name])
-            windows = len(paired(nll["bf16"], nll[name]))
-        numbers = found.model_dump(include=NUMBERS) | stored_numbers(found)
-        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
-    return sorted(rows, key=lambda row: row.runtime != "bf16")
-
-
-def adapter_rows(run: Run) -> list[AccuracyRow]:
-    """Return the accuracy with each adapter on, against BF16 with it; no interval, since the losses of tokens are not
-    kept.
-    """
-    if not wrote(run, run.accuracy, "validate"):
-        return []
-    return [
-        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS) | stored_numbers(found))
-        for what, beside in load_accuracy(run).each()[1:]
-        for name, found in beside.runtimes.items()
-    ]
-
-
-def size_rows(run: Run) -> list[SizeRow]:
-    """Return the sizes of the weights: in BF16, in the FP8 checkpoint, in the graphs beside it, in each engine."""
-    shards = sorted(run.model.glob("*.safetensors"))
-    if not shards:
-        return []
-    bf16 = sum(map(bf16_bytes, shards))
-    held = sum(path.stat().st_size for path in shards)
-    rows = [
-        SizeRow("weights in BF16", None, bf16, 1.0),
-        SizeRow("FP8 checkpoint", "model/*.safetensors", held, held / bf16),
-    ]
-    rows += [
-        SizeRow(what, f"model/{path.name}", path.stat().st_size)
-        for path, what in _graphs(run).items()
-        if path.is_file()
-    ]
-    rows += [
-        SizeRow(
-            f"{PRECISIONS[engine.precision]} engine for {engine.target}".lstrip(),
-            engine.file,
-            engine.bytes,
-            engine.bytes / bf16,
-        )
-        for engine in engine_rows(run)
-    ]
-    return rows
-
-
-def _graphs(run: Run) -> dict[Path, str]:
-    return {
-        run.onnx: "ONNX graph; its weights are the checkpoint’s",
-        run.onnx_fp32: "the same graph, computing in FP32",
-    }
-
-
-def bf16_bytes(shard: Path) -> int:
-    """Return the bytes that the tensors of an FP8 checkpoint's file take in the BF16 model: codes doubled, scales left
-    out. Reads the header alone.
-    """
-    return sum(
-        (at.end - at.start) * (2 if at.dtype == CODE_DTYPE else 1)
-        for name, at in read_header(shard).items()
-        if not name.endswith("_scale")
-    )
 
 
 def stage_rows(run: Run) -> list[StageRow]:

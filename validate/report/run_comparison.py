@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...calibrate.measure.statistics import load_record
 from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
 from ...core.run import Run
 from ...quantize.scales.decisions import NO_TERM, ONE_TERM, Scales, load_scales
+from ..accuracy.bootstrap import increase_interval
+from ..accuracy.decision import interval_text
 from ..accuracy.document import load_accuracy, load_token_losses
-from .curves import increase_interval
-from .rows import SizeRow, accuracy_rows, size_rows, wrote
-from .tables import interval
-from .verdict import verdict
+from .accuracy_rows import accuracy_rows
+from .rows import wrote
+from .size_rows import SizeRow, size_rows
+from .verdict import report_verdict
 
 CACHES = {"": "BF16", "v": "values in FP8", "kv": "FP8"}
 
@@ -30,6 +33,7 @@ class RunRow:
 
     name: str
     model: str
+    same_model: bool
     activations: str
     weights: str
     cache: str
@@ -63,13 +67,14 @@ def names(roots: Sequence[Path]) -> list[str]:
 
 def _row(run: Run, name: str, first: Run) -> RunRow:
     scales, accuracy = load_scales(run), accuracy_rows(run)
-    found = verdict(accuracy)
+    found = report_verdict(run)
     row = next((row for row in accuracy if row.runtime == found.runtime), None)
     low, high = (row.increase_low, row.increase_high) if row else (None, None)
     checkpoint: SizeRow | None = next((each for each in size_rows(run) if each.what == "FP8 checkpoint"), None)
     return RunRow(
         name,
-        model=str(run.record().model.get("name", "")),
+        model=load_record(run).model.name,
+        same_model=is_same_model(first, run),
         activations=terms(scales),
         weights=" and ".join(sorted({weight.rounding for weight in scales.weights.values()})) or "none",
         cache=CACHES[scales.cache_parts] + (" by head" if scales.per_head else "") + scales.cache_left,
@@ -82,9 +87,16 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
         increase_interval=None if low is None or high is None else (low, high),
         kl_mean_nats=row.kl_mean_nats if row else None,
         top1_agreement=row.top1_agreement if row else None,
-        than_first=than(first, run, found.runtime) if found.runtime and run.root != first.root else None,
+        than_first=than(first, run, found.runtime)
+        if found.runtime and run.root != first.root and is_same_model(first, run)
+        else None,
         checkpoint_bytes=checkpoint.bytes if checkpoint else None,
     )
+
+
+def is_same_model(first: Run, other: Run) -> bool:
+    """Tell whether two runs were made of the same model: its weights' fingerprint."""
+    return load_record(first).model.fingerprint == load_record(other).model.fingerprint
 
 
 def terms(scales: Scales) -> str:
@@ -111,9 +123,25 @@ def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
 
 
 def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
-    """Runs side by side."""
+    """Runs side by side; the note explains the columns that are there, and names runs of another model."""
+    others = [row for row in rows if not row.same_model]
+    notes = []
+    if others:
+        named = ", ".join(row.name for row in others)
+        notes.append(
+            f"{named}: made of another model than {rows[0].name}, so that a difference in perplexity is not one of "
+            "quantization."
+        )
+    if any(row.increase_interval for row in rows):
+        notes.append("“95 % interval”: of the increase over the BF16 model of the same run.")
+    if any(row.than_first for row in rows):
+        notes.append(
+            f"“Than the first”: the 95 % interval of the perplexity’s change over that of {rows[0].name}, token by "
+            "token, where both were evaluated on the same windows."
+        )
     columns = (
         text_column("run", "name"),
+        Column[RunRow]("model", lambda row: row.model if others else None, numeric=False),
         text_column("activations"),
         text_column("rounding", "weights"),
         text_column("KV cache", "cache"),
@@ -121,9 +149,15 @@ def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
         number_column("checkpoint", size, "checkpoint_bytes"),
         Column[RunRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
         number_column("increase", increase, "perplexity_increase"),
-        number_column("95 % interval", interval, "increase_interval"),
+        number_column("95 % interval", interval_text, "increase_interval"),
         number_column("KL mean, nats", nats, "kl_mean_nats"),
         number_column("top-1 agreement", share, "top1_agreement"),
-        number_column("than the first", interval, "than_first"),
+        number_column("than the first", interval_text, "than_first"),
     )
-    return Table("Beside other runs", rows, columns, "No other run was named: `fp8q report RUN --compare OTHER`.")
+    return Table(
+        "Beside other runs",
+        rows,
+        columns,
+        "No other run was named: `fp8q report RUN --compare OTHER`.",
+        " ".join(notes),
+    )

@@ -1,7 +1,8 @@
 """The tables of a run's rows (`rows`), as the report, `fp8q inspect` and the closing table show them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ...core.columns import (
@@ -19,9 +20,12 @@ from ...core.columns import (
     text_column,
 )
 from ...export.engine.info import first_few
+from ..accuracy.decision import BF16, FP32, interval_text, too_short
+from ..accuracy.document import Accuracy, Divergence
 from ..advice.findings import AgainstRow, DelayedRow, Outlier
-from .curves import LEAST_WINDOWS
-from .rows import PRECISIONS, AccuracyRow, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
+from .accuracy_rows import AccuracyRow
+from .rows import PRECISIONS, EngineRow, FactRow, ModuleRow, StageRow
+from .size_rows import SizeRow
 
 if TYPE_CHECKING:
     from ..sensitivity.document import Loss
@@ -145,7 +149,7 @@ def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[Accu
         Column[AccuracyRow](
             "95 % interval",
             lambda row: None if row.increase_low is None else (row.increase_low, row.increase_high),
-            interval,
+            interval_text,
         ),
         number_column("KL mean, nats", nats, "kl_mean_nats"),
         number_column("KL p99, nats", nats, "kl_p99_nats"),
@@ -158,22 +162,47 @@ def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[Accu
     )
     short = dict[str, list[str]]()
     for row in rows:
-        for why in filter(None, (too_short(row), row.stored)):
+        for why in filter(None, (without_interval(row), row.stored)):
             short.setdefault(why, []).append(row.runtime)
     note = ". ".join(f"{', '.join(names)}: {why}" for why, names in short.items())
     return Table("Accuracy", rows, columns, "Not evaluated yet: run `fp8q validate RUN`.", note)
 
 
-def too_short(row: AccuracyRow) -> str:
+@dataclass(frozen=True)
+class DivergenceRow:
+    """The KL of a runtime in one direction, `bf16||this`: mean and percentiles over tokens, in nats."""
+
+    runtime: str
+    direction: str
+    divergence: Divergence
+
+
+def divergence_rows(accuracy: Accuracy) -> list[DivergenceRow]:
+    """The divergences of every runtime, in both directions, where they were measured; FP32's from BF16 are BF16's from
+    it.
+    """
+    return [
+        DivergenceRow(name, f"KL({direction.replace('this', name)})", each)
+        for name, runtime in accuracy.runtimes.items()
+        if not (name == FP32 and BF16 in accuracy.runtimes)
+        for direction, each in (runtime.divergences or {}).items()
+    ]
+
+
+def divergence_table(rows: Sequence[DivergenceRow]) -> Table[DivergenceRow]:
+    """Tabulate divergences, in nats."""
+    columns = (
+        text_column("nats", "direction"),
+        *(Column[Any](name, attrgetter(f"divergence.{name}"), nats) for name in ("mean", "p50", "p90", "p99", "max")),
+    )
+    return Table(
+        "Distance of the next token’s distribution", rows, columns, "Not evaluated yet: run `fp8q validate RUN`."
+    )
+
+
+def without_interval(row: AccuracyRow) -> str:
     """The reason for a missing interval beside an increase; empty where there is an interval or no increase."""
-    if row.windows is None or row.increase_low is not None:
-        return ""
-    return f"too short for an interval: {row.windows:,} window{'' if row.windows == 1 else 's'}; give {LEAST_WINDOWS}"
-
-
-def interval(bounds: tuple[float, float]) -> str:
-    """The ends of an interval of relative changes: `−0.02 to +0.31 %`."""
-    return f"{increase(bounds[0]).removesuffix(' %')} to {increase(bounds[1])}"
+    return "" if row.windows is None or row.increase_low is not None else too_short(row.windows)
 
 
 def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
@@ -183,6 +212,7 @@ def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
         text_column("file", "path"),
         number_column("size", size, "bytes"),
         Column[SizeRow]("of BF16", lambda row: row.share_of_bf16, lambda value: f"{100 * value:.0f} %"),
+        text_column("contents"),
     )
     return Table("Sizes", rows, columns, "No checkpoint yet: run `fp8q calibrate MODEL --data TEXT --out RUN`.")
 

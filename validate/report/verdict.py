@@ -1,54 +1,24 @@
-"""Is it still the same model? One verdict, and what to do next.
+"""The verdict of a run, and what to do next: commands with the run's own path, most urgent first.
 
-The verdict is of the worst FP8 runtime that ran every window, and rests on the paired 95 % interval of its perplexity's
-increase over BF16, not on the increase alone: what a text cannot tell apart is no loss, and what it cannot exclude is
-no equality.
-
-same      the whole interval lies within a tenth of a percent of BF16: what evaluations on other texts differ by, many
-          times over, and no user sees
-noise     the interval holds zero: on this text FP8 cannot be told from BF16. Or FP8 is no farther from FP32 than BF16
-          is itself (KL, where the runtime fp32 ran): then what it adds is less than what BF16's own rounding does
-better    the interval lies below zero, which happens by chance, and is no reason to worry
-worse     the interval lies above zero
-unknown   nothing was evaluated, or too little for an interval
-broken    FP8's perplexity is no finite number
+`validate.accuracy.decision` makes the verdict; a run of an older version, whose `accuracy.json` has none, gets it by
+the default limit.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from math import isfinite
-from typing import Literal
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
 
-from ...core.columns import Column, Table, nats
-from ...options import NOT_SERVED
-from .rows import AccuracyRow
-from .tables import interval, too_short
+from ...core.columns import Column, Table
+from ...core.run import Run
+from ..accuracy.decision import DEFAULT_LIMIT, decide
+from ..accuracy.document import Verdict, load_accuracy, load_token_losses
+from .rows import wrote
 
-Kind = Literal["same", "noise", "better", "worse", "unknown", "broken"]
-#: A change of perplexity that is none.
-SAME = 1e-3
-#: The colour of each, of the palette of `plots`.
-TONES: dict[Kind, str] = {
-    "same": "#009e73", "noise": "#0072b2", "better": "#009e73", "worse": "#d55e00", "unknown": "#666667",
-    "broken": "#d55e00",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The `sentence` says how much and how sure; `runtime` is the one it is of, None where nothing was compared, and
-    `rise` its perplexity's increase.
-    """
-
-    kind: Kind
-    sentence: str
-    runtime: str | None = None
-    rise: float = 0.0
-
-    def _repr_html_(self) -> str:
-        """Render the verdict for a notebook."""
-        return f'<p style="border-left:6px solid {TONES[self.kind]};padding-left:1em">{escape(self.sentence)}</p>'
+if TYPE_CHECKING:
+    from ..tuning.document import Tuning
 
 
 @dataclass(frozen=True)
@@ -59,51 +29,11 @@ class NextStep:
     command: str
 
 
-def verdict(accuracy: Sequence[AccuracyRow]) -> Verdict:
-    """Judge the evaluation; `accuracy` as `rows.accuracy_rows` gives it."""
-    whole = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
-    if broken := [row for row in whole if not isfinite(row.perplexity)]:
-        said = f"Broken: the perplexity of {broken[0].runtime} is {broken[0].perplexity}."
-        return Verdict("broken", said, broken[0].runtime)
-    compared = [row for row in whole if row.perplexity_increase is not None]
-    if not compared:
-        return Verdict("unknown", "Not known yet: FP8 was not held against BF16 on any text.")
-    worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
-    rise, low, high = worst.perplexity_increase or 0.0, worst.increase_low, worst.increase_high
-    if low is None or high is None:
-        said = f"Not known: perplexity {changes_by(rise)}, {too_short(worst) or 'and nothing says how sure that is'}."
-        return Verdict("unknown", said, worst.runtime, rise)
-    bf16 = next((row.kl_fp32_nats for row in accuracy if row.runtime == "bf16"), None)
-    sure = f"95 % interval {interval((low, high))}"
-    if max(abs(low), abs(high)) <= SAME:
-        return Verdict("same", f"Same model: perplexity {changes_by(rise)} against BF16 ({sure}).", worst.runtime, rise)
-    if bf16 is not None and worst.kl_fp32_nats is not None and worst.kl_fp32_nats <= bf16:
-        said = (
-            f"Within the noise of BF16: perplexity {changes_by(rise)}, and FP8 is no farther from FP32 than BF16 is: "
-            f"{nats(worst.kl_fp32_nats)} nats against {nats(bf16)} ({sure})."
-        )
-        return Verdict("noise", said, worst.runtime, rise)
-    if low <= 0 <= high:
-        cannot = f"and this text cannot tell that from none ({sure})"
-        said = f"Within the noise of BF16: perplexity {changes_by(rise)}, {cannot}."
-        return Verdict("noise", said, worst.runtime, rise)
-    if high < 0:
-        said = f"Not worse: perplexity {changes_by(rise)} against BF16, by chance ({sure})."
-        return Verdict("better", said, worst.runtime, rise)
-    return Verdict("worse", f"Worse: perplexity {changes_by(rise)} against BF16 ({sure}).", worst.runtime, rise)
-
-
-def changes_by(fraction: float) -> str:
-    """A change in words: `rises by 0.31 %`."""
-    if round(100 * fraction, 2) == 0:
-        return "does not change (by less than 0.01 %)"
-    return f"{'rises' if fraction > 0 else 'falls'} by {100 * abs(fraction):.2f} %"
-
-
 @dataclass(frozen=True)
 class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
-    options of `fp8q tune` whose choice meets the budget.
+    options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
+    engine and no repository.
     """
 
     name: str
@@ -111,6 +41,53 @@ class Standing:
     tuned: str | None
     engine: bool
     repository: bool
+    alone: str | None = None
+
+
+def report_verdict(run: Run) -> Verdict:
+    """Is the model of `run` good enough in FP8?"""
+    if not wrote(run, run.accuracy, "validate"):
+        said = "Not known yet: FP8 was not held against BF16 on any text"
+        return Verdict(kind="unknown", sentence=said, limit=DEFAULT_LIMIT, limit_is_default=True)
+    accuracy = load_accuracy(run)
+    return accuracy.verdict or decide(accuracy, load_token_losses(run))
+
+
+def name_in_commands(root: Path) -> str:
+    """The path of a run as a shell's word."""
+    return quote(str(root))
+
+
+def in_run(text: str, run: Run) -> str:
+    """The text with the run's own path in its commands, in the place of RUN."""
+    return re.sub(r"(`fp8q [a-z-]+) RUN\b", lambda match: f"{match[1]} {name_in_commands(run.root)}", text)
+
+
+def standing(run: Run) -> Standing:
+    """Find the results that the run has of its present files."""
+    from ..tuning.document import load_tuning
+
+    def current(stage: str) -> bool:
+        return stage in run.record().stages and not run.is_stale(stage)
+
+    return Standing(
+        name_in_commands(run.root),
+        located=current("sensitivity"),
+        tuned=tuned_for(load_tuning(run)) if current("tune") else None,
+        engine=current("build-engine"),
+        repository=current("triton"),
+        alone=name_in_commands(run.model) if run.without_graph() else None,
+    )
+
+
+def tuned_for(tuning: "Tuning") -> str | None:
+    """The budget that was given to `fp8q tune`, as its option; None where what was chosen does not meet it."""
+    if not tuning.met:
+        return None
+    server = "" if tuning.server == "tensorrt" else f" --for {tuning.server}"
+    if tuning.max_kl is not None:
+        return f"--max-kl {tuning.max_kl:g}{server}"
+    return f"--max-ppl-increase {100 * (tuning.max_ppl_increase or 0.0):g}%{server}"
 
 
 def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:
@@ -120,11 +97,6 @@ def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:
         Column[NextStep]("command", lambda step: step.command, numeric=False),
     )
     return Table("What to do next", steps, columns, "Nothing.")
-
-
-def budget(found: Verdict) -> str:
-    """A target for the increase: half of the increase, to one digit; half a percent where that is no number."""
-    return f"{50 * found.rise:.1g}%" if found.kind == "worse" else "0.5%"
 
 
 def next_steps(found: Verdict, has: Standing) -> list[NextStep]:
@@ -143,10 +115,13 @@ def next_steps(found: Verdict, has: Standing) -> list[NextStep]:
             NextStep("Make it anew by what was chosen for the budget.", f"{tune} {has.tuned} --apply")
             if has.tuned
             else NextStep(
-                "Have the cheapest change chosen that meets a budget.", f"{tune} --max-ppl-increase {budget(found)}"
+                "Have the cheapest change chosen that meets the limit.",
+                f"{tune} --max-ppl-increase {100 * found.limit:g}%",
             )
         )
         steps.append(NextStep("Look for what is unstable.", f"fp8q doctor {run}"))
+    if has.alone is not None:
+        return steps or [NextStep("Serve it.", f"vllm serve {has.alone}")]
     if not has.engine:
         steps.append(NextStep("Build an engine, and prove what it runs in FP8.", f"fp8q build-engine {run}"))
     if not has.repository:

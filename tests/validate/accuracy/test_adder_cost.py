@@ -1,6 +1,7 @@
 """Other sums on some of the windows: which ones, what they are held against, and that no gate is for them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
 from fp8q.stages.validate import check_accumulator, check_increase
 from fp8q.validate.accuracy.adder_cost import cost, products_a_token, sample
+from fp8q.validate.accuracy.bootstrap import increase_interval
 from fp8q.validate.accuracy.compare import compare_runtimes
+from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
-from fp8q.validate.report.curves import increase_interval
-from fp8q.validate.report.report import report_plots, summary_sentences
-from fp8q.validate.report.rows import AccuracyRow, accuracy_rows
+from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
+from fp8q.validate.report.drawings import report_plots
+from fp8q.validate.report.report import summary_sentences
 from fp8q.validate.report.tables import accuracy_table
 
 EVALUATION = cut(np.arange(40, dtype=np.int64) % 4, "text", 4, 4)  # ten windows, 39 - 9 = 30 tokens scored
@@ -112,7 +115,8 @@ def test_the_interval_is_of_the_windows_that_both_ran() -> None:
 
 def test_the_summary_and_the_picture_are_of_what_ran_every_window(evaluated_run: Run) -> None:
     run = with_sums(evaluated_run)
-    assert "(reference)" in summary_sentences(accuracy_rows(run), [], [])
+    fp8 = next(row for row in accuracy_rows(run) if row.runtime == "reference")
+    assert f"{fp8.perplexity:.4f} in FP8." in summary_sentences(accuracy_rows(run), [], [])
     assert "in bf16, reference. Below" in report_plots(run)["positions"].caption
     assert summary_sentences(
         [AccuracyRow("bf16", 2, 0.7), AccuracyRow("reference-fp22", 3, 1.1, 0.5, tokens=9)], [], []
@@ -123,7 +127,10 @@ def test_no_gate_is_for_what_ran_some_windows() -> None:
     good = RuntimeAccuracy(perplexity=2.0, nll_nats=0.7, perplexity_increase=0.0)
     sampled = good.model_copy(update={"perplexity_increase": 0.5, "tokens": 4})
     runtimes = {"bf16": good, "reference": good, "reference-fp22": sampled}
-    check_increase(Accuracy(protocol=EVALUATION.protocol, runtimes=runtimes), 0.01)
+    accuracy = Accuracy(protocol=EVALUATION.protocol, runtimes=runtimes)
+    verdict = decide(accuracy, {}, 0.01)
+    assert verdict.kind == "unknown"
+    check_increase(Run(Path("run")), accuracy.model_copy(update={"verdict": verdict}), 0.01)
 
 
 @pytest.mark.parametrize("asked", [ValidateOptions(accumulator="fp22"), ValidateOptions(("bf16",))])

@@ -1,6 +1,8 @@
 """Windows and scores: what is scored, by hand."""
 
+from collections.abc import Callable
 from math import nan
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ from hypothesis import strategies as st
 
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
 from fp8q.stages.validate import check_increase, check_numbers
 from fp8q.validate.accuracy.compare import compare_runtimes
+from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
-from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.perplexity import cut, evenly_spaced
 
 IDS = np.arange(10, dtype=np.int64)
 
@@ -124,8 +128,63 @@ def test_perplexity_kl_and_agreement_of_two_known_distributions() -> None:
     assert other.perplexity_increase == pytest.approx(-0.5)
     assert other.kl_mean_nats == pytest.approx(0.25 * np.log(0.25 / 0.5) + 0.75 * np.log(0.25 * 6), abs=1e-6)
     assert other.top1_agreement == 1.0
+    assert other.divergences is not None
+    assert other.divergences.keys() == {"bf16||this", "this||bf16"}
+    there, back = other.divergences["bf16||this"], other.divergences["this||bf16"]
+    assert (there.mean, back.mean) == pytest.approx(
+        (other.kl_mean_nats, 0.5 * np.log(2) + 0.5 * np.log(2 / 3)), abs=1e-6
+    )
+    assert (back.p50, back.p90, back.p99, back.max) == pytest.approx((back.mean,) * 4, abs=1e-6)  # all tokens are alike
     assert np.isnan(nll["other"][:, 0]).all()
     np.testing.assert_allclose(nll["other"][:, 1:], np.log(2), rtol=1e-6)
+
+
+def test_with_fp32_each_runtime_has_both_directions_to_it_and_so_has_bf16() -> None:
+    evaluation = cut(np.zeros(8, np.int64), "text", 4, 4)
+    tables = {name: torch.log(torch.tensor([p, 1 - p])) for name, p in (("bf16", 0.5), ("fp32", 0.25), ("x", 0.75))}
+
+    def forward(name: str) -> Callable[[np.ndarray], torch.Tensor]:
+        return lambda ids: tables[name].expand(*ids.shape, 2)
+
+    accuracy, _ = compare_runtimes(evaluation, {name: forward(name) for name in tables}, 2, SILENT)
+
+    def kl(p: float, q: float) -> float:
+        return float(p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q)))
+
+    found = {name: runtime.divergences or {} for name, runtime in accuracy.runtimes.items()}
+    assert {name: each.mean for name, each in found["bf16"].items()} == pytest.approx(
+        {"fp32||this": kl(0.25, 0.5), "this||fp32": kl(0.5, 0.25)}, abs=1e-6
+    )
+    assert {name: each.mean for name, each in found["x"].items()} == pytest.approx(
+        {
+            "bf16||this": kl(0.5, 0.75),
+            "this||bf16": kl(0.75, 0.5),
+            "fp32||this": kl(0.25, 0.75),
+            "this||fp32": kl(0.75, 0.25),
+        },
+        abs=1e-6,
+    )
+
+
+def test_a_long_text_is_scored_in_evenly_spaced_windows() -> None:
+    whole = cut(np.arange(100), "text", 10, 10)
+    assert whole.protocol.tokens == 90
+    some = evenly_spaced(whole, 40)
+    assert some.ids[:, 0].tolist() == [0, 30, 60, 90]
+    assert (some.protocol.tokens, some.protocol.of_tokens) == (36, 90)
+    assert some.protocol.told == (
+        "36 of the 90 tokens of text, each scored once, in windows of 10 tokens every 10, evenly spaced"
+    )
+    assert some.protocol.sha256 == whole.protocol.sha256
+    assert evenly_spaced(whole, 90) is whole
+    assert evenly_spaced(whole, 1).protocol.tokens == 9  # one window at least
+
+
+def test_windows_that_overlap_stay_below_the_limit() -> None:
+    whole = cut(np.arange(100), "text", 10, 5)
+    some = evenly_spaced(whole, 40)
+    assert some.protocol.tokens == int(some.scored.sum()) <= 40
+    assert np.isin(some.ids[:, 0], whole.ids[:, 0]).all()
 
 
 def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> None:
@@ -134,10 +193,11 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
         RuntimeAccuracy(perplexity=2.0, nll_nats=0.7),
         RuntimeAccuracy(perplexity=float("nan"), nll_nats=float("nan"), perplexity_increase=float("nan")),
     )
+    lost = Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": broken})
     with pytest.raises(
-        GateError, match="^reference: perplexity nan is nan% above BF16's, more than --max-ppl-increase 1.00%; "
+        GateError, match="^reference: perplexity is not a number, more than --max-ppl-increase 1.00%; `fp8q tune run "
     ):
-        check_increase(Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": broken}), 0.01)
+        check_increase(Run(Path("run")), lost.model_copy(update={"verdict": decide(lost, {}, 0.01)}), 0.01)
     with pytest.raises(
         InputError,
         match=(
@@ -145,7 +205,7 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
             "what is missing to --runtimes$"
         ),
     ):
-        check_increase(Accuracy(protocol=protocol, runtimes={"reference": bf16}), 0.01)
+        check_increase(Run(Path("run")), Accuracy(protocol=protocol, runtimes={"reference": bf16}), 0.01)
 
 
 def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,11 @@ from fp8q.core.run import Run
 from fp8q.quantize.codes.formats import E4M3, E5M2
 from fp8q.quantize.scales.clip import scale_of, sqnr_db
 from fp8q.quantize.scales.decisions import Scales, Skipped
+from fp8q.validate.accuracy import bootstrap
 from fp8q.validate.report import curves, plots, report, tables
-from fp8q.validate.report.rows import AccuracyRow, EngineRow, ModuleRow, module_rows
-from fp8q.validate.report.verdict import verdict
+from fp8q.validate.report.accuracy_rows import AccuracyRow
+from fp8q.validate.report.drawings import drawings, no_outlier, report_plots
+from fp8q.validate.report.rows import EngineRow, ModuleRow, module_rows
 
 VOID = {"meta", "wbr", "path", "rect", "use", "br"}
 
@@ -125,9 +127,11 @@ def test_what_has_not_been_run_is_named_with_its_command(calibrated_run: Run) ->
         "5 of 7 matrix products run in FP8, keys and values are cached in FP8. What that costs has not been evaluated "
         "yet."
     ) in text
-    assert "Not evaluated yet: run fp8q validate RUN." in text
-    assert "No engine yet: run fp8q build-engine RUN." in text
-    assert "positions" not in report.report_plots(calibrated_run)
+    assert f"Not evaluated yet: run fp8q validate {calibrated_run.root}." in text
+    assert f"No engine yet: run fp8q build-engine {calibrated_run.root}." in text
+    assert f"fp8q sensitivity {calibrated_run.root} does." in text
+    assert " RUN" not in text
+    assert "positions" not in report_plots(calibrated_run)
 
 
 def test_a_run_in_which_nothing_is_fp8_has_a_report_too(calibrated_run: Run) -> None:
@@ -138,7 +142,7 @@ def test_a_run_in_which_nothing_is_fp8_has_a_report_too(calibrated_run: Run) -> 
     text = words(Page(report.render(calibrated_run)).text)
     assert "0 of 1 matrix products run in FP8. What that costs" in text
     assert "None: every module stays in BF16." in text
-    assert report.report_plots(calibrated_run) == {}
+    assert report_plots(calibrated_run) == {}
 
 
 def test_names_from_files_are_text_and_never_markup(calibrated_run: Run) -> None:
@@ -153,7 +157,7 @@ def test_equal_runs_make_equal_pages(evaluated_run: Run) -> None:
 
 def test_plots_take_their_colours_from_the_page_and_the_page_has_them_all(evaluated_run: Run) -> None:
     text = report.render(evaluated_run)
-    for plot in report.report_plots(evaluated_run).values():
+    for plot in report_plots(evaluated_run).values():
         for narrow in (False, True):
             assert plot.themed(narrow) in text
             assert re.findall(r"#[0-9a-f]{6}\b", plot.themed(narrow)) == []
@@ -198,7 +202,7 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
         ([BASE], "What that costs has not been evaluated yet."),
         (
             [BASE, AccuracyRow("reference", 8.02, 2.08, 0.0025)],
-            "Perplexity is 8.0000 in BF16 and 8.0200 in FP8 (reference).",
+            "Perplexity is 8.0000 in BF16 and 8.0200 in FP8.",
         ),
         (
             [
@@ -207,7 +211,7 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
                 AccuracyRow("reference", 8.02, 2.08, 0.0025, 0.001, 0.004),
                 AccuracyRow("onnxruntime", 8.01, 2.08, 0.00125),
             ],
-            "Perplexity is 8.0000 in BF16 and 8.0200 in FP8 (reference, the worst of 2 FP8 runtimes).",
+            "Perplexity is 8.0000 in BF16 and 8.0200 in FP8.",
         ),
     ],
 )
@@ -259,13 +263,30 @@ def test_every_kind_of_number_behind_the_plots_is_drawn_for_the_noisiest_tensor(
     rows, tensors = module_rows(evaluated_run), load_statistics(evaluated_run).tensors
     worst = plots.noisiest([row for row in rows if row.sqnr_db is not None])
     assert worst.sqnr_db == min(row.sqnr_db for row in rows if row.sqnr_db is not None)
-    drawn = report.report_plots(evaluated_run)
-    assert list(drawn) == ["histogram", "layers", "positions"]
-    assert drawn["histogram"].caption.startswith(
+    found = drawings(evaluated_run)
+    assert list(found.plots) == ["positions"]
+    assert found.remarks["histogram"] == (
+        f"Of the noisiest tensor, {worst.tensor}, rounding makes 100 % of the error, and another scale would mend "
+        "nothing."
+    )
+    assert found.remarks["layers"].startswith("No layer stands out: the signal to noise of every input and weight is ")
+    caption = plots.histogram_plot(worst, tensors[str(worst.tensor)].histogram).caption
+    assert caption.startswith(
         f"{worst.tensor}, {worst.sqnr_db:.1f} dB. Grey: the share of its "
         f"{tensors[str(worst.tensor)].histogram.samples:,} values"
     )
-    assert drawn["histogram"].caption.endswith("Nothing saturates; nothing rounds to zero; rounding makes 100 %.")
+    assert caption.endswith("Nothing saturates; nothing rounds to zero; rounding makes 100 %.")
+
+
+def test_a_layer_that_stands_out_is_drawn() -> None:
+    like = [ModuleRow(f"layers.{i}.q", "product", scale=1.0, sqnr_db=31.5, weight_sqnr_db=31.0) for i in range(4)]
+    assert no_outlier(like) == (
+        "No layer stands out: the signal to noise of every input and weight is 31.0 to 31.5 dB, and rounding to three "
+        "mantissa bits alone leaves 32.2 dB."
+    )
+    assert no_outlier([*like, ModuleRow("layers.4.q", "product", scale=1.0, sqnr_db=29.4)]) == ""
+    assert no_outlier([ModuleRow("layers.0.q", "product", scale=1.0, sqnr_db=29.1)]) == ""
+    assert no_outlier([]) == ""
 
 
 @pytest.fixture(scope="module")
@@ -335,9 +356,9 @@ def test_a_curve_along_the_window_averages_windows_and_leaves_out_what_was_not_s
 
 def test_the_interval_of_the_increase_is_that_of_drawing_windows_again() -> None:
     base = np.array([[np.nan, 2, 2], [np.nan, 1, 3]] * 5, np.float32)
-    same = curves.increase_interval(base, base + np.float32(0.25))
+    same = bootstrap.increase_interval(base, base + np.float32(0.25))
     assert same == pytest.approx((np.expm1(0.25), np.expm1(0.25)))
-    assert curves.increase_interval(base[:9], base[:9]) == (None, None)
+    assert bootstrap.increase_interval(base[:9], base[:9]) == (None, None)
 
 
 def quantile_of_halves(draws: int, share: float) -> int:
@@ -354,7 +375,7 @@ def test_the_interval_holds_95_in_100_and_not_90() -> None:
     """Half of 400 windows lose 0.1 nats a token and half lose none: what is drawn again is a number of coins."""
     base = np.zeros((400, 3), np.float32)
     other = base + np.where(np.arange(400) % 2, np.float32(0.1), np.float32(0))[:, None]
-    low, high = curves.increase_interval(base, other)
+    low, high = bootstrap.increase_interval(base, other)
     assert low is not None
     assert high is not None
     found = [400 * math.log1p(end) / 0.1 for end in (low, high)]
@@ -367,8 +388,7 @@ def test_the_interval_holds_95_in_100_and_not_90() -> None:
 
 def test_what_is_too_short_for_an_interval_says_so() -> None:
     short = AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=4)
-    assert verdict([BASE, short]).sentence.endswith("0.25 %, too short for an interval: 4 windows; give 10.")
-    assert tables.too_short(AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=1)) == (
+    assert tables.without_interval(AccuracyRow("reference", 8.02, 2.08, 0.0025, windows=1)) == (
         "too short for an interval: 1 window; give 10"
     )
     table = tables.accuracy_table([BASE, short, AccuracyRow("onnxruntime", 8.02, 2.08, 0.0025, windows=4)])

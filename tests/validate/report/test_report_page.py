@@ -8,6 +8,7 @@ import pytest
 
 from fp8q.validate.accuracy.continuations import Continuation, Continuations
 from fp8q.validate.report.report import render
+from fp8q.validate.report.verdict import report_verdict
 from tests.validate.report.test_run_comparison import other_of
 
 if TYPE_CHECKING:
@@ -37,22 +38,42 @@ def texts(page: Any, selector: str) -> list[str]:
     return found
 
 
-def test_the_verdict_comes_first_in_its_colour_and_then_what_to_do(page: Any) -> None:
-    headings = texts(page, "h1, .verdict strong, h2")
-    assert headings[1] in {"Worse", "Within the noise of BF16", "Same model", "Not worse"}
-    assert headings[2:4] == ["What to do next", "Is it still the same model?"]
+def test_the_decision_comes_first_in_its_colour_then_what_it_gains_and_what_to_do(
+    page: Any, evaluated_run: Run
+) -> None:
+    headings = texts(page, "h1, .verdict strong, h2, .part")
+    assert headings[1:7] == [
+        "Acceptable" if report_verdict(evaluated_run).kind == "acceptable" else "Worse",
+        "What is gained",
+        "What it was measured on",
+        "What to do next",
+        "For the engineer",
+        "Is it still the same model?",
+    ]
+    assert headings.index("Appendix") < headings.index("What was measured")
     verdict = page.find_element("css selector", ".verdict")
-    tones = {"worse": "rgb(201, 87, 0)", "noise": "rgb(0, 114, 178)", "same": "rgb(0, 131, 95)"}
+    tones = {"worse": "rgb(201, 87, 0)", "acceptable": "rgb(0, 131, 95)"}
     (kind,) = set(verdict.get_attribute("class").split()) - {"verdict"}
-    drawn = page.execute_script("return getComputedStyle(arguments[0]).borderLeftColor", verdict)
-    assert drawn == tones["same" if kind == "better" else kind]
-    assert texts(page, ".steps code")[-1] == "fp8q triton RUN"
+    assert page.execute_script("return getComputedStyle(arguments[0]).borderLeftColor", verdict) == tones[kind]
+    assert texts(page, ".steps code")[-1] == f"fp8q triton {evaluated_run.root}"
+    assert "fp8q bench" in texts(page, "section .aside")[0]
+
+
+def test_a_table_wider_than_a_phone_shows_that_it_goes_on(page: Any) -> None:
+    page.set_window_size(500, 900)
+    script = """return [...document.querySelectorAll(".scroll")].filter(each => each.scrollWidth > each.clientWidth)
+        .map(each => [each.tabIndex, getComputedStyle(each).backgroundImage.split("linear-gradient").length - 1])"""
+    scrolling = page.execute_script(script)
+    assert scrolling
+    assert {tuple(each) for each in scrolling} == {(0, 4)}
 
 
 def test_continuations_stand_side_by_side_and_what_parts_them_is_marked(page: Any) -> None:
     assert texts(page, ".said > .aside") == ["They part at token 3.", "The same to the end."]
     assert texts(page, ".said mark") == ["y", "z", "", ""]
     assert texts(page, ".said pre")[0] == "if <b> x: y"
+    colors = "return ['.said pre', '.said mark'].map(each => getComputedStyle(document.querySelector(each)).color)"
+    assert len(set(page.execute_script(colors))) == 1  # a difference is no error
     first, second = page.find_elements("css selector", ".said pre")[:2]
     assert first.location["y"] == second.location["y"]
     page.set_window_size(420, 900)

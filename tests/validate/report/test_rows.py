@@ -15,17 +15,11 @@ from fp8q.core.files import sha256_file, write_document
 from fp8q.core.run import Run
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
+from fp8q.validate.accuracy.decision import interval_text
 from fp8q.validate.report import tables
-from fp8q.validate.report.rows import (
-    AccuracyRow,
-    ModuleRow,
-    accuracy_rows,
-    engine_rows,
-    fact_rows,
-    module_rows,
-    size_rows,
-    stage_rows,
-)
+from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
+from fp8q.validate.report.rows import ModuleRow, engine_rows, fact_rows, module_rows, stage_rows
+from fp8q.validate.report.size_rows import size_rows
 
 MODULES = ["model.layers.0.q", "model.layers.0.k", "model.layers.0.down", "model.layers.1.q", "model.layers.1.k"]
 CACHES = ["model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v"]
@@ -203,9 +197,9 @@ def test_rows_are_read_without_torch_and_without_matplotlib(evaluated_run: Run) 
 import sys
 from pathlib import Path
 from fp8q.core.run import Run
-from fp8q.validate.report import rows, tables
+from fp8q.validate.report import accuracy_rows, rows, size_rows, tables
 run = Run(Path({str(evaluated_run.root)!r}))
-made = (rows.module_rows, rows.accuracy_rows, rows.size_rows, rows.stage_rows, rows.engine_rows)
+made = (rows.module_rows, accuracy_rows.accuracy_rows, size_rows.size_rows, rows.stage_rows, rows.engine_rows)
 print(*(len(rows(run)) for rows in made))
 print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & set(sys.modules)))
 """
@@ -224,7 +218,7 @@ print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & 
         (columns.share(1e-9), "<0.0001 %"),
         (columns.increase(0.0031), "+0.31 %"),
         (columns.increase(-0.0002), "−0.02 %"),
-        (tables.interval((-0.001, 0.0031)), "−0.10 to +0.31 %"),
+        (interval_text((-0.001, 0.0031)), "−0.10 to +0.31 %"),
         (columns.decibels(31.54), "31.5"),
         (columns.decibels(float("inf")), "exact"),
         (columns.decibels(-2.04), "−2.0"),

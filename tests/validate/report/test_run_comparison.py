@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -52,6 +53,41 @@ def test_other_windows_are_not_compared(evaluated_run: Run) -> None:
         log.outputs += save_accuracy(other, accuracy.model_copy(update={"protocol": protocol}), nll)
     assert than(evaluated_run, other, "reference") is None
     assert than(evaluated_run, evaluated_run, "tensorrt") is None
+
+
+def test_a_run_of_another_model_is_flagged_and_not_compared_token_by_token(
+    evaluated_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = other_of(evaluated_run, 0.01)
+    same = run_table(run_rows([evaluated_run, other]))
+    assert "model" not in [column.title for column in same.columns]
+    assert same.note.endswith(
+        f"“Than the first”: the 95 % interval of the perplexity’s change over that of {evaluated_run.root.name}, token "
+        "by token, where both were evaluated on the same windows."
+    )
+    record = load_record(other)
+    model = record.model.model_copy(update={"fingerprint": "f" * 64})
+    changed = record.model_copy(update={"model": model})
+    monkeypatch.setattr(
+        "fp8q.validate.report.run_comparison.load_record",
+        lambda run: changed if run.root == other.root else load_record(run),
+    )
+    table = run_table(run_rows([evaluated_run, other]))
+    assert [row.than_first for row in table.rows] == [None, None]
+    titles = [column.title for column in table.columns]
+    assert "model" in titles
+    assert "than the first" not in titles
+    assert table.note.startswith(
+        f"other: made of another model than {evaluated_run.root.name}, so that a difference in perplexity is not one "
+        "of quantization."
+    )
+    assert "Than the first" not in table.note
+    notes = Notes(SILENT)
+    monkeypatch.setattr("fp8q.validate.report.report.render_report", lambda run, notes, others: [])
+    report_stage.write_report(evaluated_run, [other], notes)
+    assert evaluated_run.record().stages["report"].notes == [
+        f"--compare {other.root}: is of another model than {evaluated_run.root}, and the table says so"
+    ]
 
 
 def test_a_run_that_was_not_evaluated_has_a_row_too(calibrated_run: Run) -> None:

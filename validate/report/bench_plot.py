@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..report.plots import INK, SERIES, Plot, figure_of, name_lines, plot
-from .document import Bench, BenchRow
+from ..bench.document import Bench, BenchRow
+from .plots import INK, SERIES, Plot, figure_of, name_lines, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,57 @@
+"""Long work says each minute how far it is, where no terminal draws a bar; from Python it does so to a logger."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from fp8q.core import reporter
+
+
+def test_a_line_says_the_share_the_time_and_the_time_left() -> None:
+    assert reporter.progress_line("Evaluating bf16", 30, 120, "windows", 60.0) == (
+        "Evaluating bf16: 30 of 120 windows (25%) in 1 min 0 s, about 3 min 0 s left"
+    )
+    assert reporter.progress_line("Evaluating bf16", 0, 120, "windows", 60.0) == (
+        "Evaluating bf16: 0 of 120 windows (0%) in 1 min 0 s"
+    )
+    assert (
+        reporter.progress_line("Building", 50, 100, "%", 30.0) == "Building: 50 of 100 % in 30.0 s, about 30.0 s left"
+    )
+
+
+def test_lines_come_while_one_step_lasts_and_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "EVERY_S", 0.01)
+    monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
+    said = list[str]()
+    with reporter.minutes(said.append, "Measuring", 4, "windows") as advance:
+        advance(1)
+        while not said:
+            time.sleep(0.01)
+    assert said[0].startswith("Measuring: 1 of 4 windows (25%) in 0.")
+    assert said[-1].startswith("Measuring: 4 windows in 0.")
+    lines = len(said)
+    time.sleep(0.05)
+    assert len(said) == lines
+
+
+def test_an_error_ends_the_lines_and_no_work_is_said_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
+    said = list[str]()
+    with pytest.raises(ValueError, match="^broken$"), reporter.minutes(said.append, "Measuring", 4, "windows"):
+        raise ValueError("broken")
+    assert said == []
+
+
+def test_python_s_default_is_the_logger_fp8q_at_info(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
+    with caplog.at_level(logging.INFO, logger="fp8q"):
+        reporter.LOGGED.note("100 % of a default was lowered")
+        with reporter.LOGGED.track("Measuring", 2, "windows") as advance:
+            advance(2)
+    assert caplog.record_tuples[0] == ("fp8q", logging.INFO, "100 % of a default was lowered")
+    assert caplog.messages[1].startswith("Measuring: 2 windows in 0.")

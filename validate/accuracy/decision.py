@@ -1,0 +1,172 @@
+"""Is FP8 good enough? One decision, which `fp8q validate`, its gate, the report and the model card show alike.
+
+It is of the FP8 runtime whose perplexity rises most among those that serve the model and ran every window, and of
+every adapter. That increase over BF16 is held against a limit: the user's `--max-ppl-increase`, or the default. So
+"worse" is only what exceeds the limit, and the gate fails for nothing else. The paired 95 % interval says how sure that
+is, and does not decide: a limit is on the increase, and more text narrows the interval without moving what is true.
+
+The default limit is 1 %: MLPerf Inference accepts a model at 99 % of the reference's accuracy in its default category
+(github.com/mlcommons/inference_policies, "Benchmarks").
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+import numpy.typing as npt
+
+from ...core.columns import increase, nats
+from ...options import LEAST_WINDOWS, NOT_SERVED
+from .bootstrap import increase_interval, paired
+from .document import Accuracy, Verdict
+
+#: The largest increase of perplexity that is acceptable where none was asked for.
+DEFAULT_LIMIT = 0.01
+#: A change of perplexity that no user sees, and many times less than texts differ by.
+SAME = 1e-3
+#: The float model whose losses the others' are paired with, and the one in FP32.
+BF16, FP32 = "bf16", "fp32"
+Losses = Mapping[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A runtime that serves the model: its increase over BF16, and the interval of it, None where that is not known for
+    the reason `untold`.
+    """
+
+    name: str
+    rise: float
+    interval: tuple[float, float] | None = None
+    untold: str = ""
+
+
+def decide(accuracy: Accuracy, nll: Losses, limit: float | None = None) -> Verdict:
+    """Judge an evaluation by the `limit` of the increase, a fraction; None is the default.
+
+    `nll`: runtime -> float32 [windows, context], nats, NaN where not scored.
+    """
+    most = DEFAULT_LIMIT if limit is None else limit
+    if broken := _broken(accuracy):
+        return Verdict(
+            kind="broken", sentence=f"Broken: the perplexity of {broken[0]} is {broken[1]}", limit=most,
+            limit_is_default=limit is None, runtime=broken[0],
+        )  # fmt: skip
+    compared = candidates(accuracy, nll)
+    if not compared:
+        return Verdict(
+            kind="unknown", sentence="Not known yet: FP8 was not held against BF16 on any text", limit=most,
+            limit_is_default=limit is None,
+        )  # fmt: skip
+    over = [each for each in compared if not each.rise <= most]
+    # an adapter's losses are not kept, so that it has no interval: it decides where it exceeds the limit
+    worst = max(over or [each for each in compared if " with " not in each.name], key=lambda each: each.rise)
+    known = worst.interval is not None
+    kind, word = ("worse", "Worse") if over else ("acceptable", "Acceptable") if known else ("unknown", "Not known")
+    return Verdict.model_validate(
+        {
+            "kind": kind,
+            "sentence": f"{word}: {increase(worst.rise)} perplexity (limit {percent(most)})",
+            "detail": " ".join(_details(worst, compared, accuracy, most, limit is None)),
+            "limit": most,
+            "limit_is_default": limit is None,
+            "runtime": worst.name,
+            "perplexity_increase": worst.rise,
+        }
+    )
+
+
+def percent(fraction: float) -> str:
+    """Format a limit: 0.01 -> `1 %`."""
+    return f"{100 * fraction:.4g} %"
+
+
+def _broken(accuracy: Accuracy) -> tuple[str, float] | None:
+    """The first runtime that serves the model, and its perplexity, which is no finite number."""
+    for what, each in accuracy.each():
+        for name, runtime in each.runtimes.items():
+            if name not in NOT_SERVED and not runtime.sampled and not isfinite(runtime.perplexity):
+                return f"{name}{what}", runtime.perplexity
+    return None
+
+
+def candidates(accuracy: Accuracy, nll: Losses) -> list[Candidate]:
+    """List the runtimes that serve the model, ran every window and were held against BF16; with each adapter too."""
+    found = []
+    for what, each in accuracy.each():
+        for name, runtime in each.runtimes.items():
+            if name in NOT_SERVED or runtime.sampled or runtime.perplexity_increase is None:
+                continue
+            interval, untold = None, "nothing says how sure that is"
+            if not what and {BF16, name} <= nll.keys():
+                low, high = increase_interval(nll[BF16], nll[name])
+                interval = None if low is None or high is None else (low, high)
+                untold = too_short(len(paired(nll[BF16], nll[name])))
+            found.append(Candidate(f"{name}{what}", runtime.perplexity_increase, interval, untold))
+    return found
+
+
+def too_short(windows: int) -> str:
+    """State that so few `windows` give no interval."""
+    return f"too short for an interval: {windows:,} window{'' if windows == 1 else 's'}; give {LEAST_WINDOWS}"
+
+
+def interval_text(bounds: tuple[float, float]) -> str:
+    """The ends of an interval of relative changes: `−0.02 to +0.31 %`."""
+    return f"{increase(bounds[0]).removesuffix(' %')} to {increase(bounds[1])}"
+
+
+def _details(worst: Candidate, compared: list[Candidate], accuracy: Accuracy, most: float, default: bool) -> list[str]:
+    """Sentences on the limit's origin, the interval, and the yardstick of FP32."""
+    which = f"{worst.name}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.name
+    said = [f"Of {which}."]
+    if worst.interval:
+        said.append(f"95 % interval {interval_text(worst.interval)}{_remark(worst, most)}.")
+    else:
+        said.append(f"{worst.untold[0].upper()}{worst.untold[1:]}.")
+    runtimes = accuracy.runtimes
+    own = runtimes[BF16].kl_fp32_nats if BF16 in runtimes else None
+    theirs = runtimes[worst.name].kl_fp32_nats if worst.name in runtimes else None
+    if own is not None and theirs is not None and theirs <= own:
+        said.append(f"FP8 is no farther from FP32 than BF16 is: KL {nats(theirs)} nats against {nats(own)}.")
+    if default:
+        said.append("The limit is fp8q’s default; --max-ppl-increase sets yours.")
+    return said
+
+
+def _remark(worst: Candidate, most: float) -> str:
+    """A remark on an interval, behind a comma; empty where there is none."""
+    assert worst.interval is not None, "the caller looked"
+    low, high = worst.interval
+    if worst.rise <= most < high:
+        return ", which reaches over the limit: more text would settle it"
+    if low <= most < worst.rise:
+        return ", which reaches under the limit: more text would settle it"
+    if max(abs(low), abs(high)) <= SAME:
+        return ", within a tenth of a percent of BF16"
+    if low <= 0 <= high:
+        return ": this text cannot tell FP8 from BF16"
+    return ": lower by chance" if high < 0 else ""
+
+
+def noise_floor(accuracy: Accuracy) -> str:
+    """State what arithmetic and text alone do, beside which an increase is to be read: BF16's own distance from FP32,
+    and the increase on either half of the windows. Empty where neither was measured.
+    """
+    runtimes, said = accuracy.runtimes, []
+    bf16 = runtimes.get(BF16)
+    if bf16 and bf16.kl_fp32_nats is not None:
+        over = f" and {increase(bf16.perplexity_over_fp32)} perplexity" if bf16.perplexity_over_fp32 is not None else ""
+        said.append(f"BF16 itself is {nats(bf16.kl_fp32_nats)} nats (KL){over} from FP32")
+    elif bf16:
+        said.append("BF16's distance from FP32 was not measured (add fp32 to --runtimes)")
+    halves = {
+        name: runtime.increase_halves
+        for name, runtime in runtimes.items()
+        if runtime.increase_halves and name not in NOT_SERVED
+    }
+    if halves:
+        each = [f"{increase(first)} and {increase(second)} ({name})" for name, (first, second) in halves.items()]
+        said.append(f"on either half of the windows the increase is {', '.join(each)}")
+    return f"Noise floor: {'; '.join(said)}." if said else ""

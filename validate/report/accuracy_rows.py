@@ -1,0 +1,70 @@
+"""The accuracy of a run as rows: every runtime that was evaluated, with the interval of its increase over BF16."""
+
+from dataclasses import dataclass, fields
+
+from ...core.run import Run
+from ..accuracy.bootstrap import increase_interval, paired
+from ..accuracy.document import load_accuracy, load_token_losses
+from .rows import wrote
+from .stored_numbers import stored_numbers
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """One runtime on the evaluation text; against BF16: the increase with its 95 % interval, KL, agreement.
+
+    Shares are fractions. `windows`: how many the interval is of, None in BF16's own row; where they are too few there
+    is no interval. `tokens`: scored, where only some windows were run; `kl_sums_nats`: against the same with sums in
+    FP32. `kl_least_nats`: where BF16 ran elsewhere, what KL is at least by what the run keeps of it, which `stored`
+    describes.
+    """
+
+    runtime: str
+    perplexity: float
+    nll_nats: float
+    perplexity_increase: float | None = None
+    increase_low: float | None = None
+    increase_high: float | None = None
+    windows: int | None = None
+    kl_mean_nats: float | None = None
+    kl_p99_nats: float | None = None
+    top1_agreement: float | None = None
+    top5_agreement: float | None = None
+    kl_fp32_nats: float | None = None
+    tokens: int | None = None
+    kl_sums_nats: float | None = None
+    kl_least_nats: float | None = None
+    stored: str | None = None
+
+
+#: What a row has of `accuracy.json`.
+NUMBERS = {field.name for field in fields(AccuracyRow)} - {"stored"}
+
+
+def accuracy_rows(run: Run) -> list[AccuracyRow]:
+    """Every runtime that was evaluated, BF16 first; the interval of the increase is found from the paired tokens."""
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    accuracy, nll = load_accuracy(run), load_token_losses(run)
+    rows = []
+    for name, found in accuracy.runtimes.items():
+        low, high, windows = None, None, None
+        if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
+            low, high = increase_interval(nll["bf16"], nll[name])
+            windows = len(paired(nll["bf16"], nll[name]))
+        numbers = found.model_dump(include=NUMBERS) | stored_numbers(found)
+        rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
+    return sorted(rows, key=lambda row: row.runtime != "bf16")
+
+
+def adapter_rows(run: Run) -> list[AccuracyRow]:
+    """Return the accuracy with each adapter on, against BF16 with it; no interval, since the losses of tokens are not
+    kept.
+    """
+    if not wrote(run, run.accuracy, "validate"):
+        return []
+    return [
+        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS) | stored_numbers(found))
+        for what, beside in load_accuracy(run).each()[1:]
+        for name, found in beside.runtimes.items()
+    ]
