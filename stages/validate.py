@@ -210,11 +210,11 @@ def _tell_card(run: Run, accuracy: "Accuracy") -> None:
 
     A card that is an output in the record, as those of earlier versions are, stays as it is.
     """
-    from ..quantize.checkpoint.model_card import markdown_text, state_one_term_cost
+    from ..quantize.checkpoint.model_card import COST, markdown_text, state_in_card
 
     recorded = run.record().stages["quantize"].outputs
     if (cost := accuracy.one_term_cost) and str(run.card.relative_to(run.root)) not in recorded:
-        state_one_term_cost(run.card, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
+        state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {markdown_text(accuracy.protocol.told)}).")
 
 
 def unfinished(found: "Outcome") -> UnfinishedError:
