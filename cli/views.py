@@ -33,6 +33,7 @@ from ..validate.report.tables import (
     stage_table,
     wide_cache_table,
 )
+from ..validate.tasks.document import TaskScores, evaluation_table
 
 if TYPE_CHECKING:
     from ..api import Inspection
@@ -54,6 +55,7 @@ FILES = (
     "baselines",
     "engines",
     "accuracy.json",
+    "evaluation.json",
     "bench.json",
     "triton",
     "report.html",
@@ -185,6 +187,14 @@ def show_model_comparison(speak: "Terminal", found: ModelComparison, as_json: bo
         f"{found.model}: {found.positions:,} positions of {found.prompts:,} prompts by {found.form}, "
         f"{found.requests:,} requests{perplexity}. Verdict: {found.verdict}: {found.sentence}."
     )
+
+
+def show_evaluation(speak: "Terminal", found: TaskScores, as_json: bool) -> None:
+    """Show what `fp8q evaluate` found: a row for each metric of the tasks and groups that were asked for."""
+    if as_json:
+        emit(found.model_dump(by_alias=True, mode="json", exclude_none=True))
+        return
+    draw_table(speak, evaluation_table(found))
 
 
 def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:

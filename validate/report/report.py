@@ -28,6 +28,7 @@ from ..accuracy.document import Protocol, load_accuracy, load_divergences, load_
 from ..advice import certificate as certificates
 from ..advice.certificate import Certificate
 from ..advice.expert_coverage import expert_rows, expert_table
+from ..tasks.document import evaluation_table, load_evaluation
 from . import curves, prompt_distance, run_comparison, tables, token_frequency
 from . import rows as run_rows
 from .notebook import execute
@@ -81,8 +82,8 @@ def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> lis
 
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
-    """The tables of the report: `next`, `accuracy`, `distance`, `frequency`, `beside` (the run and `others`), `loss`,
-    `sizes`, `engines`, `modules`, `kept`, `experts`, `certificate`, `facts`, `stages`, `notes`.
+    """The tables of the report: `next`, `accuracy`, `tasks`, `distance`, `frequency`, `beside` (the run and `others`),
+    `loss`, `sizes`, `engines`, `modules`, `kept`, `experts`, `certificate`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
@@ -91,6 +92,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
     return {
         "next": step_table(next_steps(found, standing(run))),
         "accuracy": tables.accuracy_table([*run_rows.accuracy_rows(run), *run_rows.adapter_rows(run)]),
+        "tasks": evaluation_table(load_evaluation(run) if run_rows.wrote(run, run.evaluated, "evaluate") else None),
         "distance": prompt_distance.distance_table(prompt_distance.distance_rows(run)),
         "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
