@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,33 @@ def test_a_task_whose_file_is_gone_is_named(harness: Harness, run: Run) -> None:
     text = (harness.tasks / "word.yaml").read_text(encoding="utf-8").replace("word.jsonl", "gone.jsonl")
     (folder / "gone.yaml").write_text(text.replace("task: word", "task: gone"), encoding="utf-8")
     assert harness.complaint(run, "gone", "--include-path", folder).startswith("--tasks gone: cannot be loaded (")
+
+
+@pytest.fixture
+def served(run: Run) -> Iterator[str]:
+    """The address of `fp8q serve`, which runs the FP8 reference."""
+    command = [sys.executable, "-m", "fp8q", "serve", str(run.root), "--runtime", "reference", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = next(each for each in server.stdout if "http://" in each)
+            yield line.split(" at ")[1].split()[0]
+        finally:
+            server.terminate()
+
+
+def test_a_server_generates_what_the_model_here_does(harness: Harness, run: Run, served: str) -> None:
+    """And what it does not answer, likelihoods, is told."""
+    here, there = (Run(Path(shutil.copytree(run.root, harness.folder / name))) for name in ("here", "there"))
+    harness.result(here, "word", "--limit", 8)
+    found, _ = harness.result(there, "word", "--limit", 8, "--url", served)
+    assert found["models"] == {"bf16": "here, CPU", "fp8": served}
+    answers = [json.loads((each.answers / "word-fp8.json").read_text())["answers"] for each in (here, there)]
+    assert sum(one == other for one, other in zip(*answers, strict=True)) >= 7, "a sum in another order may flip one"
+    assert harness.complaint(there, "next_line", "--limit", 2, "--url", served).splitlines()[-1] == (
+        f"{served}: refused a question (HTTP 400: echo: input should be False); likelihoods need `echo` with "
+        "`logprobs`, which vLLM answers; for others take tasks that generate"
+    )
 
 
 def test_a_server_that_does_not_answer_leaves_the_answers_of_the_other_model(harness: Harness, run: Run) -> None:
