@@ -22,6 +22,7 @@ from .options import (
     CompareOptions,
     DoctorOptions,
     EngineOptions,
+    EvaluateOptions,
     ExportOptions,
     GenerateOptions,
     ReportOptions,
@@ -42,6 +43,7 @@ from .serve.loop.request import GeneratedAnswer
 from .stages import bench as bench_stage
 from .stages import build_engine as build_engine_stage
 from .stages import compare as compare_stage
+from .stages import evaluate as evaluate_stage
 from .stages import generate as generate_stage
 from .stages import report as report_stage
 from .stages import sensitivity as sensitivity_stage
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from .validate.endpoint.document import ModelComparison
     from .validate.report.plots import Plot
     from .validate.sensitivity.document import Sensitivity
+    from .validate.tasks.document import TaskScores
     from .validate.tuning.document import Tuning
 
 __all__ = [
@@ -90,6 +93,7 @@ __all__ = [
     "CompareOptions",
     "DoctorOptions",
     "EngineOptions",
+    "EvaluateOptions",
     "ExportOptions",
     "Format",
     "Fp8qError",
@@ -116,6 +120,7 @@ __all__ = [
     "compare_answers",
     "doctor",
     "engine",
+    "evaluate",
     "export",
     "generate",
     "inspect",
@@ -242,6 +247,16 @@ def validate(
     and UnfinishedError for a runtime that failed; the results of the others are written first.
     """
     return validate_stage.validate.at(path, progress, data, options)
+
+
+def evaluate(path: Path, options: EvaluateOptions, progress: Reporter = SILENT) -> "TaskScores":
+    """Ask BF16 and FP8 of the run at `path` the tasks of lm-eval that `options` names, compare their answers question
+    by question (flips, McNemar's exact test, recovery with its interval), and write `evaluation.json`.
+
+    Answers stay in the run, by task and model, and are not asked for again. Raises InputError for tasks that are not
+    there or cannot be loaded; BackendError where lm-eval is not installed, or a server does not answer.
+    """
+    return evaluate_stage.evaluate_tasks.at(path, progress, options)
 
 
 def sensitivity(

@@ -20,6 +20,7 @@ from ..options import (
     CompareOptions,
     DoctorOptions,
     EngineOptions,
+    EvaluateOptions,
     ExportOptions,
     GenerateOptions,
     History,
@@ -265,6 +266,19 @@ def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions()
     found = api.compare(run, options, speak)
     views.show_model_comparison(speak, found, common.as_json)
     check_validated(found)
+
+
+@app.command(name="evaluate")
+def evaluate_model(run: RunPath, /, *, options: EvaluateOptions = EvaluateOptions(), common: Common = Common()) -> None:
+    """Ask BF16 and FP8 lm-eval's tasks, and compare their answers question by question.
+
+    Scores, recovery, flips, and if these are more than chance. docs/evaluate.md explains it.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.show_evaluation(speak, api.evaluate(run, options, speak), common.as_json)
 
 
 @app.command

@@ -9,7 +9,17 @@ from ..core.run import Run
 #: The tables and files of the run.
 TABLES = ("accuracy", "verdict", "engines", "sizes", "stages", "modules")
 MODEL = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json")
-FILES = (*MODEL, "baselines", "engines", "accuracy.json", "bench.json", "triton", "report.html", "report.ipynb")
+FILES = (
+    *MODEL,
+    "baselines",
+    "engines",
+    "accuracy.json",
+    "evaluation.json",
+    "bench.json",
+    "triton",
+    "report.html",
+    "report.ipynb",
+)
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,18 @@ PAGES: Mapping[str, Page] = {
             ("fp8q compare RUN --model CHECKPOINT", "is this checkpoint?"),
         ),
     ),
+    "evaluate": Page(
+        (
+            ("fp8q evaluate RUN --tasks hellaswag,arc_easy", "BF16 and FP8, by transformers on this machine"),
+            ("fp8q evaluate RUN --tasks mine --include-path tasks", "tasks of your own"),
+            ("fp8q evaluate RUN --tasks gsm8k --limit 200", "the first 200 questions"),
+            ("fp8q evaluate RUN --tasks mmlu --url URL --bf16-url URL", "two servers"),
+        ),
+        (
+            "--tasks", "--include-path", "--limit", "--num-fewshot", "--chat", "--seeds", "--batch-size", "--url",
+            "--bf16-url",
+        ),
+    ),
     "generate": Page(
         (
             ("fp8q generate RUN --prompt 'Once upon a time'", "continue a text"),

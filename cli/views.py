@@ -40,6 +40,7 @@ from ..validate.report.tables import (
     wide_cache_table,
 )
 from ..validate.report.verdict import in_run, next_steps, report_verdict, standing
+from ..validate.tasks.document import TaskScores, evaluation_table
 from .endings import FILES, MADE, TABLES, ending
 
 if TYPE_CHECKING:
@@ -205,6 +206,14 @@ def show_model_comparison(speak: "Terminal", found: ModelComparison, as_json: bo
         f"{found.model}: {found.positions:,} positions of {found.prompts:,} prompts by {found.form}, "
         f"{found.requests:,} requests{perplexity}. Verdict: {found.verdict}: {found.sentence}."
     )
+
+
+def show_evaluation(speak: "Terminal", found: TaskScores, as_json: bool) -> None:
+    """Show what `fp8q evaluate` found: a row for each metric of the tasks and groups that were asked for."""
+    if as_json:
+        emit(found.model_dump(by_alias=True, mode="json", exclude_none=True))
+        return
+    draw_table(speak, evaluation_table(found))
 
 
 def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:

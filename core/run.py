@@ -96,6 +96,8 @@ class Run:
     tokens = _Path("tokens.npz")
     top_logits = _Path("top_logits.npz")
     comparison = _Path("compare.json")
+    evaluated = _Path("evaluation.json")
+    answers = _Path("answers")
     sensitivity = _Path("sensitivity.json")
     continuations = _Path("continuations.json")
     tuning = _Path("tune.json")

@@ -26,6 +26,7 @@ from .calibrate import (
 )
 from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
+from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
@@ -78,6 +79,7 @@ __all__ = [
     "CorpusOptions",
     "DoctorOptions",
     "EngineOptions",
+    "EvaluateOptions",
     "ExportOptions",
     "GenerateOptions",
     "History",

@@ -16,6 +16,7 @@ In the order of work:
     build_engine     engines of all graphs, and the proof of their FP8 products
     validate         the held-out text through the runtimes, and the gate on the loss
     compare          a server, or another checkpoint, asked for the evaluation text
+    evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
     triton           the Triton model repository, with a plain model of an engine
     sensitivity      the loss that each tensor causes alone
     tune             the cheapest mix within a budget of loss, and the run made anew with it

@@ -313,7 +313,7 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
 
 def _tell_card(run: Run, accuracy: "Accuracy") -> None:
     """Write the verdict into the model card, and what one term costs, where that was measured."""
-    from ..quantize.checkpoint.model_card import ACCURACY_MARK, COST_MARKS, markdown_text, state_paragraph
+    from ..quantize.checkpoint.model_card import ACCURACY_MARK, COST, markdown_text, state_in_card
     from ..validate.accuracy.decision import noise_floor
 
     if not _card_is_ours(run):
@@ -322,9 +322,9 @@ def _tell_card(run: Run, accuracy: "Accuracy") -> None:
     if verdict := accuracy.verdict:
         said = markdown_text(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
         decision = f"**{markdown_text(verdict.sentence)}.** {said}"
-        state_paragraph(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {told}.")
+        state_in_card(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {told}.")
     if cost := accuracy.one_term_cost:
-        state_paragraph(run.card, COST_MARKS[0], f"{cost} (`fp8q validate`: {told}).")
+        state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {told}).")
 
 
 def _card_is_ours(run: Run) -> bool:

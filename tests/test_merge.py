@@ -260,6 +260,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "build-engine": [],
     "engine": [],
     "validate": [],
+    "evaluate": [],
     "triton": [],
     "report": [],
     "inspect": ["--json"],
@@ -276,6 +277,7 @@ ASKED: dict[Callable[..., Any], tuple[Any, ...]] = {
     api.generate: ("Once",),
     api.compare_answers: ("Once",),
     api.compare: (api.CompareOptions(url="http://127.0.0.1:1"),),
+    api.evaluate: (api.EvaluateOptions(("hellaswag",)),),
 }
 
 

@@ -142,7 +142,7 @@ def _norms(graph: Indexed, value: str, width: int) -> Iterator[Numbers]:
                 if name not in graph.folded:
                     waiting.append(name)
                 elif node.op_type in _SCALING:
-                    vector = evaluate(graph, name)
+                    vector = constant_value(graph, name)
                     if vector is not None and vector.size == width:
                         yield vector.astype(np.float32).ravel()
 
@@ -150,14 +150,14 @@ def _norms(graph: Indexed, value: str, width: int) -> Iterator[Numbers]:
 _SCALING = ("Mul", "RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization")
 
 
-def evaluate(graph: Indexed, value: str) -> npt.NDArray[np.generic] | None:
+def constant_value(graph: Indexed, value: str) -> npt.NDArray[np.generic] | None:
     """Evaluate a value that is made from constants by Add and Mul (a norm's `1 + weight`); None for any other."""
     if (known := graph.constant(value)) is not None:
         return known
     node = graph.producers.get(value)
     if node is None or node.op_type not in ("Add", "Mul", "Cast", "Identity"):
         return None
-    parts = [evaluate(graph, name) for name in node.input]
+    parts = [constant_value(graph, name) for name in node.input]
     if node.op_type in ("Cast", "Identity") or any(part is None for part in parts):
         return parts[0] if parts else None
     left, right = (np.asarray(part, np.float32) for part in parts)

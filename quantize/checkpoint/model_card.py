@@ -27,6 +27,8 @@ stay in BF16.
 ## Accuracy
 
 {accuracy}
+
+{scores}
 """
 #: The paragraph on the graphs beside the checkpoint.
 GRAPHS = """\
@@ -57,13 +59,17 @@ fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs th
 activations.
 
 """
-#: The paragraph on the cost of one term in the place of two, between marks by which `state_paragraph` finds it.
-COST_MARKS = ("<!-- cost of one term -->", "<!-- end -->")
+#: The marks before and behind a paragraph that a later stage writes, by which `state_in_card` finds it.
+COST, TASKS, END = "<!-- cost of one term -->", "<!-- tasks -->", "<!-- end -->"
+#: The paragraph on the cost of one term in the place of two.
 NOT_MEASURED = "`fp8q validate RUN` measures what one term costs this model, and writes it here."
-ONE_TERM_COST = f"{COST_MARKS[0]}\n{{cost}}\n{COST_MARKS[1]}\n\n"
-#: The paragraph on the verdict, between such marks.
+ONE_TERM_COST = f"{COST}\n{{cost}}\n{END}\n\n"
+#: The paragraph on benchmarks.
+TASK_SCORES = f"{TASKS}\n{{scores}}\n{END}"
+NOT_EVALUATED = "`fp8q evaluate RUN --tasks TASKS` asks BF16 and FP8 lm-eval's tasks, and writes their scores here."
+#: The paragraph on the verdict.
 ACCURACY_MARK = "<!-- accuracy -->"
-ACCURACY = f"{ACCURACY_MARK}\nNot measured yet: `fp8q validate RUN` writes its verdict here.\n{COST_MARKS[1]}"
+ACCURACY = f"{ACCURACY_MARK}\nNot measured yet: `fp8q validate RUN` writes its verdict here.\n{END}"
 #: The paragraph on modules of which the weight alone is FP8.
 WEIGHTS_ALONE = """\
 **Weights alone**: the input of {modules} stays in BF16, so that nothing but the rounding of weights is lost there.
@@ -197,6 +203,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         loading=_loading(markdown_text(architecture), scales, form),
         graphs=_graphs(form),
         accuracy=ACCURACY,
+        scores=TASK_SCORES.format(scores=NOT_EVALUATED),
     )
 
 
@@ -208,19 +215,19 @@ def _wide_layers(form: HfLayout) -> str:
     return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.wide_cache))})"
 
 
-def state_paragraph(card: Path, mark: str, paragraph: str) -> None:
-    """Write `paragraph` into the model card in the file `card` behind `mark`, in the place of what it says there.
+def state_in_card(card: Path, mark: str, text: str) -> None:
+    """Write `text` into the model card in the file `card`, behind this `mark`, in the place of what it says there.
 
     A card without the marks, or without a file, is left as it is: its owner may have written another.
     """
     try:
-        text = card.read_text(encoding="utf-8")
+        before = card.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return
-    before, first, rest = text.partition(mark)
-    _, last, after = rest.partition(COST_MARKS[1])
-    new = f"{before}{first}\n{paragraph}\n{last}{after}"
-    if last and new != text:
+    head, first, rest = before.partition(mark)
+    _, last, tail = rest.partition(END)
+    new = f"{head}{first}\n{text}\n{last}{tail}"
+    if last and new != before:
         with replacing(card) as partial:
             partial.write_text(new, encoding="utf-8")
 

@@ -19,6 +19,7 @@ from ...options import (
     ContinueOptions,
     CorpusOptions,
     EngineOptions,
+    EvaluateOptions,
     ExportOptions,
     MeasureOptions,
     PageOptions,
@@ -88,6 +89,12 @@ class ValidateFacts(Strict):
     prefix: Prefix = Field(default=[])
     overlap: Overlap = None
     beside: dict[str, BesideRuntime] | None = None
+
+
+class EvaluateFacts(Strict):
+    """Facts of answers to tasks. `harness`: the version of lm-eval."""
+
+    harness: str
 
 
 class ContinueFacts(Strict):
@@ -184,6 +191,15 @@ COMPARE = Stage(
     outputs=("compare.json",),
     code="compare.compare_served",
 )
+#: Asks BF16 and FP8 lm-eval's tasks.
+EVALUATE = Stage(
+    "evaluate",
+    EvaluateOptions,
+    EvaluateFacts,
+    inputs=(*FP8_FILES, "model", "tasks"),
+    outputs=("evaluation.json", "answers/*"),
+    code="evaluate.evaluate_tasks",
+)
 #: Measures the loss that each tensor causes alone.
 SENSITIVITY = Stage(
     "sensitivity",
@@ -264,6 +280,7 @@ STAGES = (
     BUILD_ENGINE,
     VALIDATE,
     COMPARE,
+    EVALUATE,
     SENSITIVITY,
     TUNE,
     TRITON,

@@ -15,7 +15,7 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.quantize.checkpoint.model_card import COST_MARKS, NOT_MEASURED, markdown_text, state_paragraph
+from fp8q.quantize.checkpoint.model_card import COST, NOT_MEASURED, markdown_text, state_in_card
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import open_session
@@ -193,7 +193,7 @@ def check_that_the_cost_of_one_term_is_stated(run: Run) -> None:
     assert run.record() == before
     assert run.card.read_text(encoding="utf-8") == card
     run.card.write_text("The owner's own.", encoding="utf-8")
-    state_paragraph(run.card, COST_MARKS[0], cost)
+    state_in_card(run.card, COST, cost)
     assert run.card.read_text(encoding="utf-8") == "The owner's own."
 
 

@@ -18,12 +18,14 @@ from fp8q.stages.pipeline.stage import Key, Stage
 from fp8q.stages.pipeline.stages import (
     CONTINUE,
     CORPUS,
+    EVALUATE,
     EXPORT,
     MEASURE,
     QUANTIZE,
     STAGES,
     ContinueFacts,
     CorpusFacts,
+    EvaluateFacts,
     QuantizeFacts,
 )
 from fp8q.stages.pipeline.steps import Notes
@@ -33,6 +35,7 @@ Any_Stage = Stage[Any, Any]
 FACTS = {
     CORPUS.name: CorpusFacts(data="a.txt", eval_data="b.txt", model="model"),
     CONTINUE.name: ContinueFacts(tokens=48),
+    EVALUATE.name: EvaluateFacts(harness="0.4.13"),
 }
 #: What has to go with another value of a field than its default.
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -133,7 +136,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_every_stage_is_current_after_it_was_run(run: Run) -> None:
-    assert len(STAGES) == len({stage.name for stage in STAGES}) == 16
+    assert len(STAGES) == len({stage.name for stage in STAGES}) == 17
     for stage in STAGES:
         assert stage.is_current(run, key_of(run, stage, stage.options())), stage.name
 
@@ -229,6 +232,7 @@ OLD: dict[str, dict[str, Any]] = {
     },
     "validate": {"runtimes": ["bf16", "reference", "onnxruntime"], "context": 512, "stride": 512},
     "compare": {"url": "http://127.0.0.1:8000", "model": None, "served": None, "windows": None},
+    "evaluate": {"tasks": ["hellaswag"], "limit": None, "seeds": 3, "harness": "0.4.13"},
     "triton": {"name": None, "max_batch": 8, "engine_model": False},
     "sensitivity": {"windows": 16, "measure": None},
     "tune": {"max_kl": None, "max_ppl_increase": 0.01, "prefer": "memory", "windows": 32},

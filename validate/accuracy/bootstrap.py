@@ -46,6 +46,14 @@ class Bootstrap:
         low, high = np.quantile((self._drawn @ sums) / np.maximum(self._drawn @ counts, 1), [tail, 1 - tail])
         return MeanInterval(float(sums.sum() / counts.sum()), float(low), float(high))
 
+    def ratio(self, above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> tuple[float, float]:
+        """The ends of the interval of sum(`above`) / sum(`below`), both [tokens]; infinite without `below`."""
+        upper, lower = (self._drawn @ np.bincount(self._index, each, self._count) for each in (above, below))
+        quotients = np.divide(upper, lower, out=np.full(DRAWS, np.inf), where=lower != 0)
+        tail = (1 - CONFIDENCE) / 2
+        low, high = np.quantile(quotients, [tail, 1 - tail], method="inverted_cdf")
+        return float(low), float(high)
+
 
 def paired(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
     """The windows in which both have a scored token."""

@@ -32,6 +32,15 @@ class Asked:
     form: str
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """The name of a model on a server, the most tokens of its prompts where the server tells, and if it is Triton."""
+
+    name: str
+    longest: int | None
+    triton: bool
+
+
 def find_server(
     client: Client, served: str | None, kept: KeptTokens, vocabulary: Vocabulary
 ) -> tuple[Endpoint, int | None]:
@@ -39,6 +48,12 @@ def find_server(
 
     Raises InputError for a server without that model, or with several and none named.
     """
+    model = find_model(client, served)
+    return Endpoint(client, model.name, kept, vocabulary, model.triton), model.longest
+
+
+def find_model(client: Client, served: str | None) -> ServedModel:
+    """Find the model `served` by `client`, or its only one; raises InputError as `find_server` does."""
     with translated(client):
         try:
             answer, triton = client.get("/v1/models"), False
@@ -52,14 +67,14 @@ def find_server(
     names = [each[name] for each in models]
     chosen = [each for each in models if served in (None, each[name])]
     if len(chosen) != 1:
+        option = client.option.replace("url", "served")
         raise InputError(
             f"{client.url}: serves {', '.join(names) or 'no model'}"
-            + (f", and not --served {served}" if served else "")
-            + "; name one with --served"
+            + (f", and not {option} {served}" if served else "")
+            + f"; name one with {option}"
         )
     limit = chosen[0].get("max_model_len")
-    longest = limit - 1 if isinstance(limit, int) else None
-    return Endpoint(client, chosen[0][name], kept, vocabulary, triton), longest
+    return ServedModel(chosen[0][name], limit - 1 if isinstance(limit, int) else None, triton)
 
 
 def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int | None, report: Reporter) -> Asked:

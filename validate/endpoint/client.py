@@ -36,21 +36,25 @@ class RefusedError(Exception):
 class Client:
     """One server. `requests` counts what it was sent."""
 
-    def __init__(self, url: str, timeout_s: float, key: str | None = None):
+    def __init__(
+        self, url: str, timeout_s: float, key: str | None = None, option: str = "--url", less: str = "--windows"
+    ):
         """Ask the server at `url`, such as http://127.0.0.1:8000, with or without /v1.
+
+        `option`: the option that named it; `less`: the one that makes a request shorter.
 
         Raises InputError for a URL that is none of HTTP.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"--url {url}: is no address of a server; give one such as http://127.0.0.1:8000")
+            raise InputError(f"{option} {url}: is no address of a server; give one such as http://127.0.0.1:8000")
         if parts.username or parts.password:
             raise InputError(
-                f"--url {parts.hostname}: holds a password, which would be shown and written; leave it out, and set "
+                f"{option} {parts.hostname}: holds a password, which would be shown and written; leave it out, and set "
                 "OPENAI_API_KEY"
             )
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.requests = 0
+        self.requests, self.option, self._less = 0, option, less
         self._timeout_s = timeout_s
         retries = urllib3.Retry(
             total=RETRIES, read=0, redirect=0, backoff_factor=BACKOFF_S, status_forcelist=BUSY, allowed_methods=None,
@@ -112,10 +116,12 @@ class Client:
         if isinstance(cause, ReadTimeoutError):
             return BackendError(
                 f"{self.url}: did not answer within {self._timeout_s:g} seconds; give it longer with --timeout, or ask "
-                "less with --windows"
+                f"less with {self._less}"
             )
         if isinstance(cause, NewConnectionError | ConnectTimeoutError):
-            return BackendError(f"{self.url}: no server answers there; start it, or give its address with --url")
+            return BackendError(
+                f"{self.url}: no server answers there; start it, or give its address with {self.option}"
+            )
         return BackendError(f"{self.url}: the connection broke off ({type(cause).__name__}); see the server's log")
 
 

@@ -1,0 +1,44 @@
+"""The table of docs/evaluate.md."""
+
+from typing import Any
+
+from markdown import load, table
+
+
+def tasks() -> str:
+    """Scores, recovery, flips and p of each form, beside BF16's flips from FP32."""
+    rows = [
+        [
+            name,
+            row["task"],
+            row["metric"],
+            form,
+            f"{100 * row['bf16']:.1f}",
+            f"{100 * row['fp8']:.1f}",
+            recovery(row["paired"]),
+            flips(row["paired"]),
+            f"{row['paired']['mcnemar_p']:.2g}",
+            flips(row["noise"]),
+        ]
+        for name, forms in load("tasks")["results"].items()
+        for form, results in forms.items()
+        for row in results
+    ]
+    head = ["model", "task", "metric", "FP8", "BF16 %", "FP8 %", "recovery (95 %)", "flips to wrong + right", "p"]
+    return table([*head, "BF16's own, from FP32"], rows)
+
+
+def recovery(paired: dict[str, Any]) -> str:
+    """Recovery in percent, with its interval."""
+    whole = f"{100 * paired['recovery']:.1f} %"
+    if "recovery_low" not in paired:
+        return whole
+    return f"{whole} ({100 * paired['recovery_low']:.1f} to {100 * paired['recovery_high']:.1f})"
+
+
+def flips(paired: dict[str, Any]) -> str:
+    """Flips by direction."""
+    return f"{paired['right_to_wrong']} + {paired['wrong_to_right']}"
+
+
+TABLES = (tasks,)

@@ -1,0 +1,323 @@
+"""The stage `evaluate`: ask BF16 and FP8 lm-eval's tasks, and compare their answers question by question."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__
+from ..core.errors import BackendError, InputError
+from ..core.files import read_document, sha256_file, write_document
+from ..core.record import FP8_STAGES
+from ..core.reporter import SILENT
+from ..core.run import Run
+from ..options import EvaluateOptions
+from ..quantize.scales.decisions import load_scales
+from ..validate.endpoint.client import Client
+from .commands.load import load_fp8_model
+from .compare import KEY
+from .pipeline.stage import Key
+from .pipeline.stages import EVALUATE, EvaluateFacts
+from .pipeline.steps import Notes, device, needs, note_other_arithmetic
+from .shared.adapters import note_base_alone
+from .shared.model_files import checked_model, hashes_of
+from .shared.opening import command
+from .shared.sources import source_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..calibrate.model.source import Source
+    from ..validate.tasks.answers import RuntimeName, TaskAnswers
+    from ..validate.tasks.document import TaskScores
+    from ..validate.tasks.harness import AskedTask, Tasks
+
+#: The import name of the package of the extra `evaluate`.
+HARNESS_MODULES = ("lm_eval",)
+#: The types of the source model, by the runtimes that run it.
+SOURCE_TYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A model that is asked. `identity`: all that its answers depend on; `where`: where it answers, in words."""
+
+    runtime: "RuntimeName"
+    identity: Mapping[str, object]
+    where: str
+    open: Callable[[], Any]
+
+    def key(self, question: "AskedTask", options: EvaluateOptions, seed: int | None) -> str:
+        """The hash of all that this model's answers to `question` depend on."""
+        depends = [self.identity, question.asked, options.batch_size, seed, _harness(), __version__]
+        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+
+
+@command()
+def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> "TaskScores":
+    """Ask the models of `run` the tasks of `options`, unless that is done, and write `evaluation.json`.
+
+    Raises InputError for tasks that cannot be asked, BackendError for a server that does not answer; answers that were
+    complete before stay in both cases.
+    """
+    from ..validate.tasks.document import load_evaluation
+    from ..validate.tasks.harness import chat_template, open_tasks
+    from ..validate.tasks.task_files import check_task_files
+
+    check_asked(options)
+    check_task_files(options.include_path)
+    needs("evaluate", HARNESS_MODULES)
+    inputs = checkpoint_files(run)
+    note_base_alone(run, "tasks are answered by", notes)
+    source, tokenizer = source_of(run), _tokenizer(run)
+    tasks = open_tasks(options, chat_template(tokenizer) if options.chat else None)
+    asked = hashlib.sha256(json.dumps([each.asked for each in tasks.questions]).encode()).hexdigest()
+    contestants = _contestants(run, source, tokenizer, options, inputs)
+    inputs |= {"model": source.fingerprint, "tasks": asked}
+    key = Key(inputs, _resolved(options, tasks), EvaluateFacts(harness=_harness()))
+    if not EVALUATE.is_current(run, key):
+        note_other_arithmetic(run, notes)
+        check_servers(options)
+        stored = Stored(run, options, spoiled(run))
+        with EVALUATE.writing(run, key, notes) as log:
+            found = _ask_all(tasks, contestants, stored, notes)
+            log.outputs += _write(run, tasks, contestants, options, found)
+    evaluation = load_evaluation(run)
+    _tell_card(run, evaluation)
+    return evaluation
+
+
+def checkpoint_files(run: Run) -> dict[str, str]:
+    """Name -> SHA-256 of the files that the FP8 model is loaded from: graphs, which it needs none of, are left out.
+
+    Raises InputError for a file that its stage did not write.
+    """
+    run.refuse_stale(*FP8_STAGES)
+    hashes = checked_model(run) | hashes_of(run, "export")
+    return {name: digest for name, digest in hashes.items() if not name.endswith(".onnx")}
+
+
+def check_asked(options: EvaluateOptions) -> None:
+    """Raise InputError for no task, and for the name of a model on a server without the server."""
+    if not options.tasks:
+        raise InputError("--tasks: names no task; give lm-eval's names, separated by commas, such as hellaswag,gsm8k")
+    for served, url, which in ((options.served, options.url, ""), (options.bf16_served, options.bf16_url, "bf16-")):
+        if served is not None and url is None:
+            raise InputError(
+                f"--{which}served {served}: names a model on a server, and there is no --{which}url; give it too"
+            )
+
+
+def _resolved(options: EvaluateOptions, tasks: "Tasks") -> EvaluateOptions:
+    """The options as the key has them: seeds count where a task samples."""
+    sampled = any(each.samples for each in tasks.questions)
+    return options if sampled else replace(options, seeds=EvaluateOptions.seeds)
+
+
+def _harness() -> str:
+    from ..validate.tasks.harness import harness_version
+
+    return harness_version()
+
+
+def _tokenizer(run: Run) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
+    return tokenizer
+
+
+def _contestants(
+    run: Run, source: "Source", tokenizer: "PreTrainedTokenizerBase", options: EvaluateOptions, files: Mapping[str, str]
+) -> "list[Contestant]":
+    """The models to ask, BF16 first; each is loaded when it is asked something.
+
+    Raises InputError for an address that is none of a server.
+    """
+    from ..validate.tasks.models import local_model, served_model
+
+    def here(
+        runtime: "RuntimeName", identity: Mapping[str, object], load: "Callable[[], PreTrainedModel]"
+    ) -> Contestant:
+        where = {**identity, "device": device()}
+        return Contestant(
+            runtime, where, f"here, {device().upper()}", lambda: local_model(load(), tokenizer, options.batch_size)
+        )
+
+    def there(runtime: "RuntimeName", identity: Mapping[str, object], client: Client, served: str | None) -> Contestant:
+        longest = source.max_positions or LONGEST
+        where = {**identity, "url": client.url, "served": served}
+        return Contestant(
+            runtime, where, client.url, lambda: served_model(client, served, run.model, options.batch_size, longest)
+        )
+
+    of_source, of_fp8 = {"model": source.fingerprint}, {"fp8": dict(files)}
+    found = list[Contestant]()
+    if client := _client(options.bf16_url, "--bf16-url", options):
+        found.append(there("bf16", of_source, client, options.bf16_served))
+    else:
+        found.append(here("bf16", of_source, lambda: _float(run, source, "bf16")))
+    if client := _client(options.url, "--url", options):
+        found.append(there("fp8", of_fp8, client, options.served))
+    else:
+        found.append(here("fp8", of_fp8, lambda: _fp8(run)))
+    if options.noise_floor:
+        found.append(here("fp32", of_source, lambda: _float(run, source, "fp32")))
+    return found
+
+
+#: The positions of a model that states none.
+LONGEST = 2048
+
+
+def _client(url: str | None, option: str, options: EvaluateOptions) -> Client | None:
+    if url is None:
+        return None
+    return Client(url, options.timeout, os.environ.get(KEY), option, "--batch-size")
+
+
+def _float(run: Run, source: "Source", runtime: str) -> "PreTrainedModel":
+    """The source model, which generates by the run's settings, as FP8 does."""
+    import torch
+    from transformers import GenerationConfig
+
+    from ..calibrate.model.source import load_model
+
+    model = load_model(source, getattr(torch, SOURCE_TYPES[runtime]), device())
+    if (run.model / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(run.model)
+    return model
+
+
+def _fp8(run: Run) -> "PreTrainedModel":
+    """The FP8 model; of tails the answers' own form, since lm-eval scores question and answer in one call."""
+    as_served = 0 if load_scales(run).tails else None
+    return load_fp8_model(run, Notes(SILENT), ("bfloat16", "fast"), None, as_served, None)
+
+
+def check_servers(options: EvaluateOptions) -> None:
+    """Raise InputError for a server without the model that is asked for.
+
+    A server that is not there yet may be started once the other model, on the same GPU, has answered.
+    """
+    from ..validate.endpoint.asking import find_model
+
+    for url, option, served in (
+        (options.bf16_url, "--bf16-url", options.bf16_served), (options.url, "--url", options.served),
+    ):  # fmt: skip
+        if client := _client(url, option, options):
+            with suppress(BackendError):
+                find_model(client, served)
+
+
+def spoiled(run: Run) -> frozenset[Path]:
+    """The files of answers that are no longer as this stage recorded them; what they say is asked again."""
+    record = run.record().stages.get(EVALUATE.name)
+    recorded = {run.root / name: digest for name, digest in (record.outputs if record else {}).items()}
+    return frozenset(
+        path
+        for path, digest in recorded.items()
+        if path.parent == run.answers and path.is_file() and sha256_file(path) != digest
+    )
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The answers in `RUN/answers`, each under the key of all that it depends on.
+
+    They are written as they come, and not when the stage ends: so a killed call, or one with other tasks, goes on with
+    them, whatever the record says.
+    """
+
+    run: Run
+    options: EvaluateOptions
+    spoiled: frozenset[Path]
+
+    def load(self, contestant: Contestant, question: "AskedTask", seed: int | None) -> "TaskAnswers | None":
+        """Read the answers of this model to this question; None where there are none, or of another state."""
+        from ..validate.tasks.answers import TaskAnswers, answers_file
+
+        path = answers_file(self.run.answers, question.name, contestant.runtime, seed)
+        if path in self.spoiled or not path.is_file():
+            return None
+        with suppress(InputError):  # written by another version
+            found = read_document(path, TaskAnswers)
+            return found if found.key == contestant.key(question, self.options, seed) else None
+        return None
+
+    def save(self, answers: "TaskAnswers") -> None:
+        """Write a file of answers."""
+        from ..validate.tasks.answers import answers_file
+
+        self.run.answers.mkdir(exist_ok=True)
+        write_document(answers_file(self.run.answers, answers.task, answers.runtime, answers.seed), answers)
+
+
+def _ask_all(
+    tasks: "Tasks", contestants: "list[Contestant]", stored: Stored, notes: Notes
+) -> "dict[str, dict[RuntimeName, list[TaskAnswers]]]":
+    """Ask each model in turn what it has not answered yet: task -> model -> answers by seed."""
+    from ..validate.tasks.harness import ask
+
+    found: dict[str, dict[RuntimeName, list[TaskAnswers]]] = {each.name: {} for each in tasks.questions}
+    for contestant in contestants:
+        jobs = [(question, seed) for question in tasks.questions for seed in _seeds(question, stored.options)]
+        answers = [stored.load(contestant, *job) for job in jobs]
+        left = sum(question.requests for (question, _), each in zip(jobs, answers, strict=True) if each is None)
+        if there := sum(each is not None for each in answers):
+            notes.note(f"{contestant.runtime}: {there} of {len(jobs)} answers to tasks are there already")
+        model = contestant.open() if left else None
+        with (
+            notes.track(f"Asking {contestant.runtime}", left, "requests") if left else nullcontext(_ignored) as advance
+        ):
+            for (question, seed), each in zip(jobs, answers, strict=True):
+                if each is None:
+                    each = ask(model, question, stored.options, contestant.runtime, seed, advance)
+                    each = each.model_copy(update={"key": contestant.key(question, stored.options, seed)})
+                    stored.save(each)
+                found[question.name].setdefault(contestant.runtime, []).append(each)
+        del model
+    return found
+
+
+def _ignored(_: int) -> None:
+    """Take the place of a bar where there is nothing to do."""
+
+
+def _seeds(question: "AskedTask", options: EvaluateOptions) -> "list[int] | list[None]":
+    """The seeds by which a question is asked: of a task that samples several, else none."""
+    return list(range(1, options.seeds + 1)) if question.samples else [None]
+
+
+def _write(
+    run: Run, tasks: "Tasks", contestants: "list[Contestant]", options: EvaluateOptions,
+    found: "dict[str, dict[RuntimeName, list[TaskAnswers]]]",
+) -> list[Path]:  # fmt: skip
+    """Write the results; return their path, and those of all answers."""
+    from ..validate.tasks.document import TaskScores
+    from ..validate.tasks.results import all_results
+
+    evaluation = TaskScores(
+        harness=_harness(),
+        limit=options.limit,
+        chat=options.chat,
+        models={each.runtime: each.where for each in contestants},
+        results=all_results(found, tasks.groups),
+    )
+    write_document(run.evaluated, evaluation)
+    return [run.evaluated, *sorted(run.answers.glob("*.json"))]
+
+
+def _tell_card(run: Run, evaluation: "TaskScores") -> None:
+    """Write the table of scores into the model card, where the card has a place for it."""
+    from ..quantize.checkpoint.model_card import TASKS, state_in_card
+    from ..validate.tasks.document import markdown_table
+
+    recorded = run.record().stages["quantize"].outputs
+    if str(run.card.relative_to(run.root)) not in recorded:
+        told = f"By {evaluation.protocol} (`fp8q evaluate`); the interval is of 95 %, over questions."
+        state_in_card(run.card, TASKS, f"{markdown_table(evaluation)}\n\n{told}")

@@ -1,0 +1,150 @@
+"""From what lm-eval returns to the results: on records of a real run (`tests/elsewhere/lm_eval_records.py`), of the
+demo in BF16 and with scales that saturate, so that answers flip.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8q.core.errors import InputError
+from fp8q.validate.tasks.answers import MetricAnswers, RuntimeName, TaskAnswers, answers_file
+from fp8q.validate.tasks.document import TaskScores, evaluation_table, markdown_table
+from fp8q.validate.tasks.harness import read_answers
+from fp8q.validate.tasks.pairs import Flips, mcnemar_p
+from fp8q.validate.tasks.results import all_results, task_results
+
+RECORDS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("records.json").read_text(encoding="utf-8"))
+MODELS: tuple[RuntimeName, ...] = ("bf16", "fp8")
+
+
+def recorded(task: str) -> dict[RuntimeName, list[TaskAnswers]]:
+    return {name: [read_answers(task, RECORDS[task][name], name, None)] for name in MODELS}
+
+
+def answers(values: list[float], runtime: RuntimeName, seed: int | None = None, **more: Any) -> TaskAnswers:
+    """Answers to as many questions, with one metric."""
+    metric = MetricAnswers(
+        metric="acc", filter="none", higher_is_better=True, score=sum(values) / len(values), values=values
+    )
+    fields: dict[str, Any] = {
+        "task": "a", "version": "1", "fewshot": 0, "questions": [f"{number}" for number in range(len(values))],
+        "answers": values, "metrics": [metric],
+    }  # fmt: skip
+    return TaskAnswers(key="k", runtime=runtime, seed=seed, **(fields | more))
+
+
+@pytest.mark.parametrize(("task", "metric", "expected"), [
+    ("next_line", "acc", Flips(1, 0)), ("next_line", "acc_norm", Flips(6, 0)), ("word", "exact_match", Flips(0, 0)),
+])  # fmt: skip
+def test_scores_and_flips_are_those_of_lm_evals_samples(task: str, metric: str, expected: Flips) -> None:
+    row = next(each for each in task_results(task, recorded(task)) if each.metric == metric)
+    samples = {name: RECORDS[task][name]["samples"][task] for name in MODELS}
+    right = {
+        name: [each[metric] for each in sorted(rows, key=lambda one: one["doc_id"])] for name, rows in samples.items()
+    }
+    pairs = list(zip(right["bf16"], right["fp8"], strict=True))
+    flips = Flips(pairs.count((1.0, 0.0)), pairs.count((0.0, 1.0)))
+    assert flips == expected
+    assert (row.paired.right_to_wrong, row.paired.wrong_to_right) == flips
+    assert row.paired.mcnemar_p == mcnemar_p(flips)
+    assert (row.bf16, row.fp8) == tuple(RECORDS[task][name]["results"][task][f"{metric},none"] for name in MODELS)
+    assert row.paired.recovery == pytest.approx(sum(right["fp8"]) / sum(right["bf16"]))
+    assert (row.questions, row.fewshot, row.version, row.in_percent, row.seeds) == (len(pairs), 0, "1", True, None)
+
+
+def test_an_answer_is_the_text_or_the_likeliest_choice() -> None:
+    lines, words = recorded("next_line")["bf16"][0], recorded("word")["bf16"][0]
+    rows = sorted(RECORDS["next_line"]["bf16"]["samples"]["next_line"], key=lambda one: one["doc_id"])
+    likeliest = [max(range(4), key=lambda choice: each["filtered_resps"][choice][0]) for each in rows]
+    assert lines.answers == likeliest
+    assert all(isinstance(each, str) for each in words.answers)
+    assert [len(each) for each in lines.questions] == [16] * len(rows)
+
+
+def test_other_questions_of_one_model_are_no_pairs() -> None:
+    models = recorded("word")
+    models["fp8"] = [models["fp8"][0].model_copy(update={"questions": models["fp8"][0].questions[::-1]})]
+    with pytest.raises(InputError) as refused:
+        list(task_results("word", models))
+    assert str(refused.value) == (
+        "word: fp8 was asked other questions than bf16, since the task chooses them anew each time; take one whose "
+        "questions are fixed"
+    )
+
+
+def test_seeds_are_averaged_and_have_no_p() -> None:
+    bf16 = [answers([1.0, 0.0], "bf16", 1), answers([1.0, 1.0], "bf16", 2)]
+    fp8 = [answers([0.0, 0.0], "fp8", 1), answers([1.0, 1.0], "fp8", 2)]
+    (row,) = task_results("a", {"bf16": bf16, "fp8": fp8})
+    assert (row.bf16, row.fp8, row.seeds) == (0.75, 0.5, 2)
+    assert (row.paired.right_to_wrong, row.paired.wrong_to_right, row.paired.mcnemar_p) == (1, 0, None)
+
+
+def test_bf16s_own_flips_from_fp32_are_the_noise() -> None:
+    models: dict[RuntimeName, list[TaskAnswers]] = {
+        "bf16": [answers([1.0, 0.0, 1.0], "bf16")], "fp8": [answers([1.0, 0.0, 1.0], "fp8")],
+        "fp32": [answers([0.0, 0.0, 1.0], "fp32")],
+    }  # fmt: skip
+    (row,) = task_results("a", models)
+    assert row.noise is not None
+    assert (row.noise.right_to_wrong, row.noise.wrong_to_right) == (0, 1)
+    assert row.paired.flips == 0
+    assert row.fp32 == pytest.approx(1 / 3)
+
+
+def test_a_group_is_all_questions_of_its_tasks_together() -> None:
+    """2 of 2 and 1 of 4 are 3 of 6, and not the mean of 1 and 0.25."""
+    of = {
+        "a": {"bf16": [answers([1.0, 1.0], "bf16")], "fp8": [answers([1.0, 0.0], "fp8")]},
+        "b": {"bf16": [answers([1.0, 0.0, 0.0, 0.0], "bf16")], "fp8": [answers([1.0, 0.0, 0.0, 0.0], "fp8")]},
+    }
+    whole, *parts = all_results(of, {"both": ["a", "b"]})  # type: ignore[arg-type]
+    assert (whole.task, whole.tasks, whole.questions, whole.bf16) == ("both", 2, 6, 0.5)
+    assert (whole.paired.right_to_wrong, whole.paired.wrong_to_right) == (1, 0)
+    assert [(each.task, each.group) for each in parts] == [("a", "both"), ("b", "both")]
+
+
+def test_a_metric_of_all_answers_together_has_a_score_alone() -> None:
+    metric = MetricAnswers(metric="bleu", filter="none", higher_is_better=True, score=20.0)
+    models: dict[RuntimeName, list[TaskAnswers]] = {name: [answers([1.0], name, metrics=[metric])] for name in MODELS}
+    (row,) = task_results("a", models)
+    assert row.paired.model_dump(exclude_none=True) == {"recovery": 1.0}
+    assert not row.in_percent
+
+
+def test_where_lower_is_better_there_is_no_recovery() -> None:
+    metric = MetricAnswers(metric="word_perplexity", filter="none", higher_is_better=False, score=20.0)
+    models: dict[RuntimeName, list[TaskAnswers]] = {name: [answers([1.0], name, metrics=[metric])] for name in MODELS}
+    (row,) = task_results("a", models)
+    assert row.paired.model_dump(exclude_none=True) == {}
+
+
+def scores() -> TaskScores:
+    results = all_results({task: recorded(task) for task in RECORDS}, {})
+    return TaskScores(harness="0.4.13", limit=40, chat=False, models={"bf16": "here, CPU"}, results=results)
+
+
+def test_the_cards_table_has_the_form_of_published_models() -> None:
+    lines = markdown_table(scores()).splitlines()
+    assert lines[0] == "| task | metric | BF16 | FP8 | recovery (95 %) |"
+    assert lines[1] == "| --- | --- | --- | --- | --- |"
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        ["| next_line (0-shot)", "acc"], ["| next_line (0-shot)", "acc_norm"], ["| word (0-shot)", "exact_match"],
+    ]  # fmt: skip
+    row = scores().results[0]
+    assert lines[2].split(" | ")[2:4] == [f"{100 * row.bf16:.2f}", f"{100 * row.fp8:.2f}"]
+
+
+def test_the_table_adds_flips_and_p_and_says_how_it_was_measured() -> None:
+    table = evaluation_table(scores())
+    assert table.title == "Tasks, lm-eval 0.4.13, the first 40 questions of each task alone"
+    assert [column.title for column in table.columns] == [
+        "task", "metric", "BF16", "FP8", "recovery (95 %)", "questions", "flips to wrong + right", "p",
+    ]  # fmt: skip
+    assert evaluation_table(None).missing == "Not measured: `fp8q evaluate RUN --tasks TASKS` does."
+
+
+def test_a_tasks_name_is_a_files(tmp_path: Path) -> None:
+    assert answers_file(tmp_path, "a/b:c", "fp8", 2) == tmp_path / "a_b_c-fp8-2.json"

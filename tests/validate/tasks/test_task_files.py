@@ -1,0 +1,55 @@
+"""Folders of task files that cannot be read are named before lm-eval, which would pass over them, sees any."""
+
+from pathlib import Path
+
+import pytest
+
+from fp8q.core.errors import InputError
+from fp8q.validate.tasks.task_files import check_task_files
+
+MEND = "mend it, or take it out of --include-path"
+
+
+def complaint(folder: Path) -> str:
+    with pytest.raises(InputError) as refused:
+        check_task_files([folder])
+    return str(refused.value)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "nowhere"
+    assert complaint(folder) == f"--include-path {folder}: there is no such folder; give one that has task files (YAML)"
+
+
+def test_a_folder_without_task_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("task: a")
+    assert complaint(tmp_path) == f"--include-path {tmp_path}: holds no task file (*.yaml); give a folder that does"
+
+
+UNKNOWN_TAG = "could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os' at line 1, column 4"
+
+
+@pytest.mark.parametrize(("text", "fault"), [
+    ("task: [a\nb: : c", "is no YAML: expected ',' or ']', but got ':' at line 2, column 2"),
+    ("task: a\n\ttag: b\n", "is no YAML: found character '\\t' that cannot start any token at line 2, column 1"),
+    ("just words", "is no task file, which has `task: NAME` and more such lines"),
+    ("", "is no task file, which has `task: NAME` and more such lines"),
+    ("a: !!python/name:os x", f"is no YAML: {UNKNOWN_TAG}"),
+])  # fmt: skip
+def test_a_file_that_is_no_task_is_named_with_the_place(tmp_path: Path, text: str, fault: str) -> None:
+    file = tmp_path / "within" / "broken.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    assert complaint(tmp_path) == f"{file}: {fault}; {MEND}"
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_bytes(b"task: \xff\xfe")
+    assert complaint(tmp_path).startswith(f"{file}: is no YAML: ")
+
+
+def test_functions_of_a_task_file_are_read_as_names_and_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "utils.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "task.yaml").write_text("task: mine\nprocess_docs: !function utils.process\n")
+    check_task_files([tmp_path])

@@ -1,0 +1,1 @@
+"""lm-eval's tasks on BF16 and FP8: the harness asked, its answers kept, and both models' answers paired."""

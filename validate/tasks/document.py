@@ -1,0 +1,145 @@
+"""`evaluation.json`: the scores of BF16 and FP8 in lm-eval's tasks, and the comparison of their paired answers."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ...core.columns import Column, Table, count, text_column
+from ...core.files import Strict, read_document
+from ...core.run import Run
+from ...quantize.checkpoint.model_card import markdown_text
+from .answers import RuntimeName
+
+#: A smaller p is not written in full.
+SMALLEST_P = 1e-4
+
+
+class Paired(Strict):
+    """Answers of one model compared with another's to the same questions. Without flips the metric does not judge
+    single answers right or wrong; without a recovery lower is better, or the other model scores nothing.
+    """
+
+    recovery: float | None = Field(default=None, description="score over the other model's, a fraction")
+    recovery_low: float | None = Field(default=None, description="of the 95 % interval, over questions")
+    recovery_high: float | None = None
+    right_to_wrong: int | None = Field(default=None, description="questions; of all seeds together")
+    wrong_to_right: int | None = None
+    mcnemar_p: float | None = Field(
+        default=None,
+        description="that flips either way are equally likely; exact, two-sided; not of several seeds, whose answers "
+        "to one question are not independent",
+    )
+
+    @property
+    def flips(self) -> int | None:
+        """Flips in both directions."""
+        if self.right_to_wrong is None or self.wrong_to_right is None:
+            return None
+        return self.right_to_wrong + self.wrong_to_right
+
+
+class Scored(Strict):
+    """One metric of one task, or of all questions of a group's tasks together."""
+
+    task: str
+    group: str | None = Field(default=None, description="the group that it was asked as a part of")
+    tasks: int = Field(default=1, description="tasks of the group")
+    metric: str = Field(description="with its filter of answers, where it has one")
+    higher_is_better: bool
+    version: str | None = Field(default=None, description="of the task; of a group none")
+    fewshot: int | None = Field(default=None, description="solved examples before each question")
+    questions: int
+    seeds: int | None = Field(default=None, description="runs of a task that samples; scores are their means")
+    in_percent: bool = Field(description="each answer has a value from 0 to 1")
+    bf16: float
+    fp8: float
+    fp32: float | None = None
+    paired: Paired = Field(description="FP8 with BF16")
+    noise: Paired | None = Field(default=None, description="BF16 with FP32: how much changes without any FP8")
+
+
+class TaskScores(Strict):
+    """`evaluation.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    harness: str = Field(description="lm-eval's version")
+    limit: int | None = Field(default=None, description="the first so many questions of each task alone")
+    chat: bool = Field(description="asked by the chat template")
+    models: dict[RuntimeName, str] = Field(description="where each answered")
+    results: list[Scored]
+
+    @property
+    def shown(self) -> list[Scored]:
+        """The results of the tasks and groups that were asked for, without those of a group's tasks."""
+        return [each for each in self.results if each.group is None]
+
+    @property
+    def protocol(self) -> str:
+        """Tell the harness's version, the limit and the form of prompts, on one line."""
+        limited = f", the first {self.limit:,} questions of each task alone" if self.limit else ""
+        return f"lm-eval {self.harness}{limited}{', by the chat template' if self.chat else ''}"
+
+
+def load_evaluation(run: Run) -> TaskScores:
+    """Read `evaluation.json`; raises InputError when it is missing or not the file that `fp8q evaluate` wrote."""
+    return read_document(run.require(run.evaluated, "evaluate"), TaskScores)
+
+
+def score(value: float, in_percent: bool) -> str:
+    """Write a score: in percent where it is a share, such as accuracy."""
+    return f"{100 * value:.2f}" if in_percent else f"{value:.4g}"
+
+
+def recovery(found: Paired) -> str | None:
+    """Write a recovery in percent, with its interval where that is known."""
+    if found.recovery is None:
+        return None
+    whole = f"{100 * found.recovery:.1f} %"
+    if found.recovery_low is None or found.recovery_high is None:
+        return whole
+    return f"{whole} ({100 * found.recovery_low:.1f} to {100 * found.recovery_high:.1f})"
+
+
+def flips(found: Paired | None) -> str | None:
+    """Write flips by direction, to wrong and to right: `12 + 9`."""
+    if found is None or found.right_to_wrong is None:
+        return None
+    return f"{found.right_to_wrong:,} + {found.wrong_to_right:,}"
+
+
+def p_value(value: float) -> str:
+    """Write a p with two significant digits."""
+    return f"{value:.2g}" if value >= SMALLEST_P else f"<{SMALLEST_P:g}"
+
+
+#: The columns that published FP8 models have.
+PUBLISHED: tuple[Column[Any], ...] = (
+    # the number of solved examples stands behind the task's name
+    Column("task", lambda row: row.task if row.fewshot is None else f"{row.task} ({row.fewshot}-shot)", numeric=False),
+    text_column("metric"),
+    Column("BF16", lambda row: score(row.bf16, row.in_percent)),
+    Column("FP8", lambda row: score(row.fp8, row.in_percent)),
+    Column("recovery (95 %)", lambda row: recovery(row.paired)),
+)
+COLUMNS: tuple[Column[Any], ...] = (
+    *PUBLISHED,
+    Column("questions", lambda row: row.questions, count),
+    Column("seeds", lambda row: row.seeds, count),
+    Column("flips to wrong + right", lambda row: flips(row.paired)),
+    Column("p", lambda row: row.paired.mcnemar_p, p_value),
+    Column("BF16's own, from FP32", lambda row: flips(row.noise)),
+)
+
+
+def evaluation_table(found: TaskScores | None) -> Table[Scored]:
+    """The scores with their recovery, and the flips beside those of BF16 from FP32; empty where `found` is None."""
+    title = f"Tasks, {found.protocol}" if found else "Tasks"
+    return Table(title, found.shown if found else [], COLUMNS, "Not measured: `fp8q evaluate RUN --tasks TASKS` does.")
+
+
+def markdown_table(found: TaskScores) -> str:
+    """The table of a model card: task, metric, BF16, FP8, recovery."""
+    table = Table("", found.shown, PUBLISHED, "")
+    rows = [[column.title for column in table.columns], ["---"] * len(table.columns)]
+    rows += [[markdown_text(cell.text) for cell in row] for row in table.cells()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

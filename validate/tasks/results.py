@@ -1,0 +1,142 @@
+"""Make the results of an evaluation from the answers of all models to all tasks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import InputError
+from .answers import MetricAnswers, RuntimeName, TaskAnswers
+from .document import Paired, Scored
+from .pairs import count_flips, is_judged, mcnemar_p, mean_of_seeds, recovery_interval
+
+#: The answers of each model to a task, one for each seed; one of a task that does not sample.
+ModelAnswers = Mapping[RuntimeName, Sequence[TaskAnswers]]
+
+
+@dataclass(frozen=True)
+class MetricValues:
+    """One metric of one model's answers to a task, or to all tasks of a group. `values` [seeds][questions]; None for a
+    metric of all answers together.
+    """
+
+    score: float
+    values: list[list[float]] | None
+
+
+def check_same_questions(task: str, models: ModelAnswers) -> None:
+    """Raise InputError where two models were asked other questions, so that their answers do not pair."""
+    first, *others = [(runtime, each.questions) for runtime, seeds in models.items() for each in seeds]
+    for runtime, questions in others:
+        if questions != first[1]:
+            raise InputError(
+                f"{task}: {runtime} was asked other questions than {first[0]}, since the task chooses them anew each "
+                "time; take one whose questions are fixed"
+            )
+
+
+def all_results(answers: Mapping[str, ModelAnswers], groups: Mapping[str, Sequence[str]]) -> list[Scored]:
+    """The results of all tasks: those of each group, then of its tasks, then of tasks by themselves.
+
+    `answers`: task -> model -> seeds; `groups`: group -> its tasks.
+    """
+    results, within = list[Scored](), {task: group for group, tasks in groups.items() for task in tasks}
+    for group, tasks in groups.items():
+        results += group_results(group, [answers[task] for task in tasks])
+        results += [row for task in tasks for row in task_results(task, answers[task], within[task])]
+    return results + [
+        row for task, models in answers.items() if task not in within for row in task_results(task, models)
+    ]
+
+
+def task_results(task: str, models: ModelAnswers, group: str | None = None) -> Iterator[Scored]:
+    """The results of one task, a row for each metric."""
+    check_same_questions(task, models)
+    (first, *more), sampled = models["bf16"], models["bf16"][0].seed is not None
+    for number, metric in enumerate(first.metrics):
+        judged = {runtime: _of_seeds([each.metrics[number] for each in seeds]) for runtime, seeds in models.items()}
+        yield Scored(
+            task=task,
+            group=group,
+            metric=metric.name,
+            higher_is_better=metric.higher_is_better,
+            version=first.version,
+            fewshot=first.fewshot,
+            questions=len(first.questions),
+            seeds=len(more) + 1 if sampled else None,
+            **_compared(judged, metric.higher_is_better),
+        )
+
+
+def group_results(group: str, tasks: Sequence[ModelAnswers]) -> Iterator[Scored]:
+    """The results of all questions of a group's tasks together, a row for each metric that all of them have a value
+    of for each question: the mean over questions, as lm-eval weighs tasks by their size.
+    """
+    firsts = [models["bf16"][0] for models in tasks]
+    named = [{metric.name: metric for metric in each.metrics if metric.values is not None} for each in firsts]
+    shots, seeds = {each.fewshot for each in firsts}, {len(models["bf16"]) for models in tasks}
+    for name in named[0] if len(seeds) == 1 else ():
+        if not all(name in each for each in named):
+            continue
+        judged = {
+            runtime: _joined([_of_seeds(_of_name(models[runtime], name)) for models in tasks]) for runtime in tasks[0]
+        }
+        higher = named[0][name].higher_is_better
+        yield Scored(
+            task=group,
+            tasks=len(tasks),
+            metric=name,
+            higher_is_better=higher,
+            fewshot=shots.pop() if len(shots) == 1 else None,
+            questions=sum(len(each.questions) for each in firsts),
+            seeds=len(tasks[0]["bf16"]) if firsts[0].seed is not None else None,
+            **_compared(judged, higher),
+        )
+
+
+def _of_name(seeds: Sequence[TaskAnswers], name: str) -> list[MetricAnswers]:
+    return [next(metric for metric in each.metrics if metric.name == name) for each in seeds]
+
+
+def _of_seeds(metrics: Sequence[MetricAnswers]) -> MetricValues:
+    """One metric over all seeds."""
+    values = [each.values for each in metrics if each.values is not None]
+    score = float(np.mean([each.score for each in metrics]))
+    return MetricValues(score, values if len(values) == len(metrics) else None)
+
+
+def _joined(parts: Sequence[MetricValues]) -> MetricValues:
+    """Join a metric's values of several tasks, as of one task with all their questions."""
+    values = [[value for task in seed for value in task] for seed in zip(*(part.values or [] for part in parts))]
+    return MetricValues(float(np.mean(values)), values)
+
+
+def _compared(judged: Mapping[RuntimeName, MetricValues], higher_is_better: bool) -> dict[str, Any]:
+    """The fields of a result that follow from the models' values."""
+    every = [value for each in judged.values() for seed in each.values or [] for value in seed]
+    bf16, fp32 = judged["bf16"], judged.get("fp32")
+    return {
+        "in_percent": bool(every) and all(0 <= value <= 1 for value in every),
+        "bf16": bf16.score,
+        "fp8": judged["fp8"].score,
+        "fp32": fp32.score if fp32 else None,
+        "paired": compare_pairs(bf16, judged["fp8"], higher_is_better),
+        "noise": compare_pairs(fp32, bf16, higher_is_better) if fp32 else None,
+    }
+
+
+def compare_pairs(before: MetricValues, after: MetricValues, higher_is_better: bool) -> Paired:
+    """Compare a metric of two models' answers to the same questions."""
+    found: dict[str, float | int] = {}
+    if higher_is_better and before.score > 0:
+        found["recovery"] = after.score / before.score
+        if before.values and after.values:
+            interval = recovery_interval(mean_of_seeds(before.values), mean_of_seeds(after.values))
+            found |= dict(zip(("recovery_low", "recovery_high"), interval, strict=True)) if interval else {}
+    if before.values and after.values and all(map(is_judged, (*before.values, *after.values))):
+        seeds = [count_flips(*pair) for pair in zip(before.values, after.values, strict=True)]
+        found["right_to_wrong"] = sum(each.right_to_wrong for each in seeds)
+        found["wrong_to_right"] = sum(each.wrong_to_right for each in seeds)
+        found |= {"mcnemar_p": mcnemar_p(seeds[0])} if len(seeds) == 1 else {}
+    return Paired.model_validate(found)
