@@ -33,7 +33,7 @@ Accumulator = Literal["fp32", "fp22", "two-level"]
 #: The servers that `tune` chooses for. `tensorrt`: fp8q's graphs, in engines, Triton, `fp8q serve` and ONNX Runtime.
 #: `vllm-plugin`: vLLM with fp8q-vllm. `any`: all that read a compressed-tensors checkpoint.
 Server = Literal["tensorrt", "vllm-plugin", "vllm", "any"]
-#: The tokens that are scored by default: on the demo their interval of an increase is 0.3 % wide.
+#: The tokens that are scored by default; of a longer text in evenly spaced windows.
 MAX_TOKENS = 1 << 15
 #: The windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s
 #: √((n - 1) / n), s by Student's t with n - 1 degrees of freedom, and holds the truth in 81 % of cases at n = 4, in

@@ -25,7 +25,7 @@ NOT_MEASURED = (
     "| `--method` | clip | saturates |",
     "| check | value | watch above | bad above |",
     "| tried with | on | what holds |",
-    "| verdict | the interval |",
+    "| verdict | when |",
     "| path | what |",
     "| you want | take |",
     "| field | |",
