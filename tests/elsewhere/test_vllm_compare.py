@@ -98,59 +98,16 @@ def paths(
     return server, installed_plugin(vllm_python, tmp_path_factory.mktemp("installed"))
 
 
-@contextmanager
-def served(python: Path, paths: tuple[Path, Path], model: Path, case: Case, log: Path) -> Iterator[str]:
-    """The address of vLLM's server of `model`, until the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    loaded = {"PYTHONPATH": os.pathsep.join(map(str, paths))} if case.plugin else {
-        "PYTHONPATH": str(paths[0]), "VLLM_PLUGINS": "none"
-    }  # fmt: skip
-    environment = os.environ | loaded | {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    command: list[str | Path] = [
-        python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "demo",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager",
-        "--distributed-executor-backend", "uni", *case.words,
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-        try:
-            wait_for(process, url, log)
-            yield url
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of the same group
-            process.wait()
-
-
-def wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait until the server answers; a skip where this CPU has no instructions for what is asked."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            said = log.read_text(encoding="utf-8", errors="replace")
-            if "requires x86 with AVX-512 or AMX" in said:
-                pytest.skip("an FP8 cache requires x86 with AVX-512 or AMX")
-            raise AssertionError(said[-4000:])
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise AssertionError(f"vLLM's server did not start in {START_S} s")
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_compare_tells_what_vllm_serves(
     name: str, run: Run, checkpoints: dict[str, Path], vllm_python: Path, paths: tuple[Path, Path], tmp_path: Path
 ) -> None:
     case = CASES[name]
-    with served(vllm_python, paths, checkpoints[case.checkpoint], case, tmp_path / "log.txt") as url:
-        found = api.compare(run.root, api.CompareOptions(url=url, windows=WINDOWS))
+    try:
+        with vllm_server(vllm, checkpoints[case.checkpoint], case.plugin, tmp_path / "log.txt", case.words) as url:
+            found = api.compare(run.root, api.CompareOptions(url=url, windows=WINDOWS))
+    except UnsupportedError as error:
+        pytest.skip(f"an FP8 cache: this CPU lacks what vLLM {error}")
     assert (found.verdict, found.form) == (case.verdict, "prompt_logprobs")
     assert re.fullmatch(case.sentence, found.sentence), found.sentence
     assert found.requests == WINDOWS + 1  # its models first

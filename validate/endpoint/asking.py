@@ -22,6 +22,8 @@ from .prompts import Prompt
 
 #: Two answers to one prompt by the same server differ by less, in nats: a batch may add in another order.
 SAME_NATS = 0.01
+#: The status of a fault in a server.
+FAULT = 500
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
 
     Raises InputError where it answers none, with its own words.
     """
-    reasons = list[str]()
+    reasons, fault = list[str](), None
     with translated(server.client):
         for form in TRITON if server.triton else FORMS:
             if form.whole and tail == 1:
@@ -111,6 +113,12 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
                     return form, number, form.ask(server, prompt, number)
                 except UnansweredError as error:
                     reasons.append(f"{form.name}: {error}")
+                except RefusedError as error:  # some servers fail at a form that they do not know
+                    if error.status != FAULT:
+                        raise
+                    fault = error
+        if fault is not None:
+            raise fault
     raise InputError(
         f"{server.client.url}: answers no completion of {server.model} ({'; '.join(dict.fromkeys(reasons))[:600]}); "
         "compare needs /v1/completions, since a chat's template would stand before the text"

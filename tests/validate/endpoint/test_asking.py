@@ -24,7 +24,7 @@ BF16 = table(1)
 TWO_TERMS = table(2, 0.03, BF16)
 ONE_TERM = table(3, 0.1, TWO_TERMS)
 RUNTIMES = {
-    "bf16": BF16, "reference": TWO_TERMS, "onnxruntime": table(4, 0.003, TWO_TERMS), "one-term": ONE_TERM,
+    "bf16": BF16, "reference": TWO_TERMS, "onnxruntime": table(4, 0.01, TWO_TERMS), "one-term": ONE_TERM,
 }  # fmt: skip
 KEPT = kept_tokens(RUNTIMES)
 NEW = table(5, 0.01, TWO_TERMS)
@@ -143,7 +143,10 @@ def test_two_arithmetics_that_are_alike_are_not_told_apart(tmp_path: Path) -> No
     with serving(StandIn(BF16)) as server:
         judged = judged_of(server, tmp_path, kept)
     assert judged.verdict == "undecided"
-    words = r"(BF16, or as validated|as validated, or BF16): \S+ nats .*, and not clearly nearer than \S+"
+    words = (
+        r"as validated, or BF16: \S+ nats of KL from reference, and these positions do not tell which; send more "
+        r"--windows, or validate with the runtime fp32 beside bf16"
+    )
     assert re.fullmatch(words, judged.sentence)
 
 
