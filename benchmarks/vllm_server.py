@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 #: Seconds in which a server starts, on a busy machine too.
-START_S = 400
+START_S = 1500
 #: What vLLM says where this CPU lacks instructions.
 LACKING = "requires x86 with AVX-512 or AMX"
 

@@ -12,10 +12,9 @@ So the answers have the share
     e = (s(a) - s(c')) / (D(c, b) - s(c'))
 
 of b's own error. It is 0 for an implementation of what was validated, however it rounds; for one of b's arithmetic it
-is the part of b's error that all implementations have: nearly all of it for BF16, two fifths for one term, in which a
-last bit of BF16 moves every sixteenth activation into the next code, so that vLLM and the reference, both of one term,
-are as far from each other as one term is from two (`benchmarks/compare.py` has it for five models). Nearness alone does
-not tell that.
+is the part of b's error that all its implementations have. Of one term that is about half: a last bit of BF16 moves
+every sixteenth activation into the next code, so that vLLM and the reference, both of one term, are as far from each
+other as one term is from two, and nearness alone tells nothing.
 
 The answers are another arithmetic's where e is clearly (in its interval) more than `SHARE`, and what was validated
 where it is clearly less than `NONE` for every b; in between that cannot be told. Both are held against a size too: the
