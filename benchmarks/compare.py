@@ -205,9 +205,11 @@ def fp8q_serve(root: Path) -> Iterator[str]:
         process.wait()
 
 
-def asked(case: Case, models: Models, vllm: Vllm) -> dict[str, Any]:
-    """The verdict on one server, and what it took."""
-    run, model, log = models.run(case.run), models.root(case.model), models.folder / "log.txt"
+def asked(case: Case, models: Models, vllm: Vllm, folder: Path) -> dict[str, Any]:
+    """The verdict on one server, and what it took; `folder` gets a copy of the run, since one call works in a run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run, model = Run(Path(shutil.copytree(models.run(case.run).root, folder / "run"))), models.root(case.model)
+    log = folder / "log.txt"
     begun = time.monotonic()
     if case.server == SERVE:
         server = fp8q_serve(model)
@@ -241,8 +243,8 @@ def measure(texts: ModelTexts, keep: Path, vllm: Vllm, options: argparse.Namespa
             continue
         file = keep / texts.name / f"{name}.json"
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(asked(case, models, vllm)), encoding="utf-8")
+            answer = asked(case, models, vllm, keep / texts.name / f"asked {name}")
+            file.write_text(json.dumps(answer), encoding="utf-8")
         found[name] = {"server": case.server} | json.loads(file.read_text(encoding="utf-8"))
         print(f"{texts.name}: {case.server}: {name}: {found[name]}", file=sys.stderr, flush=True)
     return found

@@ -1,5 +1,5 @@
-"""`fp8q compare` asks vLLM's own server: with the plugin, without it, of the original, of another seed's model, and with
-a tokenizer or chat template that is not the run's.
+"""`fp8q compare` asks vLLM's own server: with the plugin, without it, of the original, of another seed's model, and
+with a tokenizer or chat template that is not the run's.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ def vllm(home_of: Callable[[str], Path], vllm_python: Path, tmp_path_factory: py
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.server != SERVE])
-def test_compare_tells_what_vllm_serves(name: str, models: Models, vllm: Vllm) -> None:
+def test_compare_tells_what_vllm_serves(name: str, models: Models, vllm: Vllm, tmp_path: Path) -> None:
     try:
-        found = asked(CASES[name], models, vllm)
+        found = asked(CASES[name], models, vllm, tmp_path / "asked")
     except UnsupportedError as error:
         pytest.skip(f"an FP8 cache: vLLM {error}")
     assert found["right"], found["sentence"]
     assert re.fullmatch(SENTENCES.get(name, ".*"), found["sentence"]), found["sentence"]
     assert (found["form"], found["positions"]) == ("prompt_logprobs", WINDOWS * (CONTEXT - 1))
-    assert found["requests"] == WINDOWS + 3 - (name.endswith("BOS left out"))  # its models, texts and a chat
+    # its models, texts, and where these are read well a chat; where it is no implementation, some without the BOS
+    others = 4 if found["verdict"].startswith(("other-a", "other-m")) else 0
+    assert found["requests"] == WINDOWS + 3 + others - (name == "BOS left out")
 
 
 def test_a_server_with_less_is_compared_by_less_and_one_that_does_not_answer_is_named(

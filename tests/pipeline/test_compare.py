@@ -130,7 +130,8 @@ def test_a_server_that_hangs_is_waited_for_so_long(run: Run, fp8q: Callable[...,
         server.process.send_signal(signal.SIGCONT)
     assert found.code == 4
     assert found.err.splitlines()[-1] == (
-        f"fp8q: {server.url}: did not answer within 1 seconds; give it longer with --timeout, or ask less with --windows"
+        f"fp8q: {server.url}: did not answer within 1 seconds; give it longer with --timeout, or ask less with "
+        "--windows"
     )
 
 
