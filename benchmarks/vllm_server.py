@@ -14,6 +14,8 @@ import httpx
 
 #: Seconds in which a server starts, on a busy machine too.
 START_S = 1500
+#: The cache of a server: a few hundred of its longest prompts of a small model.
+CACHE_BYTES = 256 << 20
 #: What vLLM says where this CPU lacks instructions.
 LACKING = "requires x86 with AVX-512 or AMX"
 
@@ -51,7 +53,7 @@ def vllm_server(vllm: Vllm, model: Path, with_plugin: bool, log: Path, words: Se
     command: list[str | Path] = [
         vllm.python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "demo",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager",
-        "--distributed-executor-backend", "uni", *words,
+        "--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", str(CACHE_BYTES), *words,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with open(log, "wb") as out:
