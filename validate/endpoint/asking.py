@@ -135,8 +135,15 @@ def same_answers(before: LikelyTokens, now: LikelyTokens) -> bool:
 
 
 def without_prefix(prompts: Sequence[Prompt], prefix: int, count: int) -> list[Prompt]:
-    """The first `count` prompts without the `prefix` tokens that they begin with."""
-    return [replace(each, ids=each.ids[prefix:], positions=each.positions - prefix) for each in prompts[:count]]
+    """The first `count` prompts without the `prefix` tokens that they begin with, nor the position behind these, which
+    would be the first of a prompt and has no log-probability.
+    """
+    found = list[Prompt]()
+    for each in prompts[:count]:
+        later = each.positions > prefix
+        positions, rows = each.positions[later] - prefix, each.rows[later]
+        found.append(replace(each, ids=each.ids[prefix:], positions=positions, rows=rows))
+    return found
 
 
 @contextmanager
