@@ -230,6 +230,16 @@ def test_a_second_bos_is_told_by_how_near_the_answers_are_without_the_first(tmp_
     assert judged.sentence.startswith("the server sets a BOS itself: without the one that was sent it is ")
 
 
+def test_without_the_bos_what_has_a_past_is_asked_for_again() -> None:
+    """The position behind a BOS is the first of a prompt without it, and has no log-probability."""
+    behind_bos = np.broadcast_to(np.arange(CONTEXT) >= 1, KEPT.kept.shape)
+    prompts = prompts_of(KeptTokens(KEPT.windows, KEPT.ids, behind_bos, {}, {}), None, None, None)
+    shorter = without_prefix(prompts, 1, 4)
+    assert [each.ids for each in shorter] == [tuple(ids[1:]) for ids in KEPT.ids[:4].tolist()]
+    assert shorter[1].positions.tolist() == [*range(1, CONTEXT - 1)]
+    assert shorter[1].rows.tolist() == [*range(CONTEXT, 2 * (CONTEXT - 1))]
+
+
 OTHER_TOKENS = r"it has another tokenizer, or sets other tokens before a prompt"
 REFUSALS: dict[str, tuple[dict[str, Any], type[Fp8qError], str]] = {
     "another tokenizer": (
