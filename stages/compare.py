@@ -1,12 +1,13 @@
 """The stage `compare`: ask a server or a checkpoint for the evaluation text, and judge if it is the run's model."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..core.errors import GateError, InputError
+from ..core.errors import BackendError, GateError, InputError
 from ..core.files import write_document
 from ..core.reporter import Reporter
 from ..core.run import Run
@@ -65,11 +66,12 @@ def check_validated(found: "ModelComparison") -> None:
 def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, notes: Reporter) -> "ModelComparison":
     from ..serve.loop.text import ModelFileError, Vocabulary
     from ..validate.accuracy.document import load_accuracy
-    from ..validate.endpoint.asking import ask_all, find_server, without_prefix
+    from ..validate.endpoint.asking import ask_all, find_server, translated, without_prefix
     from ..validate.endpoint.client import Client
     from ..validate.endpoint.document import ModelComparison
-    from ..validate.endpoint.judgement import judge, judge_prompt
+    from ..validate.endpoint.judgement import judge, judge_prompt, judge_reading
     from ..validate.endpoint.prompts import prompts_of
+    from ..validate.endpoint.reading import bound_of, other_reading, own_readings
 
     assert options.url is not None, "the caller looked"
     client = Client(options.url, options.timeout, os.environ.get(KEY))
@@ -90,6 +92,10 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
             (part := folder / "without-prefix").mkdir(exist_ok=True)
             again = judge(kept, ask_all(server, shorter, part, tail, notes).answers, windows)
         judged = judge_prompt(judged, asked.answers, again)
+    bound = bound_of(asked.answers, kept.runtimes[judged.runtimes[0].runtime])
+    with translated(client):
+        told = other_reading(server, own_readings(kept, vocabulary), _renderer(run, notes), bound)
+    judged = judge_reading(judged, told)
     return ModelComparison(
         answered=client.url,
         model=server.model,
@@ -103,6 +109,22 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
         verdict=judged.verdict,
         sentence=judged.sentence,
     )
+
+
+def _renderer(run: Run, notes: Reporter) -> "Callable[[str], str] | None":
+    """The run's chat template, for one message of a user; None where it has none, or nothing here renders it."""
+    from ..serve.local.chat_template import ChatTemplate
+    from .generate import check_written
+
+    check_written(run, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    try:
+        template = ChatTemplate(run.model)
+    except InputError:
+        return None
+    except BackendError as error:
+        notes.note(f"no chat is sent: {error}")
+        return None
+    return lambda text: template.render([{"role": "user", "content": text}])
 
 
 def _run(run: Run, kept: "KeptTokens", options: CompareOptions, notes: Reporter) -> "ModelComparison":

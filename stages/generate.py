@@ -33,7 +33,7 @@ def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None =
     run.refuse_stale(*FP8_STAGES)
     refuse_unwritten(run)
     if runtime in TORCH_RUNTIMES:
-        _check(run, "config.json", "tokenizer.json", "generation_config.json")
+        check_written(run, "config.json", "tokenizer.json", "generation_config.json")
     check_adapter(run, adapter)
     session = session_of(run, runtime, adapter=adapter)
     if runtime not in TORCH_RUNTIMES:
@@ -53,7 +53,7 @@ def runtime_here(runtime: str) -> str:
     return "onnxruntime" if runtime == "auto" else runtime
 
 
-def _check(run: Run, *names: str) -> None:
+def check_written(run: Run, *names: str) -> None:
     """Raise InputError for a file of the model that changed after its stage wrote it; those of no stage are
     `refuse_unwritten`'s.
     """
@@ -110,7 +110,7 @@ class Chat:
 
 def open_template(run: Run, file: Path | None = None) -> ChatTemplate:
     """The chat template of `run`, or the one in `file`; raises InputError where there is none, or it was changed."""
-    _check(run, "chat_template.jinja", "tokenizer_config.json")
+    check_written(run, "chat_template.jinja", "tokenizer_config.json")
     return ChatTemplate(run.model, file)
 
 

@@ -1,158 +1,82 @@
-"""`fp8q compare` asks vLLM's own server, and tells with the plugin from without, the original, another seed's model."""
+"""`fp8q compare` asks vLLM's own server: with the plugin, without it, of the original, of another seed's model, and
+with a tokenizer or chat template that is not the run's.
+"""
 
 from __future__ import annotations
 
-import os
+import argparse
 import re
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from compare import CASES, SERVE, Models, asked
+from models import small_models
 from vllm_jobs import installed_plugin
+from vllm_server import UnsupportedError, Vllm, vllm_server
 
 from fp8q import api
-from fp8q.core.run import Run
+from fp8q.core.errors import BackendError, InputError
 
-from ..conftest import Texts
 from .packages import site_packages
 
-#: Seconds in which a server starts, on a busy machine too.
-START_S = 400
-WINDOWS = 12
-
-
-@dataclass(frozen=True)
-class Case:
-    """A server: the checkpoint's name in `checkpoints`, with the plugin or without, further words, and the verdict."""
-
-    checkpoint: str
-    plugin: bool
-    verdict: str
-    sentence: str
-    words: tuple[str, ...] = ()
-
-
-CASES = {
-    "plugin": Case("run", True, "validated", r"the validated model: \S+ nats of KL from reference"),
-    "no plugin": Case(
-        "run", False, "other-arithmetic", r"the model, but in one term where two were validated: .* from one-term"
+WINDOWS, CONTEXT = 12, 128
+#: The whole sentence of some cases.
+SENTENCES = {
+    "the checkpoint": r"the validated model: \S+ nats of KL from onnxruntime",
+    "without the plugin": r"the model, but in one term where two were validated: \S+ nats of KL from one-term",
+    "the original": r"the model, but in BF16: \S+ nats of KL from bf16",
+    "BOS left out": (
+        r"another tokenizer or BOS: it reads a text with '.*' as token 1 of 15, where the run has '<s>'; by the run's "
+        r"tokens, the validated model: \S+ nats of KL from onnxruntime"
     ),
-    "original": Case("original", False, "other-arithmetic", r"the model, but in BF16: \S+ nats of KL from bf16"),
-    "FP8 cache": Case(
-        "run", True, "other-arithmetic", r"the model in an arithmetic that the run does not have .*",
-        ("--kv-cache-dtype", "fp8"),
+    "another template": (
+        r"another chat template: it reads a chat with '.*' as token 2 of \d+, where the run has '.*'; by the run's "
+        r"tokens, the validated model: \S+ nats of KL from onnxruntime"
     ),
-    "another seed": Case("another seed", False, "other-model", r"another model: .*"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts) -> Run:
-    """The demo in two terms, its cache in BF16, validated on 30,000 characters."""
-    folder = tmp_path_factory.mktemp("compared")
-    evaluation = folder / "evaluation.txt"
-    evaluation.write_text(demo_texts.evaluation.read_text(encoding="utf-8")[:30_000], encoding="utf-8")
-    options = api.CalibrateOptions(samples=16, seq_len=128, activation_terms=2)
-    texts = str(demo_texts.calibration), str(evaluation)
-    made = api.calibrate(str(demo_checkpoint), texts[0], folder / "run", texts[1], options)
-    api.validate(made.root, options=api.ValidateOptions(("bf16", "reference", "one-term")))
-    return made
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The demo in two terms and in one, and what is served in their place."""
+    options = argparse.Namespace(windows=WINDOWS, context=CONTEXT, samples=16)
+    return Models(small_models("demo")[0], tmp_path_factory.mktemp("compared") / "demo", options)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(
-    run: Run, demo_checkpoint: Path, demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
-    """The run's checkpoint, what it was made of, and a model of the same shape and tokenizer from another seed."""
-    other = tmp_path_factory.mktemp("seed") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo_checkpoint), dtype=torch.float32)
-    ids = torch.tensor(tokenizer(demo_texts.calibration.read_text(encoding="utf-8")[:60_000])["input_ids"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(20):
-        batch = ids[step * 512 : (step + 1) * 512].view(4, 128)
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.to(torch.bfloat16).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    return {"run": run.model, "original": demo_checkpoint, "another seed": other}
-
-
-@pytest.fixture(scope="module")
-def paths(
-    home_of: Callable[[str], Path], vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """The folders of what vLLM's server imports, and of the plugin."""
+def vllm(home_of: Callable[[str], Path], vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Vllm:
+    """vLLM's interpreter, what its server imports, and the plugin."""
     server = site_packages(home_of("vllm-server"))
-    return server, installed_plugin(vllm_python, tmp_path_factory.mktemp("installed"))
+    return Vllm(vllm_python, server, installed_plugin(vllm_python, tmp_path_factory.mktemp("installed")))
 
 
-@contextmanager
-def served(python: Path, paths: tuple[Path, Path], model: Path, case: Case, log: Path) -> Iterator[str]:
-    """The address of vLLM's server of `model`, until the block ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    loaded = {"PYTHONPATH": os.pathsep.join(map(str, paths))} if case.plugin else {
-        "PYTHONPATH": str(paths[0]), "VLLM_PLUGINS": "none"
-    }  # fmt: skip
-    environment = os.environ | loaded | {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
-    command: list[str | Path] = [
-        python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "demo",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager",
-        "--distributed-executor-backend", "uni", *case.words,
-    ]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with open(log, "wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-        try:
-            wait_for(process, url, log)
-            yield url
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of the same group
-            process.wait()
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.server != SERVE])
+def test_compare_tells_what_vllm_serves(name: str, models: Models, vllm: Vllm, tmp_path: Path) -> None:
+    try:
+        found = asked(CASES[name], models, vllm, tmp_path / "asked")
+    except UnsupportedError as error:
+        pytest.skip(f"an FP8 cache: vLLM {error}")
+    assert found["right"], found["sentence"]
+    assert re.fullmatch(SENTENCES.get(name, ".*"), found["sentence"]), found["sentence"]
+    assert (found["form"], found["positions"]) == ("prompt_logprobs", WINDOWS * (CONTEXT - 1))
+    # its models, texts, and where these are read well a chat; where it is no implementation, some without the BOS
+    others = 4 if found["verdict"].startswith(("other-a", "other-m")) else 0
+    assert found["requests"] == WINDOWS + 3 + others - (name == "BOS left out")
 
 
-def wait_for(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait until the server answers; a skip where this CPU has no instructions for what is asked."""
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            said = log.read_text(encoding="utf-8", errors="replace")
-            if "requires x86 with AVX-512 or AMX" in said:
-                pytest.skip("an FP8 cache requires x86 with AVX-512 or AMX")
-            raise AssertionError(said[-4000:])
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    raise AssertionError(f"vLLM's server did not start in {START_S} s")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_compare_tells_what_vllm_serves(
-    name: str, run: Run, checkpoints: dict[str, Path], vllm_python: Path, paths: tuple[Path, Path], tmp_path: Path
+def test_a_server_with_less_is_compared_by_less_and_one_that_does_not_answer_is_named(
+    models: Models, vllm: Vllm, tmp_path: Path
 ) -> None:
-    case = CASES[name]
-    with served(vllm_python, paths, checkpoints[case.checkpoint], case, tmp_path / "log.txt") as url:
-        found = api.compare(run.root, api.CompareOptions(url=url, windows=WINDOWS))
-    assert (found.verdict, found.form) == (case.verdict, "prompt_logprobs")
-    assert re.fullmatch(case.sentence, found.sentence), found.sentence
-    assert found.requests == WINDOWS + 1  # its models first
-    assert found.positions == WINDOWS * 127
-    assert found.perplexity is not None
+    """vLLM with room for two log-probabilities, and for half a window."""
+    run, words = models.run("two").root, ("--max-logprobs", "2", "--max-model-len", "64")
+    with vllm_server(vllm, models.run("two").model, True, tmp_path / "log.txt", words) as url:
+        found = api.compare(run, api.CompareOptions(url=url, windows=WINDOWS))
+        with pytest.raises(InputError) as unknown:
+            api.compare(run, api.CompareOptions(url=url, served="other"))
+    with pytest.raises(BackendError) as down:
+        api.compare(run, api.CompareOptions(url=url))
+    assert (found.verdict, found.form) == ("validated", "text")
+    assert found.sent < WINDOWS * 8 * 64
+    assert str(unknown.value) == f"{url}: serves demo, and not --served other; name one with --served"
+    assert str(down.value) == f"{url}: no server answers there; start it, or give its address with --url"

@@ -22,6 +22,8 @@ from .prompts import Prompt
 
 #: Two answers to one prompt by the same server differ by less, in nats: a batch may add in another order.
 SAME_NATS = 0.01
+#: The status of a fault in a server.
+FAULT = 500
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
 
     Raises InputError where it answers none, with its own words.
     """
-    reasons = list[str]()
+    reasons, fault = list[str](), None
     with translated(server.client):
         for form in TRITON if server.triton else FORMS:
             if form.whole and tail == 1:
@@ -126,6 +128,12 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
                     return form, number, form.ask(server, prompt, number)
                 except UnansweredError as error:
                     reasons.append(f"{form.name}: {error}")
+                except RefusedError as error:  # some servers fail at a form that they do not know
+                    if error.status != FAULT:
+                        raise
+                    fault = error
+        if fault is not None:
+            raise fault
     raise InputError(
         f"{server.client.url}: answers no completion of {server.model} ({'; '.join(dict.fromkeys(reasons))[:600]}); "
         "compare needs /v1/completions, since a chat's template would stand before the text"
@@ -142,8 +150,15 @@ def same_answers(before: LikelyTokens, now: LikelyTokens) -> bool:
 
 
 def without_prefix(prompts: Sequence[Prompt], prefix: int, count: int) -> list[Prompt]:
-    """The first `count` prompts without the `prefix` tokens that they begin with."""
-    return [replace(each, ids=each.ids[prefix:], positions=each.positions - prefix) for each in prompts[:count]]
+    """The first `count` prompts without the `prefix` tokens that they begin with, nor the position behind these, which
+    would be the first of a prompt and has no log-probability.
+    """
+    found = list[Prompt]()
+    for each in prompts[:count]:
+        later = each.positions > prefix
+        positions, rows = each.positions[later] - prefix, each.rows[later]
+        found.append(replace(each, ids=each.ids[prefix:], positions=positions, rows=rows))
+    return found
 
 
 @contextmanager

@@ -33,7 +33,7 @@ ASKED, LEAST = (20, 5), 5
 PREFIXES = 8
 #: Statuses of a server that does not know a form; others are faults.
 UNKNOWN = (400, 404, 405, 413, 422, 501)
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 class UnansweredError(Exception):
@@ -68,9 +68,9 @@ class Endpoint:
             named.setdefault(self.text(token), []).append(token)
         return {text: own[0] for text, own in named.items() if len(own) == 1}
 
-    def post(self, fields: Mapping[str, Any]) -> Any:
+    def post(self, fields: Mapping[str, Any], chat: bool = False) -> Any:
         """Ask for one greedy token, and `fields`; raises UnansweredError where the server does not know these."""
-        path = f"/v2/models/{self.model}/generate" if self.triton else COMPLETIONS
+        path = CHATS if chat else f"/v2/models/{self.model}/generate" if self.triton else COMPLETIONS
         model = {} if self.triton else {"model": self.model}
         try:
             return self.client.post(path, {**model, "max_tokens": 1, "temperature": 0, **fields})
@@ -120,6 +120,8 @@ def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     answer = server.post({"prompt": list(prompt.ids), "echo": True, "logprobs": number})
     (choice,) = choices_of(answer, 1)
     logprobs = choice.get("logprobs") or {}
+    if isinstance(listed := logprobs.get("tokens"), list) and len(listed) <= 1 < len(prompt.ids):
+        raise UnansweredError("lists the token behind the prompt alone")  # TensorRT-LLM, llama.cpp
     tokens, own, tops = (
         of_length(logprobs.get(name), len(prompt.ids), f"logprobs.{name}", 1)
         for name in ("tokens", "token_logprobs", "top_logprobs")

@@ -1,22 +1,32 @@
 """Judge answers by their distances: the validated model, another arithmetic of it, another model, another prompt.
 
-Two implementations of one arithmetic differ, and how much depends on the arithmetic: a sum in another order moves a
-BF16 number by its last bit, and every sixteenth such step moves an activation into the next FP8 code. Two terms hardly
-feel that. One term does: vLLM and the reference, both of one term, are as far from each other as one term is from two.
-So nearness alone does not tell an arithmetic. Its error does, by size and direction. The answers fit a runtime c when,
-for every runtime r of another arithmetic,
+For small deviations KL is half a squared length, so distances have angles. Seen from a runtime c that was validated,
+the answers a and a runtime b of another arithmetic share
 
-    D(r, answers) <= (1 + TOLERANCE) · D(r, c),
+    s(a) = (D(c, b) + D(c, a) - D(b, a)) / 2,
 
-unless that is clearly so (in 97.5 % of draws of the windows) not, and when from the nearest such r the answers lie
-where c lies: of the way from r to c they have gone at least `DIRECTION`,
+the product of their deviations from c. Another implementation c' of what was validated (ONNX Runtime beside the
+reference, an engine) shares s(c') with b by rounding alone: what c itself is off, and how BF16 rounds in any program.
+So the answers have the share
 
-    (D(r, answers) + D(r, c) - D(c, answers)) / (2 D(r, c)) >= DIRECTION,
+    e = (s(a) - s(c')) / (D(c, b) - s(c'))
 
-which is the projection of one deviation on the other, since KL is half a squared length for small deviations. Of
-several that fit, the nearest is the verdict, if it is clearly nearer than those of other arithmetics; else the verdict
-is open. Where none fits, it is another arithmetic of the model, or another model, when it is beyond `FAR` times the
-largest distance between any two of the run's runtimes and has another likeliest token in a tenth of the positions.
+of b's own error. It is 0 for an implementation of what was validated, however it rounds; for one of b's arithmetic it
+is the part of b's error that all its implementations have. Of one term that is about half: a last bit of BF16 moves
+every sixteenth activation into the next code, so that vLLM and the reference, both of one term, are as far from each
+other as one term is from two, and nearness alone tells nothing.
+
+The answers are another arithmetic's where e is clearly (in its interval) more than `SHARE`, and what was validated
+where it is clearly less than `NONE` for every b; in between that cannot be told. Both are held against a size too: the
+answers are at most `FURTHER` times as far from c as its own other runtime is, or as b is; else it is an arithmetic that
+the run has no runtime of. And it is another model beyond `FAR` times the largest distance between any two of the run's
+runtimes, with another likeliest token in a tenth of the positions.
+
+The runtime `bf16` of a model whose weights lose little is little but rounding, of which a server of BF16 shares some
+part, which nobody knows; `fp32` is BF16's arithmetic without it, where e is 0 or 1, and takes its place.
+
+A run with one validated runtime does not say what rounding shares. Then s(c') counts as 0, which is too little, so b is
+excluded below `SHARE`, what was validated from half of b's error on, and its size is the distance from every b.
 
 Where only likeliest tokens are known, flips take the place of KL, mostly at positions where the runtimes differ, and
 the nearest runtime is the verdict. They cannot tell an unknown arithmetic from a known one.
@@ -37,8 +47,9 @@ from .answers import LikelyTokens
 from .distance import Distances, distances, own_distances
 from .document import RuntimeDistance, Verdict
 
-#: See above. `MANY_FLIPS`: of positions.
-TOLERANCE, DIRECTION, FAR, MANY_FLIPS = 0.15, 0.25, 10.0, 0.1
+#: See above: shares of an error, of them `HALF` with one validated runtime; of distances; and of positions.
+NONE, SHARE, HALF = 0.1, 0.25, 0.5
+FURTHER, FAR, MANY_FLIPS = 2.0, 10.0, 0.1
 #: What the distance must fall to without a BOS, for that to be the reason.
 CLEARLY = 0.25
 #: Flips of the nearest runtime beyond which it is another model, where nothing else is known: at half of these
@@ -98,50 +109,102 @@ class Field:
         """The runtimes, the nearest first."""
         return sorted(self.to, key=lambda name: float(np.nanmean(self.to[name])))
 
-    def others(self, runtime: str) -> list[str]:
-        """The runtimes of other arithmetics."""
-        return [name for name in self.to if arithmetic_of(name) != arithmetic_of(runtime)]
+    @property
+    def own(self) -> list[str]:
+        """The runtimes of what was validated, the nearest first."""
+        return [name for name in self.order if arithmetic_of(name) == VALIDATED]
 
     def nearer(self, runtime: str, other: str) -> bool:
         """Tell whether the answers are clearly nearer to `runtime` than to `other`."""
         return self.bootstrap.interval(self.to[other] - self.to[runtime]).low > 0
 
-    def fits(self, runtime: str) -> bool:
-        """Tell whether the answers may be an implementation of `runtime`'s arithmetic, by size and direction."""
-        others = self.others(runtime)
-        if not others:
-            return True
-        for r in others:
-            beyond = self.to[r] - (1 + TOLERANCE) * self.between[r, runtime]
-            if self.bootstrap.interval(beyond).low > 0:
-                return False
-        r = min(others, key=lambda name: float(np.nanmean(self.between[name, runtime])))
-        way = float(np.nanmean(self.between[r, runtime]))
-        gone = float(np.nanmean(self.to[r] + self.between[r, runtime] - self.to[runtime])) / (2 * way) if way else 1.0
-        return gone >= DIRECTION
+    def share(self, other: str) -> MeanInterval | None:
+        """The share that the answers have of the error of `other`, a runtime of another arithmetic; None where it has
+        no error beyond rounding.
+        """
+        found = list[tuple[float, Values, Values]]()
+        for c in self.own:
+            way = self.between[c, other]
+            shared = (way + self.to[c] - self.to[other]) / 2
+            again = [(way + self.between[c, each] - self.between[other, each]) / 2 for each in self.own if each != c]
+            rounding = np.mean(again, axis=0) if again else np.zeros_like(way)
+            found.append((float(np.nanmean(rounding)), shared - rounding, way - rounding))
+        _, beyond, whole = min(found, key=lambda each: each[0])
+        error = float(np.nanmean(whole))
+        return self.bootstrap.interval(beyond / error) if error > 0 else None
+
+    def as_near_as_validated(self) -> bool:
+        """Tell whether the answers are as near to what was validated as an implementation of it is."""
+        nearest, others = self.own[0], [name for name in self.to if arithmetic_of(name) != VALIDATED]
+        if again := [self.between[nearest, each] for each in self.own[1:]]:
+            return self._within(self.to[nearest], max(again, key=lambda each: float(np.nanmean(each))))
+        return all(self._within(self.to[each], self.between[each, nearest]) for each in others)
+
+    def as_near_as(self, other: str) -> bool:
+        """Tell whether the answers are as near to what was validated as `other`, of another arithmetic, is."""
+        return any(self._within(self.to[c], self.between[c, other]) for c in self.own)
+
+    def _within(self, distance: Values, limit: Values) -> bool:
+        return not self.bootstrap.interval(distance - FURTHER * limit).low > 0
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Runtimes whose arithmetic the answers have, the nearest first, and those of which that cannot be told."""
+
+    sure: list[str]
+    open: list[str]
+
+
+def _fits(field: Field) -> Fits:
+    own = field.own
+    if not own:
+        return Fits(field.order[:1], [])
+    none, limit = (NONE, SHARE) if len(own) > 1 else (SHARE, HALF)
+    validated, sure, unclear = field.as_near_as_validated(), list[str](), list[str]()
+    hidden = {*own, "bf16"} if "fp32" in field.to else {*own}
+    for name in (each for each in field.order if each not in hidden):
+        share, near = field.share(name), field.as_near_as(name)
+        if near and share and share.low > SHARE:
+            sure.append(name)
+        elif near and (share is None or share.high > (SHARE if name == "fp32" else none)):
+            unclear.append(name)
+        validated = validated and not (share and share.low > limit)
+    return Fits([*([own[0]] if validated else []), *sure], unclear)
 
 
 def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, str]:
     order = field.order
     distance, flips = float(np.nanmean(field.to[order[0]])), float(nearest.flips.mean())
     spread = max((float(np.nanmean(each)) for each in field.between.values()), default=0.0)
+    where = f"{_told(distance, by_kl)} from {order[0]}, the nearest"
     if flips > MANY_FLIPS and (distance > FAR * spread if by_kl else distance > MOST_ALIKE):
-        where = f"{_told(distance, by_kl)} from {order[0]}, the nearest"
         return "other-model", f"another model: {where}, and {flips:.0%} of likeliest tokens are others"
-    fitting = [name for name in order if field.fits(name)] if by_kl else order
-    if not fitting:
+    fits = _fits(field) if by_kl else Fits(_nearest(field), [])
+    if not fits.sure and not fits.open:
         return "other-arithmetic", (
             "the model in an arithmetic that the run does not have (a cache in another type, other scales, other "
-            f"kernels): {_told(distance, by_kl)} from {order[0]}, the nearest, and of no runtime's error"
+            f"kernels): {where}, and of no runtime's error"
         )
-    first = fitting[0]
-    arithmetic, where = arithmetic_of(first), f"{_told(float(np.nanmean(field.to[first])), by_kl)} from {first}"
-    tied = [name for name in fitting if name in field.others(first) and not field.nearer(first, name)]
-    if tied:
-        return "undecided", f"{arithmetic}, or {arithmetic_of(tied[0])}: {where}, and not clearly nearer than {tied[0]}"
-    if arithmetic != VALIDATED:
-        return "other-arithmetic", f"the model, but in {arithmetic}: {where}"
+    kinds = list(dict.fromkeys(arithmetic_of(name) for name in [*fits.sure, *fits.open]))
+    first = (fits.sure or fits.open)[0]
+    where = f"{_told(float(np.nanmean(field.to[first])), by_kl)} from {first}"
+    if len(kinds) > 1:
+        bf16 = NAMES["bf16"] in kinds and "fp32" not in field.to
+        remedy = "with the runtime fp32 beside bf16" if bf16 and by_kl else "on a longer text"
+        return "undecided", (
+            f"{', or '.join(kinds)}: {where}, and these positions do not tell which; send more --windows, or validate "
+            f"{remedy}"
+        )
+    if kinds != [VALIDATED]:
+        return "other-arithmetic", f"the model, but in {kinds[0]}: {where}"
     return "validated", f"the validated model: {where}"
+
+
+def _nearest(field: Field) -> list[str]:
+    """The nearest runtime, and those of other arithmetics that are not clearly further."""
+    first = field.order[0]
+    return [name for name in field.order if name == first or not field.nearer(first, name)]
 
 
 def _told(distance: float, by_kl: bool) -> str:
@@ -188,6 +251,15 @@ def judge_prompt(judged: Judged, answers: LikelyTokens, without: Judged | None) 
             f"{without.runtimes[0].runtime}, with it {_kl(judged):.3g}"
         )
     return judged if reason is None else replace(judged, verdict="other-prompt", sentence=reason)
+
+
+def judge_reading(judged: Judged, told: str | None) -> Judged:
+    """Judge a server that reads texts or chats otherwise than the run, as `told`: what users send is another prompt."""
+    if told is None or judged.verdict == "other-prompt":
+        return judged
+    if judged.verdict in ("validated", "undecided"):
+        return replace(judged, verdict="other-prompt", sentence=f"{told}; by the run's tokens, {judged.sentence}")
+    return replace(judged, sentence=f"{judged.sentence}; and {told}")
 
 
 def _kl(judged: Judged) -> float:

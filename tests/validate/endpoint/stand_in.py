@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -63,6 +63,10 @@ class StandIn:
     """A server of a `model`. `forms`: those that it answers; `most`: log-probabilities that it gives; `names`: its
     models; `positions`: its context, where it tells, and `cuts`: where it cuts prompts in silence.
 
+    `echoes`: what it does with `echo`: the prompt's tokens are listed, or the one behind it alone, or it fails.
+    `returns_ids`: it lists the prompt's tokens where `return_token_ids` asks for them; else it refuses that field.
+    `bos`: what it sets before a text; `template`: what a chat begins with.
+
     `before`: tokens that it sets before a prompt; `second_bos`: its model where a prompt begins with two. `other`: what
     its tokenizer reads a token as. `statuses`: what the next answers are, before it answers well; `slow_s`: how long it
     takes.
@@ -80,6 +84,10 @@ class StandIn:
     counts: bool = True
     key: str | None = None
     as_ids: bool = True
+    echoes: Literal["prompt", "last", "fails"] = "prompt"
+    returns_ids: bool = False
+    bos: str = ""
+    template: str | None = None
     statuses: list[int] = field(default_factory=list)
     slow_s: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list)
@@ -97,12 +105,22 @@ class StandIn:
         if path == "/v1/models":
             limit = {} if self.positions is None else {"max_model_len": self.positions}
             return 200, {"data": [{"id": name, **limit} for name in self.names]}
+        if fields and "return_token_ids" in fields and not self.returns_ids:
+            return 400, {"error": {"message": "return_token_ids is not known"}}
+        if path == "/v1/chat/completions" and fields and self.template is not None:
+            ids = vocabulary().encode(f"{self.template} {fields['messages'][0]['content']}")
+            return 200, {"choices": [], "usage": {"prompt_tokens": len(ids)}, **self._ids(ids, fields)}
         if path != "/v1/completions" or fields is None:
             return 404, {"detail": "Not Found"}
+        if "echo" in fields and self.echoes == "fails":
+            return 500, {"error": {"message": "can only concatenate str"}}
         for name in ("prompt_logprobs", "echo", "logprobs"):
             if name in fields and name not in self.forms and not (name == "logprobs" and "echo" in fields):
                 return 400, {"error": {"message": f"{name} is not known"}}
         return self._completion(fields)
+
+    def _ids(self, ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt_token_ids": ids} if "return_token_ids" in fields else {}
 
     def _completion(self, fields: dict[str, Any]) -> tuple[int, Any]:
         given = fields["prompt"]
@@ -118,7 +136,7 @@ class StandIn:
         return 200, {"choices": choices[::-1], **usage}
 
     def _read(self, prompt: list[int] | str) -> list[int]:
-        ids = vocabulary().encode(prompt) if isinstance(prompt, str) else prompt
+        ids = vocabulary().encode(f"{self.bos} {prompt}") if isinstance(prompt, str) else prompt
         moved = [token if token == BOS else 1 + (token - 1 + self.other) % (TOKENS - 1) for token in ids]
         return [*self.before, *moved][: self.cuts]
 
@@ -134,6 +152,7 @@ class StandIn:
     def _choice(self, index: int, ids: list[int], fields: dict[str, Any]) -> dict[str, Any]:
         (token, logprob), *_ = self._best(ids, 1)
         choice: dict[str, Any] = {"index": index, "text": f"t{token}", "finish_reason": "length"}
+        choice |= self._ids(ids, fields)
         beginnings = [ids[:end] for end in range(1, len(ids))]
         own = [float(self._after(begun)[ids[len(begun)]]) for begun in beginnings]
         if "prompt_logprobs" in fields:
@@ -150,7 +169,7 @@ class StandIn:
             number = fields["logprobs"]
             tops: list[dict[str, float] | None] = [{f"t{token}": each for token, each in self._best(ids, number)}]
             tokens, values = [f"t{token}"], [logprob]
-            if "echo" in fields:
+            if "echo" in fields and self.echoes == "prompt":
                 before = [{f"t{token}": each for token, each in self._best(begun, number)} for begun in beginnings]
                 tops, tokens = [None, *before, *tops], [*(f"t{token}" for token in ids), *tokens]
                 values = [0.0, *own, *values]

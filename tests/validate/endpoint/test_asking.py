@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from fp8q.validate.endpoint.client import Client
 from fp8q.validate.endpoint.distance import distances
 from fp8q.validate.endpoint.judgement import Judged, judge, judge_prompt
 from fp8q.validate.endpoint.prompts import prompts_of
+from fp8q.validate.endpoint.reading import OwnReading, other_reading, own_readings
 
 from .stand_in import BOS, CONTEXT, TOKENS, WINDOWS, StandIn, kept_tokens, serving, table, vocabulary
 
@@ -24,7 +25,7 @@ BF16 = table(1)
 TWO_TERMS = table(2, 0.03, BF16)
 ONE_TERM = table(3, 0.1, TWO_TERMS)
 RUNTIMES = {
-    "bf16": BF16, "reference": TWO_TERMS, "onnxruntime": table(4, 0.003, TWO_TERMS), "one-term": ONE_TERM,
+    "bf16": BF16, "reference": TWO_TERMS, "onnxruntime": table(4, 0.01, TWO_TERMS), "one-term": ONE_TERM,
 }  # fmt: skip
 KEPT = kept_tokens(RUNTIMES)
 NEW = table(5, 0.01, TWO_TERMS)
@@ -67,6 +68,60 @@ def test_every_form_gives_the_servers_own_probabilities(
     known = np.isfinite(found.answers.nll)
     assert known.all() or named == "logprobs"
     np.testing.assert_allclose(found.answers.nll[known], -rows[known, own[known]])
+
+
+@pytest.mark.parametrize("echoes", ["last", "fails"])
+def test_a_server_that_echoes_no_prompt_is_asked_in_the_next_form(
+    echoes: Literal["last", "fails"], tmp_path: Path
+) -> None:
+    """TensorRT-LLM's lists the token behind the prompt alone, or answers with a fault where the prompt is ids."""
+    with serving(StandIn(NEW, EVERY[1:], echoes=echoes)) as server:
+        found = asked_of(server, tmp_path)
+    assert (found.form, len(found.answers.rows)) == ("logprobs", WINDOWS * 8)
+
+
+READINGS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "right": ({"template": "t5"}, None),
+    "right, by its ids": ({"template": "t5", "returns_ids": True}, None),
+    "a BOS": (
+        {"bos": "t3"},
+        "another tokenizer or BOS: it reads 4 texts as 68 tokens, which the run's tokenizer reads as 64",
+    ),
+    "a BOS, by its ids": (
+        {"bos": "t3", "returns_ids": True},
+        "another tokenizer or BOS: it reads a text with 't3' as token 1 of 17, where the run has 't0'",
+    ),
+    "a template": (
+        {"template": "t5 t6"},
+        "another chat template: it reads a chat as 18 tokens, which is 17 by the run's template",
+    ),
+    "a template, by its ids": (
+        {"template": "t6", "returns_ids": True},
+        "another chat template: it reads a chat with 't6' as token 1 of 17, where the run has 't5'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READINGS)
+def test_what_a_server_reads_of_texts_and_chats_is_held_against_the_runs_own(case: str, tmp_path: Path) -> None:
+    fields, told = READINGS[case]
+    with serving(StandIn(NEW, **fields)) as server:
+        endpoint, _ = find_server(Client(server.url, 5), None, KEPT, vocabulary())
+        readings = own_readings(KEPT, vocabulary())
+        assert other_reading(endpoint, readings, lambda text: f"t5 {text}", 0.01) == told
+
+
+def test_another_tokenizer_of_as_many_tokens_is_told_by_what_comes_next(tmp_path: Path) -> None:
+    with serving(StandIn(NEW, second_bos=table(9))) as server:
+        endpoint, _ = find_server(Client(server.url, 5), None, KEPT, vocabulary())
+        readings = [OwnReading("t3 t9", (3, 8)), OwnReading("t4 t9", (4, 9))]
+        told = other_reading(endpoint, readings, None, 0.01)
+    assert told is not None
+    distance = abs(NEW[8].max() - NEW[9][NEW[8].argmax()]) / 2 if NEW[8].argmax() in np.argsort(-NEW[9])[:5] else np.inf
+    assert told == (
+        f"another tokenizer or BOS: behind texts the next token's log-probability is {distance:.2g} nats from the one "
+        "behind the run's tokens of them"
+    )
 
 
 def test_a_server_of_texts_is_sent_texts(tmp_path: Path) -> None:
@@ -143,7 +198,10 @@ def test_two_arithmetics_that_are_alike_are_not_told_apart(tmp_path: Path) -> No
     with serving(StandIn(BF16)) as server:
         judged = judged_of(server, tmp_path, kept)
     assert judged.verdict == "undecided"
-    words = r"(BF16, or as validated|as validated, or BF16): \S+ nats .*, and not clearly nearer than \S+"
+    words = (
+        r"as validated, or BF16: \S+ nats of KL from reference, and these positions do not tell which; send more "
+        r"--windows, or validate with the runtime fp32 beside bf16"
+    )
     assert re.fullmatch(words, judged.sentence)
 
 
@@ -170,6 +228,16 @@ def test_a_second_bos_is_told_by_how_near_the_answers_are_without_the_first(tmp_
     judged = judge_prompt(judge(KEPT, found.answers, windows), found.answers, judge(KEPT, again.answers, windows))
     assert judged.verdict == "other-prompt"
     assert judged.sentence.startswith("the server sets a BOS itself: without the one that was sent it is ")
+
+
+def test_without_the_bos_what_has_a_past_is_asked_for_again() -> None:
+    """The position behind a BOS is the first of a prompt without it, and has no log-probability."""
+    behind_bos = np.broadcast_to(np.arange(CONTEXT) >= 1, KEPT.kept.shape)
+    prompts = prompts_of(KeptTokens(KEPT.windows, KEPT.ids, behind_bos, {}, {}), None, None, None)
+    shorter = without_prefix(prompts, 1, 4)
+    assert [each.ids for each in shorter] == [tuple(ids[1:]) for ids in KEPT.ids[:4].tolist()]
+    assert shorter[1].positions.tolist() == [*range(1, CONTEXT - 1)]
+    assert shorter[1].rows.tolist() == [*range(CONTEXT, 2 * (CONTEXT - 1))]
 
 
 OTHER_TOKENS = r"it has another tokenizer, or sets other tokens before a prompt"

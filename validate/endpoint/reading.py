@@ -1,0 +1,178 @@
+"""Ask a server how it reads texts and a chat: begun with another BOS or template, a prompt is another one.
+
+Log-probabilities are asked for by token ids, which a server takes as they are. Users send texts and chats. The server's
+tokenizer sets the BOS before a text, and its template the words around what was said; both are files beside the
+weights, and nothing fails where they are not those of the run. So the beginnings of a few windows are sent as texts,
+and one as a chat, and the tokens that the server reads are held against the run's own. They are known
+
+- by their ids, which vLLM and SGLang return (`return_token_ids`);
+- else by their number (`usage.prompt_tokens`), and of texts by the log-probabilities of the next token, which have to
+  be those behind the run's ids. Two of a server's answers to one prompt differ by no more than the answers do from the
+  nearest runtime, so the bound is that distance at 99 % of positions.
+
+A chat is rendered as `fp8q serve` does, whose BOS is the tokenizer's or the template's, and never both; transformers
+and vLLM add none to what a template writes. Either is taken for the run's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...core.errors import InputError
+from ...serve.loop.text import Vocabulary
+from ..accuracy.top_logits import KeptTokens, TopLogits
+from .answers import LikelyTokens
+from .client import RefusedError
+from .forms import Endpoint, UnansweredError, choices_of, counted
+from .prompts import evenly
+
+#: Texts that are sent, and their lengths in tokens, the first that is read as the same tokens again.
+TEXTS, LENGTHS = 4, (16, 12, 8, 6, 20, 10)
+#: Log-probabilities of the next token.
+NEXT = 5
+#: Share of positions at which the answers differ less from the nearest runtime than the bound.
+NEARLY_ALL = 0.99
+
+
+@dataclass(frozen=True)
+class OwnReading:
+    """A `text` of the evaluation, and its token ids as the run's tokenizer reads it, BOS included."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def own_readings(kept: KeptTokens, vocabulary: Vocabulary) -> list[OwnReading]:
+    """Beginnings of kept windows which the run's tokenizer reads as the tokens that they are: at most `TEXTS`."""
+    found = list[OwnReading]()
+    for window in kept.ids[evenly(range(len(kept.ids)), 4 * TEXTS)]:
+        for length in LENGTHS:
+            begun = window[:length].tolist()
+            text = str(vocabulary.tokenizer.decode(begun, skip_special_tokens=True))
+            ids = vocabulary.encode(text) if text.strip() else []
+            own = [token for token in begun if token != vocabulary.begin]
+            if own and ids[-len(own) :] == own:
+                found.append(OwnReading(text, tuple(ids)))
+                break
+    return found[:TEXTS]
+
+
+def other_reading(
+    server: Endpoint, readings: Sequence[OwnReading], render: Callable[[str], str] | None, bound: float
+) -> str | None:
+    """Tell in a sentence how the server reads texts or a chat otherwise than the run; None where it does not, or where
+    it takes neither.
+
+    `render`: the run's chat template for one message of a user; None where it has none. `bound`: in nats, of the
+    next token's log-probability.
+    """
+    if server.triton or not readings:
+        return None
+    try:
+        told = _other_texts(server, readings, bound)
+        return told if told or render is None else _other_chat(server, readings[0].text, render)
+    except RefusedError:  # a server that answered all prompts takes no texts, or no chats
+        return None
+
+
+def bound_of(answers: LikelyTokens, nearest: TopLogits) -> float:
+    """The distance in nats that the likeliest token's log-probability has from the `nearest` runtime's at 99 % of
+    positions; infinity where no log-probability is known.
+    """
+    same = (nearest.tokens[answers.rows, 0] == answers.tokens[:, 0]) & np.isfinite(answers.logprobs[:, 0])
+    if not same.any():
+        return float("inf")
+    distance = np.abs(nearest.logprobs[answers.rows, 0] - answers.logprobs[:, 0])[same]
+    return float(np.quantile(distance, NEARLY_ALL))
+
+
+def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
+    answer = _posted(server, {"prompt": [each.text for each in readings]})
+    choices = choices_of(answer, len(readings))
+    for each, choice in zip(readings, choices, strict=True):
+        if (ids := _prompt_ids(choice)) is not None and ids != list(each.ids):
+            return f"another tokenizer or BOS: {_difference(server, ids, each.ids, 'a text')}"
+    total, own = counted(answer), sum(len(each.ids) for each in readings)
+    if total not in (0, own):
+        return (
+            f"another tokenizer or BOS: it reads {len(readings)} texts as {total:,} tokens, which the run's tokenizer "
+            f"reads as {own:,}"
+        )
+    if all(_prompt_ids(choice) is not None for choice in choices):
+        return None
+    return _other_next(server, readings, bound)
+
+
+def _other_next(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
+    """Hold the next token's log-probabilities behind texts against those behind the run's ids of them."""
+    sent: list[list[Any]] = [[each.text for each in readings], [list(each.ids) for each in readings]]
+    try:
+        texts, ids = (_next_of(server, prompts) for prompts in sent)
+    except UnansweredError:
+        return None
+    distances = [
+        abs(theirs.get(token, -np.inf) - own[token])
+        for theirs, own in zip(texts, ids, strict=True)
+        if own and (token := max(own, key=lambda each: own[each])) is not None
+    ]
+    if not distances or float(np.mean(distances)) <= bound:
+        return None
+    return (
+        "another tokenizer or BOS: behind texts the next token's log-probability is "
+        f"{float(np.mean(distances)):.2g} nats from the one behind the run's tokens of them"
+    )
+
+
+def _next_of(server: Endpoint, prompts: list[Any]) -> list[dict[str, float]]:
+    """The next token's log-probabilities behind each prompt, by the tokens' texts."""
+    choices = choices_of(server.post({"prompt": prompts, "logprobs": NEXT}), len(prompts))
+    tops = [((choice.get("logprobs") or {}).get("top_logprobs") or [None])[0] for choice in choices]
+    if not all(isinstance(top, dict) for top in tops):
+        raise UnansweredError("no logprobs.top_logprobs")
+    return [{text: float(value) for text, value in top.items() if isinstance(value, int | float)} for top in tops]
+
+
+def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> str | None:
+    try:
+        rendered = render(text)
+        answer = _posted(server, {"messages": [{"role": "user", "content": text}]}, chat=True)
+    except (InputError, UnansweredError):  # the template refuses such a chat; the server takes none
+        return None
+    own = server.vocabulary.encode(rendered)
+    plain = server.vocabulary.tokenizer.encode(rendered, add_special_tokens=False).ids
+    ids = _prompt_ids(answer)
+    if ids is not None:
+        if ids in (own, plain):
+            return None
+        return f"another chat template: {_difference(server, ids, plain, 'a chat')}"
+    if counted(answer) in (0, len(own), len(plain)):
+        return None
+    return (
+        f"another chat template: it reads a chat as {counted(answer):,} tokens, which is {len(plain):,} by the run's "
+        "template"
+    )
+
+
+def _posted(server: Endpoint, fields: dict[str, Any], chat: bool = False) -> Any:
+    """The answer to `fields`, with the prompt's token ids where the server knows the field that asks for them."""
+    try:
+        return server.post({**fields, "return_token_ids": True}, chat)
+    except UnansweredError:
+        return server.post(fields, chat)
+
+
+def _prompt_ids(answer: Any) -> list[int] | None:
+    """The ids of a prompt's tokens in an answer or a choice of it; None where they are not there."""
+    ids = answer.get("prompt_token_ids") if isinstance(answer, dict) else None
+    if isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids):
+        return ids
+    return None
+
+
+def _difference(server: Endpoint, ids: Sequence[int], own: Sequence[int], what: str) -> str:
+    """Tell where the server's `ids` part from the run's `own`."""
+    at = next((i for i, (one, other) in enumerate(zip(ids, own)) if one != other), min(len(ids), len(own)))
+    texts = [repr(server.text(each[at])) if at < len(each) else "nothing" for each in (ids, own)]
+    return f"it reads {what} with {texts[0]} as token {at + 1} of {len(ids)}, where the run has {texts[1]}"
