@@ -68,6 +68,13 @@ class Mailbox:
 
         return receive
 
+    @property
+    def unread(self) -> tuple[int, float]:
+        """The number of pieces that a client with a stream has not taken, and the seconds since the first of them."""
+        if not self._eager or not self._arrived:
+            return 0, 0.0
+        return len(self._arrived), perf_counter() - self._arrived[0].at
+
     def wake(self) -> None:
         """Wake the waiting client."""
         self._woken = True
