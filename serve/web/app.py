@@ -21,7 +21,7 @@ from .answering import AnswerResponse, Told
 from .answers import ChatForm, CompletionForm, Writer
 from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
 from .fields import ChatFields, CompletionFields, prompts
-from .gate import Gate
+from .gate import KEYED, Gate
 from .page import page_response
 from .refusals import ErrorBody, Refusal, of_fields
 from .serving import Handed, Model, Serving
@@ -76,7 +76,19 @@ def application(serving: Serving) -> Gate:
     _add_health(app, serving)
     page = page_response()
     app.add_api_route("/", lambda: page, include_in_schema=False)
+    if serving.key is not None:
+        _describe_key(app)
     return Gate(app, serving)
+
+
+def _describe_key(app: FastAPI) -> None:
+    """Say in the description that the endpoints under /v1 want the key; once all routes are there."""
+    schema = app.openapi()
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        if path.startswith(KEYED):
+            for operation in operations.values():
+                operation["security"] = [{"key": []}]
 
 
 async def _wrong_fields(request: Request, error: Exception) -> Response:
