@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 from fp8q.quantize.codes.encoding import CODE, TRITON, encode, encode_terms, encode_two
 from fp8q.quantize.reference.linear import FP8Linear
 
-from .timing import Part, Setting, Work, copies, seconds
+from .timing import Kind, Part, Setting, Work, copies, seconds
 
 #: Product -> outputs and inputs.
 SHAPES = {
@@ -31,19 +31,22 @@ BF16, ALONE, LAYER, TWO = "bf16", "fp8 alone", "FP8Linear", "FP8Linear, two term
 #: The product in BF16 with weights that are stored as codes, each of them dequantized in each call.
 DEQUANTIZED = "bf16, dequantized weights"
 PEAK_SIZE, COPY_BYTES = 8192, 2 * 10**9
+#: Seconds of a step, where none of its kind was measured: torch.compile's, of whatever product.
+FIRST_S = 20.0
 
 
 def measure(setting: Setting, part: Part) -> None:
     """Ceilings, quantization alone, then every product; what is over the part's time is left out."""
     peaks, bandwidth = ceilings(setting, part)
-    quantization(setting, part, bandwidth)
+    encoding = partial(quantization, setting, part, bandwidth)
+    part.step(setting, "quantization alone", encoding, Kind("quantization", 60))
     for name, (outputs, width) in setting.pick(SHAPES, TINY).items():
         found: dict[str, dict[int, float]] = {}
         torch.compiler.reset()  # a function keeps eight programs, and each width is one
         for tokens in setting.pick(TOKENS, (1, 16)):
-            if part.late(f"{name}, {tokens} tokens", setting):
-                continue
-            for way, took in ways(outputs, width, tokens, setting, part, name).items():
+            work = partial(ways, outputs, width, tokens, setting, part, name)
+            took_each = part.step(setting, f"{name}, {tokens} tokens", work, Kind(f"{tokens} tokens", FIRST_S))
+            for way, took in (took_each or {}).items():
                 found.setdefault(way, {})[tokens] = took
                 row(part, name, way, (tokens, outputs, width), took, peaks, bandwidth)
         conclusions(name, found, part)
