@@ -8,6 +8,7 @@ would take. The break-even size is the least number of tokens from which FP8, qu
 up to the largest.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,7 +27,8 @@ SHAPES = {
     "70B qkv": (10_240, 8192), "70B o": (8192, 8192), "70B gate/up": (57_344, 8192), "70B down": (8192, 28_672),
 }  # fmt: skip
 TINY = {"tiny qkv": (48, 32), "tiny odd": (24, 172)}
-TOKENS = (1, 16, 128, 512, 2048, 8192)
+#: Those with limits first, of all products, so that a limit of time leaves what was asked for.
+TOKENS = ((16, 2048), (1, 128, 512, 8192))
 BF16, ALONE, LAYER, TWO = "bf16", "fp8 alone", "FP8Linear", "FP8Linear, two terms"
 #: The product in BF16 with weights that are stored as codes, each of them dequantized in each call.
 DEQUANTIZED = "bf16, dequantized weights"
@@ -40,15 +42,17 @@ def measure(setting: Setting, part: Part) -> None:
     peaks, bandwidth = ceilings(setting, part)
     encoding = partial(quantization, setting, part, bandwidth)
     part.step(setting, "quantization alone", encoding, Kind("quantization", 60))
-    for name, (outputs, width) in setting.pick(SHAPES, TINY).items():
-        found: dict[str, dict[int, float]] = {}
+    shapes = setting.pick(SHAPES, TINY)
+    every: dict[str, dict[str, dict[int, float]]] = {name: {} for name in shapes}
+    for sizes, (name, (outputs, width)) in itertools.product(setting.pick(TOKENS, ((16,), (1,))), shapes.items()):
         torch.compiler.reset()  # a function keeps eight programs, and each width is one
-        for tokens in setting.pick(TOKENS, (1, 16)):
+        for tokens in sizes:
             work = partial(ways, outputs, width, tokens, setting, part, name)
             took_each = part.step(setting, f"{name}, {tokens} tokens", work, Kind(f"{tokens} tokens", FIRST_S))
             for way, took in (took_each or {}).items():
-                found.setdefault(way, {})[tokens] = took
+                every[name].setdefault(way, {})[tokens] = took
                 row(part, name, way, (tokens, outputs, width), took, peaks, bandwidth)
+    for name, found in every.items():
         conclusions(name, found, part)
     decode_step(part)
 

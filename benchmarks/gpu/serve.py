@@ -6,8 +6,8 @@ taken beside what was there before. Neither side has HTTP before it.
 
 Contenders: fp8q through an engine of each runtime that is installed, FP8 in one term; vLLM (`--vllm`, or installed
 here) in BF16, on the same checkpoint, in two terms with the plugin fp8q-vllm, and with FP8 weights alone. What vLLM
-loads besides the source are copies of `model/` with the scales chosen anew. A contender whose figures are in the file
-is not measured again, so an interrupted call goes on where it was.
+loads besides the source are copies of `model/` with the scales chosen anew. A contender whose figures of this model are
+in the file is not measured again, so an interrupted call goes on where it was.
 
 With the demo, which is what is served without `--run`, the figures are of the loops, not of products: give a run of a
 model that fills the GPU. A dry run asks ONNX Runtime for a few tokens, and vLLM only where `--vllm` names it.
@@ -48,13 +48,14 @@ VLLM: dict[str, tuple[Terms | None, bool]] = {
 }  # fmt: skip
 #: Bytes that vLLM's cache has beside those of the clients, for its blocks.
 SPARE_BYTES = 256 << 20
-#: Seconds of a step: guesses where none of its kind was measured, and the longest life of a process.
-PREPARE_S, ENGINE_S, VLLM_S, LIFE_S = 90.0, 90.0, 100.0, 460
+#: Seconds of a step: guesses where none of its kind was measured, and what a process has in any case.
+PREPARE_S, ENGINE_S, VLLM_S, LEAST_S = 90.0, 90.0, 100.0, 60.0
 
 
 def measure(setting: Setting, part: Part) -> None:
     """Serve by each contender that is here and was not measured."""
-    known = [row for row in setting.earlier.get(TABLE, []) if row["prompt"] == sizes(setting)["prompt"]]
+    model = Run(setting.run).record().model["fingerprint"][:12] if setting.run else "the demo"
+    known = [row for row in setting.earlier.get(TABLE, []) if row["model"] == model]
     for row in known:
         part.row(TABLE, **row)
     waiting = {name: work for name, work in contenders(setting, part) if all(row["by"] != name for row in known)}
@@ -70,7 +71,7 @@ def measure(setting: Setting, part: Part) -> None:
             kind = Kind("vllm", VLLM_S) if name in VLLM else Kind("engine", ENGINE_S)
             tried = partial(part.tried, name, partial(work, run, Path(directory), name))
             for row in part.step(setting, name, tried, kind) or ():
-                part.row(TABLE, **{"by": name, **row})
+                part.row(TABLE, by=name, model=model, **row)
             setting.keep(part)
 
 
@@ -111,7 +112,8 @@ def by_loop(setting: Setting, runtime: str, run: Run, folder: Path, name: str) -
         most = job["clients"][-1]
         fields: dict[str, Any] = {"runtime": runtime, "max_batch": most, "max_prompt": job["prompt"]}
         api.build_engine(own.root, api.EngineOptions(max_seq_len=job["prompt"] + job["tokens"], **fields))
-    return asked(Path(sys.executable), job | {"by": "fp8q", "model": str(own.root), "runtime": runtime}, {})
+    job |= {"by": "fp8q", "model": str(own.root), "runtime": runtime}
+    return asked(setting, Path(sys.executable), job, {})
 
 
 def by_vllm(
@@ -129,7 +131,7 @@ def by_vllm(
         (folder / "plugin").mkdir()
         path = {"PYTHONPATH": str(installed_plugin(python, folder / "plugin"))}
     job = sizes(setting) | {"by": "vllm", "model": str(model), "cache_bytes": cache_bytes(run, setting)}
-    return asked(python, job, path)
+    return asked(setting, python, job, path)
 
 
 def cache_bytes(run: Run, setting: Setting) -> int:
@@ -139,12 +141,15 @@ def cache_bytes(run: Run, setting: Setting) -> int:
     return round(1.25 * WIDE_BYTES * positions * footprint(run, "fp8", 0).values) + SPARE_BYTES
 
 
-def asked(python: Path, job: dict[str, Any], more: dict[str, str]) -> list[dict[str, Any]]:
-    """The rows that a job gives, in a process of its own; raises RuntimeError with the last error that it tells of."""
+def asked(setting: Setting, python: Path, job: dict[str, Any], more: dict[str, str]) -> list[dict[str, Any]]:
+    """The rows that a job gives, in a process of its own; raises RuntimeError with the last error that it tells of, and
+    subprocess' TimeoutExpired with the part's time.
+    """
     words = [str(python), "-P", str(JOB)]
     environment = os.environ | {"PYTHONPATH": ""} | more
+    life_s = max(LEAST_S, setting.left_s)
     done = subprocess.run(
-        words, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=LIFE_S, check=False
+        words, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=life_s, check=False
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it ended without a word"]

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import module_from_spec, spec_from_file_location
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ Answer = Callable[[Sequence[Sequence[int]], int], None]
 
 
 def open_meter(on_gpu: bool) -> Any:
-    """The product's meter of memory and energy, whose file needs nothing else of fp8q."""
+    """The product's meter of memory and energy, whose file needs nothing else of fp8q; vLLM brings NVML along."""
+    with suppress(ImportError):
+        if on_gpu and find_spec("pynvml") is None:
+            sys.modules["pynvml"] = import_module("vllm.third_party.pynvml")
     spec = spec_from_file_location("fp8q_meter", ROOT / "serve" / "bench" / "meter.py")
     assert spec is not None, "the file is there"
     assert spec.loader is not None, "it is Python"
@@ -125,7 +129,8 @@ def rows(job: dict[str, Any], answer: Answer, vocabulary: int, meter: Any, befor
         yield {
             "clients": clients, "prompt": job["prompt"], "tokens": tokens, "tokens_per_second": count / took,
             "joules_per_token": None if spent is None or after is None else (after - spent) / count,
-            "memory_bytes": max(0, most[0] - before),
+            "memory_bytes": max(0, most[0] - before), "on": meter.device,
+            "version": import_module(job["by"]).__version__,
         }  # fmt: skip
 
 

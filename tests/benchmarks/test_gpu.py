@@ -88,7 +88,7 @@ def test_every_kind_of_products_decodes_at_the_first_batch_before_any_other(dry:
 def test_a_contender_that_was_served_is_not_served_again(demo_run: Run, dry: tuple[Any, str], tmp_path: Path) -> None:
     served = dry[0]["parts"]["serve"]["tables"]["serving"]
     assert [(row["by"], row["clients"]) for row in served] == [("fp8q, onnxruntime", 1), ("fp8q, onnxruntime", 2)]
-    assert all(row["tokens_per_second"] > 0 and row["memory_bytes"] > 0 for row in served)
+    assert all(row["tokens_per_second"] > 0 and row["memory_bytes"] > 0 and row["version"] for row in served)
     part = Part(strict=True)
     serve.measure(Setting(dry=True, run=demo_run.root, earlier={"serving": served}), part)
     assert (part.tables["serving"], part.steps) == (served, [])
