@@ -141,7 +141,7 @@ class Serving:
             for handed in list(self._boxes.values()):
                 if not handed.model.service.alive:
                     handed.box.fail("the loop that generates has ended; start the server again")
-                elif handed.stalled:
+                elif handed.stalled():
                     handed.let_go()
                     handed.box.fail("the stream was not read; read it as it comes")
 
@@ -161,10 +161,9 @@ class Handed:
     box: Mailbox
     ongoing: list[Ongoing]
 
-    @property
     def stalled(self) -> bool:
-        """Tell whether too much lies unread, or anything for too long while another request waits."""
-        pieces, seconds = self.box.unread
+        """Tell whether too much lies unread, or anything for too long while another request waits; once a second."""
+        pieces, seconds = self.box.look()
         return pieces > MOST_UNREAD or (seconds > UNREAD_SECONDS and self.model.load()[1] > 0)
 
     def let_go(self) -> None:

@@ -167,7 +167,7 @@ def test_a_stream_that_nobody_reads_gives_its_row_to_who_waits(
 
 
 def test_a_stream_that_is_read_again_ends_by_saying_why(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handed, "stalled", True)
+    monkeypatch.setattr(Handed, "stalled", lambda handed: True)
     with in_thread(counting_run.root, name="counting") as found, slow_steps(monkeypatch, 0.1):
         said = found.post(prompt="t0", max_tokens=35, stream=True, ignore_eos=True).text
     assert said.endswith("\n\n")
