@@ -102,7 +102,7 @@ docs: install
 PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size two_terms fp16 probabilities forms \
   choosing_scales weight_mse weight_rounding rescale lint_time calibration bf16_products memory memory_sequential export_memory \
   export_time two_implementations architectures unseen_architectures accuracy sensitivity tune culprit_proof bos doctor \
-  certificate validate_memory top_logits generate asked_logits serve load experts expert_tokens exact_answers as_served tail_cost \
+  certificate validate_memory top_logits generate asked_logits serve unread load experts expert_tokens exact_answers as_served tail_cost \
   sampling
 # Parts for those who installed what they need: mmaemu 0.1.0; lm-eval, as `make test-elsewhere` does.
 BY_HAND := accumulator_mmaemu tasks

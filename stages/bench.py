@@ -22,7 +22,7 @@ from ..serve.bench.rounds import Answers, Contender, time_contenders
 from ..serve.bench.timing import million_tokens_cost, timing
 from ..serve.loop.cuda import CudaDevice, CudaError
 from ..serve.loop.sessions import SessionError, import_onnxruntime
-from ..validate.bench.capacity import Footprint, capacities, footprint
+from ..validate.bench.capacity import Footprint, capacities, footprint, with_both
 from ..validate.bench.document import Bench, BenchProtocol, BenchRow
 from .generate import TORCH_RUNTIMES, runtime_here, session_of
 from .other_text import positions
@@ -76,11 +76,17 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
                 f"{runtime}: FP8 is emulated here, its codes multiplied as wider numbers; so these times say nothing "
                 "of FP8's speed on a GPU, and no improvement is told"
             )
+        elif len(named) == 1:
+            notes.note(
+                f"{named[0][0]}: is measured alone, so no improvement is told; `fp8q export {run.root} --precision "
+                f"bf16` and `fp8q build-engine {run.root} --precision bf16 --runtime {runtime}` put BF16 beside it"
+            )
+        shown = with_both(taken, run, contenders[0].session.vocabulary)
     with BENCH.writing(run, Key(inputs, options, NO_FACTS), notes) as log:
         found = Bench(
             protocol=protocol,
             rows=list(_rows(contenders, each_size, protocol.emulated, options, notes)),
-            capacity=capacities(taken, protocol.positions, protocol.memory_bytes),
+            capacity=capacities(shown, protocol.positions, protocol.memory_bytes),
         )
         write_document(run.bench, found)
         log.outputs.append(run.bench)
@@ -293,7 +299,7 @@ def rows_of_size(
             prompt=length,
             **asdict(its),
             memory_bytes=each.memory_bytes,
-            improvement=None if emulated else timings[0].latency_ms / its.latency_ms,
+            improvement=None if emulated or len(names) == 1 else timings[0].latency_ms / its.latency_ms,
             joules_per_token=None if each.joules is None else each.joules / (len(each.each) * rows * tokens),
             cost_per_million_tokens=price and million_tokens_cost(price, its.tokens_per_second),
         )

@@ -59,7 +59,7 @@ collect_ignore = ["elsewhere"]
 LONGEST = (
     "faults/test_campaign", "architecture", "pipeline", "calibrate/ranks", "test_merge", "cli/test_signals",
     "cli/test_scales", "docs/test_commands", "quantize/reference/test_kv_cache", "export/engine",
-    "validate/tuning/test_culprits", "validate",
+    "benchmarks/test_gpu", "validate/tuning/test_culprits", "validate",
 )  # fmt: skip
 
 

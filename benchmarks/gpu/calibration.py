@@ -21,7 +21,7 @@ from fp8q.calibrate.measure.histogram import PATTERNS
 from fp8q.quantize.codes.encoding import TRITON
 
 from .llama import TINY, Decoder, Shape, wide
-from .timing import Part, Setting, seconds
+from .timing import Kind, Part, Setting, Work, seconds
 from .waits import calibration_batch, warned_waits
 
 Counter = Callable[[torch.Tensor], torch.Tensor]
@@ -45,10 +45,10 @@ def counters(setting: Setting, part: Part) -> dict[str, Counter]:
 
 def measure(setting: Setting, part: Part) -> None:
     """Waits, counting alone, then the overhead."""
-    if not part.late("waits of a batch", setting):
-        waiting(setting, part)
+    part.step(setting, "waits of a batch", partial(waiting, setting, part), Kind("waits", 60))
     ways = counters(setting, part)
-    counting(ways, setting, part)
+    for kind in ("normal", "heavy tails", "nine tenths zero"):
+        part.step(setting, f"counting, {kind}", partial(counting, kind, ways, setting, part), Kind("counting", 20))
     overhead(ways, setting, part)
 
 
@@ -61,7 +61,9 @@ def waiting(setting: Setting, part: Part) -> None:
         part.target(f"{name}: waits of the host in a batch", counted.waits, WAITS)
         part.target(f"{name}: bytes copied to memory in a batch", counted.to_memory, 0)
     if not setting.dry:
-        found = part.tried("waits that PyTorch warns of", lambda: warned_waits(Shape(), BATCH, LENGTH))
+        shape, batch, length = setting.pick((Shape(), BATCH, LENGTH), (TINY, 2, 8))
+        warned = partial(warned_waits, shape, batch, length, setting.device)
+        found = part.tried("waits that PyTorch warns of", warned)
         part.target("waits of the host in a batch that PyTorch warns of", found, WAITS)
         torch.cuda.empty_cache()
 
@@ -77,20 +79,18 @@ def drawn(kind: str, values: int, device: str) -> torch.Tensor:
     return x.to(torch.bfloat16).abs().view(torch.int16).to(device)
 
 
-def counting(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
-    """Each way's time, and whether it counts what `bincount` does."""
-    for kind in ("normal", "heavy tails", "nine tenths zero"):
-        patterns = drawn(kind, setting.pick(1 << 25, 1 << 10), setting.device)
-        right = torch.bincount(patterns.cpu(), minlength=PATTERNS)
-        for way, count in ways.items():
-            late = part.late(f"{way}, {kind}", setting)
-            found = None if late else part.tried(f"{way}, {kind}", partial(count, patterns))
-            if found is None:
-                continue
-            took = seconds([partial(count, patterns)], setting, graph=False)
-            part.row("counting alone", values=kind, way=way, gvalues_per_second=len(patterns) / took / 1e9)
-            differing = int((found.cpu() != right).sum())
-            part.target(f"{way}, {kind}: counts others than bincount's", differing, 0)
+def counting(kind: str, ways: dict[str, Counter], setting: Setting, part: Part) -> None:
+    """Each way's time on values of a kind, and whether it counts what `bincount` does."""
+    patterns = drawn(kind, setting.pick(1 << 25, 1 << 10), setting.device)
+    right = torch.bincount(patterns.cpu(), minlength=PATTERNS)
+    for way, count in ways.items():
+        found = part.tried(f"{way}, {kind}", partial(count, patterns))
+        if found is None:
+            continue
+        took = seconds([partial(count, patterns)], setting, graph=False)
+        part.row("counting alone", values=kind, way=way, gvalues_per_second=len(patterns) / took / 1e9)
+        differing = int((found.cpu() != right).sum())
+        part.target(f"{way}, {kind}: counts others than bincount's", differing, 0)
 
 
 @contextmanager
@@ -121,24 +121,40 @@ def watched(decoder: Decoder, count: Counter) -> Iterator[None]:
 
 def overhead(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
     """The forward pass with each way of counting over the plain one."""
+    kind, found = Kind("forward pass", 30), dict[str, float]()
+    nothing = torch.zeros(PATTERNS, dtype=torch.int64, device=setting.device)
+    made = part.step(setting, "overhead, plain", partial(plain_pass, setting), kind)
+    if made is not None:
+        decoder, work, plain = made
+        for way, count in {**ways, "nothing counted": lambda patterns: nothing.clone()}.items():
+            watching = partial(watched_pass, decoder, work, count, way, setting, part)
+            took = part.step(setting, f"overhead, {way}", watching, kind)
+            if took is not None:
+                found[way] = took / plain
+                part.row("overhead of watching", way=way, tokens=setting.pick(BATCH * LENGTH, 16), plain_ms=plain * 1e3,
+                         times_plain=found[way])  # fmt: skip
+    best = min((name for name in found if name in ways), key=lambda name: found[name], default=None)
+    part.target(f"overhead of exact histograms, by {best}", found[best] if best else None, LIMIT)
+
+
+def plain_pass(setting: Setting) -> tuple[Decoder, Work, float]:
+    """A decoder, its forward pass, and the seconds of that when nobody watches."""
     decoder = Decoder(setting.pick(Shape(), TINY), wide, setting.device)
     batch, length = setting.pick((BATCH, LENGTH), (2, 8))
     decoder.make_room(batch, length, codes=False)
     ids = torch.zeros(batch, length, dtype=torch.int64, device=setting.device)
     at = torch.arange(length, device=setting.device)
-    work = [lambda: decoder(ids, at, None)]
-    found: dict[str, float] = {}
-    with torch.inference_mode():
-        plain = seconds(work, setting, graph=False)
-        nothing = torch.zeros(PATTERNS, dtype=torch.int64, device=setting.device)
-        for way, count in {**ways, "nothing counted": lambda patterns: nothing.clone()}.items():
-            if part.late(f"overhead, {way}", setting):
-                continue
-            with watched(decoder, count):
-                took = part.tried(f"overhead, {way}", lambda: seconds(work, setting, graph=False))
-            if took is not None:
-                found[way] = took / plain
-            part.row("overhead of watching", way=way, tokens=batch * length, plain_ms=plain * 1e3,
-                     times_plain=found.get(way))  # fmt: skip
-    best = min((name for name in found if name in ways), key=lambda name: found[name], default=None)
-    part.target(f"overhead of exact histograms, by {best}", found[best] if best else None, LIMIT)
+
+    def work() -> torch.Tensor:
+        with torch.inference_mode():
+            return decoder(ids, at, None)  # type: ignore[no-any-return]
+
+    return decoder, work, seconds([work], setting, graph=False)
+
+
+def watched_pass(
+    decoder: Decoder, work: Work, count: Counter, way: str, setting: Setting, part: Part
+) -> float | None:  # fmt: skip
+    """Seconds of the forward pass while calibration watches and counts so; None where it fails."""
+    with watched(decoder, count):
+        return part.tried(f"overhead, {way}", lambda: seconds([work], setting, graph=False))

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from .llama import KINDS, TINY, Decoder, Shape
-from .timing import Part, Setting, joules, seconds
+from .llama import Kind as MakeProduct
+from .timing import Kind, Part, Setting, cost, seconds
 
-#: Batches of a decode step, what is asked for first; positions before it, and of a sequence; tokens of a prefill.
+#: Batches of a decode step, the one with limits first; positions before it, and of a sequence; tokens of a prefill.
 BATCHES, PAST, CAPACITY, PROMPT = (16, 1, 64), 1024, 2048, 2048
 CACHES = {"bf16": False, "fp8": True}
 #: Kind -> the least throughput over BF16's at batch 16.
@@ -24,35 +25,49 @@ TARGETS = {"fp8": 1.58, "fp8, two terms": 1.5}
 LAUNCHES, WAITS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"), ("Synchronize", "cudaMemcpy")
 
 
+#: Seconds of a step, where none of its kind was measured: weights drawn, layers compiled, both caches timed.
+FIRST_S = 60.0
+
+
 def measure(setting: Setting, part: Part) -> None:
-    """Decode at batch 16 in every kind, then the rest as far as the time goes."""
+    """Every kind of products at the first batch, so that a limit of time leaves what can be compared; then at the
+    others, and prefill.
+    """
     bytes_: dict[str, tuple[int, int]] = {}
-    for kind, make in KINDS.items():
-        if part.late(kind, setting):
-            continue
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        decoder = Decoder(setting.pick(Shape(), TINY), make, setting.device)
-        bytes_[kind] = decoder.weight_bytes
-        for layer in decoder.layers:
-            layer.forward = setting.compiled(layer.forward)
-        with torch.inference_mode():
-            one_kind(kind, decoder, setting, part)
-        del decoder, layer
-        if not setting.dry:
-            torch.cuda.empty_cache()
-    conclusions(bytes_, part)
+    works: list[tuple[str, Callable[[str, Decoder, Setting, Part], None]]] = [
+        (f"batch {batch}", partial(every_cache, batch)) for batch in setting.pick(BATCHES, (2, 1))
+    ]
+    for name, work in [*works, ("prefill", prefill)]:
+        for kind, make in KINDS.items():
+            made = partial(with_decoder, kind, make, work, setting, part)
+            bytes_[kind] = part.step(setting, f"{kind}, {name}", made, Kind("decoder", FIRST_S)) or bytes_.get(
+                kind, (0, 0)
+            )
+    conclusions({kind: each for kind, each in bytes_.items() if all(each)}, part)
 
 
-def one_kind(kind: str, decoder: Decoder, setting: Setting, part: Part) -> None:
-    """Decode steps and a prefill of one decoder."""
-    for batch in setting.pick(BATCHES, (2, 1)):
-        for cache in CACHES:
-            name = f"{kind}, batch {batch}, cache {cache}"
-            if part.late(name, setting):
-                continue
-            part.tried(name, partial(decode, kind, decoder, batch, cache, setting, part))
-    part.tried(f"{kind}: prefill", lambda: prefill(kind, decoder, setting, part))
+def with_decoder(
+    kind: str, make: MakeProduct, work: Callable[[str, Decoder, Setting, Part], None], setting: Setting, part: Part
+) -> tuple[int, int]:
+    """Do `work` with a decoder of that kind, whose memory is free afterwards; the bytes of its weights."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    decoder = Decoder(setting.pick(Shape(), TINY), make, setting.device)
+    for layer in decoder.layers:
+        layer.forward = setting.compiled(layer.forward)
+    with torch.inference_mode():
+        work(kind, decoder, setting, part)
+    found = decoder.weight_bytes
+    del decoder, layer
+    if not setting.dry:
+        torch.cuda.empty_cache()
+    return found
+
+
+def every_cache(batch: int, kind: str, decoder: Decoder, setting: Setting, part: Part) -> None:
+    """Decode steps of a batch with the cache in either form."""
+    for cache in CACHES:
+        part.tried(f"{kind}, batch {batch}, cache {cache}", partial(decode, kind, decoder, batch, cache, setting, part))
 
 
 def step_of(decoder: Decoder, batch: int, codes: bool, setting: Setting) -> Callable[[], torch.Tensor]:
@@ -71,9 +86,8 @@ def decode(kind: str, decoder: Decoder, batch: int, cache: str, setting: Setting
     step = step_of(decoder, batch, codes, setting)
     if not setting.dry:
         torch.cuda.reset_peak_memory_stats()
-    took = seconds([step], setting)
+    took, energy = cost(step, setting)
     memory = None if setting.dry else torch.cuda.max_memory_allocated()
-    energy = joules(step, setting)
     part.row(
         "decode", kind=kind, batch=batch, cache=cache, ms=took * 1e3, tokens_per_second=batch / took,
         memory_bytes=memory, joules_per_token=energy and energy / batch,
@@ -118,6 +132,11 @@ def profiled(step: Callable[[], object], setting: Setting) -> dict[str, Any]:
 
 def prefill(kind: str, decoder: Decoder, setting: Setting, part: Part) -> None:
     """A prompt of one sequence."""
+    part.tried(f"{kind}: prefill", partial(one_prompt, kind, decoder, setting, part))
+
+
+def one_prompt(kind: str, decoder: Decoder, setting: Setting, part: Part) -> None:
+    """Time it."""
     length = setting.pick(PROMPT, 8)
     decoder.make_room(1, length, codes=False)
     ids = torch.zeros(1, length, dtype=torch.int64, device=setting.device)

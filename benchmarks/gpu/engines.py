@@ -24,12 +24,14 @@ from fp8q.options import WeightScale
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 
-from .timing import Part, Setting
+from .timing import Kind, Part, Setting
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 #: Runtime -> the module that it is.
 RUNTIMES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 WINDOWS, CONTEXT = 16, 256
+#: Seconds to export, build, time and validate, where no engine of the runtime was built.
+FIRST_S = 90.0
 
 
 def measure(setting: Setting, part: Part) -> None:
@@ -53,9 +55,9 @@ def measure(setting: Setting, part: Part) -> None:
 
 
 def demo(setting: Setting, directory: Path) -> Run:
-    """A run of the demo, of our own, with its graph."""
+    """A run of our own, with its graph and without engines, which others may have built."""
     if setting.run:
-        run = Run(Path(shutil.copytree(setting.run, directory)))
+        run = Run(Path(shutil.copytree(setting.run, directory, ignore=shutil.ignore_patterns("engines"))))
     else:
         options = api.CalibrateOptions(samples=64, seq_len=256)
         texts = str(DEMO / "calibration.txt"), directory, str(DEMO / "evaluation.txt")
@@ -67,15 +69,15 @@ def demo(setting: Setting, directory: Path) -> Run:
 
 def within(setting: Setting, part: Part, name: str, work: Callable[[Setting, Part, str], None]) -> None:
     """Do `work` if there is time; a runtime that refuses is an answer."""
-    if not part.late(name, setting):
-        part.tried(name, lambda: work(setting, part, name))
+    runtime = name.partition(",")[0]
+    part.step(setting, name, lambda: part.tried(name, lambda: work(setting, part, name)), Kind(runtime, FIRST_S))
 
 
 def fp8(run: Run, runtime: str, form: WeightScale, setting: Setting, part: Part, name: str) -> None:
     """Build the FP8 graph in that form, and ask the engine."""
-    if not setting.dry:  # the run's graph is of the default form
+    if form != "dq":  # the run's graph is of the default form
         api.export(run.root, api.ExportOptions(weight_scale=form))
-    targets = setting.pick((), ("sm89",))
+    targets = ("sm89",) if setting.dry else ()
     options = api.EngineOptions(runtime=runtime, targets=targets, max_seq_len=512, min_fp8_share=0)  # type: ignore[arg-type]
     for info in api.build_engine(run.root, options):
         part.row(
@@ -89,7 +91,7 @@ def fp8(run: Run, runtime: str, form: WeightScale, setting: Setting, part: Part,
         if info.evidence == "unknown":
             part.skipped[f"{name}: what it runs"] = f"{info.target}.layers.json has what its inspector says"
     if not setting.dry:
-        answers(run, runtime, "fp8", part, name)
+        answers(run, runtime, "fp8", setting, part, name)
         part.row("perplexity", runtime=name, perplexity=perplexity(run, runtime))
 
 
@@ -100,13 +102,14 @@ def baseline(run: Run, runtime: str, precision: str, setting: Setting, part: Par
     for info in api.build_engine(run.root, options):
         part.row("engines", engine=name, target=info.target, version=info.version, bytes=info.bytes,
                  build_seconds=info.build_seconds)  # fmt: skip
-    answers(run, runtime, precision, part, name)
+    answers(run, runtime, precision, setting, part, name)
     part.row("perplexity", runtime=name, perplexity=perplexity(run, f"{runtime}-{precision}"))
 
 
-def answers(run: Run, runtime: str, precision: str, part: Part, name: str) -> None:
+def answers(run: Run, runtime: str, precision: str, setting: Setting, part: Part, name: str) -> None:
     """What `fp8q bench` finds of that precision."""
-    options = api.BenchOptions(runtime=runtime, batch_sizes=(1, 8), prompt_lengths=(32, 256))  # type: ignore[arg-type]
+    batches, prompts, tokens = setting.pick(((1, 8), (32, 256), 64), ((1,), (8,), 3))
+    options = api.BenchOptions(runtime=runtime, batch_sizes=batches, prompt_lengths=prompts, tokens=tokens)  # type: ignore[arg-type]
     for row in api.bench(run.root, options=options).rows:
         if precision in row.variant:
             part.row("answers", engine=name, **row.model_dump(exclude_none=True))
@@ -133,7 +136,7 @@ def onnxruntime(run: Run, setting: Setting, part: Part) -> None:
     """Whether ONNX Runtime's provider for this device runs the graphs, and their perplexity."""
     import onnxruntime as ort
 
-    provider = setting.pick("CUDAExecutionProvider", "CPUExecutionProvider")
+    provider = "CPUExecutionProvider" if setting.dry else "CUDAExecutionProvider"
     if provider not in ort.get_available_providers():
         part.skipped["onnxruntime-gpu"] = f"ONNX Runtime {ort.__version__} here has no {provider}"
         return

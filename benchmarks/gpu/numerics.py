@@ -25,7 +25,7 @@ from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.delayed import amax_in_use
 
 from .adder_bits import cuts, kept_bits
-from .timing import Part, Setting
+from .timing import Kind, Part, Setting
 
 #: Inputs of the products of Llama 3 8B and 70B, and one that is no multiple of 16.
 LENGTHS, ODD = (4096, 14_336, 28_672), 172
@@ -35,13 +35,18 @@ DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
 def measure(setting: Setting, part: Part) -> None:
     """All of it, what takes longest last."""
-    steps: dict[str, Callable[[Setting, Part], None]] = {"codes": codes, "bits kept": bits}
-    steps |= {f"sums, K = {length}": partial(sums, length) for length in setting.pick(LENGTHS, (96, 256))}
-    steps |= {f"layers, K = {length}": partial(layers, length) for length in (*setting.pick(LENGTHS, (64,)), ODD)}
-    steps |= {"Transformer Engine as oracle of `delayed`": transformer_engine, "perplexity": perplexity}
-    for name, step in steps.items():
-        if not part.late(name, setting):
-            step(setting, part)
+    steps: dict[str, tuple[Callable[[Setting, Part], None], Kind]] = {
+        "codes": (codes, Kind("codes", 20)),
+        "bits kept": (bits, Kind("bits kept", 40)),
+    }
+    for length in setting.pick(LENGTHS, (96, 256)):
+        steps[f"sums, K = {length}"] = partial(sums, length), Kind("sums", 20, length / LENGTHS[0])
+    for length in (*setting.pick(LENGTHS, (64,)), ODD):
+        steps[f"layers, K = {length}"] = partial(layers, length), Kind("layers", 20, length / LENGTHS[0])
+    steps["Transformer Engine as oracle of `delayed`"] = transformer_engine, Kind("Transformer Engine", 40)
+    steps["perplexity"] = perplexity, Kind("perplexity", 150)
+    for name, (step, kind) in steps.items():
+        part.step(setting, name, partial(step, setting, part), kind)
 
 
 def codes(setting: Setting, part: Part) -> None:

@@ -8,6 +8,7 @@ would take. The break-even size is the least number of tokens from which FP8, qu
 up to the largest.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.functional import linear
 from fp8q.quantize.codes.encoding import CODE, TRITON, encode, encode_terms, encode_two
 from fp8q.quantize.reference.linear import FP8Linear
 
-from .timing import Part, Setting, Work, copies, seconds
+from .timing import Kind, Part, Setting, Work, copies, seconds
 
 #: Product -> outputs and inputs.
 SHAPES = {
@@ -26,26 +27,32 @@ SHAPES = {
     "70B qkv": (10_240, 8192), "70B o": (8192, 8192), "70B gate/up": (57_344, 8192), "70B down": (8192, 28_672),
 }  # fmt: skip
 TINY = {"tiny qkv": (48, 32), "tiny odd": (24, 172)}
-TOKENS = (1, 16, 128, 512, 2048, 8192)
+#: Those with limits first, of all products, so that a limit of time leaves what was asked for.
+TOKENS = ((16, 2048), (1, 128, 512, 8192))
 BF16, ALONE, LAYER, TWO = "bf16", "fp8 alone", "FP8Linear", "FP8Linear, two terms"
 #: The product in BF16 with weights that are stored as codes, each of them dequantized in each call.
 DEQUANTIZED = "bf16, dequantized weights"
 PEAK_SIZE, COPY_BYTES = 8192, 2 * 10**9
+#: Seconds of a step, where none of its kind was measured: torch.compile's, of whatever product.
+FIRST_S = 20.0
 
 
 def measure(setting: Setting, part: Part) -> None:
     """Ceilings, quantization alone, then every product; what is over the part's time is left out."""
     peaks, bandwidth = ceilings(setting, part)
-    quantization(setting, part, bandwidth)
-    for name, (outputs, width) in setting.pick(SHAPES, TINY).items():
-        found: dict[str, dict[int, float]] = {}
+    encoding = partial(quantization, setting, part, bandwidth)
+    part.step(setting, "quantization alone", encoding, Kind("quantization", 60))
+    shapes = setting.pick(SHAPES, TINY)
+    every: dict[str, dict[str, dict[int, float]]] = {name: {} for name in shapes}
+    for sizes, (name, (outputs, width)) in itertools.product(setting.pick(TOKENS, ((16,), (1,))), shapes.items()):
         torch.compiler.reset()  # a function keeps eight programs, and each width is one
-        for tokens in setting.pick(TOKENS, (1, 16)):
-            if part.late(f"{name}, {tokens} tokens", setting):
-                continue
-            for way, took in ways(outputs, width, tokens, setting, part, name).items():
-                found.setdefault(way, {})[tokens] = took
+        for tokens in sizes:
+            work = partial(ways, outputs, width, tokens, setting, part, name)
+            took_each = part.step(setting, f"{name}, {tokens} tokens", work, Kind(f"{tokens} tokens", FIRST_S))
+            for way, took in (took_each or {}).items():
+                every[name].setdefault(way, {})[tokens] = took
                 row(part, name, way, (tokens, outputs, width), took, peaks, bandwidth)
+    for name, found in every.items():
         conclusions(name, found, part)
     decode_step(part)
 

@@ -1,11 +1,11 @@
 """What only an FP8 GPU can answer, by parts of at most eight minutes each; docs/gpu.md says what each of them asks.
 
-    python benchmarks/gpu/run.py [--part NAME …] [--run RUN] [--out FILE]
+    python benchmarks/gpu/run.py [--part NAME …] [--run RUN] [--vllm PYTHON] [--out FILE]
     python benchmarks/gpu/run.py --dry-run [--part NAME …]
 
 Needs PyTorch 2.11 or later with CUDA; what else a part needs and does not find is named under `skipped`. Prints tables
 and writes one JSON of GPU, driver, versions, commit and parts, by default `benchmarks/results/gpu_<name>.json`, to
-which each further part is added. `--run`: a run of the demo; without, it is calibrated first where a part needs one.
+which each further part is added. `--run`: a run; without, the demo is calibrated first where a part needs one.
 `--dry-run` goes through the same code on the CPU with tiny sizes: no figure in it means anything, JSON and tables say
 so, and it is written only where `--out` says. Exit status 1 where a part failed.
 """
@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PARTS = ("numerics", "products", "calibration", "decoder", "engines")
+PARTS = ("numerics", "products", "calibration", "decoder", "engines", "serve")
 DRY = "DRY RUN on a CPU with tiny sizes: no figure here means anything"
 #: What must agree for parts to stand in one file.
 HEAD = ("benchmark", "dry_run", "commit", "gpu", "versions")
@@ -61,7 +61,7 @@ def head(dry: bool) -> dict[str, Any]:
 
     found = described("gpu") | {"dry_run": dry, "gpu": gpu(dry)}
     found["versions"]["torch"] = torch.__version__
-    for name in ("triton", "transformer-engine", "tensorrt", "tensorrt-rtx", "onnxruntime-gpu"):
+    for name in ("triton", "transformer-engine", "tensorrt", "tensorrt-rtx", "onnxruntime-gpu", "vllm"):
         try:
             found["versions"][name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -82,7 +82,6 @@ def merged(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 def measured(name: str, setting: Any) -> dict[str, Any]:
     """One part, which fails alone."""
     import time
-    from dataclasses import asdict
 
     from gpu.timing import Part
 
@@ -93,7 +92,14 @@ def measured(name: str, setting: Any) -> dict[str, Any]:
     except Exception as raised:  # noqa: BLE001  # the other parts are still to be measured
         traceback.print_exc()
         error = f"{type(raised).__name__}: {raised}"
-    return {"seconds": round(time.monotonic() - begun, 1), "error": error, **asdict(part)}
+    return told(part, time.monotonic() - begun, error)
+
+
+def told(part: Any, seconds: float, error: str | None) -> dict[str, Any]:
+    """A part as JSON has it."""
+    from dataclasses import asdict
+
+    return {"seconds": round(seconds, 1), "error": error, **asdict(part)}
 
 
 def show(name: str, part: dict[str, Any], dry: bool) -> None:
@@ -107,6 +113,10 @@ def show(name: str, part: dict[str, Any], dry: bool) -> None:
         print(f"\ntargets\n{shown(part['targets'])}")
     for what, why in part["skipped"].items():
         print(f"skipped: {what}: {why}")
+    for each in part["left_out"]:
+        print(
+            f"left out: {each['step']}: {each['left_s']} s are left, and by {each['by']} it takes {each['estimated_s']}"
+        )
     if part["error"]:
         print(f"failed: {part['error']}")
 
@@ -125,13 +135,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="this part alone; repeatable")
     parser.add_argument("--dry-run", action="store_true", help="the same code on the CPU with tiny sizes")
-    parser.add_argument("--run", type=Path, help="a run of the demo")
+    parser.add_argument("--run", type=Path, help="a run; of the demo, but for the part serve")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="the interpreter that has vLLM, for the part serve")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes, or is added to")
     options = parser.parse_args(words)
     import torch
 
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --dry-run goes through the same code on the CPU")
+    from fp8q.core.files import replacing
     from gpu.timing import Setting
 
     found = head(options.dry_run)
@@ -142,12 +154,21 @@ def main(words: Sequence[str] | None = None) -> int:
     except MergeError as error:
         parser.error(f"{out}: {error}")
     found["parts"] = {}
-    for name in options.part or PARTS:
-        found["parts"][name] = measured(name, Setting(options.dry_run, options.run))
-        show(name, found["parts"][name], options.dry_run)
-        if out:  # after each part: the next may take the GPU down
+
+    def write(name: str, part: dict[str, Any]) -> None:
+        """Keep a part, after each of them and within those that go on: what comes may take the GPU down."""
+        found["parts"][name] = part
+        if out:
             text = json.dumps(merged(old, found), indent=1, ensure_ascii=False) + "\n"
-            out.write_text(text, encoding="utf-8")
+            with replacing(out) as partial:
+                partial.write_text(text, encoding="utf-8")
+
+    for name in options.part or PARTS:
+        earlier = old["parts"].get(name, {}).get("tables", {}) if old else {}
+        setting = Setting(options.dry_run, options.run, vllm=options.vllm, earlier=earlier)
+        setting.keep = lambda part, name=name: write(name, told(part, 0.0, "it was ended before its end"))  # type: ignore[misc]
+        write(name, measured(name, setting))
+        show(name, found["parts"][name], options.dry_run)
     return 1 if any(part["error"] for part in found["parts"].values()) else 0
 
 

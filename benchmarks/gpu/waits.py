@@ -124,9 +124,9 @@ def calibration_batch(shape: Shape, windows: int, seq_len: int, with_moments: bo
     return counted
 
 
-def warned_waits(shape: Shape, windows: int, seq_len: int) -> int:
+def warned_waits(shape: Shape, windows: int, seq_len: int, device: str) -> int:
     """Count PyTorch's warnings of waits in such a batch on a GPU, with weights of any values, without moments."""
-    watch = watching(torch.nn.Module.to_empty(llama(shape, seq_len), device="cuda"))
+    watch = watching(torch.nn.Module.to_empty(llama(shape, seq_len), device=device))
     ids = torch.zeros(windows, seq_len, dtype=torch.int64)
     watch.forward(ids, 0)
     torch.cuda.synchronize()

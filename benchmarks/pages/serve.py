@@ -1,4 +1,4 @@
-"""The tables of docs/serve.md: what HTTP costs, and what servers do under load."""
+"""The tables of docs/serve.md: what HTTP costs, and what servers do under load and beside unread streams."""
 
 from markdown import load, table
 
@@ -42,4 +42,16 @@ def under_load() -> str:
     return table([*head, "all of it, ms: p50", "p99", "told busy", "lost or mixed up"], rows)
 
 
-TABLES = (serve, under_load)
+def unread() -> str:
+    """The wait of a proper client beside streams that nobody reads."""
+    found = load("unread")
+    names = {
+        "nobody else": "alone_s",
+        f"{found['streams']} unread streams of another address": "other_address_s",
+        f"{found['streams']} unread streams of its own address": "same_address_s",
+    }
+    rows = [[words, f"{found[name]:.2f}"] for words, name in names.items()]
+    return table(["beside", f"answer of {found['tokens']} tokens, s"], rows)
+
+
+TABLES = (serve, unread, under_load)

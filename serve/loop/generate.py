@@ -17,7 +17,7 @@ package there, and relative imports mean the same in both places and cannot be s
 NumPy, tokenizers and the runtime: no torch, no transformers, nothing else of fp8q.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -47,7 +47,8 @@ class GenerationError(RuntimeError):
 
 
 class Generator:
-    """Runs requests through a session, at most `max_batch` at a time, in the order they were submitted.
+    """Runs requests through a session, at most `max_batch` at a time, in the order they were submitted; of several
+    clients, the one with the fewest requests in flight is next.
 
     Not for several threads at once: whoever steps it also submits and cancels (`service.Service` does it in a thread of
     its own). `prepare` alone may be called from anywhere.
@@ -92,8 +93,8 @@ class Generator:
         """Tokenize a request, in any thread; raises RequestError for one that cannot be served."""
         return tokenize_request(request, self.vocabulary, self.positions, self.tokens)
 
-    def submit(self, request: Request | TokenizedRequest) -> int:
-        """Queue a request; return the ticket of its pieces.
+    def submit(self, request: Request | TokenizedRequest, client: str = "") -> int:
+        """Queue a request of `client`; return the ticket of its pieces.
 
         Raises what `prepare` raises, and BusyError when the queue is full.
         """
@@ -107,7 +108,8 @@ class Generator:
         end = frozenset[int]() if asked.ignore_end else self.vocabulary.end
         first = len(ready.prompt) if asked.prompt_logprobs is None else 1
         prompt, forced = ready.prompt[:first], ready.prompt[first:]
-        self._waiting.append(Row(self._tickets, asked, prompt, limit + len(forced), text, end, forced=forced))
+        limit += len(forced)
+        self._waiting.append(Row(self._tickets, asked, prompt, limit, text, end, forced=forced, client=client))
         return self._tickets
 
     def cancel(self, ticket: int) -> None:
@@ -135,8 +137,11 @@ class Generator:
         Exceptions of the session pass through: `drop` the active requests then.
         """
         while self._waiting and len(self._rows) < self.max_batch:
-            self._rows.append(self._waiting.popleft())
-            self._rows[-1].turn = self._steps
+            held = Counter(row.client for row in self._rows)
+            row = min(self._waiting, key=lambda row: held[row.client])  # of equals the first
+            self._waiting.remove(row)
+            self._rows.append(row)
+            row.turn = self._steps
         if not self._rows:
             return []
         self._steps += 1

@@ -173,7 +173,7 @@ def _is_text(text: str) -> bool:
 class Row:
     """A request in flight. `filled` slots of its row in the cache hold positions; `last` is the token to feed next;
     `turn` the step that last took in some of its prompt, or that it came in after. `forced`: tokens of the prompt that
-    are taken in as if they were generated, and count among the `produced` and in `limit`.
+    are taken in as if they were generated, and count among the `produced` and in `limit`. `client`: who asked.
     """
 
     ticket: int
@@ -191,6 +191,7 @@ class Row:
     turn: int = 0
     random: np.random.Generator | None = None
     forced: tuple[int, ...] = ()
+    client: str = ""
 
     def __post_init__(self) -> None:
         """Take out of the request what every token needs."""

@@ -12,6 +12,7 @@ Copied as it is into Triton repositories: imports only its neighbours in this fo
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from .request import BusyError, Piece, Request, RequestError, TokenizedRequest
 LOG = logging.getLogger("fp8q")
 #: Threads that tokenize; the library lets the others go on meanwhile.
 TOKENIZERS = 2
-#: Requests that may be here beside those that a batch holds.
-MAX_WAITING = 256
+#: Requests that may be here beside those that a batch holds, and beside these for clients that have none here.
+MAX_WAITING, RESERVED = 256, 32
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ Receive = Callable[[Piece | Failed], None]
 class Ongoing:
     """A request that was handed in."""
 
-    def __init__(self, service: "Service", receive: Receive, gone: Callable[[], bool] | None):
-        """Whom to tell, and whom to ask whether anybody still waits."""
-        self._service, self.receive, self.gone = service, receive, gone
+    def __init__(self, service: "Service", receive: Receive, gone: Callable[[], bool] | None, client: str):
+        """Whom to tell, whom to ask whether anybody still waits, and who asked."""
+        self._service, self.receive, self.gone, self.client = service, receive, gone, client
         self.ticket: int | None = None
         self.over = False
 
@@ -61,7 +62,7 @@ class Service:
         """
         self._generator = generator
         self._most = generator.max_batch + max_waiting
-        self._here = 0
+        self._here = Counter[str]()
         self._lock = threading.Lock()
         self._closing = False
         self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "fp8q-tokenize")
@@ -79,10 +80,13 @@ class Service:
     def load(self) -> tuple[int, int]:
         """Return the numbers of requests being answered and waiting, as far as another thread can tell."""
         flying = self._generator.load[0]
-        return flying, max(self._here - flying, 0)
+        with self._lock:
+            return flying, max(self._here.total() - flying, 0)
 
-    def submit(self, request: Request, receive: Receive, gone: Callable[[], bool] | None = None) -> Ongoing:
-        """Submit a request.
+    def submit(
+        self, request: Request, receive: Receive, gone: Callable[[], bool] | None = None, client: str = ""
+    ) -> Ongoing:
+        """Submit a request of `client` ("" where nobody knows): clients share the rows, however much each asks for.
 
         `receive` is called with each piece, the last one with a finish_reason, or with one Failed instead of the last:
         in the stepping or a tokenizing thread, so it must return quickly. `gone` is asked before each step whether the
@@ -91,10 +95,11 @@ class Service:
         with self._lock:
             if self._closing:
                 raise BusyError("the service is closing; ask another")
-            if self._here >= self._most:
-                raise BusyError(f"{self._here} requests are here already; try again later")
-            self._here += 1
-            ongoing = Ongoing(self, receive, gone)
+            here = self._here.total()
+            if here >= self._most + (RESERVED if client and client not in self._here else 0):
+                raise BusyError(f"{here} requests are here already; try again later")
+            self._here[client] += 1
+            ongoing = Ongoing(self, receive, gone, client)
             self._tokenizing.submit(self._prepare, request, ongoing)
         return ongoing
 
@@ -135,7 +140,8 @@ class Service:
             return
         ongoing.over = True
         with self._lock:
-            self._here -= 1
+            self._here[ongoing.client] -= 1
+            self._here += Counter()  # clients that have nothing here are forgotten
         if ongoing.ticket is not None:
             self._generator.cancel(ongoing.ticket)
             del self._ongoing[ongoing.ticket]
@@ -155,7 +161,7 @@ class Service:
 
     def _admit(self, ready: TokenizedRequest, ongoing: Ongoing) -> None:
         if not ongoing.over:
-            ongoing.ticket = self._generator.submit(ready)
+            ongoing.ticket = self._generator.submit(ready, ongoing.client)
             self._ongoing[ongoing.ticket] = ongoing
 
     def _serve(self) -> None:

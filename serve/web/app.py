@@ -21,10 +21,10 @@ from .answering import AnswerResponse, Told
 from .answers import ChatForm, CompletionForm, Writer
 from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
 from .fields import ChatFields, CompletionFields, prompts
-from .gate import Gate
+from .gate import KEYED, Gate
 from .page import page_response
 from .refusals import ErrorBody, Refusal, of_fields
-from .serving import Model, Serving
+from .serving import Handed, Model, Serving
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": words}
@@ -76,7 +76,19 @@ def application(serving: Serving) -> Gate:
     _add_health(app, serving)
     page = page_response()
     app.add_api_route("/", lambda: page, include_in_schema=False)
+    if serving.key is not None:
+        _describe_key(app)
     return Gate(app, serving)
+
+
+def _describe_key(app: FastAPI) -> None:
+    """Say in the description that the endpoints under /v1 want the key; once all routes are there."""
+    schema = app.openapi()
+    schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        if path.startswith(KEYED):
+            for operation in operations.values():
+                operation["security"] = [{"key": []}]
 
 
 async def _wrong_fields(request: Request, error: Exception) -> Response:
@@ -121,7 +133,7 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
     responses = REFUSALS | {200: STREAMED, 422: {"description": "Never: 400 says what is wrong."}}
 
     @app.post("/v1/completions", response_model=Completion, responses=responses)
-    async def completions(fields: CompletionFields) -> Response:
+    async def completions(fields: CompletionFields, request: Request) -> Response:
         """Go on from a prompt, or from several."""
         begun, model = perf_counter(), serving.find(fields.model)
         given = prompts(fields.prompt, model.positions)
@@ -131,10 +143,10 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         asked = [fields.asked(prompt, most, fields.logprobs, fields.prompt_logprobs) for prompt in given]
         form = CompletionForm(model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None)
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "prompt")
-        return _answer(serving, model, asked, told, begun)
+        return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=responses)
-    async def chat(fields: ChatFields) -> Response:
+    async def chat(fields: ChatFields, request: Request) -> Response:
         """Answer a chat, by the template of the model's tokenizer."""
         begun, model = perf_counter(), serving.find(fields.model)
         if fields.top_logprobs and not fields.logprobs:
@@ -144,7 +156,7 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         asked = [fields.asked(prompt, most, (fields.top_logprobs or 0) if fields.logprobs else None)]
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "messages")
-        return _answer(serving, model, asked, told, begun)
+        return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
 
 
 def _most_tokens(fields: CompletionFields | ChatFields, model: Model) -> int | None:
@@ -177,8 +189,8 @@ def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: in
     return None
 
 
-def _answer(serving: Serving, model: Model, asked: list[Asked], told: Told, begun: float) -> AnswerResponse:
-    return AnswerResponse(serving.submit(model, asked, told.streamed), told, serving.counts(model), begun)
+def _handed(serving: Serving, model: Model, asked: list[Asked], told: Told, request: Request) -> Handed:
+    return serving.submit(model, asked, told.streamed, request.client.host if request.client else "")
 
 
 def _add_health(app: FastAPI, serving: Serving) -> None:

@@ -22,6 +22,8 @@ LOG = logging.getLogger("fp8q")
 BODY_SECONDS = 30.0
 #: Where bodies are read.
 ASKED = ("/v1/completions", "/v1/chat/completions")
+#: Beginnings of the paths that want the key.
+KEYED = ("/v1/", "/openapi.json")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -81,7 +83,7 @@ class Gate:
                 "--api-key",
                 code="wrong_host",
             )
-        if scope["path"].startswith("/v1/"):
+        if scope["path"].startswith(KEYED):
             self._admit(headers)
         if scope["method"] != "POST" or scope["path"] not in ASKED:
             return receive

@@ -56,6 +56,7 @@ class Mailbox:
         self._arrived: deque[Arrived] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
+        self._seen: Arrived | None = None
         self.gone = False
 
     def receiver(self, answer: int) -> Callable[[Piece | Failed], None]:
@@ -67,6 +68,14 @@ class Mailbox:
                 self._courier.ring(self)
 
         return receive
+
+    def look(self) -> tuple[int, float]:
+        """The number of pieces that a client with a stream has not taken since the last look, and the seconds since the
+        first of them came. The event loop has turned since then, so it is the client that is late and not the loop.
+        """
+        first = self._arrived[0] if self._eager and self._arrived else None
+        seen, self._seen = self._seen, first
+        return (len(self._arrived), perf_counter() - first.at) if first is not None and first is seen else (0, 0.0)
 
     def wake(self) -> None:
         """Wake the waiting client."""

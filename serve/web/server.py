@@ -21,8 +21,9 @@ from .serving import Serving
 #: Seconds that a connection may be open without a whole request head, without a request between two, and without
 #: taking anything of what it is sent.
 HEAD_SECONDS, IDLE_SECONDS, UNREAD_SECONDS = 20.0, 10, 60.0
-#: Bytes of a request's head.
-LARGEST_HEAD = 32 << 10
+#: Bytes of a request's head, and of an answer that may wait in this process and in the kernel (which doubles its part):
+#: what lies there seems read.
+LARGEST_HEAD, UNSENT, SEND_BUFFER = 32 << 10, 16 << 10, 32 << 10
 
 
 class PatientProtocol(H11Protocol):
@@ -36,6 +37,7 @@ class PatientProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(UNSENT)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
@@ -145,6 +147,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
         listener = socket.socket(kind, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # connections have it too
             listener.bind(address)
             listener.listen(2048)
         except OSError:

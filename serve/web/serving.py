@@ -19,6 +19,8 @@ from .refusals import Refusal
 BODY, BODY_A_POSITION = 1 << 20, 2 * CHARACTERS_A_POSITION
 #: Chats that may wait for the process that renders them.
 MOST_RENDERING = 64
+#: Pieces that a client may leave unread of its stream, and seconds, where another request waits for a row.
+MOST_UNREAD, UNREAD_SECONDS = 4096, 2.0
 
 
 class Model:
@@ -56,7 +58,7 @@ class Serving:
         self.metrics = Metrics()
         self._counts = {model.name: self.metrics.of(model.name, model.runtime, model.load) for model in self.models}
         self._rendering, self._rendered = ThreadPoolExecutor(1, "fp8q-template"), 0
-        self._boxes: dict[Mailbox, Model] = {}
+        self._boxes: dict[Mailbox, Handed] = {}
 
     @property
     def largest_body(self) -> int:
@@ -110,20 +112,20 @@ class Serving:
         finally:
             self._rendered -= 1
 
-    def submit(self, model: Model, requests: Sequence[Request], eager: bool) -> "Handed":
-        """Submit requests, all of them or none; raises Refusal where the queue is full."""
+    def submit(self, model: Model, requests: Sequence[Request], eager: bool, client: str) -> "Handed":
+        """Submit requests of `client`, all of them or none; raises Refusal where the queue is full."""
         if self.closing or not model.service.alive:
             raise Refusal(503, "the server is closing; ask another", code="closing")
         box = Mailbox(self._courier, eager)
-        handed = Handed(self, box, [])
+        handed = Handed(self, model, box, [])
         try:
             for index, request in enumerate(requests):
-                handed.ongoing.append(model.service.submit(request, box.receiver(index)))
+                handed.ongoing.append(model.service.submit(request, box.receiver(index), client=client))
         except BusyError as error:
             handed.let_go()
             self.counts(model).ended("busy", len(requests))
             raise Refusal(429, str(error), code="busy") from None
-        self._boxes[box] = model
+        self._boxes[box] = handed
         return handed
 
     def drop(self, box: Mailbox) -> None:
@@ -131,12 +133,17 @@ class Serving:
         self._boxes.pop(box, None)
 
     async def watch(self) -> None:
-        """Tell those who wait for a model whose loop has ended, which is a fault, that nothing comes any more."""
+        """Tell those who wait for a model whose loop has ended, which is a fault, that nothing comes any more, and free
+        the rows of streams that nobody reads.
+        """
         while True:
             await asyncio.sleep(1)
-            for box, model in list(self._boxes.items()):
-                if not model.service.alive:
-                    box.fail("the loop that generates has ended; start the server again")
+            for handed in list(self._boxes.values()):
+                if not handed.model.service.alive:
+                    handed.box.fail("the loop that generates has ended; start the server again")
+                elif handed.stalled():
+                    handed.let_go()
+                    handed.box.fail("the stream was not read; read it as it comes")
 
     def close(self) -> None:
         """End all threads; whoever is still here is answered first."""
@@ -150,8 +157,14 @@ class Handed:
     """The requests handed in for one client."""
 
     serving: Serving
+    model: Model
     box: Mailbox
     ongoing: list[Ongoing]
+
+    def stalled(self) -> bool:
+        """Tell whether too much lies unread, or anything for too long while another request waits; once a second."""
+        pieces, seconds = self.box.look()
+        return pieces > MOST_UNREAD or (seconds > UNREAD_SECONDS and self.model.load()[1] > 0)
 
     def let_go(self) -> None:
         """Free the rows; what has ended is none to free."""

@@ -28,6 +28,7 @@ from fp8q.options import Baseline, Precision
 from fp8q.quantize.reading.run_checkpoint import checkpoint_of
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.stages.corpus import load_tokens
+from fp8q.validate.bench.capacity import footprint, with_both
 from fp8q.validate.bench.document import Bench
 from fp8q.validate.report.accuracy_rows import accuracy_rows
 from fp8q.validate.report.report import summary_sentences
@@ -380,6 +381,12 @@ def test_a_run_without_graphs_is_not_measured(copied: Run, fp8q: Callable[..., A
     assert fp8q("bench", copied.root).complaint() == (
         f"{copied.onnx_fp32}: is missing; `fp8q export {copied.root}` writes it, run that first"
     )
+
+
+def test_bf16_is_computed_beside_a_model_that_is_measured_alone(copied: Run) -> None:
+    bf16, int8, fp8 = ((name, footprint(copied, name, 2048)) for name in ("bf16", "int8", "fp8"))
+    assert with_both([fp8], copied, 2048) == with_both([bf16], copied, 2048) == [bf16, fp8]
+    assert with_both([bf16, int8, fp8], copied, 2048) == [bf16, int8, fp8]
 
 
 def test_a_serving_host_without_torch_measures_too(copied: Run, base_install: Callable[..., Any]) -> None:

@@ -77,6 +77,23 @@ def test_a_gpus_user_builds_validates_and_serves(fp8q: Fp8q, on_gpu: Machine, ru
     assert (on_gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
 
 
+def test_bench_of_fp8_alone_says_what_to_put_beside_it(fp8q: Fp8q, on_gpu: Machine, run: Run) -> None:
+    built = fp8q("build-engine", run.root, "--runtime", "tensorrt-rtx", "--max-batch", "2", "--max-seq-len", "64")
+    assert built.code == 0, built.err
+    on_gpu.knows(run.engines / "sm89.plan", run.onnx_fp32)
+    words = ("--runtime", "tensorrt-rtx", "--prompt-lengths", "8", "--tokens", "3", "--rounds", "1", "--json")
+    found = fp8q("bench", run.root, *words)
+    assert found.code == 0, found.err
+    assert (
+        f"fp8: is measured alone, so no improvement is told; `fp8q export {run.root} --precision bf16` and "
+        f"`fp8q build-engine {run.root} --precision bf16 --runtime tensorrt-rtx` put BF16 beside it"
+    ) in found.err
+    told = json.loads(found.out)
+    assert {row["improvement"] for row in told["rows"]} == {None}
+    assert [row["variant"] for row in told["capacity"]] == ["bf16", "fp8"]
+    assert 1.5 < told["capacity"][1]["improvement"] < 2
+
+
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_engines_of_other_precisions_are_validated_beside_their_graphs(
     fp8q: Fp8q, on_gpu: Machine, run: Run, keeping_graphs: Callable[..., Any], precision: str

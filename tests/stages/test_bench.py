@@ -167,3 +167,9 @@ def test_improvement_energy_and_cost_are_of_the_answers() -> None:
     assert (fp8.variant, fp8.batch, fp8.prompt, fp8.memory_bytes) == ("fp8", 2, 7, 5)
     emulated = bench_stage.rows_of_size(["bf16", "fp8"], answers, (2, 7, 3), None, emulated=True)
     assert [(row.improvement, row.cost_per_million_tokens) for row in emulated] == [(None, None)] * 2
+
+
+def test_one_model_alone_has_no_improvement() -> None:
+    answers = [Answers(10, [BatchTiming(0.04, (0.02, 0.02))], None)]
+    (row,) = bench_stage.rows_of_size(["fp8"], answers, (1, 7, 3), None, emulated=False)
+    assert row.improvement is None

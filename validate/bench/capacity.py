@@ -23,6 +23,9 @@ from ...quantize.scales.serving_cost import WIDE_BYTES, Cost, cost_of, largest_b
 from ...serve.loop.sessions import PAST
 from .document import Capacity, Form
 
+#: The ends of the names of scales, which a model in BF16 does not have.
+SCALES = ("_scale", "_scale_inv")
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -40,12 +43,25 @@ def footprint(run: Run, precision: Precision, vocabulary: int, weights: Sequence
     """
     directory = checkpoint_of(run, precision)
     files = weights or sorted(directory.glob("*.safetensors"))
-    stored = [tensor for file in files for tensor in read_header(file).values()]
-    held = sum(WIDE_BYTES * prod(each.shape) if precision == "bf16" else each.end - each.start for each in stored)
+    stored = [item for file in files for item in read_header(file).items()]
+    if precision == "bf16":
+        held = sum(WIDE_BYTES * prod(each.shape) for name, each in stored if not name.endswith(SCALES))
+    else:
+        held = sum(each.end - each.start for _, each in stored)
     past = cache_of(run.onnx)
     cost = cost_of(product_shapes(run, vocabulary), {}, _scales(run, precision))
     cache = sum(values * (1 if codes and precision == "fp8" else WIDE_BYTES) for values, codes in past)
     return Footprint(held, replace(cost, cache_bytes=cache), sum(values for values, _ in past))
+
+
+def with_both(found: Sequence[tuple[str, Footprint]], run: Run, vocabulary: int) -> list[tuple[str, Footprint]]:
+    """Put BF16 before the models in `found` and FP8 behind them, each where it is not among them: a model that is
+    measured alone is compared by arithmetic, and this needs no BF16 files, since FP8's have the same shapes.
+    """
+    names = [name for name, _ in found]
+    wide = footprint(run, "bf16", vocabulary, sorted(run.model.glob("*.safetensors"))) if "bf16" not in names else None
+    codes = footprint(run, "fp8", vocabulary) if "fp8" not in names else None
+    return [*([("bf16", wide)] if wide else []), *found, *([("fp8", codes)] if codes else [])]
 
 
 def _scales(run: Run, precision: Precision) -> Scales | None:

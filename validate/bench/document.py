@@ -48,14 +48,15 @@ class BenchRow(Strict):
     tokens_per_second: float = Field(description="of all rows, over the latency")
     memory_bytes: int = Field(description="that the variant took of the device or, on a CPU, of this process")
     improvement: float | None = Field(
-        default=None, description="latency of the first variant over this one's; null where FP8 is emulated"
+        default=None,
+        description="latency of the first variant over this one's; null where FP8 is emulated, and for one alone",
     )
     joules_per_token: float | None = None
     cost_per_million_tokens: float | None = None
 
 
 class Capacity(Strict):
-    """Arithmetic on one variant: no runtime took part."""
+    """Arithmetic on one variant, BF16 and FP8 always among them: no runtime took part."""
 
     variant: str
     weight_bytes: int = Field(description="all weights, as they are stored")

@@ -16,6 +16,8 @@ from fp8q.serve.loop.sessions import OnnxRuntimeSession, Pace
 from fp8q.serve.loop.text import Vocabulary
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.serve.conftest import CountingModel
 
 PROMPTS = ["t1", "t3 t1 t4 t1 t5 t9", "t2 t7", "t14 t13 t12 t11 t10 t9 t8 t7 t6"]
@@ -184,6 +186,20 @@ def test_as_many_as_may_wait_and_then_it_is_busy(counting: CountingModel) -> Non
     generator.step()
     assert generator.load == (0, 1)
     generator.submit(Request("t0"))
+
+
+def test_clients_share_the_rows_and_one_alone_has_them_all(counting: CountingModel) -> None:
+    generator = counting.generator(2)
+    many = [generator.submit(Request("t0", max_tokens=3), "many") for _ in range(6)]
+    assert {piece.ticket for piece in generator.step()} == {many[0], many[1]}
+    few = [generator.submit(Request("t0", max_tokens=3), "few") for _ in range(2)]
+    ends = [piece.ticket for piece in iter_pieces(generator) if piece.finish_reason]
+    assert ends == [many[0], many[1], many[2], few[0], many[3], few[1], many[4], many[5]]
+
+
+def iter_pieces(generator: Generator) -> Iterator[Piece]:
+    while generator.busy:
+        yield from generator.step()
 
 
 def test_requests_that_end_together_leave_together(counting: CountingModel) -> None:

@@ -51,6 +51,23 @@ def service(counting: CountingModel) -> Iterator[Service]:
     assert service.load == (0, 0)
 
 
+def test_a_queue_that_one_client_fills_has_places_for_others(counting: CountingModel) -> None:
+    service = Service(counting.generator(1), max_waiting=1)
+    held = Client()
+    held.goes_on.clear()
+    for _ in range(2):
+        service.submit(Request("t0", max_tokens=2), held, client="many")
+    for client in ("many", "few"):
+        if client == "few":
+            service.submit(Request("t3 t1 t4", max_tokens=3), first := Client(), client=client)
+        with pytest.raises(BusyError):
+            service.submit(Request("t0"), Client(), client=client)
+    held.goes_on.set()
+    assert first.text == " t1 t2 t6"
+    service.close()
+    assert service.load == (0, 0)
+
+
 def test_an_answer_comes_in_pieces(service: Service) -> None:
     assert [piece.text for piece in service.stream(Request("t3 t1 t4", max_tokens=3))] == [" t1", " t2", " t6"]
     assert service.alive

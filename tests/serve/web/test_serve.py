@@ -348,6 +348,11 @@ def test_with_a_key_only_who_has_it_is_answered(counting_run: Run, monkeypatch: 
         for given, status in (("Bearer secret", 200), ("bearer secret", 200), ("secret", 401), ("Basic secret", 401)):
             assert server.client.get("/v1/models", headers={"Authorization": given}).status_code == status
         assert [server.client.get(path).status_code for path in ("/", "/health", "/metrics")] == [200, 200, 200]
+        assert server.client.get("/openapi.json").status_code == 401
+        described = server.client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
+    assert described["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
+    wanted = {path: "security" in operation for path, each in described["paths"].items() for operation in each.values()}
+    assert wanted == {path: path.startswith("/v1/") for path in described["paths"]}
 
 
 def test_a_browser_that_was_sent_here_under_another_name_is_refused(server: Thread) -> None:
