@@ -31,6 +31,9 @@ SMALLEST = 1e-12
 class Losses:
     """Predicted losses in nats a token: `parts` group or cache tensor -> variant -> its loss alone; and the available
     roundings, cache forms and forms with codes of weights.
+
+    A group or tensor that no token of the windows came by is not in `parts`: it loses nothing there, and nothing is
+    known of other text. `Problem` leaves such a one as it is.
     """
 
     parts: Mapping[str, Mapping[str, float]]
@@ -102,15 +105,24 @@ class Problem:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def best(self) -> Mix:
-        """The mix that loses least: all but one group in BF16, since a run without FP8 is none."""
-        finest = self.losses.finest
+        """The mix that loses least: all but one group in BF16, since a run without FP8 is none; and those that stay as
+        they are.
+        """
+        finest, known = self.losses.finest, [g.name for g in self.shape.groups if g.name in self.losses.parts]
         rounding = min(
-            self.losses.roundings,
-            key=lambda each: min(self.losses.group(g.name, each, finest) for g in self.shape.groups),
+            self.losses.roundings, key=lambda each: min(self.losses.group(name, each, finest) for name in known)
         )
-        kept = min(self.shape.groups, key=lambda g: self.losses.group(g.name, rounding, finest)).name
-        forms: dict[str, Form] = {g.name: finest if g.name == kept else "bf16" for g in self.shape.groups}
-        return Mix(forms, rounding, self.losses.caches[0])
+        kept = min(known, key=lambda name: self.losses.group(name, rounding, finest))
+        forms: dict[str, Form] = {name: finest if name == kept else "bf16" for name in known}
+        return Mix({**self.own.forms, **forms}, rounding, self.losses.caches[0])
+
+    @property
+    def unknown(self) -> list[str]:
+        """The groups and cache tensors of which no loss is known. They stay as the run has them: a choice without a
+        loss would be free.
+        """
+        cache = self.shape.cache if len(self.losses.caches) > 1 else ()
+        return [name for name in (*(g.name for g in self.shape.groups), *cache) if name not in self.losses.parts]
 
     def frontier(self) -> list[Mix]:
         """The cheapest mix of each loss, those that lose most first."""
@@ -148,23 +160,28 @@ class Problem:
             price = self.price.of(self.price.positions * held, 0) + CHANGED * changed
             return Choice(name, sum(map(self.losses.tensor, coded)), price)
 
+        def offered(tensors: Sequence[str]) -> Sequence[str]:
+            untold = [tensor for tensor in tensors if tensor[-1] in parts and tensor not in self.losses.parts]
+            return (CODED, WIDE) if all(map(own.codes, untold)) else (WIDE,)
+
         return {
-            module: [choice(name, module, tensors) for name in (CODED, WIDE)]
+            module: [choice(name, module, tensors) for name in offered(tensors)]
             for module, tensors in (self.shape.cached if parts else {}).items()
         }
 
     def _choices(self, group: Group, rounding: RoundingName) -> Sequence[Choice]:
-        alone = self.own.forms[group.name] == "weights_alone"
-        exact: Form = "weights_alone" if alone else self.losses.finest
+        own = self.own.forms[group.name]
+        exact: Form = "weights_alone" if own == "weights_alone" else self.losses.finest
+        forms = [
+            form for form in FORMS if form == exact or (form not in EXACT and form in (*self.losses.on_codes, "bf16"))
+        ]
         return [
             Choice(
                 form,
                 self.losses.group(group.name, rounding, form),
-                self.price.of(group.bytes_of(form), group.operations_of(form))
-                + CHANGED * (form != self.own.forms[group.name]),
+                self.price.of(group.bytes_of(form), group.operations_of(form)) + CHANGED * (form != own),
             )
-            for form in FORMS
-            if form == exact or (form not in EXACT and form in (*self.losses.on_codes, "bf16"))
+            for form in (forms if group.name in self.losses.parts else [own])
         ]
 
     def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:
