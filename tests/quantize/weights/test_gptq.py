@@ -87,6 +87,14 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_inverse_in_falling_order
     np.testing.assert_allclose(found.moments.numpy(), ordered.numpy(), rtol=2e-7)
 
 
+def test_moments_are_damped_by_a_thousandth_of_their_mean() -> None:
+    """Of 6 and 2 that is 0.004; without correlation U is one over the root of the diagonal."""
+    found = compensation(torch.diag(torch.tensor([2.0, 6.0])))
+    assert found.order.tolist() == [1, 0]
+    np.testing.assert_allclose(found.moments.numpy(), [[6.004, 0], [0, 2.004]], rtol=1e-6)
+    np.testing.assert_allclose(found.factor.numpy(), [[6.004**-0.5, 0], [0, 2.004**-0.5]], rtol=1e-6)
+
+
 def test_one_direction_that_holds_all_the_energy_leaves_the_factor_finite() -> None:
     direction = torch.randn(1500, generator=torch.Generator().manual_seed(10)).abs() + 1
     factor = compensation(torch.outer(direction, direction)).factor
