@@ -3,10 +3,10 @@
     python -m tests.mutants.campaign                      what `make mutants` runs
     python -m tests.mutants.campaign overlap-threshold    these alone, again, whatever is known of them
 
-The copy is in a temporary folder; the working tree is never changed. First all tests run without any mutation, since a
-test that fails anyway notices nothing. Verdicts are in `build/mutants.json`, each with a hash of the mutation, its file
-and its tests, so that a call goes on where another stopped, and only what changed is run again. Exit 1 where a mutation
-survives.
+The copy is in a temporary folder; the working tree is never changed. The test that fails runs once more without the
+mutation, since one that fails anyway notices nothing. Verdicts are in `build/mutants.json`, each with a hash of the
+mutation, its file and its tests, so that a call goes on where another stopped, and only what changed is run again. Exit
+1 where a mutation survives.
 
 Each run is a process forked from one that has imported pytest and torch, and nothing of fp8q: importing them takes more
 time than most of these tests.
@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -89,7 +89,7 @@ def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
 def verdict_of(mutation: Mutation, tree: Path) -> str:
     """Apply `mutation` to `tree`, run its tests and take it back: `survived`, or `killed by` the test.
 
-    Raises RuntimeError where the tests do not even run.
+    Raises RuntimeError where the tests do not even run, or the one that failed fails without the mutation.
     """
     path = tree / mutation.file
     source = path.read_text(encoding="utf-8")
@@ -102,21 +102,18 @@ def verdict_of(mutation: Mutation, tree: Path) -> str:
         return "survived"
     if code != FAILED:
         raise RuntimeError(f"{mutation.name}: pytest ended with {code}\n{output}")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return f"killed by {failed[1] if failed else mutation.tests[0]}"
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", output, re.MULTILINE)
+    test = failed[1] if failed else mutation.tests[0]
+    code, output = run_tests(tree, [test])
+    if code != PASSED:
+        raise RuntimeError(f"{mutation.name}: {test} fails without it too\n{output}")
+    return f"killed by {test}"
 
 
 def known_verdicts() -> dict[str, dict[str, str]]:
     """Read the verdicts of earlier calls: name -> its `key` and `verdict`."""
     known: dict[str, dict[str, str]] = json.loads(VERDICTS.read_text("utf-8")) if VERDICTS.exists() else {}
     return known
-
-
-def without_mutation(tree: Path, tests: Iterable[str]) -> None:
-    """Run all `tests` as they stand. Raises RuntimeError where one fails."""
-    code, output = run_tests(tree, sorted({*tests}))
-    if code != PASSED:
-        raise RuntimeError(f"without any mutation pytest ends with {code}\n{output}")
 
 
 def run_all(wanted: Sequence[Mutation], jobs: int) -> dict[str, str]:
@@ -140,11 +137,6 @@ def run_all(wanted: Sequence[Mutation], jobs: int) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         for job in range(jobs):
             trees.put(copied_tree(Path(folder) / str(job)))
-        tests = [test for mutation in wanted for test in mutation.tests]
-        print(f"{len(wanted)} mutations; first their tests without any", flush=True)
-        tree = trees.get()
-        without_mutation(tree, tests)
-        trees.put(tree)
         with ThreadPoolExecutor(jobs) as pool:
             return dict(pool.map(run, wanted))
 

@@ -90,7 +90,6 @@ def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(
     with torch.inference_mode():
         unquantized = model(input_ids=torch.from_numpy(ids), use_cache=False).logits.numpy()
     found = mean_kl([*expected], [*steps])
-    print(found, mean_kl([*expected], [*unquantized]), mean_kl([*expected], [*exact_logits(demo_run, ids)]))
     assert found < SHARE * mean_kl([*expected], [*unquantized])
     assert found < SHARE * mean_kl([*expected], [*exact_logits(demo_run, ids)])
 

@@ -102,7 +102,10 @@ def test_agreement_is_the_share_that_agrees() -> None:
 
 def test_one_token_in_a_hundred_has_a_kl_beyond_the_99th_percentile() -> None:
     """KL 0 to 100 at 101 tokens: 99 is exceeded by one of them, the mean is 50."""
-    found: Found = {"nll": np.zeros(101, np.float32), "kl": np.random.default_rng(1).permutation(101).astype(np.float32)}
+    found: Found = {
+        "nll": np.zeros(101, np.float32),
+        "kl": np.random.default_rng(1).permutation(101).astype(np.float32),
+    }
     summary = summarize_tokens(found, None)
     assert summary.kl_p99_nats == pytest.approx(99)
     assert summary.kl_mean_nats == pytest.approx(50)

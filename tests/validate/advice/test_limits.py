@@ -114,3 +114,12 @@ def test_a_scale_may_lose_a_decibel_and_six_are_bad() -> None:
     halved = ScaledTensor("0.up", histogram, np.ones(2, np.float32), chosen, chosen.scale / 4)
     found = next(each for each in stored_checks([halved], NONE, REMEDIES) if each.check == "scale")
     assert (found.verdict, found.module) == ("bad", "0.up")
+
+
+def test_the_median_token_stands_for_a_layer() -> None:
+    """Errors of 1 %, 2 % and 300 %: a token of massive activations is no layer that diverges."""
+    parted, exact = Parted(), torch.tensor([[[3.0, 4.0]] * 3])
+    parted.add(0, exact + torch.tensor([[[0.0, 0.05], [0.0, 0.1], [0.0, 15.0]]]), exact)
+    assert parted.error(0) == pytest.approx(0.02, rel=1e-5)
+    parted.add(0, torch.full((1, 4, 2), float("nan")), torch.ones(1, 4, 2))
+    assert np.isnan(parted.error(0)), "more than half are no numbers"
