@@ -62,7 +62,7 @@ def test_fp32_and_the_checkpoints_own_type_run_by_name(run: Run, text: str) -> N
 def test_an_engine_without_a_gpu_is_refused_before_torch_is_imported(demo_run: Run, runtime: str) -> None:
     """Importing torch and transformers takes ten times as long as all that comes before it."""
     script = "import sys; from fp8q.cli.main import command; print(command(), 'torch' in sys.modules)"
-    asked = [sys.executable, "-c", script, "validate", demo_run.root, "--runtimes", f"bf16,{runtime}"]
+    asked = [sys.executable, "-c", script, "validate", str(demo_run.root), "--runtimes", f"bf16,{runtime}"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=300)
     assert done.stdout == "4 False\n"
     assert done.stderr == f"fp8q: {runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime\n"

@@ -12,7 +12,7 @@ Values = npt.NDArray[np.generic]
 
 def constant(name: str, values: Values) -> ir.Value:
     tensor = ir.tensor(values, name=name)
-    return ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+    return ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape))
 
 
 def model_of(nodes: list[ir.Node], inputs: list[ir.Value], constants: list[ir.Value]) -> ir.Model:
