@@ -4,6 +4,8 @@
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
 # make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
+# make mutants   change a line that matters in a copy of the tree, one after the other, and tell whose tests do not notice;
+#                MUTANTS='kl-quantile …' for these alone, JOBS at once (2); goes on where it stopped
 # make triton    serve RUN (runs/demo, made where it is missing) by a real Triton server on this machine, until Ctrl-C
 # make hostile   meet such a server with CASES (5000) of what is no proper request, proper ones beside them; SEED=1
 # make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
@@ -59,6 +61,11 @@ KILLS ?= 20
 SEED ?= 1
 fuzz: install
 	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
+
+JOBS ?= 2
+.PHONY: mutants
+mutants: install
+	$(BIN)/python -m tests.mutants.campaign $(MUTANTS) --jobs $(JOBS)
 
 # The server and its environment go into .venv/triton, once.
 .PHONY: triton hostile repository

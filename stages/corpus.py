@@ -102,7 +102,8 @@ def prefix_for(
     """
     from ..calibrate.text.packing import prefix_of
 
-    prefix = prefix_of(tokenizer) if options.bos == "auto" else ()
+    documents = (document for text in texts for document in text.documents.texts)
+    prefix = prefix_of(tokenizer, documents) if options.bos == "auto" else ()
     without = [text.name for text in texts if text.documents.chat and tuple(text.ids[: len(prefix)]) != prefix]
     if without:
         begins = " ".join(tokenizer.convert_ids_to_tokens(list(prefix)))

@@ -190,6 +190,12 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     losses, experts = prepared.losses, load_statistics(run).record.experts or {}
     shape = replace(shape, groups=served(shape.groups, options.server, experts))
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
+    if problem.unknown:
+        others = f" and {len(problem.unknown) - 1} more" if len(problem.unknown) > 1 else ""
+        notes.note(
+            f"no token of the {len(parts[1])} windows for choosing came by {problem.unknown[0]}{others}: what is not "
+            "measured stays as it is; give more --windows, or calibrate on more text"
+        )
     search = Search(prepared, problem, choosing, notes)
     names = [group.name for group in shape.groups]
     worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])

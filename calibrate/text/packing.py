@@ -7,8 +7,9 @@ Face, "Perplexity of fixed-length models"), and what fp8q did before the option 
 BOS in front attends to it from every token, and its activations are others without it (docs/decisions/0016).
 """
 
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Two texts without common tokens: tokens in front of both are the tokenizer's.
 SAMPLES = ("The quick brown fox", "0 = x\n")
+#: Characters of a text that takes the place of a sample.
+SAMPLE = 40
 Tokens = npt.NDArray[np.int64]
 
 
@@ -76,20 +79,46 @@ class Packing:
         return marks
 
 
-def prefix_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """The special tokens that the tokenizer puts in front of any text; none where it adds none, or not always the same,
-    or cannot encode our samples: errors are left to `corpus.encode`.
+def prefix_of(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str] = ()) -> tuple[int, ...]:
+    """The special tokens that the tokenizer puts in front of any text; empty where it puts none there.
+
+    Where it cannot encode our samples, the beginnings of the first two of `texts` take their place. Raises InputError
+    where the tokens cannot be told: windows without the BOS that is served would be measured without a word.
     """
-    prefixes = set[tuple[int, ...]]()
-    with suppress(InputError), foreign(lambda error: InputError(error_text(error))), muted():
-        prefixes = {_before(tokenizer, text) for text in SAMPLES}
-    return prefixes.pop() if len(prefixes) == 1 else ()
+    own = tuple(text[:SAMPLE] for text in islice((text for text in texts if text.strip()), len(SAMPLES)))
+    try:
+        return _common_prefix(tokenizer, SAMPLES)
+    except InputError:
+        if not own:
+            raise
+    return _common_prefix(tokenizer, own)
 
 
-def _before(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
-    """Return the tokens that are added in front of those of `text` when it is encoded with special tokens."""
+def _common_prefix(tokenizer: "PreTrainedTokenizerBase", samples: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the tokens that are added in front of each of `samples`; raises InputError where these differ."""
+
+    def unknown(why: str) -> InputError:
+        return InputError(
+            f"--bos auto: what the tokenizer puts in front of a text cannot be told, since {why}; give --bos never, "
+            "which adds nothing to the text as it is tokenized"
+        )
+
+    with foreign(lambda error: unknown(f"it cannot encode {samples[0]!r}: {error_text(error)}")), muted():
+        prefixes = {text: _before(tokenizer, text) for text in samples}
+    for text, prefix in prefixes.items():
+        if prefix is None:
+            raise unknown(f"special tokens change those of {text!r}")
+        if prefix != prefixes[samples[0]]:
+            raise unknown(f"it is not the same for {samples[0]!r} and {text!r}")
+    return prefixes[samples[0]] or ()
+
+
+def _before(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...] | None:
+    """Return the tokens that are added in front of those of `text` when it is encoded with special tokens; None where
+    its own tokens are not among them.
+    """
     whole, plain = (
         list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
     )
     places = range(len(whole) - len(plain) + 1)
-    return next((tuple(whole[:place]) for place in places if whole[place : place + len(plain)] == plain), ())
+    return next((tuple(whole[:place]) for place in places if whole[place : place + len(plain)] == plain), None)

@@ -181,14 +181,21 @@ class Campaign:
         return case, snapshot(folder), launch(start)
 
     def cases(
-        self, seed: int, first: int, count: int, until: float, jobs: int
+        self, seed: int, first: int, counts: tuple[int, int], until: float, jobs: int
     ) -> Iterator[tuple[Case, Ended, list[Verdict], bool]]:
-        """Run cases from `first` on, `jobs` at once, until `count` were begun or the clock says `until`."""
+        """Run cases from `first` on, `jobs` at once, until the clock says `until`; as many as `counts` at least and at
+        most.
+        """
         waiting: list[tuple[Case, Snapshot, Running, bool]] = []
         index = first
+
+        def another() -> bool:
+            begun, (least, most) = index - first, counts
+            return begun < most and (self.goes_on(until) or (begun < least and not self.stopped))
+
         try:
-            while waiting or (index < first + count and self.goes_on(until)):
-                while len(waiting) < jobs and index < first + count and self.goes_on(until):
+            while waiting or another():
+                while len(waiting) < jobs and another():
                     real = index % REAL_EVERY == REAL_EVERY - 1
                     waiting.append((*self.begin(seed, index, real), real))
                     index += 1
@@ -212,6 +219,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Meet fp8q with what is wrong, and see whether it stumbles.")
     parser.add_argument("--minutes", type=float, default=2.0, help="of cases, the world and the kills aside")
     parser.add_argument("--cases", type=int, default=10**9, help="at most so many")
+    parser.add_argument("--least", type=int, default=0, help="so many cases however long they take")
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--subject", choices=SUBJECTS, help="cases of this one alone; so --case wants it again")
@@ -252,7 +260,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, campaign.stop)  # what was found until then is told
         limit(resource.RLIMIT_AS, mapped_bytes() + 2 * MEMORY)
         for case, end, verdicts, real in campaign.cases(
-            asked.seed, asked.first, asked.cases, start + 60 * asked.minutes, asked.jobs
+            asked.seed, asked.first, (asked.least, asked.cases), start + 60 * asked.minutes, asked.jobs
         ):
             findings.add(case, end, verdicts, real)
             if findings.cases % TOLD_EVERY == 0:

@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 CAMPAIGN = Path(__file__).with_name("campaign.py")
+#: Cases that are run however slow the machine is, two of them in real processes; half a minute is for 200.
+LEAST = 40
 
 
 @pytest.mark.slow
 def test_nothing_that_is_wrong_with_a_file_an_option_or_the_moment_makes_it_stumble(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    command = [sys.executable, str(CAMPAIGN), "--minutes", "0.5", "--cases", "200", "--kills", "6", "--out", str(out)]
+    cases = ("--minutes", "0.5", "--cases", "200", "--least", str(LEAST))
+    command = [sys.executable, str(CAMPAIGN), *cases, "--kills", "6", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert out.exists(), done.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["found"] == []
     assert found["killed"] == []
     assert (found["kills"], found["kills_streamed"], done.returncode) == (6, 2, 0)
-    assert found["cases"] > 20 * found["real_processes"] - 20
-    assert found["real_processes"] >= 1
+    assert LEAST <= found["cases"] <= 200
+    assert found["real_processes"] == found["cases"] // 20

@@ -15,11 +15,12 @@ import pytest
 import torch
 from google.protobuf import text_format
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from tritonclient.grpc import model_config_pb2
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
+from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.lint.check import lint_file
@@ -29,6 +30,7 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.serving_cost import cost_of
 from fp8q.serve.triton.engine_model import describe, engine_config
 from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.document import load_token_losses as load_nll
 from fp8q.validate.bench.capacity import product_shapes
@@ -36,6 +38,7 @@ from fp8q.validate.report.gains import gains
 from fp8q.validate.report.size_rows import size_rows
 
 from ..graphs import products_of_the_demo
+from .other_models import SHARE, Logits, mean_kl
 
 PRODUCTS = 4 * 7
 KINDS = (
@@ -47,14 +50,6 @@ KINDS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-
-
-def perplexity(forward: Callable[[torch.Tensor], torch.Tensor], ids: np.ndarray) -> float:
-    """Over windows `ids`, each scored alone, the first token of each not scored."""
-    windows = torch.from_numpy(ids)
-    with torch.inference_mode():
-        logits = forward(windows).float()
-    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), windows[:, 1:].flatten()).exp())
 
 
 @pytest.fixture(scope="module")
@@ -106,20 +101,33 @@ def test_the_checkpoint_holds_the_codes_and_scales_of_the_source_weights(demo_ru
         assert stored.get_tensor("model.embed_tokens.weight").equal(source.get_tensor("model.embed_tokens.weight"))
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 0.001), (torch.bfloat16, 0.01)])
-def test_transformers_loads_the_checkpoint_as_it_is_with_the_references_perplexity(
-    demo_run: Run, windows: np.ndarray, dtype: torch.dtype, limit: float
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_the_checkpoint_as_it_is_and_loses_what_the_reference_loses(
+    demo_run: Run, windows: np.ndarray, dtype: torch.dtype
 ) -> None:
+    """compressed-tensors rounds keys and values to the cache's codes too. In FP32 both are one model but for sums whose
+    order flips a code; in BF16 codes differ in every position, and what is compared is the KL of FP32 from each.
+    """
     loaded: Any = AutoModelForCausalLM.from_pretrained(demo_run.model, dtype=dtype, output_loading_info=True)
     model, info = loaded
     assert [kind for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]] == []
     reference = load_reference(demo_run.model, "exact" if dtype == torch.float32 else "fast", dtype)
-    ours = perplexity(
-        lambda ids: reference.model(input_ids=ids, past_key_values=reference.new_cache(), use_cache=True).logits,
-        windows,
-    )
-    theirs = perplexity(lambda ids: model(input_ids=ids).logits, windows)
-    assert abs(theirs / ours - 1) <= limit
+    source, rows = source_of(demo_run), torch.from_numpy(windows[:4])
+
+    def logits(model: Any, cache: DynamicCache | None = None) -> Logits:
+        with torch.inference_mode():
+            return [*model(input_ids=rows, past_key_values=cache, use_cache=cache is not None).logits.float().numpy()]
+
+    ours, theirs = logits(reference.model, reference.new_cache()), logits(model)
+    exact = logits(load_model(source, torch.float32, "cpu"))
+    if dtype == torch.float32:
+        print(mean_kl(ours, theirs), mean_kl(ours, exact))
+        assert mean_kl(ours, theirs) < SHARE * mean_kl(ours, exact)
+    else:
+        print(mean_kl(exact, ours), mean_kl(exact, theirs), mean_kl(exact, logits(load_model(source, dtype, "cpu"))))
+        lost = mean_kl(exact, ours)
+        assert mean_kl(exact, theirs) == pytest.approx(lost, rel=0.15)
+        assert mean_kl(exact, logits(load_model(source, dtype, "cpu"))) < lost / 2
 
 
 def test_both_graphs_are_standard_onnx_and_point_into_the_safetensors(demo_run: Run) -> None:
@@ -287,7 +295,6 @@ def test_other_sums_are_two_more_rows_of_some_windows_and_what_they_take_is_a_no
     assert two_level.kl_sums_nats is not None
     assert exact.kl_mean_nats is not None
     assert 0 < two_level.kl_sums_nats < exact.kl_mean_nats
-    assert two_level.perplexity == pytest.approx(exact.perplexity, rel=0.01)
     said = copied.record().stages["validate"].notes[0]
     assert said.startswith("--accumulator two-level: the reference on 2 of ")
     assert f"the sums of {2 * context} tokens of 2,949,120 products take about " in said

@@ -1,6 +1,8 @@
 """`fp8q validate` on the finished demo: runtimes by name, one that fails half-way, numbers that stop being any."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from fp8q.stages.commands import run as run_command
 from fp8q.stages.shared.opening import Command
 from fp8q.validate.accuracy import compare, runtimes
 from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, save_accuracy
+
+from ..conftest import has_gpu
 
 SHORT = ("bf16", "reference", "onnxruntime")
 
@@ -51,6 +55,17 @@ def test_fp32_and_the_checkpoints_own_type_run_by_name(run: Run, text: str) -> N
     assert 0 < own < fp8 / 5
     assert found["fp32"].kl_mean_nats == pytest.approx(own, rel=0.2)  # small divergences are the same either way
     assert found["fp32"].kl_fp32_nats is None
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
+@pytest.mark.parametrize("runtime", ["tensorrt", "tensorrt-rtx"])
+def test_an_engine_without_a_gpu_is_refused_before_torch_is_imported(demo_run: Run, runtime: str) -> None:
+    """Importing torch and transformers takes ten times as long as all that comes before it."""
+    script = "import sys; from fp8q.cli.main import command; print(command(), 'torch' in sys.modules)"
+    asked = [sys.executable, "-c", script, "validate", str(demo_run.root), "--runtimes", f"bf16,{runtime}"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "4 False\n"
+    assert done.stderr == f"fp8q: {runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime\n"
 
 
 def broken(after: int) -> Callable[..., Any]:

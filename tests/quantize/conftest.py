@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from fp8q import api
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
@@ -22,7 +23,7 @@ from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
 
 if TYPE_CHECKING:
-    from tests.conftest import Texts
+    from tests.conftest import KeepingGraphs, Texts
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +38,23 @@ def calibrated() -> Callable[[Run, Source, Path, CalibrateOptions], None]:
         quantize_stage.quantize(run, source, sources.products_of(source), options, notes)
 
     return calibrate
+
+
+@pytest.fixture(scope="session")
+def rescaled(
+    demo_run: Run, keeping_graphs: "KeepingGraphs", tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Run]:
+    """`rescaled(q_scale=True)`: a copy of the demo's run, which has an FP8 cache, its scales chosen again by these
+    options of `fp8q scales`.
+    """
+
+    def rescale(**options: Any) -> Run:
+        copy, ignored = tmp_path_factory.mktemp("rescaled") / "run", shutil.ignore_patterns("engines", "triton")
+        shutil.copytree(demo_run.root, copy, ignore=ignored)
+        with keeping_graphs():
+            return api.scales(copy, api.RescaleOptions(**options))
+
+    return rescale
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import torch
@@ -88,9 +89,7 @@ class Watcher:
 
     def _norm(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def see(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            amax = float(given[0].abs().amax())
-            before = self.seen.norms.get(name, 0.0)
-            self.seen.norms[name] = amax if amax != amax else max(before, amax)
+            self.seen.norms[name] = larger(self.seen.norms.get(name, 0.0), float(given[0].abs().amax()))
 
         return see
 
@@ -127,10 +126,15 @@ class Watcher:
                 query[:, head], key[:, head // shared], scaling, options.get("softcap"), _of_head(mask, head)
             )
             largest = logits.masked_fill(logits == float("-inf"), 0).abs().amax()
-            self.seen.logits[name] = max(self.seen.logits.get(name, 0.0), float(largest))
+            self.seen.logits[name] = larger(self.seen.logits.get(name, 0.0), float(largest))
             hot, rows = one_hot(logits)
             before = self.seen.hot.get(name, (0, 0))
             self.seen.hot[name] = (before[0] + hot, before[1] + rows)
+
+
+def larger(before: float, value: float) -> float:
+    """Return the larger of two magnitudes; NaN where one is NaN, which Python's `max` passes over."""
+    return before + value if isnan(before) or isnan(value) else max(before, value)
 
 
 def _of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:

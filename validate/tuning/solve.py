@@ -31,6 +31,9 @@ SMALLEST = 1e-12
 class Losses:
     """Predicted losses in nats a token: `parts` group or cache tensor -> variant -> its loss alone; and the available
     roundings, cache forms and forms with codes of weights.
+
+    A group or tensor that no token of the windows came by is not in `parts`: it loses nothing there, and nothing is
+    known of other text. `Problem` leaves such a one as it is.
     """
 
     parts: Mapping[str, Mapping[str, float]]
@@ -97,14 +100,24 @@ class Problem:
         return min(found, key=lambda each: each[0])[1] if found else None
 
     def best(self) -> Mix:
-        """The mix that loses least: all but one group in BF16, since a run without FP8 is none."""
-        finest, losses = self.finest().forms, self.losses
+        """The mix that loses least: all but one group in BF16, since a run without FP8 is none; and those that stay as
+        they are.
+        """
+        losses = self.losses
+        finest = {name: form for name, form in self.finest().forms.items() if name in losses.parts}
         rounding = min(losses.roundings, key=lambda each: min(losses.group(*of, each) for of in finest.items()))
-        left = min(self.shape.groups, key=lambda g: self.losses.group(g.name, finest[g.name], rounding)).name
-        forms: dict[str, Form] = {
-            g.name: finest[g.name] if g.name == left or "bf16" not in g.forms else "bf16" for g in self.shape.groups
-        }
-        return Mix(forms, rounding, self.losses.caches[0])
+        left = min(finest, key=lambda name: losses.group(name, finest[name], rounding))
+        wide = {group.name for group in self.shape.groups if "bf16" in group.forms and group.name != left}
+        forms: dict[str, Form] = {name: "bf16" if name in wide else form for name, form in finest.items()}
+        return Mix({**self.own.forms, **forms}, rounding, losses.caches[0])
+
+    @property
+    def unknown(self) -> list[str]:
+        """The groups and cache tensors of which no loss is known. They stay as the run has them: a choice without a
+        loss would be free.
+        """
+        cache = self.shape.cache if len(self.losses.caches) > 1 else ()
+        return [name for name in (*(g.name for g in self.shape.groups), *cache) if name not in self.losses.parts]
 
     def finest(self) -> Mix:
         """The mix with FP8 weights everywhere that loses least."""
@@ -150,8 +163,12 @@ class Problem:
             price = self.price.of(self.price.positions * held, 0) + CHANGED * changed
             return Choice(name, sum(map(self.losses.tensor, coded)), price)
 
+        def offered(tensors: Sequence[str]) -> Sequence[str]:
+            untold = [tensor for tensor in tensors if tensor[-1] in parts and tensor not in self.losses.parts]
+            return (CODED, WIDE) if all(map(own.codes, untold)) else (WIDE,)
+
         return {
-            module: [choice(name, module, tensors) for name in (CODED, WIDE)]
+            module: [choice(name, module, tensors) for name in offered(tensors)]
             for module, tensors in (self.shape.cached if parts else {}).items()
         }
 
@@ -167,7 +184,11 @@ class Problem:
         ]
 
     def _forms(self, group: Group) -> list[Form]:
-        """List the forms that `group` may take; of those that lose nothing but the rounding of weights, one."""
+        """List the forms that `group` may take: of those that lose nothing but the rounding of weights, one; its own
+        where no loss of it is known.
+        """
+        if group.name not in self.losses.parts:
+            return [self.own.forms[group.name]]
         predicted = (*self.losses.on_codes, "weights_alone", "bf16")
         possible = [form for form in FORMS if form in predicted and form in group.forms]
         exact = [form for form in EXACT if form in possible]

@@ -41,8 +41,12 @@ def test_the_kernel_takes_every_other_value_as_it_lies_and_blocks_by_turns() -> 
     assert torch.equal(triton_count(patterns.to(DEVICE), 2).cpu(), torch.bincount(patterns, minlength=PATTERNS))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("values", [0, 1, 5000])
-def test_sorting_and_threads_count_what_bincount_counts(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sorting_and_threads_count_what_bincount_counts(
+    values: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(counting, "SORTED_AT_A_TIME", 512)
     monkeypatch.setattr(counting, "WORTH_SHARING", 2)
     patterns = drawn(values)

@@ -170,3 +170,15 @@ def test_the_amax_of_a_batch_is_that_of_its_finite_values() -> None:
     assert found.amax_batches[:3].tolist() == [3.0, 0.0, 2.0]
     assert np.isnan(found.amax_batches[3])
     assert (found.histogram.infinities, found.histogram.nans) == (4, 2)
+
+
+def test_a_batch_that_comes_in_parts_has_the_amax_of_all_of_them() -> None:
+    """As experts see it, or layers that share weights: the larger part first, then the smaller."""
+    observer = Observer(2)
+    for batch, values in ((0, [[1.0, -4.0]]), (0, [[3.0, 2.0]]), (1, [[2.0, 1.0]])):
+        observer.update(torch.tensor(values), batch)
+    found = observer.statistics()
+    assert found is not None
+    assert found.amax_batches.tolist() == [4.0, 2.0]
+    assert found.amax_channels.tolist() == [3.0, 4.0]
+    assert found.histogram.samples == 6

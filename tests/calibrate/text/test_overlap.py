@@ -83,6 +83,15 @@ def test_a_few_hundredths_are_noted(report: "Notebook") -> None:
     assert report.lines == ["--eval-data e.txt: 4.3% of c.txt is in e.txt"]  # 40 of 937 runs
 
 
+def test_a_tenth_is_refused_and_a_little_less_is_noted(report: "Notebook") -> None:
+    """Of 937 runs 94 are 10.03 %, and 93 are 9.93 %; no passage of 256 units is among them."""
+    text, other = prose(1000, 1), prose(960, 2)
+    words = text.split()
+    assert refusal([text], [" ".join(words[:157]), other]) == message(10, "c.txt", "e.txt")
+    check_disjoint([text], [" ".join(words[:156]), other], "c.txt", "e.txt", report)
+    assert report.lines == ["--eval-data e.txt: 9.9% of c.txt is in e.txt"]
+
+
 def test_a_passage_that_is_no_boilerplate_is_refused_from_a_hundredth_on(report: "Notebook") -> None:
     # a window of 512 units in 20,000: runs of 64 are 449 of 20,000 less 63; those of 256, 257 of 20,000 less 255
     text, window = prose(20_000, 1), " ".join(prose(1000, 2).split()[:512])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,7 +88,46 @@ def test_of_what_stands_around_a_text_the_front_is_taken(template: str, prefix: 
     assert prefix_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) == prefix
 
 
-def test_a_tokenizer_that_cannot_spell_our_samples_has_no_prefix() -> None:
-    words = Tokenizer(WordLevel({"known": 0}))
-    words.pre_tokenizer = Whitespace()
-    assert prefix_of(PreTrainedTokenizerFast(tokenizer_object=words)) == ()
+def words_alone(*words: str, opening: bool = True) -> PreTrainedTokenizerFast:
+    """A tokenizer of these words and no others, which puts a BOS in front."""
+    tokenizer = Tokenizer(WordLevel({"<s>": 0, **{word: index + 1 for index, word in enumerate(words)}}))
+    tokenizer.pre_tokenizer = Whitespace()
+    if opening:
+        tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def test_of_a_tokenizer_that_cannot_spell_our_samples_the_users_text_tells() -> None:
+    texts = ["", "known words", "words"]
+    assert prefix_of(words_alone("known", "words"), texts) == (0,)
+    assert prefix_of(words_alone("known", "words", opening=False), texts) == ()
+
+
+def test_where_no_text_tells_what_is_put_in_front_nothing_is_calibrated_without_it() -> None:
+    asked = "; give --bos never, which adds nothing to the text as it is tokenized"
+    for texts in ([], ["unknown"]):
+        with pytest.raises(InputError) as refused:
+            prefix_of(words_alone("known"), texts)
+        sample = (texts or ["The quick brown fox"])[0]
+        assert str(refused.value) == (
+            f"--bos auto: what the tokenizer puts in front of a text cannot be told, since it cannot encode {sample!r}: "
+            f"WordLevel error: Missing [UNK] token from the vocabulary{asked}"
+        )
+
+
+def test_tokens_in_front_of_some_texts_alone_are_refused() -> None:
+    """Of a text that begins with a zero this tokenizer lacks a rule; encoded as a special token it is another."""
+    opening, plain = words_alone("known"), words_alone("known", opening=False)
+
+    class OfSome:
+        def __call__(self, text: str, **options: Any) -> Any:
+            return (opening if text == "known" else plain)(text, **options)
+
+    class OfOthers:
+        def __call__(self, text: str, add_special_tokens: bool, **options: Any) -> Any:
+            return {"input_ids": [7, 8] if add_special_tokens else [1]}
+
+    with pytest.raises(InputError, match="since it is not the same for 'known' and 'known known'; give --bos never, "):
+        prefix_of(OfSome(), ["known", "known known"])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="since special tokens change those of 'The quick brown fox'; give --bos"):
+        prefix_of(OfOthers())  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import pytest
 
 from fp8q.export.engine.inspector import operands_of_kernel, read_inspector
 from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, product_rows
-from fp8q.export.engine.plan import Evidence, Plan, evidence
+from fp8q.export.engine.plan import UNTOLD, EngineProduct, Evidence, Plan, evidence
 from fp8q.export.onnx_file import names
 
 LAYERS = Path(__file__).parent / "layers"
@@ -153,6 +153,24 @@ def test_a_product_that_is_wide_in_one_profile_is_wide_whatever_the_other_tells(
     plan = Plan({0: first.profiles[0], 1: second.profiles[1]}, "inspector")
     assert set(found_in(plan).wide.values()) == {"fp8 × unknown -> bf16 in profile 0"}
     assert found_in(plan).unknown == {}
+
+
+@pytest.mark.parametrize(
+    ("operands", "fp8", "untold"),
+    [
+        (("fp8", "fp8"), True, False),
+        (("fp8", "bf16"), False, False),
+        (("bf16", "fp8"), False, False),
+        (("fp8", UNTOLD), False, True),
+        ((UNTOLD, UNTOLD), False, True),
+        ((UNTOLD, "bf16"), False, False),  # wide, whatever the other side is
+    ],
+)
+def test_a_product_is_fp8_on_both_sides_or_wide_or_it_is_not_told(
+    operands: tuple[str, str], fp8: bool, untold: bool
+) -> None:
+    product = EngineProduct(("up.matmul",), operands, "fp32")
+    assert (product.fp8, product.untold) == (fp8, untold)
 
 
 def test_a_product_that_the_inspector_does_not_show_is_unknown() -> None:

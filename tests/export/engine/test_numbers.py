@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, TensorProto, numpy_helper
 
 from fp8q.core.errors import InputError
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
@@ -130,6 +130,29 @@ def test_factors_are_compared_channel_by_channel(engine_of: Engines, tmp_path: P
     assert [str(each) for each in broken(found)] == [
         f"{GATE}: its product is scaled by {own:.9g} in channel 77, and the run has s_x · s_w = {2 * own:.9g}"
     ]
+
+
+def test_an_input_scale_that_is_the_next_bf16_number_is_told(
+    engine_of: Engines, edited: Callable[..., None], tmp_path: Path
+) -> None:
+    """By 0.4 to 0.8 %: the scale itself, and the factors that it is in."""
+    written, plan = engine_of("sm89")
+    name, own = f"{DOWN}.input_scale", np.float32(written.input_scales[DOWN])
+    following = (own.view(np.uint32) + np.uint32(1 << 16)).view(np.float32)
+    assert 1.003 < following / own < 1.008
+
+    def change(model: ModelProto) -> None:
+        (stored,) = (each for each in model.graph.initializer if each.name == name)
+        stored.CopyFrom(numpy_helper.from_array(np.asarray(following), name))
+
+    graph = tmp_path / "model.onnx"
+    graph.write_bytes(written.path.read_bytes())
+    (tmp_path / "model.safetensors").hardlink_to(written.path.with_name("model.safetensors"))
+    edited(graph, change)
+    found = proof_of(replace(written, path=graph), plan).differences
+    assert {(each.module, each.what, each.told) for each in found} == {(DOWN, FACTORS, True), (DOWN, INPUT, True)}
+    assert next(each for each in found if each.what == INPUT).expected == f"{following:.6g}"
+    assert {each.what for each in broken(found)} == {FACTORS, INPUT}
 
 
 @pytest.mark.parametrize("target", TARGETS)

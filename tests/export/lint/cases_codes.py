@@ -174,6 +174,26 @@ CASES = [
         ),
         set_tensor(f"{DOWN}.weight_scale", np.full(64, 0.5, np.float32)),
     ),
+    Case(  # as many numbers, but in two dimensions, which ONNX takes for scales of blocks
+        "F107",
+        (
+            (
+                f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale has shape [128, 1] but axis 0 of {DOWN}.weight "
+                "[128, 256] has 128; store one scale for each"
+            ),
+        ),
+        set_tensor(f"{DOWN}.weight_scale", np.full((128, 1), 0.5, np.float32)),
+    ),
+    Case(  # an axis that the weight does not have has nothing to scale
+        "F107",
+        (
+            (
+                f"{DOWN}.weight.dequantize: scale {DOWN}.weight_scale has shape [128] but axis 2 of {DOWN}.weight "
+                "[128, 256] has 0; store one scale for each"
+            ),
+        ),
+        set_attribute(f"{DOWN}.weight.dequantize", "axis", 2),
+    ),
     Case(
         "F107",
         tuple(

@@ -30,14 +30,9 @@ LAYERS = range(4)
 
 
 @pytest.fixture(scope="module")
-def run(demo_run: Run, keeping_graphs: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(rescaled: Callable[..., Run]) -> Run:
     """The demo with an FP8 cache and scales of queries."""
-    ignored = shutil.ignore_patterns("engines", "triton")
-    with keeping_graphs():
-        return api.scales(
-            Path(shutil.copytree(demo_run.root, tmp_path_factory.mktemp("queries") / "run", ignore=ignored)),
-            api.RescaleOptions(q_scale=True),
-        )
+    return rescaled(q_scale=True)
 
 
 def test_scales_are_of_the_largest_query_and_nothing_else_changes(run: Run, demo_run: Run) -> None:

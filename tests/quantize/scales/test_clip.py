@@ -77,6 +77,17 @@ def test_the_mse_clip_may_lie_above_the_amax() -> None:
     assert 10 * chosen < of_amax
 
 
+def test_the_mse_clip_may_lie_far_below_the_amax_worked_by_hand() -> None:
+    """One value of 448, and 10^12 of 2^-11, which at the scale of 1 round to zero, and at s up to 1/2 to s · 2^-9.
+
+    (448 - 448 s)² + 10^12 · 2^-18 (s - 1/4)² is least where 448² (1 - s) = 10^12 · 2^-18 (s - 1/4), at s = 0.2875.
+    """
+    bits = np.array([2.0**-11, 448.0], np.float32).view(np.uint32) >> 16
+    histogram = Histogram(bits.astype(np.int16), np.array([10**12, 1], np.int64))
+    clip = clip_mse(histogram, E4M3, Clipping("mse"))
+    assert clip / 448 == pytest.approx(0.2875, abs=2**-9)
+
+
 def test_mse_keeps_the_amax_where_clipping_gains_nothing() -> None:
     x = torch.tensor([448.0, 1.0, 2.0]).to(torch.bfloat16)
     assert clip_mse(histogram_of(x), E4M3, Clipping("mse")) == 448.0

@@ -1,11 +1,13 @@
 """Per-channel weight scales and codes, by their definitions."""
 
 import numpy as np
+import pytest
 import torch
 
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import Skipped
+from fp8q.quantize.weights import channels
 from fp8q.quantize.weights.channels import channel_scales, quantize_weight
 
 
@@ -43,6 +45,19 @@ def test_mse_errs_no_more_than_amax_on_any_channel() -> None:
         assert not isinstance(quantized, Skipped)
         errors[method] = (w.float() - quantized.codes.float() * quantized.scale[:, None]).square().sum(1)
     assert (errors["mse"] <= errors["amax"]).all()
+
+
+def test_the_ratio_of_signal_to_noise_is_of_all_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of 1 under scales of 1 / 448 are exact; 1.0625 is off by 0.0625 from the nearest codes, 448 and 480, of
+    which the second does not exist: of two rows of four values the noise is 4 · 2^-8, the signal 4 + 4 · 1.0625².
+    """
+    w = torch.tensor([[1.0] * 4, [1.0625] * 4], dtype=torch.bfloat16)
+    codes, scale = torch.full((2, 4), 448.0).to(torch.float8_e4m3fn), torch.full((2,), 1 / 448)
+    for values in (channels.BLOCK_VALUES, 4):
+        monkeypatch.setattr(channels, "BLOCK_VALUES", values)
+        for rows in ([0, 1], [1, 0]):
+            found = channels.weight_summary(w[rows], codes, scale, "amax", "nearest").sqnr_db
+            assert found == pytest.approx(10 * np.log10((4 + 4 * 1.0625**2) / (4 / 256)), abs=1e-4)
 
 
 def test_a_channel_of_zeros_takes_the_largest_scale_of_the_others_and_is_counted() -> None:

@@ -87,6 +87,24 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_inverse_in_falling_order
     np.testing.assert_allclose(found.moments.numpy(), ordered.numpy(), rtol=2e-7)
 
 
+@pytest.mark.parametrize("inputs", [2, BLOCK + 1])
+def test_errors_reach_the_last_input_within_a_block_and_behind_it(inputs: int) -> None:
+    """1.03 becomes 1, and 0.98 makes up for it: 0.95 is nearer to 0.9375 than to 1."""
+    left, factor = torch.zeros(inputs, 1), torch.eye(inputs)
+    left[0], left[-1], factor[0, -1] = 1.03, 0.98, 1.0
+    values, errors = gptq_round(left, torch.ones(1), factor)
+    assert [float(values[0]), float(values[-1])] == [1.0, 0.9375]
+    assert float(errors[0]) == pytest.approx(0.03**2 + 0.0125**2, rel=1e-3)
+
+
+def test_moments_are_damped_by_a_thousandth_of_their_mean() -> None:
+    """Of 6 and 2 that is 0.004; without correlation U is one over the root of the diagonal."""
+    found = compensation(torch.diag(torch.tensor([2.0, 6.0])))
+    assert found.order.tolist() == [1, 0]
+    np.testing.assert_allclose(found.moments.numpy(), [[6.004, 0], [0, 2.004]], rtol=1e-6)
+    np.testing.assert_allclose(found.factor.numpy(), [[6.004**-0.5, 0], [0, 2.004**-0.5]], rtol=1e-6)
+
+
 def test_one_direction_that_holds_all_the_energy_leaves_the_factor_finite() -> None:
     direction = torch.randn(1500, generator=torch.Generator().manual_seed(10)).abs() + 1
     factor = compensation(torch.outer(direction, direction)).factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import threading
@@ -222,6 +223,26 @@ def test_a_body_that_does_not_read_is_refused(server: Thread) -> None:
     assert (found.status_code, found.json()["error"]["message"]) == (
         415, "the body must be JSON; send it with the header Content-Type: application/json",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_is_refused_from_one_byte_too_many_on(server: Thread, chunked: bool) -> None:
+    """With its length in the head, or without."""
+
+    def posted(length: int) -> httpx.Response:
+        body = b'{"prompt": "t1", "max_tokens": 1}'.ljust(length)
+        content = (body[at : at + 1000] for at in range(0, length, 1000)) if chunked else body
+        return server.client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+
+    told = re.fullmatch(r"the body has more than ([\d,]+) bytes; send less", error_of(posted(1_000_000)))
+    assert told is not None
+    most = int(told[1].replace(",", ""))
+    assert [posted(most + more).status_code for more in (0, 1)] == [200, 413]
+
+
+def error_of(response: httpx.Response) -> str:
+    message: str = response.json()["error"]["message"]
+    return message
 
 
 def test_models_are_listed_and_other_paths_are_none(server: Thread) -> None:

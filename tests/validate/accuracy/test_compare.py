@@ -11,8 +11,15 @@ import torch
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy import compare as comparing
-from fp8q.validate.accuracy.compare import Forward, Outcome, Turns, compare_in_turn, compare_runtimes
-from fp8q.validate.accuracy.divergence import overlap
+from fp8q.validate.accuracy.compare import (
+    Forward,
+    Outcome,
+    Turns,
+    compare_in_turn,
+    compare_runtimes,
+    summarize_tokens,
+)
+from fp8q.validate.accuracy.divergence import Found, overlap
 from fp8q.validate.accuracy.perplexity import cut
 
 VOCABULARY = 8
@@ -91,6 +98,17 @@ def test_agreement_is_the_share_that_agrees() -> None:
     found, _ = compare_runtimes(EVALUATION, opposite, VOCABULARY, SILENT)
     assert found.runtimes["other"].top1_agreement == 0
     assert found.runtimes["other"].top5_agreement == pytest.approx(2 / 5)
+
+
+def test_one_token_in_a_hundred_has_a_kl_beyond_the_99th_percentile() -> None:
+    """KL 0 to 100 at 101 tokens: 99 is exceeded by one of them, the mean is 50."""
+    found: Found = {
+        "nll": np.zeros(101, np.float32),
+        "kl": np.random.default_rng(1).permutation(101).astype(np.float32),
+    }
+    summary = summarize_tokens(found, None)
+    assert summary.kl_p99_nats == pytest.approx(99)
+    assert summary.kl_mean_nats == pytest.approx(50)
 
 
 def test_the_five_likeliest_are_all_there_are_in_a_smaller_vocabulary() -> None:

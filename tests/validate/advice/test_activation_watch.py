@@ -121,6 +121,25 @@ def test_logits_take_the_scaling_the_cap_and_the_mask() -> None:
     assert head_logits(query, key, 1.0, mask=added).tolist() == [[[6.0, 0.0], [-INFINITY, 20.0]]]
 
 
+@pytest.mark.parametrize("broken", [float("nan"), INFINITY])
+@pytest.mark.parametrize("first", [True, False])
+def test_queries_that_are_no_numbers_are_bad_whatever_other_windows_give(
+    model: PreTrainedModel, broken: float, first: bool
+) -> None:
+    """In one layer of two, in one window of two."""
+    watcher, weight = Watcher(model), model.get_parameter("model.layers.1.self_attn.q_proj.weight")
+    sound = weight.detach().clone()
+    for damaged in (first, not first):
+        with torch.no_grad():
+            weight.copy_(sound)
+            weight[0, 0] = broken if damaged else weight[0, 0]
+        ids = torch.arange(7)[None]
+        with watcher.watching(ids) as cache, torch.inference_mode():
+            model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    found = model_checks.attention_logits(watcher.seen, [], REMEDIES)
+    assert [(each.verdict, each.module, each.value) for each in found] == [("bad", "model.layers.1.self_attn", None)]
+
+
 def test_a_row_is_one_hot_where_fp32_says_so() -> None:
     """exp(-16.7) is lost beside 1 in FP32, exp(-16.5) is not."""
     logits = torch.tensor([[[0.0, -INFINITY, -INFINITY], [20.0, 20 - 16.5, -INFINITY], [20 - 16.7, 20.0, 1.0]]])

@@ -160,6 +160,18 @@ def test_text_that_grows_louder_is_told_and_no_number_of_windows_is_promised() -
     assert "amax grew late" in found.sentence
 
 
+@pytest.mark.parametrize(("late", "drift", "verdict"), [(2, 1.54, "good"), (3, 2.31, "watch")])
+def test_twice_as_many_records_as_expected_are_drift(late: int, drift: float, verdict: str) -> None:
+    """Of 16 exchangeable batches 1/5 + 1/6 + … + 1/16 = 1.2974 of the last twelve set a record; a record of one BF16
+    step costs nothing, and the last amax is a tie.
+    """
+    amax = [16 + step / 8 for step in range(late + 1) for _ in range(4)]
+    found = certified(statistics(corpus(16), a=[*amax, *[amax[-1]] * (16 - len(amax))]))
+    assert (found.verdict, found.harmful, found.large) == (verdict, 0, 0)
+    assert found.drift == pytest.approx(drift, abs=5e-3)
+    assert ("amax grew late 2.3 times as often" in found.sentence) == (verdict == "watch")
+
+
 def test_each_batch_is_of_its_text_and_of_its_sources() -> None:
     def source(name: str, windows: int) -> TextSource:
         return TextSource(name=name, weight=1, windows=windows, tokens=99, fingerprint="c" * 64, chat=False)

@@ -68,6 +68,13 @@ def test_an_interval_is_over_windows_and_not_over_their_tokens() -> None:
     assert each.low < each.mean < each.high
 
 
+def test_an_interval_holds_the_truth_nineteen_times_in_twenty() -> None:
+    """Of 100 windows of 1 and -1 the mean has a standard deviation of 0.1, and 95 % lie within 1.96 of them."""
+    found = Bootstrap(np.arange(100)).interval(np.tile([1.0, -1.0], 50))
+    assert found.mean == 0
+    assert [found.low, found.high] == pytest.approx([-0.196, 0.196], abs=0.02)
+
+
 def test_values_that_are_not_known_are_left_out() -> None:
     values = np.array([1.0, np.nan, 3.0, np.nan])
     assert Bootstrap(np.array([0, 0, 1, 1])).interval(values).mean == 2

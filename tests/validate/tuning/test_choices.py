@@ -10,6 +10,7 @@ from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.validate.tuning.choices import (
     FORMS,
     ROUNDINGS,
+    Form,
     Group,
     Mix,
     Price,
@@ -195,6 +196,31 @@ def test_something_stays_in_fp8_whatever_is_asked_for() -> None:
     assert sorted(best.forms.values()) == ["bf16", "two_terms"]
     assert LOSSES.of(best) == 0.5
     assert all(set(point.forms.values()) != {"bf16"} for point in problem().frontier())
+
+
+@pytest.mark.parametrize("own", ["one_term", "two_terms"])
+def test_a_group_whose_loss_is_not_known_stays_as_it_is(own: Form) -> None:
+    """No token came by `down`: of q and k 3 is too much for a budget of 2, and 1 is not."""
+    losses = replace(LOSSES, parts={name: found for name, found in LOSSES.parts.items() if name != "down"})
+    tried = Problem(losses, SHAPE, Price(SHAPE.plain, "memory", 10), mix(down=own))
+    assert tried.unknown == ["down"]
+    found = [tried.cheapest(budget) for budget in (100, 2)]
+    assert [each and each.forms["q"] for each in found] == ["one_term", "two_terms"]
+    every = [*found, tried.best(), *tried.frontier()]
+    assert {each.forms["down"] for each in every if each} == {own}
+    assert tried.best().forms["q"] == "two_terms"
+
+
+@pytest.mark.parametrize("wide", [(), ("b",)])
+def test_a_layer_of_the_cache_whose_loss_is_not_known_stays_as_it_is(wide: tuple[str, ...]) -> None:
+    """A budget that lets all codes pass leaves the second layer's cache wide, where it is."""
+    losses = replace(UNEVEN, parts={name: found for name, found in UNEVEN.parts.items() if name != "b.k"})
+    tried = Problem(losses, LAYERS, Price(LAYERS.plain, "memory", 10), mix(kv_cache="fp8", wide=wide))
+    assert tried.unknown == ["b.k"]
+    found = tried.cheapest(1000)
+    assert found is not None
+    assert (found.kv_cache, found.wide_cache) == ("fp8", wide)
+    assert Problem(replace(losses, caches=("off",)), LAYERS, tried.price, mix()).unknown == []
 
 
 def test_along_the_frontier_losses_fall_and_prices_rise() -> None:
