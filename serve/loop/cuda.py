@@ -32,6 +32,8 @@ MAJOR, MINOR = 75, 76
 #: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
 #: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
 RELEASE_THRESHOLD, KEPT_FREE = 4, 1 << 30
+#: CUDA_ERROR_OUT_OF_MEMORY.
+OUT_OF_MEMORY = 2
 #: The unit in which memory is told.
 GB = 1e9
 Handle = ctypes.c_void_p
@@ -40,6 +42,10 @@ Address = ctypes.c_uint64
 
 class CudaError(SessionError):
     """The driver is missing, finds no GPU, or refuses a call."""
+
+
+class DeviceMemoryError(CudaError):
+    """The GPU has no such memory left."""
 
 
 class Memcpy3D(ctypes.Structure):
@@ -152,15 +158,16 @@ class CudaDevice:
         if code := function(*arguments):
             said = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(said))
-            raise CudaError(f"{name} failed with {code} ({(said.value or b'unknown').decode()})")
+            kind = DeviceMemoryError if code == OUT_OF_MEMORY else CudaError
+            raise kind(f"{name} failed with {code} ({(said.value or b'unknown').decode()})")
 
     def allocate(self, size: int) -> int:
         """Memory in the order of the stream, from the driver's pool: it waits for nothing."""
         found = Address()
         try:
             self._call("cuMemAllocAsync", ctypes.byref(found), ctypes.c_size_t(size), self._stream)
-        except CudaError as error:
-            raise CudaError(
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(
                 f"the GPU gives no {size / GB:.2f} GB more of memory, and {self.free_memory() / GB:.2f} GB are free "
                 f"({error}); take a smaller --max-batch or --max-seq-len, or end what else runs there"
             ) from error

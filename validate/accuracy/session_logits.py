@@ -19,7 +19,7 @@ from ...export.lint.check import sound_graph
 from ...options import graph_runtime
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ...serve.local.generation import open_run_engine
-from ...serve.loop.cuda import CudaError
+from ...serve.loop.cuda import DeviceMemoryError
 from ...serve.loop.engine_session import EngineSession
 from ...serve.loop.sessions import SessionError, open_session
 from .as_served import served, session_start
@@ -98,7 +98,7 @@ def engine_logits(session: EngineSession, prompt: int | None = None, context: in
         while True:
             try:
                 return in_groups(forward, rows)(ids)
-            except CudaError:  # logits and intermediate results take memory too
+            except DeviceMemoryError:  # logits and intermediate results take memory too
                 if rows == 1:
                     raise
                 rows //= 2
