@@ -9,7 +9,7 @@ first one and is masked, and its keys and values are kept nowhere.
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -269,17 +269,21 @@ def at_positions(model: PreTrainedModel, indices: torch.Tensor | None) -> Iterat
     [batch, scored], None for all.
 
     The head is found as transformers finds it, and gathered in front of: `logits_to_keep` of transformers' models takes
-    one list of positions for all rows, and not every model has it.
+    one list of positions for all rows, and not every model has it. Raises RuntimeError where the block calls no head.
     """
     if indices is None:
         yield
         return
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, inputs: (operators.at_indices(inputs[0], indices), *inputs[1:]))
-    try:
+    head, called = model.get_output_embeddings(), list[nn.Module]()
+
+    def gather(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        called.append(module)
+        return (operators.at_indices(inputs[0], indices), *inputs[1:])
+
+    with head.register_forward_pre_hook(gather) if head is not None else nullcontext():
         yield
-    finally:
-        hook.remove()
+    if not called:
+        raise RuntimeError("its output head is no module that it calls, which `--logits all` needs not")
 
 
 def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

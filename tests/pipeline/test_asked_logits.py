@@ -8,11 +8,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.export.lint.check import lint_file
+from fp8q.export.modules.graph_model import at_positions
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
@@ -114,6 +117,17 @@ def test_logits_of_other_positions_than_are_asked_for_break_the_lint(demo_run: R
         "F306 interface: the input logits_indices is INT32; make it INT64",
         "F307 dynamic-axes: logits is [batch, seq, 2048]; give it the contract's [batch, scored, size]",
     ]
+
+
+def test_a_model_that_calls_no_head_is_refused() -> None:
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    model, asked = LlamaForCausalLM(config), torch.zeros(1, 1, dtype=torch.int64)
+    with at_positions(model, asked):
+        assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 1, 16)
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 16)
+    told = r"^its output head is no module that it calls, which `--logits all` needs not$"
+    with pytest.raises(RuntimeError, match=told), at_positions(model, asked):
+        model.model(input_ids=torch.tensor([[1, 2, 3]]))
 
 
 def test_baselines_take_no_choice_of_logits() -> None:
