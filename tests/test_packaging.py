@@ -99,18 +99,17 @@ def test_the_wheel_installs_the_command_and_carries_the_licence(
     assert wheel_metadata["Version"] == fp8q.__version__
 
 
-def test_the_extra_all_brings_every_other_but_tensorrt_docs_and_dev(wheel_metadata: Message) -> None:
+def test_the_extra_all_brings_every_other_but_tensorrt_evaluate_docs_and_dev(wheel_metadata: Message) -> None:
     requirements = [Requirement(line) for line in wheel_metadata.get_all("Requires-Dist", [])]
     of_all = next(r.extras for r in requirements if r.name == "fp8q")
-    assert of_all == set(wheel_metadata.get_all("Provides-Extra", [])) - {"all", "dev", "docs", "tensorrt"}
+    assert of_all == set(wheel_metadata.get_all("Provides-Extra", [])) - {"all", "dev", "docs", "evaluate", "tensorrt"}
 
 
 def test_every_requirement_but_tensorrt_is_pinned_inside_its_range() -> None:
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if line and not line.startswith("#")
-    ]
+    """lm-eval in the list of its own environment, where the tests run it."""
+    listed, own = ROOT / "constraints.txt", ROOT / "tests" / "elsewhere" / "lm-eval.txt"
+    lines = [line for line in listed.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    (harness,) = [Requirement(line) for line in own.read_text(encoding="utf-8").splitlines() if "lm_eval" in line]
     pinned = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate()]
     pins = {r.name: next(iter(r.specifier)).version for r in pinned}
     extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -119,8 +118,10 @@ def test_every_requirement_but_tensorrt_is_pinned_inside_its_range() -> None:
     outside = {
         str(r): pins.get(r.name)
         for r in ranges
-        if r.name not in {"fp8q", "tensorrt"} and not (r.name in pins and r.specifier.contains(pins[r.name]))
+        if r.name not in {"fp8q", "lm-eval", "tensorrt"} and not (r.name in pins and r.specifier.contains(pins[r.name]))
     }
+    (wanted,) = [r for r in ranges if r.name == "lm-eval"]
+    assert wanted.specifier.contains(next(iter(harness.specifier)).version)
     assert outside == {}
     assert set(map(canonicalize_name, pins)) <= {
         canonicalize_name(distribution.name) for distribution in metadata.distributions()

@@ -17,7 +17,7 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.examples.demo.tasks import write_tasks
 
-from ..conftest import Texts, WithoutGraphs
+from ..conftest import Texts
 
 pytestmark = pytest.mark.xdist_group("lm-eval")
 
@@ -72,14 +72,10 @@ def harness(home_of: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def run(
-    tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts, without_graphs: WithoutGraphs
-) -> Run:
-    folder = tmp_path_factory.mktemp("run")
-    options = api.CalibrateOptions(samples=16, seq_len=64)
-    with without_graphs():
-        texts = str(demo_texts.calibration), str(demo_texts.evaluation)
-        return api.calibrate(str(demo_checkpoint), texts[0], folder / "run", texts[1], options)
+def run(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts) -> Run:
+    options, export = api.CalibrateOptions(samples=16, seq_len=64), api.ExportOptions(graph=False)
+    texts, out = (str(demo_texts.calibration), str(demo_texts.evaluation)), tmp_path_factory.mktemp("run") / "run"
+    return api.calibrate(str(demo_checkpoint), texts[0], out, texts[1], options, export)
 
 
 def test_scores_answers_card_and_report_have_what_both_models_answered(harness: Harness, run: Run) -> None:
