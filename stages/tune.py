@@ -175,7 +175,7 @@ class Search:
 def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
     from ..calibrate.measure.statistics import load_statistics
     from ..validate.accuracy.perplexity import prompt_of
-    from ..validate.tuning.choices import COARSEST, Mix, Price, served
+    from ..validate.tuning.choices import COARSEST, Mix, Price, limited_to
     from ..validate.tuning.document import Step, Tuning, Windows, changed, point
     from ..validate.tuning.joint import believed, ratio
     from ..validate.tuning.solve import Problem
@@ -188,7 +188,7 @@ def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes:
     )
     shape, own = prepared.shape, prepared.own
     losses, experts = prepared.losses, load_statistics(run).record.experts or {}
-    shape = replace(shape, groups=served(shape.groups, options.server, experts))
+    shape = replace(shape, groups=limited_to(shape.groups, options.server, experts))
     problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
     if problem.unknown:
         others = f" and {len(problem.unknown) - 1} more" if len(problem.unknown) > 1 else ""

@@ -189,7 +189,7 @@ def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
     return whole + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
 
 
-def served(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
+def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
     """Limit `groups` to the forms that `server` computes; `experts`: the modules that hold the experts of a layer."""
     dense, of_experts = SERVED[server]
     held = tuple(f"{layer}." for layer in experts)

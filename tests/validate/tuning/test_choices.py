@@ -17,9 +17,9 @@ from fp8q.validate.tuning.choices import (
     Shape,
     changes,
     form_of,
+    limited_to,
     members,
     options_of,
-    served,
 )
 from fp8q.validate.tuning.document import Recipe
 from fp8q.validate.tuning.solve import Correction, Losses, Problem, same
@@ -131,7 +131,7 @@ def test_a_server_limits_the_forms_of_dense_products_and_of_experts(
 ) -> None:
     """The cheapest mix without loss of activations has them: for any budget no other form is chosen."""
     of_experts = Group("l.experts.0.down", {"l.experts.0.down": (40, 60)})
-    groups = served((GROUPS[0], of_experts), server, ["l.experts"])
+    groups = limited_to((GROUPS[0], of_experts), server, ["l.experts"])
     parts = {"q": TAILS.parts["q"], of_experts.name: TAILS.parts["down"]}
     alone = {
         name: {**part, **{f"{rounding} weights_alone": part[f"{rounding} two_terms"] for rounding in ROUNDINGS}}
