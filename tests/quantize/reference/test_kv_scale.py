@@ -154,6 +154,9 @@ def test_the_engine_is_built_and_its_program_holds_the_scales_of_all_heads(run: 
     plan, pool = read_plan(data), read_pool(data)
     assert plan is not None
     assert pool is not None
+    for kernels in plan.kernels.values():
+        attending = [kernel.name for kernel in kernels if "mha" in kernel.name]
+        assert (len(attending), len(set(attending))) == (len(LAYERS), 1)
     held = set()
     for program in plan.programs:
         for tensor in program.tensors.values():
