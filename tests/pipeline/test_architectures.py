@@ -240,7 +240,6 @@ def test_perplexity_stays_near_bf16_and_the_runtimes_agree(finished: Any) -> Non
     lost, found = reference.kl_mean_nats, onnxruntime.kl_mean_nats
     assert lost is not None
     assert found is not None
-    print("ARCH", finished.architecture.name, lost, found, reference.perplexity, onnxruntime.perplexity)
     assert lost / 2 < found < 2 * lost, "BF16 has 0, and one term where there are two has four times as much"
     if finished.architecture.trained:
         assert reference.perplexity_increase is not None

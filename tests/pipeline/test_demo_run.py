@@ -121,10 +121,8 @@ def test_transformers_loads_the_checkpoint_as_it_is_and_loses_what_the_reference
     ours, theirs = logits(reference.model, reference.new_cache()), logits(model)
     exact = logits(load_model(source, torch.float32, "cpu"))
     if dtype == torch.float32:
-        print(mean_kl(ours, theirs), mean_kl(ours, exact))
         assert mean_kl(ours, theirs) < SHARE * mean_kl(ours, exact)
     else:
-        print(mean_kl(exact, ours), mean_kl(exact, theirs), mean_kl(exact, logits(load_model(source, dtype, "cpu"))))
         lost = mean_kl(exact, ours)
         assert mean_kl(exact, theirs) == pytest.approx(lost, rel=0.15)
         assert mean_kl(exact, logits(load_model(source, dtype, "cpu"))) < lost / 2

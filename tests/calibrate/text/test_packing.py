@@ -110,8 +110,8 @@ def test_where_no_text_tells_what_is_put_in_front_nothing_is_calibrated_without_
             prefix_of(words_alone("known"), texts)
         sample = (texts or ["The quick brown fox"])[0]
         assert str(refused.value) == (
-            f"--bos auto: what the tokenizer puts in front of a text cannot be told, since it cannot encode {sample!r}: "
-            f"WordLevel error: Missing [UNK] token from the vocabulary{asked}"
+            "--bos auto: what the tokenizer puts in front of a text cannot be told, since it cannot encode "
+            f"{sample!r}: WordLevel error: Missing [UNK] token from the vocabulary{asked}"
         )
 
 
