@@ -71,7 +71,7 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> "TaskSco
     check_asked(options)
     check_task_files(options.include_path)
     needs("evaluate", HARNESS_MODULES)
-    inputs = hashes_of_model(run)
+    inputs = loaded_files(run)
     note_base_alone(run, "tasks are answered by", notes)
     source, tokenizer = source_of(run), _tokenizer(run)
     tasks = open_tasks(options, chat_template(tokenizer) if options.chat else None)
@@ -91,7 +91,7 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> "TaskSco
     return evaluation
 
 
-def hashes_of_model(run: Run) -> dict[str, str]:
+def loaded_files(run: Run) -> dict[str, str]:
     """Name -> SHA-256 of the files that the FP8 model is loaded from: graphs, which it needs none of, are left out.
 
     Raises InputError for a file that its stage did not write.
