@@ -103,8 +103,8 @@ PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size 
   choosing_scales weight_mse weight_rounding rescale lint_time calibration bf16_products memory memory_sequential export_memory \
   export_time two_implementations architectures unseen_architectures accuracy sensitivity tune culprit_proof bos doctor \
   certificate validate_memory generate serve load experts expert_tokens exact_answers as_served tail_cost sampling
-# Parts for those who installed what they need: mmaemu 0.1.0.
-BY_HAND := accumulator_mmaemu
+# Parts for those who installed what they need: mmaemu 0.1.0; vLLM, as `make test-elsewhere` does.
+BY_HAND := accumulator_mmaemu compare
 # Where a part is not benchmarks/PART.py by itself.
 PEER := $(LLMCOMPRESSOR:%=--llmcompressor %)
 COMMAND.accuracy := accuracy.py $(PEER)
@@ -114,6 +114,7 @@ COMMAND.serve := serve.py --threads 1
 COMMAND.generate := generate.py --peers --threads 1 --clock processor
 COMMAND.memory_sequential := memory.py --layers 3 11 --width 1024 --weight-rounding sequential
 COMMAND.accumulator_mmaemu := accumulator.py --mmaemu
+COMMAND.compare := compare.py --vllm .venv/vllm --server .venv/vllm-server
 define measure
 echo "== $(1)"; $(BIN)/python benchmarks/$(or $(COMMAND.$(1)),$(1).py) --save $(1) >/dev/null || missed+=" $(1)";
 endef
