@@ -13,7 +13,6 @@ def compare() -> str:
     lines = []
     for case in cases:
         asked = [rows[case] for rows in results.values() if case in rows]
-        seconds = [each["seconds"] for each in asked]
         lines.append(
             [
                 asked[0]["server"],
@@ -21,7 +20,7 @@ def compare() -> str:
                 f"`{asked[0]['expected']}`",
                 *(_cell(rows.get(case)) for rows in results.values()),
                 _between([each["requests"] for each in asked]),
-                f"{min(seconds):.0f} to {max(seconds):.0f}",
+                _between([round(each["seconds"]) for each in asked]),
             ]
         )
     head = ["server", "of what", "expected", *(f"{name}, 10⁻⁶ nats" for name in results)]
