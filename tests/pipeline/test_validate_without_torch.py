@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.document import load_accuracy, load_token_losses
 from fp8q.validate.accuracy.top_logits import TOP, load_top_logits
-from fp8q.validate.report.rows import accuracy_rows
+from fp8q.validate.report.accuracy_rows import accuracy_rows
 from tests.conftest import base_distributions
 
 if TYPE_CHECKING:
