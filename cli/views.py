@@ -85,8 +85,8 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
         speak.table("Files", ("path",), [(str(file),) for file in there])
     for verdict in found.get("verdict", []):
         show_decision(speak, verdict)
-    for line in ending(run):
-        speak.note(line)
+    for line in rows_of(run, speak, ("next",)).get("next", []):
+        speak.say(line)
 
 
 def show_distances(speak: "Terminal", run: Run, accuracy: Accuracy) -> None:
@@ -113,6 +113,7 @@ PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
     "stages": stage_rows,
     "modules": lambda run: module_rows(run) if run.scales.is_file() else [],  # none of some batches alone
     "verdict": lambda run: [report_verdict(run)] if run.scales.is_file() else [],
+    "next": ending,
 }
 
 

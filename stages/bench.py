@@ -76,11 +76,6 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
                 f"{runtime}: FP8 is emulated here, its codes multiplied as wider numbers; so these times say nothing "
                 "of FP8's speed on a GPU, and no improvement is told"
             )
-        elif len(named) == 1:
-            notes.note(
-                f"{named[0][0]}: is measured alone, so no improvement is told; `fp8q export {run.root} --precision "
-                f"bf16` and `fp8q build-engine {run.root} --precision bf16 --runtime {runtime}` put BF16 beside it"
-            )
         shown = with_both(taken, run, contenders[0].session.vocabulary)
     with BENCH.writing(run, Key(inputs, options, NO_FACTS), notes) as log:
         found = Bench(
@@ -90,6 +85,11 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
         )
         write_document(run.bench, found)
         log.outputs.append(run.bench)
+    if len(named) == 1 and not protocol.emulated:
+        notes.note(
+            f"{named[0][0]}: was measured alone, so no improvement is told; `fp8q export {run.root} --precision bf16` "
+            f"and `fp8q build-engine {run.root} --precision bf16 --runtime {runtime}` put BF16 beside it"
+        )
     if plot is not None:
         _draw(found, plot)
     return found

@@ -314,7 +314,7 @@ def _write(
 
 def _tell_card(run: Run, evaluation: "TaskScores") -> None:
     """Write the table of scores into the model card, where the card has a place for it."""
-    from ..quantize.checkpoint.model_card import TASKS, state_in_card
+    from ..quantize.checkpoint.card_additions import TASKS, state_in_card
     from ..validate.tasks.document import markdown_table
 
     recorded = run.record().stages["quantize"].outputs

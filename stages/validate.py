@@ -313,7 +313,7 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
 
 def _tell_card(run: Run, accuracy: "Accuracy") -> None:
     """Write the verdict into the model card, and what one term costs, where that was measured."""
-    from ..quantize.checkpoint.model_card import ACCURACY_MARK, COST, markdown_text, state_in_card
+    from ..quantize.checkpoint.card_additions import ACCURACY_MARK, COST, markdown_text, state_in_card
     from ..validate.accuracy.decision import noise_floor
 
     if not _card_is_ours(run):

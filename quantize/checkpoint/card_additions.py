@@ -1,10 +1,25 @@
-"""Add to the model card what was measured on other hosts, with no torch: the card may lie where only engines run."""
+"""Add to the model card what later stages measured: a verdict, scores, what other hosts validated.
 
+No torch is imported: the card may lie where only engines run.
+"""
+
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.files import replacing
 
+#: The marks before and behind a paragraph that a later stage writes, by which `state_in_card` finds it.
+COST, TASKS, END = "<!-- cost of one term -->", "<!-- tasks -->", "<!-- end -->"
+#: The paragraph on the cost of one term in the place of two.
+NOT_MEASURED = "`fp8q validate RUN` measures what one term costs this model, and writes it here."
+ONE_TERM_COST = f"{COST}\n{{cost}}\n{END}\n\n"
+#: The paragraph on benchmarks.
+TASK_SCORES = f"{TASKS}\n{{scores}}\n{END}"
+NOT_EVALUATED = "`fp8q evaluate RUN --tasks TASKS` asks BF16 and FP8 lm-eval's tasks, and writes their scores here."
+#: The paragraph on the verdict.
+ACCURACY_MARK = "<!-- accuracy -->"
+ACCURACY = f"{ACCURACY_MARK}\nNot measured yet: `fp8q validate RUN` writes its verdict here.\n{END}"
 #: The marks around the paragraph on runtimes that were validated on other hosts.
 MARKS = ("<!-- validated elsewhere -->", "<!-- end of validated elsewhere -->")
 
@@ -29,3 +44,34 @@ def state_validated(card: Path, lines: Sequence[str]) -> None:
     if new != text:
         with replacing(card) as partial:
             partial.write_text(new, encoding="utf-8")
+
+
+def state_in_card(card: Path, mark: str, text: str) -> None:
+    """Write `text` into the model card in the file `card`, behind this `mark`, in the place of what it says there.
+
+    A card without the marks, or without a file, is left as it is: its owner may have written another.
+    """
+    try:
+        before = card.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    head, first, rest = before.partition(mark)
+    _, last, tail = rest.partition(END)
+    new = f"{head}{first}\n{text}\n{last}{tail}"
+    if last and new != before:
+        with replacing(card) as partial:
+            partial.write_text(new, encoding="utf-8")
+
+
+def markdown_text(text: str) -> str:
+    """Escape an untrusted text for Markdown: one line, which shows the text itself, without markup and HTML."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+
+
+def markdown_code(text: str) -> str:
+    """Format an untrusted `text` as inline code, fenced by more backticks than it contains."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
+    gap = " " if "`" in line else ""
+    return f"{fence}{gap}{line}{gap}{fence}"

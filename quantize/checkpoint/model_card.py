@@ -1,14 +1,19 @@
 """Write the model card of the FP8 checkpoint: its formats, how it was made, and how to load it."""
 
-import re
-from pathlib import Path
-
 from ...calibrate.model.source import Source
-from ...core.files import replacing
 from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
 from ..scales.policy import mixed_experts_warning
+from .card_additions import (
+    ACCURACY,
+    NOT_EVALUATED,
+    NOT_MEASURED,
+    ONE_TERM_COST,
+    TASK_SCORES,
+    markdown_code,
+    markdown_text,
+)
 from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, HfLayout
 
 CARD = """\
@@ -59,17 +64,6 @@ fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term runs th
 activations.
 
 """
-#: The marks before and behind a paragraph that a later stage writes, by which `state_in_card` finds it.
-COST, TASKS, END = "<!-- cost of one term -->", "<!-- tasks -->", "<!-- end -->"
-#: The paragraph on the cost of one term in the place of two.
-NOT_MEASURED = "`fp8q validate RUN` measures what one term costs this model, and writes it here."
-ONE_TERM_COST = f"{COST}\n{{cost}}\n{END}\n\n"
-#: The paragraph on benchmarks.
-TASK_SCORES = f"{TASKS}\n{{scores}}\n{END}"
-NOT_EVALUATED = "`fp8q evaluate RUN --tasks TASKS` asks BF16 and FP8 lm-eval's tasks, and writes their scores here."
-#: The paragraph on the verdict.
-ACCURACY_MARK = "<!-- accuracy -->"
-ACCURACY = f"{ACCURACY_MARK}\nNot measured yet: `fp8q validate RUN` writes its verdict here.\n{END}"
 #: The paragraph on modules of which the weight alone is FP8.
 WEIGHTS_ALONE = """\
 **Weights alone**: the input of {modules} stays in BF16, so that nothing but the rounding of weights is lost there.
@@ -215,23 +209,6 @@ def _wide_layers(form: HfLayout) -> str:
     return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.wide_cache))})"
 
 
-def state_in_card(card: Path, mark: str, text: str) -> None:
-    """Write `text` into the model card in the file `card`, behind this `mark`, in the place of what it says there.
-
-    A card without the marks, or without a file, is left as it is: its owner may have written another.
-    """
-    try:
-        before = card.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return
-    head, first, rest = before.partition(mark)
-    _, last, tail = rest.partition(END)
-    new = f"{head}{first}\n{text}\n{last}{tail}"
-    if last and new != before:
-        with replacing(card) as partial:
-            partial.write_text(new, encoding="utf-8")
-
-
 def _graphs(form: HfLayout) -> str:
     if form.no_graph is not None:
         return NO_GRAPH.format(reason=markdown_text(form.no_graph))
@@ -287,20 +264,6 @@ def _adapters(source: Source, form: HfLayout) -> str:
     rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
     hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
     return BESIDE.format(names=", ".join(map(markdown_code, names)), vllm=hosted)
-
-
-def markdown_text(text: str) -> str:
-    """Escape an untrusted text for Markdown: one line, which shows the text itself, without markup and HTML."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
-
-
-def markdown_code(text: str) -> str:
-    """Format an untrusted `text` as inline code, fenced by more backticks than it contains."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
-    gap = " " if "`" in line else ""
-    return f"{fence}{gap}{line}{gap}{fence}"
 
 
 def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 #: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
 NOT_MEASURED = (
+    "| `--for` | server | products | experts of a mixture |",
+    "| column | meaning |",
+    "| what is wrong | exit code |",
     "| verdict | what it says |",
     "| form | positions of a window | gives |",
     "| word | meaning |",

@@ -202,7 +202,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0].startswith("# What `fp8q export --config FILE` repeats, as fp8q ")
-    stated = ['dtype = "fp16"', 'precision = "fp8"', 'attention = "wide"', 'weight-scale = "dq"']
+    stated = ['dtype = "fp16"', 'precision = "fp8"', 'attention = "wide"', 'weight-scale = "dq"', 'logits = "asked"']
     assert lines[1:] == [f'run = "{tmp_path}/run"', *stated]
     lines = fp8q("scales", tmp_path / "run", "--skip", "", "--kv-cache", "v", "--print-config").out.splitlines()
     assert lines[2:4] == ['method = "amax"', "# percentile: for --method percentile"]

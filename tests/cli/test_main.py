@@ -118,13 +118,13 @@ def test_a_summary_ends_with_the_verdict_and_the_next_command(fp8q: Fp8q, demo_r
     verdict = report_verdict(run)
     noise, *_, decision, step = (
         line
-        for line in fp8q("triton", run.root).out.splitlines()
-        if line.startswith(("Noise", verdict.sentence, "Next"))
+        for line in fp8q("validate", run.root).out.splitlines()
+        if line.startswith(("Noise", verdict.sentence, "next"))
     )
     assert noise == noise_floor(load_accuracy(run))
     assert decision == f"{verdict.sentence}. {verdict.detail}"
     commands = [command.command for command in next_steps(verdict, standing(run))]
-    assert step.startswith(f"Next: {commands[0]}    # ")
+    assert step.startswith(f"next: `{commands[0]}`   ")
     assert str(run.root) in commands[0]
     shown = json.loads(fp8q("triton", run.root, "--json").out)
     assert shown["next"] == commands

@@ -62,7 +62,8 @@ def test_the_last_positions_are_those_of_all(demo_run: Run, all_run: Run, ids: n
 
 def test_each_row_may_ask_for_positions_of_its_own_in_any_order(demo_run: Run, ids: np.ndarray) -> None:
     asked = np.array([[23, 0, 7], [4, 4, 11]])
-    past = np.zeros((2, 2, 0, 64), np.float32)
+    past = {"tensor(float)": (np.float32, onnx.TensorProto.FLOAT)}
+    past["tensor(float8e4m3fn)"] = np.uint8, onnx.TensorProto.FLOAT8E4M3FN
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession(demo_run.onnx_fp32, options, providers=["CPUExecutionProvider"])
@@ -71,9 +72,14 @@ def test_each_row_may_ask_for_positions_of_its_own_in_any_order(demo_run: Run, i
         "attention_mask": np.ones_like(ids),
         "position_ids": np.tile(np.arange(24), (2, 1)),
         "logits_indices": asked,
-        **{value.name: past for value in session.get_inputs() if value.name.startswith("past_key_values.")},
     }
-    (found,) = session.run(["logits"], feeds)
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
+    for value in session.get_inputs():
+        if value.name not in feeds:
+            kind, number = past[value.type]
+            empty = np.zeros((2, 2, 0, 64), kind)
+            values[value.name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(empty, number)
+    found = session.run_with_ort_values(["logits"], values)[0].numpy()
     wanted = np.take_along_axis(logits_of(demo_run, ids), asked[..., None], 1)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 

@@ -85,7 +85,7 @@ def test_bench_of_fp8_alone_says_what_to_put_beside_it(fp8q: Fp8q, on_gpu: Machi
     found = fp8q("bench", run.root, *words)
     assert found.code == 0, found.err
     assert (
-        f"fp8: is measured alone, so no improvement is told; `fp8q export {run.root} --precision bf16` and "
+        f"fp8: was measured alone, so no improvement is told; `fp8q export {run.root} --precision bf16` and "
         f"`fp8q build-engine {run.root} --precision bf16 --runtime tensorrt-rtx` put BF16 beside it"
     ) in found.err
     told = json.loads(found.out)

@@ -27,7 +27,7 @@ from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions, ScaleOptions, ValidateOptions
-from fp8q.quantize.checkpoint.model_card import markdown_text
+from fp8q.quantize.checkpoint.card_additions import markdown_text
 from fp8q.quantize.reading.run_checkpoint import stored_arrays
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear

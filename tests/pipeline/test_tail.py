@@ -15,7 +15,7 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.quantize.checkpoint.model_card import COST, NOT_MEASURED, markdown_text, state_in_card
+from fp8q.quantize.checkpoint.card_additions import COST, NOT_MEASURED, markdown_text, state_in_card
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import open_session

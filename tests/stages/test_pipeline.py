@@ -45,6 +45,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "interval": {"method": "delayed"},
     "exact_tail": {"activation_terms": "tail"},
     "kv_skip": {"kv_cache": "fp8"},
+    "kv_scale": {"kv_cache": "fp8"},
     "q_scale": {"kv_cache": "fp8"},
 }
 #: Other values of fields whose type does not tell one.
@@ -53,7 +54,6 @@ OTHERS: dict[str, Any] = {
     "runtimes": ("bf16",),
     "batch_sizes": (2,),
     "prompt_lengths": (2,),
-    "without": ("tail",),
 }
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from ...core.columns import Column, Table, count, text_column
 from ...core.files import Strict, read_document
 from ...core.run import Run
+from ...quantize.checkpoint.card_additions import markdown_text
 from .answers import RuntimeName
 
 #: A smaller p is not written in full.
@@ -138,8 +139,6 @@ def evaluation_table(found: TaskScores | None) -> Table[Scored]:
 
 def markdown_table(found: TaskScores) -> str:
     """The table of a model card: task, metric, BF16, FP8, recovery."""
-    from ...quantize.checkpoint.model_card import markdown_text
-
     table = Table("", found.shown, PUBLISHED, "")
     rows = [[column.title for column in table.columns], ["---"] * len(table.columns)]
     rows += [[markdown_text(cell.text) for cell in row] for row in table.cells()]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.quantize.checkpoint.model_card import markdown_code, markdown_text
+from fp8q.quantize.checkpoint.card_additions import markdown_code, markdown_text
 
 
 @pytest.mark.parametrize(
