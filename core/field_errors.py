@@ -4,6 +4,7 @@ Each text completes "FIELD ..." and names the limit, as do the messages that fp8
 not listed here has pydantic's message.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,5 +47,7 @@ def plain_text(error: Mapping[str, Any]) -> str:
     if text is None:
         message = str(error["msg"])
         return f"is refused: {message[:1].lower()}{message[1:]}"
-    context = error.get("ctx", {})
+    context = dict(error.get("ctx", {}))
+    if "expected" in context:  # in the words of JSON
+        context["expected"] = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), context["expected"])
     return text.format(**{name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()})

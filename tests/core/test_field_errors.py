@@ -30,6 +30,7 @@ def odd(value: int) -> int:
         (Annotated[str, Field(min_length=1)], "", "must have at least 1 characters"),
         (Annotated[str, Field(max_length=3)], "abcd", "must have at most 3 characters"),
         (Literal["a", "b"], "c", "must be 'a' or 'b'"),
+        (Literal[False], True, "must be false"),
         (None, 1, "must be null"),
         (list[int], 5, "must be a list"),
         (dict[str, int], 5, "must be an object"),

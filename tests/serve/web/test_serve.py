@@ -149,7 +149,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "n must be at most 1"),
     ({"n": True}, "n", "n must be a whole number"),
     ({"best_of": 2}, "best_of", "best_of must be at most 1"),
-    ({"echo": True}, "echo", "echo must be False"),
+    ({"echo": True}, "echo", "echo must be false"),
     ({"suffix": "b"}, "suffix", "suffix must be ''"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
     ({"max_tokens": "5"}, "max_tokens", "max_tokens must be a whole number"),
