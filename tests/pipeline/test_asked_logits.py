@@ -62,8 +62,10 @@ def test_the_last_positions_are_those_of_all(demo_run: Run, all_run: Run, ids: n
 
 def test_each_row_may_ask_for_positions_of_its_own_in_any_order(demo_run: Run, ids: np.ndarray) -> None:
     asked = np.array([[23, 0, 7], [4, 4, 11]])
-    past = {"tensor(float)": (np.float32, onnx.TensorProto.FLOAT)}
-    past["tensor(float8e4m3fn)"] = np.uint8, onnx.TensorProto.FLOAT8E4M3FN
+    past: dict[str, tuple[type[np.generic], int]] = {
+        "tensor(float)": (np.float32, onnx.TensorProto.FLOAT),
+        "tensor(float8e4m3fn)": (np.uint8, onnx.TensorProto.FLOAT8E4M3FN),
+    }
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession(demo_run.onnx_fp32, options, providers=["CPUExecutionProvider"])
