@@ -71,7 +71,7 @@ def losses(
     first, again = ([list(answer.outputs[0].token_ids) for answer in each] for each in (answers, answered()))
     step_ms = timed_step(served, windows[0], steps) if steps else None
     kls = kl if exact else None
-    (scales,) = served.apply_model(attention_scales)
+    scales, *_ = served.apply_model(attention_scales)  # of the first process
     return {"nll_nats": nll, "kl_nats": kls, "answers": first, "again": again, "step_ms": step_ms, "scales": scales}
 
 
