@@ -92,9 +92,11 @@ def conclusion(found: Tuning, run: str) -> str:
         loss = f"{increase(its.measured_increase.increase)} perplexity"
         budget = f"--max-ppl-increase {100 * found.max_ppl_increase:g}%"
     own, second = found.run, its.tail + its.two_terms
+    # a model without cached keys and values of which anything was measured has no bytes of a cache
+    cache = f"{its.cache_bytes / own.cache_bytes:.2f} times its cache, " if own.cache_bytes else ""
     cost = (
         f"This mix has {loss} on the evaluation text, {its.weight_bytes / own.weight_bytes:.2f} times the run's bytes "
-        f"of weights, {its.cache_bytes / own.cache_bytes:.2f} times its cache, and {its.prefill_flops_ratio:.2f} times "
+        f"of weights, {cache}and {its.prefill_flops_ratio:.2f} times "
         "the operations of a prompt with one code an activation."
     )
     said = [cost]

@@ -77,6 +77,13 @@ def test_the_conclusion_says_loss_cost_and_command(found: Tuning, line: str) -> 
     assert conclusion(found, "runs/a") == line
 
 
+def test_a_model_of_which_no_cache_was_measured_has_no_share_of_one() -> None:
+    found = tuning(max_kl=1, met=True, chosen=chosen(cache_bytes=0)).model_copy(
+        update={"run": RUN.model_copy(update={"cache_bytes": 0})}
+    )
+    assert "times the run's bytes of weights, and 1.03 times the operations" in conclusion(found, "runs/a")
+
+
 def test_a_group_is_one_row_with_all_its_members() -> None:
     group = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     changes = [Change(module=group[0], choice="two_terms", members=group), Change(module="*", choice="gptq")]
