@@ -24,7 +24,7 @@ from .pipeline.stage import Key
 from .pipeline.stages import EVALUATE, EvaluateFacts
 from .pipeline.steps import Notes, device, needs, note_other_arithmetic
 from .shared.adapters import note_base_alone
-from .shared.model_files import checked_model, hashes_of
+from .shared.model_files import checked_model, hashes_of, may_change_card
 from .shared.opening import command
 from .shared.sources import source_of
 
@@ -317,7 +317,6 @@ def _tell_card(run: Run, evaluation: "TaskScores") -> None:
     from ..quantize.checkpoint.card_additions import TASKS, state_in_card
     from ..validate.tasks.document import markdown_table
 
-    recorded = run.record().stages["quantize"].outputs
-    if str(run.card.relative_to(run.root)) not in recorded:
+    if may_change_card(run):
         told = f"By {evaluation.protocol} (`fp8q evaluate`); the interval is of 95 %, over questions."
         state_in_card(run.card, TASKS, f"{markdown_table(evaluation)}\n\n{told}")

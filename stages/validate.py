@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.errors import BackendError, GateError, InputError, UnfinishedError
+from ..core.errors import BackendError, InputError, UnfinishedError
 from ..core.files import write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
+from ..options import ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import load_tokens
 from .other_text import evaluation, positions
@@ -20,7 +19,8 @@ from .pipeline.steps import CALIBRATE_MODULES, Notes, device, lacking, note_othe
 from .shared.adapters import adapters_of
 from .shared.added_runtimes import drop_outdated, with_beside
 from .shared.engines import engines_here, note_without_engines, takes_adapter
-from .shared.model_files import files_of, fp8_files
+from .shared.gates import check_comparable, check_gates
+from .shared.model_files import files_of, fp8_files, may_change_card
 from .shared.opening import command
 from .shared.sources import source_of
 from .shared.stored_validation import BesideRun, beside_run, run_beside
@@ -77,7 +77,7 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             explained = explained.model_copy(update={"verdict": judged})
             log.outputs += save_accuracy(run, explained, found.nll | adapted.nll, found.kl)
             log.outputs.append(save_top_logits(run, tokens, found.top | adapted.top))
-            if _card_is_ours(run):
+            if may_change_card(run):
                 state_validated(run.card, [])
             _tell_card(run, explained)
             log.unfinished = tuple(found.failed)
@@ -146,13 +146,6 @@ def check_torch(options: ValidateOptions) -> None:
             "'fp8q[calibrate]'`, or give --runtimes onnxruntime, or an engine's: they are held against what the run "
             "keeps of the others"
         )
-
-
-def check_gates(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
-    """Check the numbers of all runtimes, and those with each adapter, and the verdict where a `limit` was asked for."""
-    for what, each in accuracy.each():
-        check_numbers(each, what)
-    check_increase(run, accuracy, limit)
 
 
 def judge_again(run: Run, limit: float | None) -> "Accuracy":
@@ -316,7 +309,7 @@ def _tell_card(run: Run, accuracy: "Accuracy") -> None:
     from ..quantize.checkpoint.card_additions import ACCURACY_MARK, COST, markdown_text, state_in_card
     from ..validate.accuracy.decision import noise_floor
 
-    if not _card_is_ours(run):
+    if not may_change_card(run):
         return
     told = markdown_text(accuracy.protocol.told)
     if verdict := accuracy.verdict:
@@ -325,11 +318,6 @@ def _tell_card(run: Run, accuracy: "Accuracy") -> None:
         state_in_card(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {told}.")
     if cost := accuracy.one_term_cost:
         state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {told}).")
-
-
-def _card_is_ours(run: Run) -> bool:
-    """Tell whether the card may change: one that is an output in the record, as those of earlier versions, may not."""
-    return str(run.card.relative_to(run.root)) not in run.record().stages["quantize"].outputs
 
 
 def unfinished(failed: Mapping[str, str], ran: Iterable[str]) -> UnfinishedError:
@@ -349,57 +337,4 @@ def check_accumulator(options: ValidateOptions) -> None:
         raise InputError(
             f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "
             f"{', '.join(options.chosen)}; add reference to --runtimes"
-        )
-
-
-def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
-    """Raise InputError when `runtimes` include nothing to compare with the `limit`."""
-    if limit is not None and ("bf16" not in runtimes or NOT_SERVED.issuperset(runtimes)):
-        raise InputError(
-            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
-            f"{', '.join(runtimes)}; add what is missing to --runtimes"
-        )
-
-
-def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
-    """Raise InputError for a float model without a finite perplexity, and GateError for another runtime without one.
-
-    The files of the float model are at fault then. `what` follows the runtime's name in the message.
-    """
-    for name, runtime in sorted(accuracy.runtimes.items(), key=lambda named: named[0] not in NOT_SERVED):
-        if isfinite(runtime.perplexity):
-            continue
-        bad, where = (
-            f"{name}{what}: perplexity is {runtime.perplexity} on {accuracy.protocol.dataset}",
-            runtime.not_finite,
-        )
-        if where:
-            bad += f", first at position {where.position} of window {where.window} (from 0)"
-            bad += f", by the output of {where.module}" if where.module else ""
-        if name in FLOAT or (where and where.bf16):
-            raise InputError(
-                f"{bad}: the model gives no finite numbers before anything is quantized; check its config.json and its "
-                "weights"
-            )
-        known = where is None or where.bf16 is not None
-        theirs = "and BF16's is a number" if known else "and BF16's is not known, since its checkpoint is gone"
-        raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
-
-
-def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
-    """Raise GateError where the verdict of `accuracy` is that a runtime, or an adapter, loses more than `limit` (a
-    fraction), or has no finite perplexity; nothing where None was asked for.
-
-    Raises InputError when there is nothing to compare with the limit.
-    """
-    if limit is None:
-        return
-    check_comparable(tuple(accuracy.runtimes), limit)
-    verdict = accuracy.verdict
-    if verdict and verdict.kind in ("worse", "broken"):
-        rise = verdict.perplexity_increase
-        above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
-        raise GateError(
-            f"{verdict.runtime}: perplexity is {above}, more than --max-ppl-increase {limit:.2%}; "
-            f"`fp8q tune {run.root} --max-ppl-increase {limit:.2%}` finds the cheapest mix that meets it"
         )

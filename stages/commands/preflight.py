@@ -21,7 +21,8 @@ from ..measure import streamed
 from ..other_text import cut_for
 from ..pipeline.steps import Notes, device
 from ..shared.adapters import check_attention
-from ..validate import check_accumulator, check_comparable, check_runtimes
+from ..shared.gates import check_comparable
+from ..validate import check_accumulator, check_runtimes
 
 if TYPE_CHECKING:
     from ...calibrate.model.source import Source

@@ -22,6 +22,7 @@ from ...quantize.checkpoint.card_additions import state_validated
 from ..pipeline.stage import Key
 from ..pipeline.stages import VALIDATE, BesideRuntime, ValidateFacts
 from ..pipeline.steps import Notes
+from .model_files import may_change_card
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +121,7 @@ def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Note
     inputs |= {name: digest for each in added.inputs.values() for name, digest in each.items()}
     key = Key(inputs, options, facts.model_copy(update={"beside": beside or None}))
     VALIDATE.amend(run, key, [run.accuracy, run.tokens, run.top_logits], notes)
-    if str(run.card.relative_to(run.root)) not in run.record().stages["quantize"].outputs:
+    if may_change_card(run):
         state_validated(run.card, [card_line(name, row) for name, row in runtimes.items() if name in beside])
 
 

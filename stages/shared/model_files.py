@@ -108,3 +108,10 @@ def hashes_of(run: Run, *stages: str) -> dict[str, str]:
             run.require(run.root / name, by)
             hashes[name] = digest
     return hashes
+
+
+def may_change_card(run: Run) -> bool:
+    """Tell whether later stages may write into the model card: not into one that is an output in the record, as those
+    of earlier versions are.
+    """
+    return str(run.card.relative_to(run.root)) not in run.record().stages["quantize"].outputs

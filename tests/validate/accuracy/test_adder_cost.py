@@ -10,7 +10,8 @@ import torch
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
-from fp8q.stages.validate import check_accumulator, check_increase
+from fp8q.stages.shared.gates import check_increase
+from fp8q.stages.validate import check_accumulator
 from fp8q.validate.accuracy.adder_cost import cost, products_a_token, sample
 from fp8q.validate.accuracy.bootstrap import increase_interval
 from fp8q.validate.accuracy.compare import compare_runtimes

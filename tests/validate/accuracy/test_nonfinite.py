@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fp8q.core.errors import GateError, InputError
-from fp8q.stages.validate import check_numbers
+from fp8q.stages.shared.gates import check_numbers
 from fp8q.validate.accuracy.document import Accuracy, NotFinite, Protocol, RuntimeAccuracy
 from fp8q.validate.accuracy.nonfinite import Culprit, culprit, not_finite, position_of
 from fp8q.validate.accuracy.perplexity import first_not_finite

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.stages.validate import check_increase, check_numbers
+from fp8q.stages.shared.gates import check_increase, check_numbers
 from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
