@@ -20,7 +20,10 @@ from fp8q.stages.pipeline import stages
 from fp8q.stages.pipeline.stage import Stage
 
 #: Files that no benchmark reads, beside those that follow from results.
-UNREAD = (*FOLLOWING, "tests", "notebooks", ".ci", "Makefile")
+UNREAD = (
+    *FOLLOWING, "tests", "notebooks", ".ci", "Makefile",
+    *(f"benchmarks/{name}" for name in ("run.py", "stale.py", "tables.py", "markdown.py", "pages", "read_options.py")),
+)  # fmt: skip
 
 
 def stale_options(result: Mapping[str, Any]) -> list[str]:
