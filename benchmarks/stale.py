@@ -78,7 +78,10 @@ def stale_commit(result: Mapping[str, Any]) -> list[str]:
     if commit.endswith("+"):
         return [f"was measured with uncommitted changes on {commit[:-1]}"]
     if git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0:
-        return []
+        scripts = (f"{result['benchmark']}.py", f"{result['benchmark']}/run.py")
+        if any(git("cat-file", "-e", f"{commit}:benchmarks/{script}").returncode == 0 for script in scripts):
+            return []
+        return [f"{commit} has no benchmarks/{scripts[0]}, so it is not what was measured"]
     if (shallow := git("rev-parse", "--is-shallow-repository")).returncode != 0 or shallow.stdout.strip() == "true":
         raise HistoryError("there is no git history here, or not all of it")
     return [f"{commit} is no commit of this history"]
