@@ -67,7 +67,6 @@ TO_MEASURE_AGAIN = {
     "bf16_products",
     "certificate",
     "doctor",
-    "engine_size",
     "expert_tokens",
     "experts",
     "export_memory",
@@ -82,9 +81,7 @@ TO_MEASURE_AGAIN = {
     "sensitivity",
     "serve",
     "two_implementations",
-    "two_terms",
     "unseen_architectures",
-    "validate_memory",
     "weight_rounding",
 }
 
