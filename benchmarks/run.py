@@ -34,7 +34,7 @@ PARTS: Mapping[str, str] = {
             "two_terms",
         )
     },
-    "memory_sequential": "memory.py --layers 3 11 --width 1024 --weight-rounding sequential",
+    "memory_sequential": "memory.py --layers 2 7 --width 1024 --weight-rounding sequential",
     **{
         name: f"{name}.py"
         for name in (

@@ -19,11 +19,18 @@ from fp8q import options
 from fp8q.stages.pipeline import stages
 from fp8q.stages.pipeline.stage import Stage
 
+#: Scripts that measure nothing.
+WRITERS = ("run", "stale", "missed", "tables", "markdown", "read_options")
 #: Files that no benchmark reads, beside those that follow from results.
 UNREAD = (
-    *FOLLOWING, "tests", "notebooks", ".ci", "Makefile",
-    *(f"benchmarks/{name}" for name in ("run.py", "stale.py", "tables.py", "markdown.py", "pages", "read_options.py")),
-)  # fmt: skip
+    *FOLLOWING,
+    "tests",
+    "notebooks",
+    ".ci",
+    "Makefile",
+    "benchmarks/pages",
+    *(f"benchmarks/{name}.py" for name in WRITERS),
+)
 
 
 def stale_options(result: Mapping[str, Any]) -> list[str]:
