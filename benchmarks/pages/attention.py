@@ -9,7 +9,6 @@ def attention() -> str:
     rows = [
         ("reference, attention wide", "wide", "reference"),
         ("reference, attention FP8", "fp8", "reference"),
-        ("ONNX Runtime, attention FP8", "fp8", "onnxruntime"),
     ]
     kl = [
         [title, *(f"{found[how]['kl_mean_nats'][who]:.5f}" for found in results.values())] for title, how, who in rows

@@ -64,7 +64,7 @@ def tail_cost() -> str:
             f"{found['step_ratio']:.2f}",
         ])  # fmt: skip
     head = ["form", "operations, prompt of 2,048", "kernels: prefill and decode", "engine"]
-    return table([*head, "ONNX Runtime on a CPU: time of a prompt", "of a step"], rows)
+    return table([*head, "CPU: a prompt", "a step"], rows)
 
 
 TABLES = (

@@ -16,17 +16,10 @@ def given_as_codes() -> str:
                 f"{found[row]['kl_mean_nats_times_1e6']:.0f} ({found[row]['weights_kl_mean_nats_times_1e6']:.0f})"
                 for found in models.values()
             ),
-            loss(found[row]["least_sqnr_db"] for found in models.values()),
         ]
         for row in next(iter(models.values()))
     ]
-    return table(["the model as it was given", *models, "least SQNR of a weight"], rows)
-
-
-def loss(decibels: Any) -> str:
-    """The least of several signal-to-noise ratios; that nothing is lost where there are none."""
-    found = [each for each in decibels if each is not None]
-    return f"{min(found):.1f} dB" if found else "nothing lost"
+    return table(["the model as it was given", *models], rows)
 
 
 TABLES = (given_as_codes,)

@@ -95,7 +95,11 @@ def limits() -> str:
     """Time and memory that are held to a limit."""
     streamed, written = load("memory"), load("export_memory")
     rows = [
-        ["memory of `--stream`, for a checkpoint", "memory", _memory(streamed, streamed["checkpoints"][0]["limit_bytes"])],
+        [
+            "memory of `--stream`, for a checkpoint",
+            "memory",
+            _memory(streamed, streamed["checkpoints"][0]["limit_bytes"]),
+        ],
         ["memory to write checkpoint and graphs", "export_memory", _memory(written, written["limit_bytes"])],
         ["both graphs of a deep model", "export_time", _deep(load("export_time"))],
         ["lint of 10,000 products", "lint_time", _lint(load("lint_time"))],

@@ -49,13 +49,12 @@ def sequential_memory() -> str:
         [
             str(found["layers"]),
             gigabytes(found["checkpoint_bytes"]),
-            *(gigabytes(found["stages"][stage]["peak_anonymous_bytes"]) for stage in ("start", "measure", "quantize")),
+            gigabytes(found["stages"]["quantize"]["peak_anonymous_bytes"]),
             f"{found['stages']['quantize']['seconds'] / found['layers']:.0f}",
         ]
         for found in result["checkpoints"]
     ]
-    head = ["layers", "checkpoint", "peak: start", "measuring", "rounding and writing", "seconds a layer"]
-    return table(head, rows)
+    return table(["layers", "checkpoint", "peak of anonymous memory", "seconds a layer"], rows)
 
 
 def _short(number: float) -> str:
@@ -67,7 +66,7 @@ def _step(name: str) -> str:
 
 
 def _sized(name: str, found: Figures) -> str:
-    return f"{name} ({found['parameters'] / MEGABYTE:.1f} M)"
+    return f"{name} ({found['parameters'] / MEGABYTE:.1f}M)"
 
 
 TABLES = (
