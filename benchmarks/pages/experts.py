@@ -5,6 +5,9 @@ from typing import Any
 
 from markdown import load, table
 
+#: Lengths of stretches that are shown.
+STRETCHES = ("32", "128", "256", "512", "1024", "others")
+
 
 def expert_tokens() -> str:
     """What an amax of so many tokens loses, beside that of a layer's other experts."""
@@ -17,6 +20,7 @@ def expert_tokens() -> str:
             f"{1e6 * of['kl_nats']:.0f}",
         ]
         for name, of in found["taken"].items()
+        if name in STRETCHES
     ]
     rows.append(["all tokens", "1, 1", "1, 1", f"{1e6 * found['kl_nats']:.0f}"])
     heads = ["amax of", "over that of all tokens: median, worst tenth", "squared error over that by all", "KL × 10⁶"]
