@@ -6,8 +6,8 @@ from typing import Any
 from markdown import load, table
 
 ONE, TWO, WIDE = "one term", "two terms", "weights alone"
-TAILS = (1, 64)
 BEST = "tail of 64"
+FORMS = (ONE, BEST, TWO, WIDE)
 
 
 def results() -> Mapping[str, Any]:
@@ -27,10 +27,9 @@ def exact_answers() -> str:
     rows = []
     for name, found in results().items():
         gptq = found["gptq"]
-        forms = [gptq[form] for form in (ONE, *(f"tail of {tail}" for tail in TAILS), TWO, WIDE)]
+        forms = [gptq[form] for form in FORMS]
         rows.append([name, kl(found["bf16"]), kl(found["nearest"][ONE]), *map(kl, forms)])
-    head = ["model", "BF16 itself", "one term, nearest", "one term", *(f"tail of {tail}" for tail in TAILS), TWO, WIDE]
-    return table(head, rows)
+    return table(["model", "BF16 itself", "one term, nearest", *FORMS], rows)
 
 
 def exact_answers_prompts() -> str:

@@ -38,6 +38,7 @@ def branches_in_all() -> str:
             f"{found['bytes'] / 1e6:.0f} MB",
         ]
         for shape, found in sorted(results.items(), key=lambda each: (each[0].startswith("1x"), each[1]["branches"]))
+        if found["branches"] > 64
     ]
     return table(["experts", "branches", "build, processor time", "plan"], rows)
 
