@@ -15,7 +15,7 @@ def architectures() -> str:
 
 
 def architecture(name: str, result: Figures) -> list[str]:
-    """A row of `architectures`: the products are the fewest of all targets, caches and terms, of two terms with both."""
+    """A row of `architectures`: products are the fewest of all targets, caches and terms (both of two)."""
     named = [f"{cache}{terms}" for cache in ("off", "fp8") for terms in ("", ", two terms")]
     forms = [result[form] for form in named]
     bf16 = forms[0]["perplexity"]["bf16"]
