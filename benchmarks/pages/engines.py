@@ -54,9 +54,4 @@ def sizes(found: Mapping[str, int]) -> list[str]:
     return [f"{found[kind] / KILOBYTE:,.0f} kB" for kind in ("all", "asked")]
 
 
-def ran(products: Mapping[str, int]) -> str:
-    """Format counts of products by their types."""
-    return ", ".join(f"{count} {types}" for types, count in products.items())
-
-
 TABLES = (forms, engine_sizes, asked_logits)
