@@ -10,18 +10,17 @@ KILOBYTE = 1e3
 
 
 def forms() -> str:
-    """Kernels and bytes of the demo's engines in both forms of its graph."""
+    """Kernels and bytes of the demo's engines in both forms of its graph, by target."""
     rows = []
     for terms, forms in load("forms")["results"].items():
         for form, targets in forms.items():
-            cells = []
-            for found in (targets[target] for target in TARGETS):
-                proven = [*found["found"].values(), found["inputs"], *([found["terms"]] if terms == "2" else [])]
-                cells += [f"{found['bytes'] / MEGABYTE:.2f} MB, {found['kernels']}"]
-                cells += [f"{min(proven)} of {found['promised']}"]
-            rows.append([terms, f"`{form}`", *cells])
-    head = (cell for target in TARGETS for cell in (f"{target}: engine, other kernels", "proven"))
-    return table(["terms", "form", *head], rows)
+            found = [targets[target] for target in TARGETS]
+            proven = [each[what] for each in found for what in ("inputs", *(["terms"] if terms == "2" else []))]
+            proven += [count for each in found for count in each["found"].values()]
+            cells = (f"{each['bytes'] / MEGABYTE:.2f} MB, {each['kernels']}" for each in found)
+            rows.append([terms, f"`{form}`", *cells, f"{min(proven)} of {found[0]['promised']}"])
+    head = (f"{target}: engine, other kernels" for target in TARGETS)
+    return table(["terms", "form", *head, "proven products"], rows)
 
 
 def engine_sizes() -> str:
