@@ -17,7 +17,6 @@ def serve() -> str:
             f"{found['alone_http_tokens_per_second']:.0f}",
             f"{found['eight_http_tokens_per_second']:.0f}",
         ],
-        ["share", f"{found['share_of_one']:.2f}", f"{found['share_of_eight']:.2f}"],
         ["a token costs more, ms", f"{found['overhead_ms']:.2f}", ""],
     ]
     return table(["", "one request", "eight at once"], rows)
