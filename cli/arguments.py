@@ -28,13 +28,17 @@ RunPaths = Annotated[
     list[Path], Parameter(name="RUN", help="The run directories to add, two or more; they stay as they are.")
 ]
 LintPath = Annotated[
-    Path,
+    Path | None,
     Parameter(
         name="PATH",
         help="An ONNX file (its external data stay where they are, unread), a repository, an FP8 checkpoint, or a run.",
     ),
 ]
 Out = Annotated[Path, option(OPTIONS, "The run directory: written, or continued where it exists.", "RUN")]
+RuleCode = Annotated[
+    str | None,
+    option(OPTIONS, "Explain this rule, or all whose code begins so (F1, C, R), and lint nothing.", "CODE"),
+]
 OfRun = Annotated[
     Path | None,
     option(

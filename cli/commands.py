@@ -54,6 +54,7 @@ from .arguments import (
     PlanFile,
     PlotFile,
     Prompt,
+    RuleCode,
     RunPath,
     RunPaths,
     RunTexts,
@@ -186,16 +187,21 @@ def export(
 
 
 @app.command
-def lint(path: LintPath, /, *, run: OfRun = None, common: Common = Common()) -> None:
+def lint(path: LintPath = None, /, *, run: OfRun = None, explain: RuleCode = None, common: Common = Common()) -> None:
     """Check files (graph, FP8 checkpoint, Triton repository, run) for what makes engines and servers fail.
 
     No model is run: `fp8q doctor RUN` runs it and checks its numbers, `fp8q inspect RUN` shows all of them.
-    docs/lint.md explains the rules.
+    docs/lint.md says what is checked, `--explain` why a rule is there.
     """
     from .. import api
-    from ..stages.commands.lint import check_findings
+    from ..stages.commands.lint import check_findings, explain_rules
     from . import views
 
+    if explain is not None and path is None:
+        views.show_rules(explain_rules(explain), common.as_json)
+        return
+    if path is None or explain is not None:
+        raise InputError("lint takes either a PATH or --explain CODE; name one of them")
     found = api.lint(path, run)
     views.linted(found, common.as_json)
     check_findings(found)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from ..core.columns import Table
@@ -46,7 +47,7 @@ from .endings import FILES, MADE, TABLES, ending
 if TYPE_CHECKING:
     from ..api import Inspection
     from ..stages.commands.engine import EngineView
-    from ..stages.commands.lint import Linted, LintedRun
+    from ..stages.commands.lint import Linted, LintedRun, RuleText
     from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
 
@@ -247,6 +248,14 @@ def linted(found: "Linted | LintedRun", as_json: bool) -> None:
         return
     lines = [line for part in found.parts for line in part_lines(part)]
     sys.stdout.write("\n".join(map(visible, lines)) + "\n")
+
+
+def show_rules(rules: "Sequence[RuleText]", as_json: bool) -> None:
+    """Show rules of the lint: code and name in a line, and the reason below it, or all as one JSON object."""
+    if as_json:
+        emit({"rules": [asdict(rule) for rule in rules]})
+        return
+    sys.stdout.write("\n\n".join(f"{rule.rule} {rule.name}\n{fill(str(rule), WIDE)}" for rule in rules) + "\n")
 
 
 def part_lines(part: "Linted") -> list[str]:

@@ -1,4 +1,5 @@
-"""Make the pages of the site that follow from the code: options, Python, decisions, the plugin for vLLM.
+"""Make the pages of the site that follow from the code: options, Python, rules of the lint, decisions, the plugin for
+vLLM.
 
 mkdocs calls these functions (`hooks` in mkdocs.yml). A page that is made when the site is built cannot differ from
 `fp8q --help` and the docstrings, and nobody has to commit it. The pages that people wrote stay readable where they lie:
@@ -19,10 +20,18 @@ from fp8q import api
 from fp8q.cli import commands
 from fp8q.core.reporter import LOGGED, SILENT
 from fp8q.options.declare import Options
+from fp8q.stages.commands.lint import explain_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The page of the plugin, which lies outside of docs beside its code.
 PLUGIN, PLUGIN_SOURCE = "vllm-plugin.md", "integrations/vllm/README.md"
+#: The page that gets all rules of the lint, and their examples, by the anchor of each file's first heading there.
+LINT = "lint.md"
+EXAMPLES = {
+    "tests/export/lint/examples.md": "f1xx-codes-scales-and-zero-points",
+    "tests/quantize/lint/examples.md": "c1xx-fp8-checkpoints",
+    "tests/serve/lint/examples.md": "r1xx-triton-repositories",
+}
 WHO_OPTIONS = """# Options of every command
 
 For whoever wants to know what a command takes. The page is made of the declarations that `fp8q COMMAND --help` shows;
@@ -60,6 +69,10 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     """Turn paths of pages in backticks into links, and links to files outside of docs into those of their pages."""
     up = "../" * page.file.src_uri.count("/")
     markdown = markdown.replace(f"../{PLUGIN_SOURCE}", PLUGIN)
+    if page.file.src_uri == LINT:
+        for source, anchor in EXAMPLES.items():
+            markdown = markdown.replace(f"../{source}", f"#{anchor}")
+        markdown += lint_rules()
     return re.sub(r"(?<!\[)`docs/([\w/-]+\.md)`", rf"[`docs/\1`]({up}\1)", markdown)
 
 
@@ -142,6 +155,23 @@ def parameters(value: Any) -> Iterator[str]:
             yield f"{each.name}={'LOGGED' if each.default is LOGGED else 'SILENT'}"
         else:
             yield f"{each.name}={'…' if inspect.isfunction(each.default) else repr(each.default)}"
+
+
+def lint_rules() -> str:
+    """Describe every rule of the lint by its own reason, above the example that breaks it."""
+
+    def with_reason(heading: re.Match[str]) -> str:
+        (rule,) = explain_rules(heading[1])
+        return f"### {rule.rule} {rule.name}\n\n{rule}\n"
+
+    parts = []
+    for source in EXAMPLES:
+        head, first, rules = (ROOT / source).read_text(encoding="utf-8").partition("\n## ")
+        title, _, rules = rules.partition("\n")
+        about = head.partition("\n")[2].strip()
+        rules = re.sub(r"^### (\w+) .*$", with_reason, rules, flags=re.MULTILINE)
+        parts.append(f"{first}{title}\n\n{about}\n{rules}")
+    return "\n".join(parts)
 
 
 def decisions_page() -> str:

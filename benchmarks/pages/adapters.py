@@ -9,28 +9,19 @@ from markdown import load, table
 ROWS = {
     "merged, then FP8": "merged",
     "FP8 base, adapter beside it": "beside",
-    "the same with scales measured on the base alone": "beside, scales of the base alone",
-    "for comparison: merged, weights in BF16": "merged, BF16 weights",
     "the base, with its own scales": "base",
     "the base, with scales that serve the adapter": "base, scales that serve the adapter",
 }
 
 
 def adapters() -> str:
-    """KL of each mode, and what the base loses by sharing its scales; behind it the increase of perplexity."""
+    """KL of each mode, and what the base loses by sharing its scales."""
     models: Mapping[str, Mapping[str, Any]] = load("adapter")["results"]
     rows = [
-        [
-            row,
-            *(
-                f"{found['kl_mean_nats_times_1e6'][name]:.0f} ({100 * found['perplexity_increase'][name]:+.2f} %)"
-                for found in models.values()
-            ),
-        ]
+        [row, *(f"{found['kl_mean_nats_times_1e6'][name]:.0f}" for found in models.values())]
         for row, name in ROWS.items()
     ]
-    trained = [f"{found['perplexity']['base']:.1f} → {found['perplexity']['adapter']:.1f}" for found in models.values()]
-    return table(["KL (increase of perplexity)", *models], [["perplexity, base → adapter", *trained], *rows])
+    return table(["KL, nats × 10⁶", *models], rows)
 
 
 TABLES = (adapters,)

@@ -1,8 +1,6 @@
-"""The tables of docs/baselines.md: FP8 beside INT8 and BF16."""
+"""The table of docs/baselines.md: FP8 beside INT8 and BF16."""
 
-from markdown import MEGABYTE, load, table
-
-from .engines import KINDS, ran
+from markdown import load, table
 
 
 def baselines() -> str:
@@ -19,14 +17,4 @@ def baselines() -> str:
     return table(["", *titles, "BF16 weights, FP32 arithmetic"], rows)
 
 
-def engine_products() -> str:
-    """What the demo's engines run, by precision."""
-    found = load("engine_size")["results"]["demo"]
-    rows = [[kind.upper(), f"{found['bytes'][kind] / MEGABYTE:.2f} MB", ran(found["products"][kind])] for kind in KINDS]
-    return table(["", "engine", "products"], rows)
-
-
-TABLES = (
-    baselines,
-    engine_products,
-)
+TABLES = (baselines,)

@@ -10,24 +10,17 @@ KILOBYTE = 1e3
 
 
 def forms() -> str:
-    """What the demo's engines run in both forms of its graph."""
+    """Kernels and bytes of the demo's engines in both forms of its graph, by target."""
     rows = []
     for terms, forms in load("forms")["results"].items():
-        for target in TARGETS:
-            for form, results in forms.items():
-                found = results[target]
-                proven = [*found["found"].values(), found["inputs"], *([found["terms"]] if terms == "2" else [])]
-                cells = [ran(found["products"]), str(found["kernels"]), f"{found['bytes'] / MEGABYTE:.2f} MB"]
-                rows.append([terms, target, f"`{form}`", *cells, f"{min(proven)} of {found['promised']}"])
-    head = ["terms", "", "form", "products of a profile", "other kernels", "engine", "proven: FP8, and all numbers"]
-    return table(head, rows)
-
-
-def form_programs() -> str:
-    """One layer's program in both forms."""
-    both = load("forms")["results"]["1"]
-    lines = zip(*(both[form]["sm89"]["program"] for form in ("dq", "mul")), strict=True)
-    return table(["`dq`", "`mul`"], ([f"`{statement}`" for statement in line] for line in lines))
+        for form, targets in forms.items():
+            found = [targets[target] for target in TARGETS]
+            proven = [each[what] for each in found for what in ("inputs", *(["terms"] if terms == "2" else []))]
+            proven += [count for each in found for count in each["found"].values()]
+            cells = (f"{each['bytes'] / MEGABYTE:.2f} MB, {each['kernels']}" for each in found)
+            rows.append([terms, f"`{form}`", *cells, f"{min(proven)} of {found[0]['promised']}"])
+    head = (f"{target}: engine, other kernels" for target in TARGETS)
+    return table(["terms", "form", *head, "proven products"], rows)
 
 
 def engine_sizes() -> str:
@@ -42,18 +35,17 @@ def engine_sizes() -> str:
 
 
 def asked_logits() -> str:
-    """Prompts and their logits by the graph that is asked for them, and by the one that gives all."""
+    """Time to the first token and logits of the longest prompt by both graphs, and of an 8B's chunk by arithmetic."""
     found = load("asked_logits")
-    rows = []
-    for prompt in found["prompts"]:
-        call, served, size = prompt["call"], prompt["served"], prompt["logits_bytes"]
-        times = (f"{each['all_ms']:.1f} -> {each['asked_ms']:.1f} ms ({each['ratio']:.2f})" for each in (call, served))
-        rows.append([f"the demo, {prompt['length']} tokens", *times, *sizes(size)])
-    large = found["llama_8b"]
-    ratio = f"not run ({1 - large['head_share']:.2f} at best)"
-    rows.append([f"an 8B's chunk of {large['chunk']:,} on a GPU, BF16", ratio, ratio, *sizes(large["logits_bytes"])])
-    head = ["", "in one call: all -> asked (ratio)", "served, to the first token", "logits of all", "asked for"]
-    return table(head, rows)
+    prompt, large = found["prompts"][-1], found["llama_8b"]
+    served = prompt["served"]
+    time = f"{served['all_ms']:.1f} -> {served['asked_ms']:.1f} ms ({served['ratio']:.2f})"
+    bound = f"not run ({1 - large['head_share']:.2f} at best)"
+    rows = [
+        [f"the demo, {prompt['length']} tokens, on a CPU", time, *sizes(prompt["logits_bytes"])],
+        [f"an 8B's chunk of {large['chunk']:,}", bound, *sizes(large["logits_bytes"])],
+    ]
+    return table(["", "to the first token: all -> asked (ratio)", "logits of all", "asked for"], rows)
 
 
 def sizes(found: Mapping[str, int]) -> list[str]:
@@ -61,13 +53,4 @@ def sizes(found: Mapping[str, int]) -> list[str]:
     return [f"{found[kind] / KILOBYTE:,.0f} kB" for kind in ("all", "asked")]
 
 
-def ran(products: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {types}" for types, count in products.items())
-
-
-TABLES = (
-    forms,
-    form_programs,
-    engine_sizes,
-    asked_logits,
-)
+TABLES = (forms, engine_sizes, asked_logits)

@@ -13,8 +13,6 @@ def generate() -> str:
     peer = "transformers_bf16_{}_tokens_per_second".format
     rows = [
         row("the runtime's bare step, ms", "bare_ms", "bare_eight_ms"),
-        row("of a step the loop's own, ms", "loop_ms", "loop_eight_ms"),
-        row("a step of all, over the bare one", "alone_over_bare", "together_over_bare_eight"),
         row("tokens a second", "alone_tokens_per_second", "together_tokens_per_second", "{:.0f}"),
         row("the same by transformers, of the BF16 model", peer("one"), peer("eight"), "{:.0f}"),
         row("under a flood of prompts, over alone: mean", "flood_over_alone"),

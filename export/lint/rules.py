@@ -6,6 +6,7 @@ why the rule is there.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from ...core.findings import Broken, Finding, Severity, first_places
@@ -14,6 +15,10 @@ from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array
 
 Scope = Literal["any", "promised", "foreign"]
+#: Scope -> the graphs that it means, as `fp8q lint --explain` says it.
+SCOPES: Mapping[Scope, str] = MappingProxyType(
+    {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,11 @@ class Rule:
     def why(self) -> str:
         """The reason for the rule: its function's docstring."""
         return self.check.__doc__ or ""
+
+    @property
+    def applies_to(self) -> str:
+        """The graphs that the rule is for."""
+        return SCOPES[self.scope]
 
     def findings(self, graph: Indexed, promise: Promise | None) -> Iterator[Finding]:
         """Yield the places where the graph breaks the rule: the first places, and how many more."""

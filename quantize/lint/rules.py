@@ -29,6 +29,11 @@ class CheckpointRule:
         """The reason for the rule: its function's docstring."""
         return self.check.__doc__ or ""
 
+    @property
+    def applies_to(self) -> str:
+        """The files that the rule is for."""
+        return "any FP8 checkpoint"
+
     def findings(self, checkpoint: Checkpoint) -> Iterator[Finding]:
         """Yield a finding for each place where a checkpoint breaks the rule."""
 

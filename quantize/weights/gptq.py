@@ -29,8 +29,8 @@ U needs no inverse of H: reverse H in both axes, factor it, invert the factor an
 meets only the square root of the condition number. It is computed in FP64, since one direction can hold most of the
 energy of a wide input, and FP32 then rounds H to an indefinite matrix, whatever the damping. H is damped by a
 thousandth of its mean diagonal, a tenth of the paper's. With exact activations, ten times or a third of that give the
-same result; more of it hides N (`docs/weights.md`). So there is nothing to choose on held-out text. An input that is
-always zero is correlated with no other, and is rounded to nearest.
+same result; more of it hides N (`docs/decisions/0042`). So there is nothing to choose on held-out text. An input that
+is always zero is correlated with no other, and is rounded to nearest.
 """
 
 from collections.abc import Collection, Mapping

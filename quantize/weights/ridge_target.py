@@ -13,9 +13,9 @@ approximation of its own; solving for w* at once needs none. M is written with d
 lose nothing, M is 0, and w* is w to the last bit.
 
 w* is a regression and can overfit the calibration tokens: with λ of a hundredth of H's mean diagonal, as in GPTQ, a
-short text made `sequential` worse than `gptq` (`docs/weights.md`). So λ is chosen for each weight: w* is fitted on one
-half of the batches and judged on the other. Where no λ lowers the error there, w* is w. λ is relative to the mean of
-H's diagonal over all batches and is added to sums, so that the λ of a half suits the whole.
+short text made `sequential` worse than `gptq` (`docs/decisions/0042`). So λ is chosen for each weight: w* is fitted on
+one half of the batches and judged on the other. Where no λ lowers the error there, w* is w. λ is relative to the mean
+of H's diagonal over all batches and is added to sums, so that the λ of a half suits the whole.
 
 r is the residual stream in most decoders. The product can compensate the error of r as well. `residual` finds it by
 running the layer, without a list of architectures.

@@ -4,8 +4,9 @@ A rule is a function from a model, or the whole repository, to the places where 
 repository. Its docstring says why the rule is there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ...core.findings import Broken, Finding, Severity, first_places
@@ -14,6 +15,10 @@ from .folder import ModelFolder, Repository
 
 #: For any repository; for the Python models that fp8q wrote; for its plain engines; for a run.
 Scope = Literal["any", "text", "engine", "run"]
+#: Scope -> the files that it means, as `fp8q lint --explain` says it.
+SCOPES: Mapping[Scope, str] = MappingProxyType(
+    {"any": "any repository", "text": "fp8q's Python model", "engine": "fp8q's plain engine", "run": "a run"}
+)
 Check = Callable[[Repository], Broken]
 RunCheck = Callable[[Run], Broken]
 
@@ -28,6 +33,11 @@ class RepositoryRule:
     check: Callable[[Any], Broken]
     scope: Scope
     why: str
+
+    @property
+    def applies_to(self) -> str:
+        """The files that the rule is for."""
+        return SCOPES[self.scope]
 
     def findings(self, held: Repository | Run) -> Iterator[Finding]:
         """Yield the places where a repository, or a run, breaks the rule."""

@@ -21,8 +21,10 @@ from ..shared.opening import open_run
 
 if TYPE_CHECKING:
     from ...core.findings import Finding
-    from ...export.lint.rules import Promise
+    from ...export.lint.rules import Promise, Rule
     from ...export.onnx_file.tensors import Array
+    from ...quantize.lint.rules import CheckpointRule
+    from ...serve.lint.rules import RepositoryRule
 
 #: Rules about files that are missing or cut short: these are faults of the input, not of the graph.
 DAMAGE = ("F402", "F403")
@@ -57,6 +59,44 @@ class LintedRun:
     def findings(self) -> "list[Finding]":
         """The findings of all parts."""
         return [finding for part in self.parts for finding in part.findings]
+
+
+@dataclass(frozen=True)
+class RuleText:
+    """A rule as `fp8q lint --explain` shows it; `why` is the docstring of its check, in one line."""
+
+    rule: str
+    name: str
+    severity: str
+    applies_to: str
+    why: str
+
+    def __str__(self) -> str:
+        """Format severity, scope and reason in one paragraph."""
+        return f"{self.severity.capitalize()}, for {self.applies_to}. {self.why}"
+
+
+def explain_rules(code: str) -> list[RuleText]:
+    """Explain the rule `code`, such as F101, or every rule whose code begins with it, such as F1 or C.
+
+    Raises InputError where there is none.
+    """
+    from ...export.lint.check import RULES as GRAPH_RULES
+    from ...quantize.lint.check import RULES as CHECKPOINT_RULES
+    from ...serve.lint.check import RULES as REPOSITORY_RULES
+
+    rules: dict[str, Rule | CheckpointRule | RepositoryRule] = {**GRAPH_RULES, **CHECKPOINT_RULES, **REPOSITORY_RULES}
+    explained = [
+        RuleText(number, rule.name, rule.severity, rule.applies_to, " ".join(rule.why.split()))
+        for number, rule in sorted(rules.items())
+        if code and number.startswith(code.upper())
+    ]
+    if not explained:
+        raise InputError(
+            f"--explain {code}: is no rule's code; name one, such as F101, or its beginning: F (graphs), C "
+            "(checkpoints), R (Triton repositories)"
+        )
+    return explained
 
 
 def lint(path: Path, run: Run | None) -> Linted | LintedRun:

@@ -24,6 +24,7 @@ NOT_MEASURED = (
     "| form | positions of a window | gives |",
     "| word | meaning |",
     "| argument | meaning |",
+    "| rules | about | each broken by an example |",
     "| form | scale of a weight [out, in] | of a static input | of a cache | who reads it |",
     "| architecture | what is different about it | tested with | Hugging Face form |",
     "| `--method` | clip | saturates |",

@@ -12,6 +12,7 @@ import pytest
 
 from fp8q import api
 from fp8q.cli import commands
+from fp8q.stages.commands.lint import explain_rules
 
 from ..conftest import ROOT
 
@@ -66,3 +67,13 @@ def test_every_page_begins_with_whom_it_is_for() -> None:
     assert len(pages) > 40
     openings = {path.name: path.read_text(encoding="utf-8").split("\n\n")[1] for path in pages}
     assert [name for name, words in openings.items() if not words.startswith("For ")] == []
+
+
+def test_the_page_of_the_lint_has_every_rule_with_its_reason_and_an_example(site: Path) -> None:
+    page = " ".join(text_of(site / "lint.html").split())
+    rules = [rule for letter in "FCR" for rule in explain_rules(letter)]
+    assert len(rules) > 90
+    for rule in rules:
+        section = page.rpartition(f"{rule.rule} {rule.name}¶ ")[2]
+        assert section.startswith(f"{rule.severity.capitalize()}, for {rule.applies_to}. "), rule.rule
+        assert f" {rule.severity} {rule.rule} {rule.name}: " in section.partition("¶")[0], rule.rule

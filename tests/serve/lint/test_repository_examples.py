@@ -1,5 +1,5 @@
-"""The part of `docs/lint.md` about repositories against the rules: every rule has its section, its reason is the rule's
-own, and its example, run on a good repository, breaks it with the words that are printed.
+"""The examples of the rules for repositories: every rule has one, which breaks it, run on a good repository, with the
+words that are printed.
 """
 
 import re
@@ -13,37 +13,25 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.serve.lint.check import RULES, lint_engines
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "lint.md"
-SCOPES = {
-    "any": "any repository",
-    "text": "fp8q's Python model",
-    "engine": "fp8q's plain engine",
-    "run": "a run",
-}
+PAGE = Path(__file__).with_name("examples.md")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A rule's section: its title, what stands under it, the commands that damage, and what the lint says then."""
+    """A rule's section: its title, the commands that damage, and what the lint says then."""
 
     title: str
-    text: str
     commands: str
     findings: list[str]
 
 
-def sections() -> list[Section]:
-    _, _, repositories = PAGE.read_text(encoding="utf-8").partition("\n## R1xx")
-    return [section(part) for part in repositories.split("\n### ")[1:]]
-
-
 def section(part: str) -> Section:
-    match = re.fullmatch(r"(.+?)\n\n(.+?)\n\n```sh\n(.*?)\n```\n\n```text\n(.*?)\n```\n*", part, re.DOTALL)
+    match = re.fullmatch(r"(.+?)\n\n```sh\n(.*?)\n```\n\n```text\n(.*?)\n```\n*", part, re.DOTALL)
     assert match, f"the section {part[:60]!r} has another form"
-    return Section(match[1], match[2], match[3], match[4].split("\n"))
+    return Section(match[1], match[2], match[3].split("\n"))
 
 
-SECTIONS = sections()
+SECTIONS = [section(part) for part in PAGE.read_text(encoding="utf-8").split("\n### ")[1:]]
 
 
 def damage(run: Run, entry: Section) -> list[str]:
@@ -61,19 +49,12 @@ def damage(run: Run, entry: Section) -> list[str]:
     return [line.replace(str(run.root), "RUN") for line in lines]
 
 
-def test_the_page_has_a_section_for_every_rule_in_order() -> None:
+def test_every_rule_has_an_example_in_order() -> None:
     assert [entry.title for entry in SECTIONS] == [f"{number} {RULES[number].name}" for number in sorted(RULES)]
 
 
 @pytest.mark.parametrize("entry", SECTIONS, ids=lambda entry: entry.title)
-def test_severity_scope_and_reason_are_the_rules_own(entry: Section) -> None:
-    rule = RULES[entry.title.partition(" ")[0]]
-    why = " ".join(rule.why.split())
-    assert " ".join(entry.text.split()) == f"{rule.severity.capitalize()}, for {SCOPES[rule.scope]}. {why}"
-
-
-@pytest.mark.parametrize("entry", SECTIONS, ids=lambda entry: entry.title)
-def test_the_example_breaks_its_rule_with_the_words_that_the_page_prints(entry: Section, good: Run) -> None:
+def test_the_example_breaks_its_rule_with_the_words_that_are_printed(entry: Section, good: Run) -> None:
     assert damage(good, entry) == entry.findings
 
 
