@@ -187,11 +187,18 @@ def test_a_limit_that_is_missed_without_words_for_it_is_named() -> None:
         missed.missed("bos", {"benchmark": "bos", "passed": False})
 
 
+def test_every_figure_stands_on_a_page() -> None:
+    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in tables.pages())
+    assert set(FIGURES) == {figure["name"] for figure in tables.FIGURE.finditer(text)}
+
+
 def test_a_figure_within_a_sentence_is_made_and_must_not_begin_a_line() -> None:
-    page, marker = "docs/any.md", "<!-- figure harm_in_order -->"
+    page, marker = "docs/any.md", "<!-- figure tail_operations -->"
     made = tables.made(page, f"Up to {marker}99<!-- end --> times.\n")
-    assert made == f"Up to {marker}{FIGURES['harm_in_order']()}<!-- end --> times.\n"
-    with pytest.raises(ValueError, match=r"^docs/any.md: the marker of the figure harm_in_order begins a line; put a"):
+    assert made == f"Up to {marker}{FIGURES['tail_operations']()}<!-- end --> times.\n"
+    with pytest.raises(
+        ValueError, match=r"^docs/any.md: the marker of the figure tail_operations begins a line; put a"
+    ):
         tables.made(page, f"Up to\n{marker}99<!-- end --> times.\n")
     with pytest.raises(ValueError, match=r"^docs/any.md: the figure other is none of pages/figures.py, which has "):
         tables.made(page, "Up to <!-- figure other -->99<!-- end --> times.\n")
