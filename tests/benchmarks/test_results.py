@@ -152,6 +152,15 @@ def test_a_result_that_missed_its_limits_says_which_below_a_table(path: Path) ->
     assert all(line in text for line in lines)
 
 
+def test_a_page_says_where_windows_were_measured_without_bos() -> None:
+    pages = {"accuracy": "accuracy", "as_served": "accuracy", "kv_cache": "kv-cache"}
+    for path in RESULTS:
+        records = read(path).get("options", {}).values()
+        if any(used.get("bos", "auto") != "auto" for record in records for used in record["used"] or ()):
+            assert path.stem in pages, f"{path.stem}: its page does not say `--bos never`"
+    assert all("--bos never" in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in pages.values())
+
+
 def test_the_tables_in_docs_are_those_of_the_results() -> None:
     for page in tables.pages():
         text = (ROOT / page).read_text(encoding="utf-8")
