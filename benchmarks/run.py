@@ -60,6 +60,8 @@ BY_HAND: Mapping[str, str] = {
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
 }
+#: The longest that a part is to take on a quiet machine of two cores.
+LONGEST_SECONDS = 600
 PEERS = ("accuracy", "as_served", "calibration")
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}
@@ -94,7 +96,9 @@ def measure(parts: Sequence[str], again: bool, peer: str | None) -> list[str]:
         print(f"{head} …", flush=True)
         start = monotonic()
         status = subprocess.run(words_of(part, peer), cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
-        print(f"{head}: {monotonic() - start:.0f} s{f', exit status {status}' if status else ''}", flush=True)
+        seconds = monotonic() - start
+        long = f", over {LONGEST_SECONDS} s: make it smaller" if seconds > LONGEST_SECONDS else ""
+        print(f"{head}: {seconds:.0f} s{f', exit status {status}' if status else ''}{long}", flush=True)
         missed += [part] if status else []
     return missed
 
