@@ -41,6 +41,9 @@ if len(sys.argv) == 2:
     print(json.dumps(ran.options()))
 """
 
+#: A terminal's Ctrl-C reaches both the part and the runner.
+INTERRUPT = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(0.2)"
+
 
 def git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True)
@@ -173,6 +176,15 @@ def test_parts_say_what_they_took_and_one_that_fails_ends_itself_alone(
     monkeypatch.setattr(run, "words_of", lambda part, peer: [sys.executable, "-c", f"raise SystemExit({status[part]})"])
     assert run.measure(["tune", "load"], again=True, peer=None) == ["tune"]
     assert capsys.readouterr().out == "1/2 tune …\n1/2 tune: 0 s, exit status 3\n2/2 load …\n2/2 load: 0 s\n"
+
+
+def test_ctrl_c_says_that_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "words_of", lambda part, peer: [sys.executable, "-c", INTERRUPT])
+    monkeypatch.setattr(sys, "argv", ["run.py", "tune", "--again"])
+    assert run.main() == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on with the part that was running\n"
 
 
 def test_commands_have_no_folder_of_this_machine() -> None:
