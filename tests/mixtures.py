@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo" / "checkpoint"
@@ -21,13 +22,58 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", QWEN | {"head_dim": 16}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4}),
 }
+#: Mixtures whose checkpoints may hold a layer for multi-token prediction: the class, its fields, and how the names of
+#: such a layer's tensors begin.
+DRAFTING: dict[str, tuple[str, dict[str, Any], str]] = {
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {"n_routed_experts": 4, "moe_intermediate_size": 32, "head_dim": 16, "first_k_dense_replace": 1,
+         "num_nextn_predict_layers": 1},
+        "model.layers.2.",
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16, "sliding_window": 32,
+         "layer_types": ["sliding_attention", "full_attention"], "mlp_layer_types": ["dense", "sparse"], "n_group": 1,
+         "topk_group": 1},
+        "mtp.layers.0.",
+    ),
+}  # fmt: skip
 
 
 def random_mixture(path: Path, name: str, save_original_format: bool = True) -> Path:
     """A checkpoint of `MIXTURES[name]` in BF16, its norms around 1, under the names that files had before transformers
     5, or with all experts of a layer in one tensor.
     """
-    config, fields = MIXTURES[name]
+    return _random(path, *MIXTURES[name], save_original_format)
+
+
+def random_drafting(path: Path, name: str, drafts: bool = True) -> Path:
+    """A checkpoint of `DRAFTING[name]`, with a layer for multi-token prediction, experts in it, unless `drafts` is
+    False; transformers has no such module, so its tensors are added by hand.
+    """
+    config, fields, start = DRAFTING[name]
+    _random(path, config, fields, True)
+    if not drafts:
+        return path
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    last = {key: tensor for key, tensor in tensors.items() if key.startswith("model.layers.1.")}
+    layer = {
+        start + key.removeprefix("model.layers.1."): torch.randn_like(tensor) * 0.1 for key, tensor in last.items()
+    }
+    outer = "mtp." if start.startswith("mtp.") else start
+    hidden = SMALL["hidden_size"]
+    layer |= {
+        f"{outer}eh_proj.weight": torch.randn(hidden, 2 * hidden).bfloat16() * 0.1,
+        f"{outer}enorm.weight": torch.ones(hidden).bfloat16(),
+        f"{outer}hnorm.weight": torch.ones(hidden).bfloat16(),
+    }
+    save_file(tensors | layer, file, {"format": "pt"})
+    return path
+
+
+def _random(path: Path, config: str, fields: dict[str, Any], save_original_format: bool) -> Path:
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | fields))
     for parameter in model.parameters():

@@ -22,6 +22,7 @@ from ...core.errors import BackendError, InputError
 from ...core.reporter import SILENT, Reporter
 from ..checkpoint.companions import check_companions, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
+from ..checkpoint.mtp_layers import mtp_prefixes
 from ..checkpoint.recognizer import Recognizer, no_codes
 from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read_headers
 from ..input.hub import fetch_model, is_hub_name
@@ -59,6 +60,8 @@ class Source:
     coding: Coding | None = field(default=None, compare=False)
     # tensor -> the part of a stored tensor that it is, where some hold all experts of a layer
     parts: Mapping[str, TensorPart] = field(default_factory=dict, compare=False)
+    # how the names of the tensors of multi-token prediction begin, which transformers makes no modules of
+    mtp: tuple[str, ...] = field(default=(), compare=False)
     # the adapter that is merged into the weights
     merged: "Adapter | None" = field(default=None, compare=False)
     # the adapters that are served beside the base, and the one that is on
@@ -235,6 +238,7 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
         # mapped tensors take no memory; dequantized ones are cast at once, so that both types are not held
         name: weights.tensor(name).to(dtype) if weights.coded(name) else weights.tensor(name)
         for name in weights.names()
+        if not name.startswith(source.mtp)
     }
     try:
         model = _load(source, meta_model(source), tensors, dtype, device)
@@ -267,7 +271,11 @@ def _check_model(source: Source) -> Source:
     weights = source.weights()
     source = replace(source, parts=views(skeleton, {name: weights.shape(name) for name in weights.names()}))
     weights = source.weights()
-    shapes = {name: weights.shape(name) for name in weights.names()}
+    # a prefix under which transformers has a module is the model's own
+    own = tuple(skeleton.state_dict())
+    drafting = mtp_prefixes(source.config.to_dict(), weights.names())
+    source = replace(source, mtp=tuple(start for start in drafting if not any(name.startswith(start) for name in own)))
+    shapes = {name: weights.shape(name) for name in weights.names() if not name.startswith(source.mtp)}
     stored = headers(shapes)
     loaded = _load(source, skeleton, stored, HEADER_TYPE, "meta")
     with foreign(partial(no_model, source)), quiet_transformers():

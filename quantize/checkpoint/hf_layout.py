@@ -9,6 +9,7 @@ describe.
 """
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -68,6 +69,8 @@ class HfLayout:
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the products of experts.
     - `layers`: the modules that each hold the experts of one layer.
+    - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `mtp_from_codes`:
+      whether the source has codes of them.
     """
 
     modules: Mapping[str, nn.Module]
@@ -81,6 +84,8 @@ class HfLayout:
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
     wide_cache: Mapping[int, str] = field(default_factory=dict)
+    mtp: tuple[str, ...] = ()
+    mtp_from_codes: bool = False
 
     def in_files(self, module: str) -> str:
         """The name of `module` in the files."""
@@ -92,8 +97,9 @@ class HfLayout:
 
     @property
     def ignored(self) -> list[str]:
-        """The linear layers that text does not reach."""
-        return [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
+        """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
+        linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
+        return [*linear, *(f"re:{re.escape(start)}.*" for start in self.mtp)]
 
     @property
     def towers(self) -> list[str]:
@@ -107,6 +113,18 @@ class HfLayout:
         if not self.cache:
             return "--q-scale: loaders have no place for scales of this architecture's cache, and none are written"
         return "--q-scale: is for vLLM; transformers reports q_scale as unexpected keys, and computes without them"
+
+    @property
+    def mtp_remark(self) -> str | None:
+        """Describe how the layers of multi-token prediction are written; None where there are none."""
+        if not self.mtp:
+            return None
+        dequantized = ", dequantized from the source's FP8" if self.mtp_from_codes else ""
+        names = ", ".join(start.removesuffix(".") for start in self.mtp)
+        return (
+            f"{names}: multi-token prediction, which calibration does not run; it stays in BF16{dequantized}, for "
+            "servers that draft by it"
+        )
 
     def heads_remark(self, scales: Scales) -> str | None:
         """Describe who reads the scales of heads; None where loaders are told of none."""
@@ -185,7 +203,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
 
     `no_graph`: why no ONNX graph can be made of the model.
     """
-    model = meta_model(source)
+    model, weights = meta_model(source), source.weights()
     modules = {name: model.get_submodule(name) for name in scales.modules}
     loadable = all(isinstance(module, nn.Linear) for module in modules.values())
     attentions = attention_modules(model)
@@ -210,6 +228,8 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         stored=stored,
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers))),
         layers=tuple(layers),
+        mtp=source.mtp,
+        mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
         wide_cache={
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },

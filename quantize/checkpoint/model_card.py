@@ -99,6 +99,12 @@ TOWERS = """\
 engines are of the language model: they take text, and no images.
 
 """
+#: The paragraph on multi-token prediction.
+MTP = """\
+**Multi-token prediction**: {modules} stay in BF16{dequantized}, as drafts for speculative decoding. They were not
+measured: transformers makes no modules of them.
+
+"""
 #: The paragraph on a merged adapter.
 MERGED = """\
 **With an adapter**: the PEFT LoRA adapter {name} (SHA-256 {fingerprint}…) was merged into the weights before they were
@@ -188,7 +194,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         terms=_terms(scales)
         + (HEADS if scales.per_head and form.cache else "")
         + (QUERIES if scales.queries and form.cache else ""),
-        given=(_fp8_source(scales) if from_fp8 else "") + _towers(form),
+        given=(_fp8_source(scales) if from_fp8 else "") + _towers(form) + _mtp(form),
         adapters=_adapters(source, form),
         activations=STATIC if scales.activations else IN_BF16,
         quantized=_products(scales),
@@ -252,6 +258,13 @@ def _fp8_source(scales: Scales) -> str:
 
 def _towers(form: HfLayout) -> str:
     return TOWERS.format(towers=", ".join(map(markdown_code, form.towers))) if form.towers else ""
+
+
+def _mtp(form: HfLayout) -> str:
+    if not form.mtp:
+        return ""
+    names = ", ".join(markdown_code(start.removesuffix(".")) for start in form.mtp)
+    return MTP.format(modules=names, dequantized=", dequantized from FP8" if form.mtp_from_codes else "")
 
 
 def _adapters(source: Source, form: HfLayout) -> str:

@@ -94,6 +94,7 @@ def quantize_checkpoint(
         form.heads_remark(done),
         form.query_remark(done),
         form.limit,
+        form.mtp_remark,
     ):
         if remark is not None:
             report.note(remark)

@@ -1,5 +1,5 @@
-"""Rules C116 to C118, C121 and C122: modules that belong together, the output head, and modules that the configuration
-ignores.
+"""Rules C116 to C118, C121, C122 and C128: modules that belong together, the output head, modules that the
+configuration ignores, and layers for multi-token prediction.
 """
 
 from collections import Counter, defaultdict
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from ...calibrate.checkpoint.mtp_layers import mtp_layers, mtp_prefixes
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
-from ..reading.quantization_config import DeclaredQuantization
+from ..reading.quantization_config import CONFIG, DeclaredQuantization
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import WIDE, readable
 from .rules_values import EXPERT
@@ -142,3 +143,14 @@ def wide_module(checkpoint: Checkpoint) -> Broken:
         if is_like and tensor.dtype in WIDE and checkpoint.declared.scheme(module) is not None:
             source = _source(checkpoint.declared)
             yield name, f"is {tensor.dtype}, and {source} does not leave {module} out; name it there, or {AGAIN}"
+
+
+@checkpoint_rule("C128", "dropped-drafts", "warning")
+def dropped_drafts(checkpoint: Checkpoint) -> Broken:
+    """Layers for multi-token prediction that config.json counts are in the checkpoint. transformers makes no modules of
+    them, so an exporter that loads the model there loses them, and no server can draft by them.
+    """
+    count = mtp_layers(checkpoint.config)
+    if count and not mtp_prefixes(checkpoint.config, checkpoint.tensors):
+        told = f"counts {count} layer{'s' * (count > 1)} for multi-token prediction, and no tensor is of one"
+        yield CONFIG, f"{told}; copy them from the source and leave them out of quantization, or take the count out"

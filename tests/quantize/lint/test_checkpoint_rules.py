@@ -271,6 +271,8 @@ CASES = {
                                     ("compressed-tensors",), frozenset({"C127"})),
     "scales of heads nobody announced": Case("C108", lambda it: cache_by_head(it, strategy="tensor"),
                                              of("model.layers.0.self_attn.k_scale"), ("compressed-tensors",)),
+    "drafts that an exporter lost": Case("C128", lambda it: it.config.update(num_nextn_predict_layers=1),
+                                         of("config.json")),
     "values alone in fp8q's file": Case("C126", own_cache_file, of("kv_cache.safetensors"), ("compressed-tensors",)),
     "left out, and in codes": Case("C121", lambda it: leave_out(it, O), of(f"{O}.weight")),
     "in BF16, and not left out": Case("C122", lambda it: widen(it, O), of(f"{O}.weight")),
