@@ -221,9 +221,9 @@ def engine(
     options: Annotated[EngineOptions, only("min_fp8_share")] = EngineOptions(),
     common: Common = Common(),
 ) -> None:
-    """Show what the engines run: the types of every matrix product, and which stayed wide and why.
+    """Show what the engines run: the types of every matrix product, and which are not FP8 on both sides, and why.
 
-    With the kernels around each product, and attention.
+    Also shows the kernels around each product, and attention.
     """
     from .. import api
     from ..stages.commands.engine import check_views
@@ -272,7 +272,7 @@ def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions()
 def evaluate_model(run: RunPath, /, *, options: EvaluateOptions = EvaluateOptions(), common: Common = Common()) -> None:
     """Ask BF16 and FP8 lm-eval's tasks, and compare their answers question by question.
 
-    Scores, recovery, flips, and if these are more than chance. docs/evaluate.md explains it.
+    Shows scores, recovery, flipped answers, and if these are more than chance. docs/evaluate.md explains it.
     """
     from .. import api
     from . import views
@@ -302,7 +302,7 @@ def generate(
 def serve(run: RunPath, /, *, options: ServeOptions = ServeOptions(), common: Common = Common()) -> None:
     """Serve the model by OpenAI's API, with a page to try it, until Ctrl-C or SIGTERM.
 
-    Those who are being answered then are answered first: exit code 0, or the signal's where one was broken off.
+    When stopped it finishes the requests in progress: exit code 0, or the signal's where one was cut off.
     """
     from . import server
 
@@ -383,7 +383,8 @@ def sensitivity(
 ) -> None:
     """Tell which tensor causes the loss: the KL of quantizing each one alone, worst first.
 
-    Weights, activations and cache tensors, and beside each the KL that two terms or BF16 would leave.
+    For weights, activations and cache tensors. Beside each stands the KL that would be left with two FP8 codes an
+    activation (two terms), or with BF16.
     """
     from .. import api
     from . import views
@@ -398,8 +399,9 @@ def tune(
 ) -> None:
     """Find the cheapest mix of formats that meets a budget of loss; without a budget, the cost of every loss.
 
-    A mix chooses one FP8 code an activation (one term), two codes (two terms, a tail: two at a prompt's end) or BF16,
-    for each module, and how weights are rounded and the cache is stored. docs/tune.md explains it.
+    For each module a mix takes one FP8 code an activation (one term), two codes (two terms; a tail: two for decoded
+    tokens and the end of a prompt, one for the rest) or BF16. It also chooses how weights are rounded and the cache is
+    stored. docs/tune.md explains it.
     """
     from .. import api
     from ..stages.tune import check_met

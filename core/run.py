@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from safetensors import SafetensorError
 
 from .. import __version__
+from .commands import no_graph, stage_command
 from .errors import InputError
 from .files import PARTIAL, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
 from .record import (
@@ -29,7 +30,6 @@ from .record import (
     library_versions,
     peak_memory_bytes,
     reset_peak_memory,
-    stage_command,
 )
 from .undo import undoing
 
@@ -395,14 +395,6 @@ def _changed(before: str, wanted: str) -> str:
         return ""
     return ", ".join(
         tell(old[name]) for name, tell in _ARITHMETIC.items() if name in old and old[name] != new.get(name)
-    )
-
-
-def no_graph(root: Path, reason: str) -> str:
-    """Explain that the run at `root` has no ONNX graph."""
-    return (
-        f"{root}: has no ONNX graph, since {reason}; `fp8q generate {root} --runtime reference` runs its checkpoint, "
-        f"and {root}/model/README.md says what else does"
     )
 
 

@@ -69,7 +69,7 @@ def test_a_table_wider_than_a_phone_shows_that_it_goes_on(page: Any) -> None:
 
 
 def test_continuations_stand_side_by_side_and_what_parts_them_is_marked(page: Any) -> None:
-    assert texts(page, ".said > .aside") == ["They part at token 3.", "The same to the end."]
+    assert texts(page, ".said > .aside") == ["They differ from token 3 on.", "The same to the end."]
     assert texts(page, ".said mark") == ["y", "z", "", ""]
     assert texts(page, ".said pre")[0] == "if <b> x: y"
     colors = "return ['.said pre', '.said mark'].map(each => getComputedStyle(document.querySelector(each)).color)"
