@@ -1,19 +1,8 @@
-"""The command line. Results on standard output (one JSON object with --json), everything else on standard error.
+"""The commands, a function each, and what they take; what all of them share is in `application`."""
 
-Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 interrupted
-(Ctrl-C), 143 stopped by SIGTERM, 1 anything else.
-"""
+from typing import Annotated
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import App, Parameter
-
-from .. import __version__
-from ..calibrate.ranks.torchrun import process_rank
-from ..core.errors import GateError, InputError, UnfinishedError
+from ..core.errors import InputError
 from ..options import (
     BenchOptions,
     CalibrateOptions,
@@ -34,7 +23,8 @@ from ..options import (
     TuneOptions,
     ValidateOptions,
 )
-from ..options.declare import OPTIONS, first_given, only, without
+from ..options.declare import first_given, only, without
+from .application import app, showing, terminal
 from .arguments import (
     Against,
     Apply,
@@ -60,32 +50,7 @@ from .arguments import (
     SourceModel,
 )
 
-if TYPE_CHECKING:
-    from .console import Terminal
-
-app = App(
-    name="fp8q",
-    help="From a Hugging Face checkpoint to a proven FP8 TensorRT engine, and what it costs in accuracy.",
-    help_epilogue=(
-        "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 "
-        "interrupted (Ctrl-C), 143 stopped by SIGTERM, 1 anything else."
-    ),
-    help_format="plaintext",
-    help_flags=("--help", "-h"),
-    version=f"fp8q {__version__}",
-    group_parameters=OPTIONS,
-    # of an option given twice the last counts, as wherever a command is made longer at its end
-    default_parameter=Parameter(
-        allow_repeating=True, negative=(), show_default=lambda value: None if value in (None, False, ()) else value
-    ),
-)
-
-
-def terminal() -> "Terminal":
-    """The reporter that draws on this terminal; of several ranks the first alone speaks."""
-    from .console import Terminal
-
-    return Terminal(quiet=process_rank().rank > 0)
+__all__ = ["app"]
 
 
 @app.command
@@ -383,8 +348,7 @@ def sensitivity(
 ) -> None:
     """Tell which tensor causes the loss: the KL of quantizing each one alone, worst first.
 
-    For weights, activations and cache tensors. Beside each stands the KL that would be left with two FP8 codes an
-    activation (two terms), or with BF16.
+    Weights, activations and caches; beside each the KL that two FP8 codes an activation, or BF16, would leave.
     """
     from .. import api
     from . import views
@@ -431,21 +395,3 @@ def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions
 
 for position, name in enumerate(app):
     app[name].sort_key = position  # the help lists the commands as they stand here, not by name
-
-
-@contextmanager
-def showing(speak: "Terminal", path: Path, common: Common, command: str) -> Iterator[None]:
-    """Show what `command` made of the run at `path` when the block ends well, with a gate that was not met, or with a
-    runtime that failed beside others; of several ranks the first does.
-    """
-    from . import views
-
-    if process_rank().rank:
-        yield
-        return
-    try:
-        yield
-    except (GateError, UnfinishedError):
-        views.show_summary(speak, path, common.as_json, command)
-        raise
-    views.show_summary(speak, path, common.as_json, command)
