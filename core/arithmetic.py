@@ -1,5 +1,6 @@
-"""How a machine computes, as far as the key of a work folder has it: sums in other orders have other bits, so what a
-killed stage left there is of use only where they are made alike.
+"""The arithmetic of a machine, as far as the key of a work folder has it.
+
+Sums in another order have other bits, so what a killed stage left there is of use only where they are made alike.
 """
 
 import json
