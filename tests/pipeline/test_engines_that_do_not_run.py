@@ -168,14 +168,14 @@ def test_a_plan_that_is_cut_off(fp8q: Fp8q, built: Built) -> None:
 
 
 def test_memory_that_does_not_hold_the_cache(fp8q: Fp8q, built: Built) -> None:
-    """A row of 256 positions is 229 kB here: one line says what fits, or what was asked for in vain."""
+    """A row of 256 positions is 262 kB here: one line says what fits, or what was asked for in vain."""
     with host(built, Driver(total=1 << 17)):
         said = lines(fp8q, built, 4)
-    none = "a cache of {} of 256 positions takes {} kB, and this GPU has 131 kB free, room for 146 positions of one; "
-    assert f"{none.format('1 sequence', 229)}give a smaller --context, or end what else runs" in said["validate"]
-    assert f"{none.format('2 sequences', 459)}build an engine with --max-seq-len 146 or less" in said["serve"]
+    none = "a cache of {} of 256 positions takes {} kB, and this GPU has 131 kB free, room for 128 positions of one; "
+    assert f"{none.format('1 sequence', 262)}give a smaller --context, or end what else runs" in said["validate"]
+    assert f"{none.format('2 sequences', 524)}build an engine with --max-seq-len 128 or less" in said["serve"]
     for command in ("generate", "bench"):
-        assert "room for 146 positions of one" in said[command] or "the GPU gives no " in said[command]
+        assert "room for 128 positions of one" in said[command] or "the GPU gives no " in said[command]
         assert "0.00 GB" not in said[command]
 
 
