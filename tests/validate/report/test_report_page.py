@@ -27,6 +27,7 @@ def page(evaluated_run: Run, browser: Any, monkeypatch: pytest.MonkeyPatch) -> I
     found = Continuations(tokens=3, continuations=said)
     monkeypatch.setattr("fp8q.validate.report.report.report_continuations", lambda run: found)
     evaluated_run.report_html.write_text(render(evaluated_run, [other_of(evaluated_run, 0.01)]), encoding="utf-8")
+    browser.get_log("browser")  # what other pages left there
     browser.get(evaluated_run.report_html.as_uri())
     yield browser
     browser.set_window_size(1200, 900)
