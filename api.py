@@ -8,7 +8,7 @@ that are finished with the same inputs, options and version.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
@@ -63,92 +63,33 @@ from .stages.commands import serve as serve_command
 from .stages.commands.calibrate import Calibration
 from .stages.commands.inspect import Inspection
 from .stages.commands.load import ProductMode, WideType
+from .stages.commands.results import report_continuations, report_plots, report_tables, report_verdict
 from .stages.shared.opening import open_run
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from .core.columns import Table
     from .export.engine.info import EngineInfo
     from .serve.web.server import Server
-    from .validate.accuracy.continuations import Continuations
-    from .validate.accuracy.document import Accuracy, Verdict
+    from .validate.accuracy.document import Accuracy
     from .validate.advice.checkup import Checkup
     from .validate.bench.document import Bench
     from .validate.endpoint.document import ModelComparison
-    from .validate.report.plots import Plot
     from .validate.sensitivity.document import Sensitivity
     from .validate.tasks.document import TaskScores
     from .validate.tuning.document import Tuning
 
 __all__ = [
-    "E4M3",
-    "E4M3FNUZ",
-    "E5M2",
-    "BackendError",
-    "BenchOptions",
-    "CalibrateOptions",
-    "Clipping",
-    "CompareOptions",
-    "DoctorOptions",
-    "EngineOptions",
-    "EvaluateOptions",
-    "ExportOptions",
-    "Format",
-    "Fp8qError",
-    "GateError",
-    "GenerateOptions",
-    "Histogram",
-    "InputError",
-    "Inspection",
-    "ReportOptions",
-    "RescaleOptions",
-    "RunOptions",
-    "ScaleOptions",
-    "SensitivityOptions",
-    "ServeOptions",
-    "TritonOptions",
-    "TuneOptions",
-    "UnfinishedError",
-    "ValidateOptions",
-    "bench",
-    "build_engine",
-    "calibrate",
-    "chat",
-    "compare",
-    "compare_answers",
-    "doctor",
-    "engine",
-    "evaluate",
-    "export",
-    "generate",
-    "inspect",
-    "lint",
-    "load",
-    "load_scales",
-    "load_statistics",
-    "magnitudes",
-    "merge",
-    "open_run",
-    "report",
-    "report_continuations",
-    "report_plots",
-    "report_tables",
-    "report_verdict",
-    "run",
-    "saturation",
-    "scale_of",
-    "scales",
-    "sensitivity",
-    "serve",
-    "sqnr_db",
-    "squared_error",
-    "tensor_scale",
-    "triton",
-    "tune",
-    "underflow",
-    "validate",
+    "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
+    "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format", "Fp8qError", "GateError",
+    "GenerateOptions", "Histogram", "InputError", "Inspection", "ReportOptions", "RescaleOptions", "RunOptions",
+    "ScaleOptions", "SensitivityOptions", "ServeOptions", "TritonOptions", "TuneOptions", "UnfinishedError",
+    "ValidateOptions", "bench", "build_engine", "calibrate", "chat", "compare", "compare_answers", "doctor", "engine",
+    "evaluate", "export", "generate", "inspect", "lint", "load", "load_scales", "load_statistics", "magnitudes",
+    "merge", "open_run", "report", "report_continuations", "report_plots", "report_tables", "report_verdict", "run",
+    "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db", "squared_error", "tensor_scale", "triton",
+    "tune", "underflow", "validate",
 ]  # fmt: skip
 
 
@@ -390,36 +331,6 @@ def report(path: Path, options: ReportOptions = ReportOptions(), progress: Repor
     Returns their paths. Where the source model is available, both models first continue prompts of the evaluation text.
     """
     return report_stage.report.at(path, progress, options)
-
-
-def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
-    """The report's tables of the run at `path`, compared with the runs at `compare`; a notebook displays each."""
-    from .validate.report.report import report_tables
-
-    return report_tables(open_run(path), [open_run(other) for other in compare])
-
-
-def report_verdict(path: Path) -> "Verdict":
-    """The verdict on whether the model of the run at `path` is good enough in FP8; a notebook displays it."""
-    from .validate.report.verdict import report_verdict
-
-    return report_verdict(open_run(path))
-
-
-def report_continuations(path: Path) -> "Continuations":
-    """Load the continuations that BF16 and FP8 of the run at `path` wrote from the same prompts; a notebook displays
-    them.
-    """
-    from .validate.report.report import report_continuations
-
-    return report_continuations(open_run(path))
-
-
-def report_plots(path: Path) -> "dict[str, Plot]":
-    """The report's plots of the run at `path`; a notebook displays each."""
-    from .validate.report.drawings import report_plots
-
-    return report_plots(open_run(path))
 
 
 def inspect(

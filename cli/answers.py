@@ -131,5 +131,5 @@ def draw_side_by_side(speak: "Terminal", found: "Comparison") -> None:
         return
     rest = [each.text[len(found.common) :].expandtabs(4).split("\n") for each in (found.fp8, found.bf16)]
     ours, theirs = (json.dumps(token, ensure_ascii=False) for token in (found.fp8_token, found.bf16_token))
-    speak.say(f"They part at token {found.parts_at + 1}: FP8 {ours}, BF16 {theirs}")
+    speak.say(f"They differ from token {found.parts_at + 1}: FP8 {ours}, BF16 {theirs}")
     speak.table("Then", ("FP8", "BF16"), list(zip_longest(*rest, fillvalue="")))

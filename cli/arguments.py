@@ -43,12 +43,14 @@ OfRun = Annotated[
     Path | None,
     option(
         OPTIONS,
-        "Hold it against what this run promises; by default the run in whose model/ the file lies, if any.",
+        "Check it against the scales of this run too; by default the run in whose model/ the file lies, if any.",
         "RUN",
     ),
 ]
 SourceModel = Annotated[
-    str | None, option(MODEL, "Where the model is here.", "MODEL", "where the runs say it was"), PATH_OR_NAME
+    str | None,
+    option(MODEL, "The source model's checkpoint, where it has moved.", "MODEL", "where the runs read it"),
+    PATH_OR_NAME,
 ]
 Data = Annotated[
     list[str],
@@ -85,9 +87,9 @@ ChosenPreset = Annotated[
     Preset | None,
     option(
         SCALES,
-        "Options that go together. exact: a tail and GPTQ, which answer nearly what BF16 answers, for what one code an "
-        "activation costs. fast: one code everywhere and GPTQ, as every FP8 server runs it. Options that are given go "
-        "before it.",
+        "Options that go together. exact: two FP8 codes an activation for decoded tokens and the end of a prompt (a "
+        "tail), and GPTQ; answers nearly as BF16 does, at the cost of one code. fast: one code everywhere and GPTQ, as "
+        "every FP8 server runs it. Options that you give beside it override it.",
         "NAME",
         "none",
     ),
@@ -104,9 +106,11 @@ Chat = Annotated[
     bool, option(GENERATION, "Hold a conversation, by the tokenizer's own template: a line, an answer, and so on.")
 ]
 Compare = Annotated[
-    bool, option(GENERATION, "Let the BF16 source answer too, and show both, with the token where they part.")
+    bool, option(GENERATION, "Let the BF16 source answer too, and show both, with the first token that differs.")
 ]
-Apply = Annotated[bool, option(OPTIONS, "Make checkpoint and graphs of the run by the mix, where it meets the budget.")]
+Apply = Annotated[
+    bool, option(OPTIONS, "Write the run's checkpoint and graphs anew with the mix, where it meets the budget.")
+]
 Json = Annotated[
     bool,
     option(

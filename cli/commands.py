@@ -1,19 +1,8 @@
-"""The command line. Results on standard output (one JSON object with --json), everything else on standard error.
+"""The commands, a function each, and what they take; what all of them share is in `application`."""
 
-Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 interrupted
-(Ctrl-C), 143 stopped by SIGTERM, 1 anything else.
-"""
+from typing import Annotated
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import App, Parameter
-
-from .. import __version__
-from ..calibrate.ranks.torchrun import process_rank
-from ..core.errors import GateError, InputError, UnfinishedError
+from ..core.errors import InputError
 from ..options import (
     BenchOptions,
     CalibrateOptions,
@@ -34,7 +23,8 @@ from ..options import (
     TuneOptions,
     ValidateOptions,
 )
-from ..options.declare import OPTIONS, first_given, only, without
+from ..options.declare import first_given, only, without
+from .application import app, showing, terminal
 from .arguments import (
     Against,
     Apply,
@@ -61,32 +51,7 @@ from .arguments import (
     SourceModel,
 )
 
-if TYPE_CHECKING:
-    from .console import Terminal
-
-app = App(
-    name="fp8q",
-    help="From a Hugging Face checkpoint to a proven FP8 TensorRT engine, and what it costs in accuracy.",
-    help_epilogue=(
-        "Exit codes: 0 good, 2 wrong usage or input, 3 a gate not met, 4 a runtime or library missing or failed, 130 "
-        "interrupted (Ctrl-C), 143 stopped by SIGTERM, 1 anything else."
-    ),
-    help_format="plaintext",
-    help_flags=("--help", "-h"),
-    version=f"fp8q {__version__}",
-    group_parameters=OPTIONS,
-    # of an option given twice the last counts, as wherever a command is made longer at its end
-    default_parameter=Parameter(
-        allow_repeating=True, negative=(), show_default=lambda value: None if value in (None, False, ()) else value
-    ),
-)
-
-
-def terminal() -> "Terminal":
-    """The reporter that draws on this terminal; of several ranks the first alone speaks."""
-    from .console import Terminal
-
-    return Terminal(quiet=process_rank().rank > 0)
+__all__ = ["app"]
 
 
 @app.command
@@ -227,9 +192,9 @@ def engine(
     options: Annotated[EngineOptions, only("min_fp8_share")] = EngineOptions(),
     common: Common = Common(),
 ) -> None:
-    """Show what the engines run: the types of every matrix product, and which stayed wide and why.
+    """Show what the engines run: the types of every matrix product, and which are not FP8 on both sides, and why.
 
-    With the kernels around each product, and attention.
+    Also shows the kernels around each product, and attention.
     """
     from .. import api
     from ..stages.commands.engine import check_views
@@ -278,7 +243,7 @@ def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions()
 def evaluate_model(run: RunPath, /, *, options: EvaluateOptions = EvaluateOptions(), common: Common = Common()) -> None:
     """Ask BF16 and FP8 lm-eval's tasks, and compare their answers question by question.
 
-    Scores, recovery, flips, and if these are more than chance. docs/evaluate.md explains it.
+    Shows scores, recovery, flipped answers, and if these are more than chance. docs/evaluate.md explains it.
     """
     from .. import api
     from . import views
@@ -308,7 +273,7 @@ def generate(
 def serve(run: RunPath, /, *, options: ServeOptions = ServeOptions(), common: Common = Common()) -> None:
     """Serve the model by OpenAI's API, with a page to try it, until Ctrl-C or SIGTERM.
 
-    Those who are being answered then are answered first: exit code 0, or the signal's where one was broken off.
+    When stopped it finishes the requests in progress: exit code 0, or the signal's where one was cut off.
     """
     from . import server
 
@@ -389,7 +354,7 @@ def sensitivity(
 ) -> None:
     """Tell which tensor causes the loss: the KL of quantizing each one alone, worst first.
 
-    Weights, activations and cache tensors, and beside each the KL that two terms or BF16 would leave.
+    Weights, activations and caches; beside each the KL that two FP8 codes an activation, or BF16, would leave.
     """
     from .. import api
     from . import views
@@ -404,8 +369,9 @@ def tune(
 ) -> None:
     """Find the cheapest mix of formats that meets a budget of loss; without a budget, the cost of every loss.
 
-    A mix chooses one FP8 code an activation (one term), two codes (two terms, a tail: two at a prompt's end) or BF16,
-    for each module, and how weights are rounded and the cache is stored. docs/tune.md explains it.
+    For each module a mix takes one FP8 code an activation (one term), two codes (two terms; a tail: two for decoded
+    tokens and the end of a prompt, one for the rest) or BF16. It also chooses how weights are rounded and the cache is
+    stored. docs/tune.md explains it.
     """
     from .. import api
     from ..stages.tune import check_met
@@ -435,21 +401,3 @@ def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions
 
 for position, name in enumerate(app):
     app[name].sort_key = position  # the help lists the commands as they stand here, not by name
-
-
-@contextmanager
-def showing(speak: "Terminal", path: Path, common: Common, command: str) -> Iterator[None]:
-    """Show what `command` made of the run at `path` when the block ends well, with a gate that was not met, or with a
-    runtime that failed beside others; of several ranks the first does.
-    """
-    from . import views
-
-    if process_rank().rank:
-        yield
-        return
-    try:
-        yield
-    except (GateError, UnfinishedError):
-        views.show_summary(speak, path, common.as_json, command)
-        raise
-    views.show_summary(speak, path, common.as_json, command)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.record import stage_command
+from ..core.commands import stage_command
 from ..core.run import Run
 
 #: The tables and files of the run.

@@ -225,6 +225,6 @@ def set_help(app: "App", words: Sequence[str]) -> list[str]:
     if words and words[0] in PAGES:
         command, page = app[words[0]], PAGES[words[0]]
         command.help_formatter = HelpFormatter(words[0], whole)
-        rest = f"These are the options that most need. `fp8q {words[0]} {ALL}` shows all."
+        rest = f"These are the options that are used most. `fp8q {words[0]} {ALL}` shows all."
         command.help_epilogue = rest if page.selection and not whole else None
     return ["--help" if word == ALL else word for word in words]

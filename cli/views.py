@@ -12,6 +12,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from ..core.columns import Table
+from ..core.commands import in_run
 from ..core.errors import Fp8qError, visible
 from ..core.run import Run
 from ..validate.accuracy.decision import noise_floor
@@ -40,7 +41,7 @@ from ..validate.report.tables import (
     stage_table,
     wide_cache_table,
 )
-from ..validate.report.verdict import in_run, next_steps, report_verdict, standing
+from ..validate.report.verdict import next_steps, report_verdict, standing
 from ..validate.tasks.document import TaskScores, evaluation_table
 from .endings import FILES, MADE, TABLES, ending
 
@@ -97,7 +98,7 @@ def show_distances(speak: "Terminal", run: Run, accuracy: Accuracy) -> None:
     if line := noise_floor(accuracy):
         speak.say(line)
     if line := not_covered(accuracy):
-        speak.say(in_run(line, run))
+        speak.say(in_run(line, run.root))
 
 
 def show_decision(speak: "Terminal", verdict: Verdict) -> None:

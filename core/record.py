@@ -26,17 +26,6 @@ DISTRIBUTIONS = [
     "tensorrt-rtx",
     "numpy",
 ]
-#: The command that runs a stage, if its name differs from the stage's: `calibrate` measures, quantizes and exports.
-COMMANDS = {
-    "corpus": "calibrate",
-    "measure": "calibrate",
-    "quantize": "calibrate",
-    "queries": "export --attention fp8",
-} | {
-    f"{stage}-{precision}": f"{stage} --precision {precision}"
-    for stage in ("export", "build-engine")
-    for precision in ("bf16", "int8")
-}
 #: The stages that write the files of the FP8 runtimes, in the order of work.
 FP8_STAGES = ("measure", "quantize", "export")
 
@@ -116,12 +105,6 @@ class StageLog:
     machine: dict[str, JsonValue] = field(default_factory=dict)
     unfinished: tuple[str, ...] = ()
     refused: str | None = None
-
-
-def stage_command(stage: str, root: Path) -> str:
-    """The command that does `stage` of the run at `root`; `calibrate` needs a model and a text, so it stands alone."""
-    name, *options = COMMANDS.get(stage, stage).split()
-    return " ".join(["fp8q", name, *([] if name == "calibrate" else [str(root)]), *options])
 
 
 def library_versions() -> dict[str, str]:

@@ -20,6 +20,8 @@ from pydantic import JsonValue
 from safetensors import SafetensorError
 
 from .. import __version__
+from .arithmetic import changed_machine
+from .commands import no_graph, stage_command
 from .errors import InputError
 from .files import PARTIAL, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
 from .record import (
@@ -29,7 +31,6 @@ from .record import (
     library_versions,
     peak_memory_bytes,
     reset_peak_memory,
-    stage_command,
 )
 from .undo import undoing
 
@@ -309,7 +310,7 @@ class Run:
         written, wanted = folder / "key.json", json.dumps(dict(key), sort_keys=True)
         before = written.read_text(encoding="utf-8") if written.is_file() else None
         if before != wanted:
-            if before is not None and note is not None and (changed := _changed(before, wanted)):
+            if before is not None and note is not None and (changed := changed_machine(before, wanted)):
                 note(f"begins anew: an earlier call, which stopped half-way, had {changed}")
             remove(folder)
             folder.mkdir(parents=True)
@@ -376,34 +377,6 @@ class Run:
 
 
 LOCK = ".lock"
-#: The facts of a work folder's key that describe the machine, and the text for each.
-_ARITHMETIC: dict[str, Callable[[object], str]] = {
-    "threads": lambda count: f"{count} threads",
-    "device": lambda name: f"device {str(name).upper()}",
-    "bf16_products": lambda name: f"BF16 products computed in {str(name).upper()}",
-}
-
-
-def _changed(before: str, wanted: str) -> str:
-    """List the facts of the machine that differ between two keys of a work folder, with the values of the first.
-
-    Empty where none differ, or a key does not parse.
-    """
-    try:
-        old, new = ({"bf16_products": "bf16"} | json.loads(key) for key in (before, wanted))
-    except (ValueError, TypeError):
-        return ""
-    return ", ".join(
-        tell(old[name]) for name, tell in _ARITHMETIC.items() if name in old and old[name] != new.get(name)
-    )
-
-
-def no_graph(root: Path, reason: str) -> str:
-    """Explain that the run at `root` has no ONNX graph."""
-    return (
-        f"{root}: has no ONNX graph, since {reason}; `fp8q generate {root} --runtime reference` runs its checkpoint, "
-        f"and {root}/model/README.md says what else does"
-    )
 
 
 def _is_ours(path: Path) -> bool:

@@ -105,7 +105,8 @@ class EngineOptions(Options):
         float | None,
         option(
             ENGINE,
-            "Fail (exit 3) when fewer of the promised products run in FP8, such as 96% or 0.96.",
+            "Fail (exit 3) when fewer of the promised products (those in FP8 by scales.json) run in FP8, such as 96% "
+            "or 0.96.",
             "SHARE",
             "all of them",
             part_of_all,

@@ -185,7 +185,7 @@ class BenchOptions(Options):
     ] = None
     gpu_hour_price: Annotated[
         float | None,
-        option(MEASUREMENT, "Price of an hour of the GPU; adds the cost of a million tokens.", "PRICE", "not told"),
+        option(MEASUREMENT, "Price of an hour of the GPU; adds the cost of a million tokens.", "PRICE", "no cost"),
         above_zero,
     ] = None
 

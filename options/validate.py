@@ -266,8 +266,8 @@ class TuneOptions(Options):
         option(
             EVALUATION,
             "Choose only what this server computes. tensorrt: everything, in engines, Triton and `fp8q serve`. "
-            "vllm-plugin: vLLM with fp8q-vllm; experts in one term. vllm, any: no second terms; FP8 weights alone take "
-            "their place.",
+            "vllm-plugin: vLLM with fp8q-vllm; its experts take one code an activation. vllm, any: no second codes; "
+            "FP8 weights with activations in BF16 take their place.",
             name="--for",
         ),
     ] = "tensorrt"

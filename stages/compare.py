@@ -16,6 +16,7 @@ from ..quantize.scales.decisions import load_scales
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import COMPARE, VALIDATE
 from .pipeline.steps import CALIBRATE_MODULES, Notes, needs
+from .shared.model_files import checked_model
 from .shared.opening import command
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def compare_served(run: Run, notes: Notes, options: CompareOptions) -> "ModelCom
     from ..validate.accuracy.top_logits import load_top_logits
 
     check_one_given(options)
+    checked_model(run)
     run.refuse_stale(VALIDATE.name)
     kept, recorded = load_top_logits(run), run.record().stages[VALIDATE.name].outputs
     inputs = {path.name: recorded[path.name] for path in (run.tokens, run.top_logits)}
@@ -114,9 +116,7 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
 def _renderer(run: Run, notes: Reporter) -> "Callable[[str], str] | None":
     """The run's chat template, for one message of a user; None where it has none, or nothing here renders it."""
     from ..serve.local.chat_template import ChatTemplate
-    from .generate import check_written
 
-    check_written(run, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     try:
         template = ChatTemplate(run.model)
     except InputError:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core.commands import no_graph
 from ..core.errors import Fp8qError, InputError
 from ..core.files import replacing, write_document
-from ..core.run import Run, no_graph
+from ..core.run import Run
 from ..options import ExportOptions, WeightScale
 from ..quantize.reading.run_checkpoint import ATTENTION_SCALES
 from .pipeline.stage import NO_FACTS, Key, NoFacts

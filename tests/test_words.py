@@ -13,7 +13,7 @@ OPENINGS = ("What", "Which", "Whether", "Where", "Who", "How", "That of", "The s
 STATED = {"other_codes", "scaled_behind", "model_file", "Health"}
 #: Words that say where a thing was put or found, and not what it is.
 VAGUE = {"found", "given", "kept", "told", "made", "place", "seen", "beside", "alone", "ahead", "utils", "helpers"}
-LONGEST, MOST_PARAMETERS = 60, 6
+LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 400
 #: Functions of more parameters: public ones of `api` and `cli`, whose parameters are the command's; a Triton kernel and
 #: ONNX's attention, whose parameters are its operands; others are to be mended.
 MANY = 2
@@ -57,6 +57,11 @@ def test_functions_are_short() -> None:
     }
     assert len(lengths) > 2000
     assert [name for name, length in lengths.items() if length > LONGEST] == []
+
+
+def test_files_are_short() -> None:
+    lengths = {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path, _ in sources()}
+    assert [path for path, length in lengths.items() if length > LONGEST_FILE] == []
 
 
 def test_functions_with_many_parameters_do_not_grow_in_number() -> None:

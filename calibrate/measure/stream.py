@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from ...core.columns import size as size_text
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..input.silence import quiet_transformers
@@ -287,6 +288,6 @@ def check_space(
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"{option}: the hidden states take {len(files) * size / 1e9:,.3g} GB on the disk of {folder.parent}, which "
-            f"has {free / 1e9:,.3g} GB free; free some, {remedy}"
+            f"{option}: the hidden states take {size_text(len(files) * size)} on the disk of {folder.parent}, "
+            f"which has {size_text(free)} free; free some, {remedy}"
         )

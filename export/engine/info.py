@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from ...core.commands import stage_command
 from ...core.errors import GateError, InputError
 from ...core.files import Strict, read_document
-from ...core.record import stage_command
 from ...core.run import Run
 from ...options import Precision, WeightScale
 from ...quantize.reading.run_checkpoint import ADAPTERS

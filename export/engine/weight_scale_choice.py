@@ -45,7 +45,8 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
         return built, graph
     form = recorded_form(load_graph(graph))
     beside, again = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
-    tried = f"{info.target}: with --weight-scale {form} {len(found.wide)} of {info.promised_products} products are wide"
+    wide = f"{len(found.wide)} of {info.promised_products} products are not FP8 on both sides"
+    tried = f"{info.target}: with --weight-scale {form} {wide}"
     links = link_data(graph, path.parent)
     write_form(graph, beside, other(form))
     try:

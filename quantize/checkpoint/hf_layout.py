@@ -179,7 +179,7 @@ class HfLayout:
             )
         if self.vllm_skips:
             return (
-                f"config.json has no field for layers whose cache stays wide: vLLM is told with `{self.vllm_skips}`; "
+                f"config.json has no field for layers whose cache stays in BF16: vLLM takes `{self.vllm_skips}`; "
                 "without it, and in transformers, these layers are in FP8 too, by their calibrated scales"
             )
         return None

@@ -20,12 +20,16 @@ LATENT = "kv_b_proj"
 
 @checkpoint_rule("C119", "cache-default", "warning")
 def cache_default(checkpoint: Checkpoint) -> Broken:
-    """The scales of a cache are measured. 1.0 is what vLLM takes where there is none, and what ModelOpt's other exports
-    write at least: keys beyond 448 are cut off, and small values keep few of their codes. vLLM warns of it too.
+    """The scales of a cache come from calibration. 1.0 is what vLLM takes where a scale is missing, and the least that
+    most exports of ModelOpt write. With it keys beyond 448 are cut off, and small values fall on few codes. vLLM warns
+    of it too.
     """
     for name in checkpoint.cache_scales:
         if readable(checkpoint, name) and np.all(checkpoint.values(name) == 1):
-            yield name, "is 1.0; calibrate the cache, or leave it in BF16"
+            yield (
+                name,
+                "is 1.0, which loaders take where nothing was measured; calibrate the cache, or leave it in BF16",
+            )
 
 
 @checkpoint_rule("C120", "cache-scales", "warning")
@@ -72,12 +76,14 @@ def cache_unread(checkpoint: Checkpoint) -> Broken:
             attentions = ", ".join(WRITE_CACHES)
             yield name, f"is of {module}, which loaders know as no attention ({attentions}); leave the cache in BF16"
     if (checkpoint.root / CACHE_FILE).is_file():
-        yield CACHE_FILE, "is named by no index: vLLM and transformers keep this cache wide; take fp8q's graphs for it"
-    if wide := _wide_layers(checkpoint):
-        told = (
-            f"has {len(wide)} layer{'s' if len(wide) > 1 else ''} whose cache stays wide, and other loaders store it in"
+        yield (
+            CACHE_FILE,
+            "is named by no index: vLLM and transformers keep this cache in BF16; take fp8q's graphs for it",
         )
-        yield CONFIG, f"{told} FP8; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
+    if wide := _wide_layers(checkpoint):
+        layers = f"{len(wide)} layer{'s' if len(wide) > 1 else ''}"
+        told = f"has {layers} whose cache stays in BF16, and other loaders store it in FP8"
+        yield CONFIG, f"{told}; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
 
 
 @checkpoint_rule("C127", "cache-heads", "warning")

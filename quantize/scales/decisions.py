@@ -199,7 +199,7 @@ class Scales(Strict):
     def cache_left(self) -> str:
         """State the layers that an FP8 cache leaves out, as the end of a sentence; empty where there are none."""
         left, coded = ({name.rpartition(".")[0] for name in part} for part in (self.wide_cache, self.kv_cache))
-        return f", {len(left)} of {len(left | coded)} layers left wide" if left else ""
+        return f", {len(left)} of {len(left | coded)} layers left in BF16" if left else ""
 
 
 class AttentionScales(Strict):

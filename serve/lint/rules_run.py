@@ -1,9 +1,9 @@
 """Rules R119 and R120: what a run's record says of its engines and of its repository."""
 
+from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import read_document
 from ...core.findings import Broken
-from ...core.record import stage_command
 from ...core.run import Run
 from ...export.engine.info import EngineInfo
 from .rules import run_rule

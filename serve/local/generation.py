@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...core.commands import stage_command
 from ...core.errors import BackendError, Fp8qError, InputError
-from ...core.record import stage_command
 from ...core.run import Run, graph_names
 from ...export.engine.info import EngineInfo, engine_stage, engines_of, load_engines
 from ...export.engine.runtime import import_runtime

@@ -34,8 +34,6 @@ MAJOR, MINOR = 75, 76
 RELEASE_THRESHOLD, KEPT_FREE = 4, 1 << 30
 #: CUDA_ERROR_OUT_OF_MEMORY.
 OUT_OF_MEMORY = 2
-#: The unit in which memory is told.
-GB = 1e9
 Handle = ctypes.c_void_p
 Address = ctypes.c_uint64
 
@@ -45,7 +43,21 @@ class CudaError(SessionError):
 
 
 class DeviceMemoryError(CudaError):
-    """The GPU has no such memory left."""
+    """The GPU has no such memory left. `facts`: the message without its remedy, for commands that have another."""
+
+    def __init__(self, facts: str, remedy: str = ""):
+        """Say the `facts`, and the `remedy` of commands that serve."""
+        super().__init__(f"{facts}; {remedy}" if remedy else facts)
+        self.facts = facts
+
+
+def memory_text(size: float) -> str:
+    """Format bytes in decimal units, as `core.columns.size`, which a Triton repository does not have."""
+    for unit in ("B", "kB", "MB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} GB"
 
 
 class Memcpy3D(ctypes.Structure):
@@ -168,8 +180,9 @@ class CudaDevice:
             self._call("cuMemAllocAsync", ctypes.byref(found), ctypes.c_size_t(size), self._stream)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(
-                f"the GPU gives no {size / GB:.2f} GB more of memory, and {self.free_memory() / GB:.2f} GB are free "
-                f"({error}); take a smaller --max-batch or --max-seq-len, or end what else runs there"
+                f"the GPU gives no {memory_text(size)} more of memory, and {memory_text(self.free_memory())} are free "
+                f"({error})",
+                "take a smaller --max-batch or --max-seq-len, or end what else runs there",
             ) from error
         return found.value
 

@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from .cache import CacheLayout
-from .cuda import GB, CudaDevice, CudaError
+from .cuda import CudaDevice, CudaError, DeviceMemoryError, memory_text
 from .device import Device, slot_step
 from .device_batch import DeviceBatch
 from .device_calls import CallShape, Phase, Shapes, input_shapes
@@ -193,8 +193,8 @@ class EngineSession:
     def open_batch(self, rows: int, positions: int) -> DeviceBatch:
         """Make room on the GPU, for `positions` rounded up to whole steps of slots: `Session.open_batch`.
 
-        Raises SessionError, saying what fits, where the GPU's free memory cannot hold the cache that is asked for. It
-        is taken as the sequences grow, and a server that finds out then loses the requests in flight.
+        Raises DeviceMemoryError, saying what fits, where the GPU's free memory cannot hold the cache that is asked
+        for. It is taken as the sequences grow, and a server that finds out then loses the requests in flight.
         """
         layout, free, step = self.layout, self.device.free_memory(), slot_step(self.layout)
         positions = min(-(-positions // step) * step, self.most_positions or positions)
@@ -203,14 +203,11 @@ class EngineSession:
         )
         if (needed := rows * positions * position) > free:
             fit, longest = free // (positions * position), free // position
-            raise SessionError(
-                f"a cache of {rows} sequences of {positions:,} positions takes {needed / GB:.2f} GB, and this GPU has "
-                f"{free / GB:.2f} GB free: "
-                + (
-                    f"{fit} of them fit, with --max-batch {fit}"
-                    if fit
-                    else f"not one fits; build an engine with --max-seq-len {longest} or less"
-                )
+            raise DeviceMemoryError(
+                f"a cache of {rows} sequence{'s' if rows > 1 else ''} of {positions:,} positions takes "
+                f"{memory_text(needed)}, and this GPU has {memory_text(free)} free, room for "
+                + (f"{fit} of them" if fit else f"{longest:,} positions of one"),
+                f"take --max-batch {fit}" if fit else f"build an engine with --max-seq-len {longest} or less",
             )
         self._longest = CallShape(1, self.pace.chunk, positions, 1 if self.asks else None)
         return DeviceBatch(self, self.device, rows, positions)

@@ -15,6 +15,7 @@ from ..pipeline.stages import MEASURE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
 from ..quantize import quantize
 from ..shared import sources
+from ..shared.opening import naming
 from . import preflight
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def calibrate(out: Path, what: Calibration, progress: Reporter) -> Run:
     In several processes that torchrun started, all measure and the first alone does the rest.
     """
     run, notes, options = Run(Path(out)), Notes(progress), what.options.calibrate
-    with alone(run):
+    with naming(out), alone(run):
         needs("calibrate", CALIBRATE_MODULES)
         from ...calibrate.ranks.world import joined_ranks
 

@@ -26,6 +26,7 @@ from ..pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
 from ..quantize import quantize
 from ..shared.adapters import adapters_of
+from ..shared.opening import naming
 from ..shared.sources import check_model, opened_as, products_of
 from ..shared.texts import Tokens
 from .preflight import check_out, nothing_left
@@ -68,7 +69,7 @@ def merge(
     The model is not run. `model`: the source checkpoint, if it has moved.
     """
     run, notes, (scale_options, export_options) = Run(Path(out)), Notes(progress), options
-    with alone(run):
+    with naming(out), alone(run):
         needs("calibrate", CALIBRATE_MODULES)
         check_out(run)
         before = run.record().model

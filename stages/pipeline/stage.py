@@ -19,10 +19,11 @@ from typing import Any, Generic, TypeVar
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.field_errors import plain_text
 from ...core.files import Strict, sha256_file, write_document
-from ...core.record import StageLog, stage_command
+from ...core.record import StageLog
 from ...core.run import Run
 from ...options.declare import Options
 from .steps import Notes, arithmetic

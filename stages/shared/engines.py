@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
-from ...core.record import stage_command
 from ...core.run import Run
 from ...export.engine.info import engine_stage
 from ...options import WITH_ADAPTERS, ValidateOptions, graph_runtime

@@ -3,6 +3,7 @@
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from ...core.commands import name_in_commands, tune_command
 from ...core.errors import GateError, InputError
 from ...core.run import Run
 from ...options import FLOAT, NOT_SERVED
@@ -22,7 +23,7 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
     """Raise InputError when `runtimes` include nothing to compare with the `limit`."""
     if limit is not None and ("bf16" not in runtimes or NOT_SERVED.issuperset(runtimes)):
         raise InputError(
-            f"--max-ppl-increase {limit:.2%}: needs bf16 and an FP8 runtime to compare, and the runtimes are "
+            f"--max-ppl-increase {100 * limit:g}%: needs bf16 and an FP8 runtime to compare, and the runtimes are "
             f"{', '.join(runtimes)}; add what is missing to --runtimes"
         )
 
@@ -63,9 +64,10 @@ def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
     check_comparable(tuple(accuracy.runtimes), limit)
     verdict = accuracy.verdict
     if verdict and verdict.kind in ("worse", "broken"):
+        budget, graph = f"--max-ppl-increase {100 * limit:g}%", run.without_graph() is None
         rise = verdict.perplexity_increase
         above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
         raise GateError(
-            f"{verdict.runtime}: perplexity is {above}, more than --max-ppl-increase {limit:.2%}; "
-            f"`fp8q tune {run.root} --max-ppl-increase {limit:.2%}` finds the cheapest mix that meets it"
+            f"{verdict.runtime}: perplexity is {above}, more than {budget}; "
+            f"`{tune_command(name_in_commands(run.root), budget, graph)}` finds the cheapest mix that meets it"
         )

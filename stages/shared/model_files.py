@@ -5,9 +5,10 @@ from pathlib import Path
 
 from ... import __version__
 from ...calibrate.checkpoint.companions import COMPANIONS
+from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
-from ...core.record import FP8_STAGES, stage_command
+from ...core.record import FP8_STAGES
 from ...core.run import GRAPH, Run, graph_names
 from ...options import ExportOptions, Precision
 from ...quantize.reading.run_checkpoint import checkpoint_of

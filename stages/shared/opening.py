@@ -1,12 +1,13 @@
 """Open a run for a command that works on it: check extras, lock, collect notes."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
-from ...core.errors import InputError
+from ...core.commands import in_run
+from ...core.errors import Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ..pipeline.stages import MEASURE
@@ -43,6 +44,16 @@ def open_run(path: Path) -> Run:
     return run
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the `path` of the run in the place of RUN in the commands that an error of the block names."""
+    try:
+        yield
+    except Fp8qError as error:
+        error.args = (in_run(str(error), Path(path)),)
+        raise
+
+
 @dataclass(frozen=True)
 class Command(Generic[Given, Made]):
     """A function of a run, its notes and further arguments.
@@ -63,7 +74,7 @@ class Command(Generic[Given, Made]):
 
         Raises InputError where there is no run or another process works there; BackendError where a library is missing.
         """
-        with alone(Run(Path(path))) if self.writes else nullcontext():
+        with naming(path), alone(Run(Path(path))) if self.writes else nullcontext():
             needs("calibrate", self.modules)
             return self.function(open_run(path), Notes(progress), *given, **named)
 

@@ -49,7 +49,7 @@ def test_the_help_shows_the_selection_and_the_whole_help_every_option(
     assert sorted(options_of(most)) == sorted(page.selection)
     assert set(page.selection) < set(options_of(every))
     assert 7 <= len(page.selection) <= 13
-    assert f"These are the options that most need. `fp8q {command} {ALL}` shows all." in most
+    assert f"These are the options that are used most. `fp8q {command} {ALL}` shows all." in most
     assert ALL not in every
 
 

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from fp8q import api
+from fp8q.cli import commands, launch
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ExportOptions
 from fp8q.quantize.scales.decisions import load_scales
@@ -125,6 +127,25 @@ def test_blocks_are_read_with_what_is_said_of_them(monkeypatch: pytest.MonkeyPat
         Block([["fp8q", "serve", "RUN"]], "it has no end"),
         Block([["fp8q", "a", "b c", "d"]], None, ("--seq-len", "16")),
     ]
+
+
+#: A line of a page that is a command, with what stands in front of it; the rest may be redirected.
+COMMAND = re.compile(r"^(?: {4})?(?:[A-Z0-9_]+=\S+ )?(?:\.venv/bin/)?(fp8q ([a-z-]+)(?: .*)?)$", re.MULTILINE)
+READ = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), ROOT / "integrations" / "vllm" / "README.md"]
+
+
+def test_every_command_of_every_page_is_understood() -> None:
+    """Those of `PAGES` run; of the others, README first, no command or option is one that fp8q does not have."""
+    understood = Counter[str]()
+    for page in READ:
+        for line, command in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", "")):
+            if command not in commands.app or "--config" in line:  # a sentence about fp8q; a file that is not here
+                continue
+            words = shlex.split(re.split(r"\s[|<>&]", line)[0], comments=True)
+            assert list(launch.understand(words[1:])[2]) == [command], f"{page.name}: {line}"
+            understood[page.name] += 1
+    assert understood["README.md"] >= 5
+    assert understood.total() >= 100
 
 
 #: The family's small model: a trained one beside the repository, or the class and fields of a random one.

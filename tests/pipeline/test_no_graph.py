@@ -49,6 +49,12 @@ def test_a_run_without_graphs_is_whole_but_for_what_needs_them(
         f"{run.root}: has no ONNX graph, since {LEFT_OUT}; `fp8q generate {run.root} --runtime reference` runs its "
         f"checkpoint, and {run.root}/model/README.md says what else does"
     )
+    gate = fp8q("validate", run.root, "--max-ppl-increase", "0.0001%")
+    assert gate.code == 3
+    assert gate.err.splitlines()[-1].endswith(
+        f"more than --max-ppl-increase 0.0001%; `fp8q tune {run.root} --for vllm --max-ppl-increase 0.0001%` finds the "
+        "cheapest mix that meets it"
+    )
     assert "`model.onnx` (where it is not here, `fp8q export RUN` writes it)" in (run.model / "README.md").read_text()
 
     assert fp8q("scales", run.root, "--margin", "1").code == 0

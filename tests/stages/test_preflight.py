@@ -37,6 +37,14 @@ def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Calla
     ("options", "said"),
     [
         ({"engine": api.EngineOptions(targets=("sm75",))}, "--target sm75: cannot do FP8"),
+        (
+            {"engine": api.EngineOptions(runtime="tensorrt-rtx", targets=("sm90",))},
+            (
+                "--target sm90: Hopper is none of TensorRT-RTX's GPUs (sm89, sm120, sm121); TensorRT builds for it, on "
+                "that GPU: install it there with `pip install 'fp8q[tensorrt]'`, and run `fp8q build-engine {out} "
+                "--runtime tensorrt`"
+            ),
+        ),
         ({"engine": api.EngineOptions(max_seq_len=513)}, "--max-seq-len 513: is more than 512, the model's positions"),
         ({"engine": api.EngineOptions(max_prompt=600)}, "--max-prompt 600: is more than --max-seq-len 512"),
         ({"engine": api.EngineOptions(precision="int8")}, "{out}: has no graph in int8, which is made of a finished"),
@@ -46,7 +54,7 @@ def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Calla
         ({"validate": api.ValidateOptions(runtimes=("bf16", "onnxruntime-bf16"))}, "{out}: has no graph in bf16"),
         (
             {"validate": api.ValidateOptions(runtimes=("reference",), max_ppl_increase=0.01)},
-            "--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add",
+            "--max-ppl-increase 1%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add",
         ),
         (
             {"validate": api.ValidateOptions(runtimes=("bf16", "onnxruntime"), accumulator="two-level")},

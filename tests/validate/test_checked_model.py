@@ -21,8 +21,16 @@ COMMANDS = (
     ("doctor", "--windows", "1"),
     ("validate", "--runtimes", "reference"),
     ("export",),
+    ("compare", "--url", "http://127.0.0.1:9"),
+    ("evaluate", "--tasks", "hellaswag"),
     ("generate", "--runtime", "reference", "--prompt", "x"),
 )
+
+
+@pytest.fixture(autouse=True)
+def with_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `evaluate` look at the run where lm-eval is not installed: it refuses before it imports it."""
+    monkeypatch.setattr("fp8q.stages.evaluate.HARNESS_MODULES", ())
 
 
 @pytest.fixture

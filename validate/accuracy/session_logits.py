@@ -98,9 +98,9 @@ def engine_logits(session: EngineSession, prompt: int | None = None, context: in
         while True:
             try:
                 return in_groups(forward, rows)(ids)
-            except DeviceMemoryError:  # logits and intermediate results take memory too
+            except DeviceMemoryError as error:  # logits and intermediate results take memory too
                 if rows == 1:
-                    raise
+                    raise _no_room(error) from error
                 rows //= 2
 
     return within
@@ -113,12 +113,17 @@ def rows_that_fit(session: EngineSession, context: int) -> int:
     while True:
         try:
             session.open_batch(rows, positions).clear()
-        except SessionError:
+        except DeviceMemoryError as error:
             if rows == 1:
-                raise
+                raise _no_room(error) from error
             rows //= 2
         else:
             return rows
+
+
+def _no_room(error: DeviceMemoryError) -> SessionError:
+    """The error for one window without room: `validate` has a context, and no batch to make smaller."""
+    return SessionError(f"{error.facts}; give a smaller --context, or end what else runs on this GPU")
 
 
 def whole_windows(session: EngineSession) -> SessionForward:

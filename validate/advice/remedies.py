@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from shlex import quote
 
+from ...core.commands import tune_command
 from ...quantize.scales.decisions import TensorScale
 
 
 @dataclass(frozen=True)
 class Remedies:
     """Make the commands of remedies: `run` is the run's directory, `two_terms`, `skip` and `kv_skip` the patterns that
-    `fp8q scales` was given; `cached`: the attention modules whose cache is codes.
+    `fp8q scales` was given; `cached`: the attention modules whose cache is codes. `graph`: the run has an
+    ONNX graph.
 
     An option with several patterns replaces the run's, so the run's patterns are repeated.
     """
@@ -22,6 +24,7 @@ class Remedies:
     skip: tuple[str, ...] = ()
     kv_skip: tuple[str, ...] = ()
     cached: tuple[str, ...] = ()
+    graph: bool = True
 
     def scales(self, *words: str) -> str:
         """`fp8q scales RUN` with those options."""
@@ -63,7 +66,7 @@ class Remedies:
 
     def tune(self) -> str:
         """Let `fp8q tune` find the change."""
-        return self._command("tune", quote(self.run), "--max-ppl-increase", "0.5%")
+        return f"`{tune_command(quote(self.run), '--max-ppl-increase 0.5%', self.graph)}`"
 
     def wide_graph(self) -> str:
         """The graphs in BF16 instead of FP16."""

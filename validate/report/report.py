@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...calibrate.measure.statistics import load_statistics
 from ...core.columns import Table
+from ...core.commands import in_run
 from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
@@ -39,7 +40,7 @@ from .notebook import execute
 from .position_buckets import not_covered, position_rows, position_table
 from .rows import EngineRow, ModuleRow
 from .size_rows import size_rows
-from .verdict import in_run, next_steps, report_verdict, standing, step_table
+from .verdict import next_steps, report_verdict, standing, step_table
 
 if TYPE_CHECKING:
     from ...calibrate.measure.statistics import Corpus
@@ -126,7 +127,7 @@ def evaluated(run: Run) -> Accuracy | None:
 
 def of_run(table: Table[Any], run: Run) -> Table[Any]:
     """The table with the run's own path in the commands that it names."""
-    return replace(table, missing=in_run(table.missing, run), note=in_run(table.note, run))
+    return replace(table, missing=in_run(table.missing, run.root), note=in_run(table.note, run.root))
 
 
 def report_continuations(run: Run) -> Continuations:
@@ -162,8 +163,8 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
         noise=noise_floor(accuracy) if accuracy else "",
         calibration=calibrated_on(statistics.record.corpus, text_certificate(run)),
         timed=any(gain.known.startswith("fp8q bench") for gain in contents["gains"].rows),
-        untimed=in_run("No times were measured: `fp8q bench RUN` does.", run),
-        engines=in_run(engines_sentence(contents["engines"].rows), run),
+        untimed=in_run("No times were measured: `fp8q bench RUN` does.", run.root),
+        engines=in_run(engines_sentence(contents["engines"].rows), run.root),
         certificate=text_certificate(run),
     )
 
@@ -212,7 +213,7 @@ def engines_sentence(built: Sequence[EngineRow]) -> str:
     if unproven:
         return f"What runs in FP8 cannot be told for {', '.join(unproven)}: the engine could not be read."
     if short:
-        return f"Some promised products ran wider on {', '.join(short)}; the table names them."
+        return f"Some promised products are not FP8 on both sides on {', '.join(short)}; the table names them."
     if untold:
         return f"Of some promised products on {', '.join(untold)} TensorRT's inspector does not tell what they run in."
     return (

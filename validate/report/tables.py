@@ -235,7 +235,8 @@ def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
         number_column("size", size, "bytes"),
         number_column("built in", duration, "build_seconds"),
     )
-    return Table("Engines", rows, columns, "No engine yet: run `fp8q build-engine RUN`.")
+    note = "Promised products are the matrix products that scales.json puts in FP8." if rows else ""
+    return Table("Engines", rows, columns, "No engine yet: run `fp8q build-engine RUN`.", note)
 
 
 def stage_table(rows: Sequence[StageRow]) -> Table[StageRow]:

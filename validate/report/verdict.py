@@ -4,14 +4,12 @@
 the default limit.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from ...core.columns import Column, Table
+from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
 from ..accuracy.decision import DEFAULT_LIMIT, decide
 from ..accuracy.document import Verdict, load_accuracy, load_token_losses
@@ -51,16 +49,6 @@ def report_verdict(run: Run) -> Verdict:
         return Verdict(kind="unknown", sentence=said, limit=DEFAULT_LIMIT, limit_is_default=True)
     accuracy = load_accuracy(run)
     return accuracy.verdict or decide(accuracy, load_token_losses(run))
-
-
-def name_in_commands(root: Path) -> str:
-    """The path of a run as a shell's word."""
-    return quote(str(root))
-
-
-def in_run(text: str, run: Run) -> str:
-    """The text with the run's own path in its commands, in the place of RUN."""
-    return re.sub(r"(`fp8q [a-z-]+) RUN\b", lambda match: f"{match[1]} {name_in_commands(run.root)}", text)
 
 
 def standing(run: Run) -> Standing:
@@ -110,14 +98,11 @@ def next_steps(found: Verdict, has: Standing) -> list[NextStep]:
     if found.kind in ("worse", "broken"):
         if not has.located:
             steps.append(NextStep("See which tensors cost most.", f"fp8q sensitivity {run}"))
-        tune = f"fp8q tune {run}"
+        tune = tune_command(run, f"--max-ppl-increase {100 * found.limit:g}%", graph=has.alone is None)
         steps.append(
-            NextStep("Make it anew by what was chosen for the budget.", f"{tune} {has.tuned} --apply")
+            NextStep("Make it anew by what was chosen for the budget.", f"fp8q tune {run} {has.tuned} --apply")
             if has.tuned
-            else NextStep(
-                "Have the cheapest change chosen that meets the limit.",
-                f"{tune} --max-ppl-increase {100 * found.limit:g}%",
-            )
+            else NextStep("Have the cheapest change chosen that meets the limit.", tune)
         )
         steps.append(NextStep("Look for what is unstable.", f"fp8q doctor {run}"))
     if has.alone is not None:

@@ -322,12 +322,12 @@ Usage = namedtuple("Usage", ("total", "used", "free"))
 def test_a_disk_without_room_is_refused_with_the_numbers(
     demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two files of 5 · 24 tokens, 256 BF16 values each: 122,880 bytes; said in GB."""
+    """Two files of 5 · 24 tokens, 256 BF16 values each: 122,880 bytes; said in kB."""
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - 122_879, 122_879))
     with pytest.raises(InputError) as refused:
         measured(tmp_path / "run", demo_checkpoint, True)
     assert str(refused.value) == (
-        f"--stream: the hidden states take 0.000123 GB on the disk of {tmp_path}/run, which has 0.000123 GB free; "
+        f"--stream: the hidden states take 123 kB on the disk of {tmp_path}/run, which has 123 kB free; "
         "free some, name another directory with --out, or ask for fewer --samples"
     )
     assert names(Run(tmp_path / "run")) == {".lock", "run.json", "calibration.npz"}

@@ -89,7 +89,9 @@ def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder
     (engines := tmp_path / "engines").mkdir()
     build = building(written.modules, {"dq": 7, "mul": 0})
     (info, found), graph = in_better_form(written.path, engines / "sm90.plan", build, told)
-    assert told.lines == ["sm89: with --weight-scale dq 7 of 7 products are wide, 0 with mul; the second is kept"]
+    assert told.lines == [
+        "sm89: with --weight-scale dq 7 of 7 products are not FP8 on both sides, 0 with mul; the second is kept"
+    ]
     assert (graph, info.weight_scale, found.wide) == (engines / "sm90.onnx", "mul", {})
     assert {path.name for path in engines.iterdir()} == {"model.safetensors", "sm90.onnx", "sm90.plan"}
     assert recorded_form(load_graph(graph)) == "mul"
@@ -103,11 +105,14 @@ def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder
 @pytest.mark.parametrize(
     ("wide", "refused", "note"),
     [
-        ({"dq": 2, "mul": 2}, "", "2 of 7 products are wide, 2 with mul; the first is kept"),
+        ({"dq": 2, "mul": 2}, "", "2 of 7 products are not FP8 on both sides, 2 with mul; the first is kept"),
         (
             {"dq": 2, "mul": 0},
             "mul",
-            "2 of 7 products are wide; with mul it cannot be built: TensorRT 10.15 cannot build it: no such kernel",
+            (
+                "2 of 7 products are not FP8 on both sides; with mul it cannot be built: TensorRT 10.15 cannot build "
+                "it: no such kernel"
+            ),
         ),
     ],
 )

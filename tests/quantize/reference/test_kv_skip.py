@@ -41,7 +41,7 @@ def test_the_layer_is_no_codes_and_its_scales_are_those_of_the_whole_cache(run: 
     scales, both = load_scales(run), load_scales(demo_run).kv_cache
     assert scales.kv_cache | scales.wide_cache == both
     assert scales.wide_cache.keys() == {f"{WIDE}.k", f"{WIDE}.v"}
-    assert scales.cache_left == ", 1 of 4 layers left wide"
+    assert scales.cache_left == ", 1 of 4 layers left in BF16"
     read = load_reference(run.model, "fast", torch.bfloat16).cache_scales
     assert {name: scale.tolist() for name, scale in read.items()} == {
         name: [scale.scale] for name, scale in scales.kv_cache.items()

@@ -105,7 +105,7 @@ def test_a_server_that_has_no_room_for_its_cache_does_not_begin(hopper: Machine,
     with pytest.raises(BackendError) as refused:
         open_generator(built, session, 4)
     assert str(refused.value) == (
-        "a cache of 4 sequences of 32 positions takes 0.00 GB, and this GPU has 0.00 GB free: 3 of them fit, with "
+        "a cache of 4 sequences of 32 positions takes 8.19 kB, and this GPU has 6.14 kB free, room for 3 of them; take "
         "--max-batch 3"
     )
     assert hopper.driver.held == {}

@@ -202,7 +202,7 @@ def test_a_comparison_shows_what_is_common_and_then_the_two_side_by_side(
     fp8, bf16 = (GeneratedAnswer(text, (1, token, 3), "length", 2) for text, token in (("a b\nc", 7), ("a b d", 8)))
     draw_side_by_side(Terminal(), Comparison(fp8, bf16, 1, "a b", "\n", " d"))
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        "a b", 'They part at token 2: FP8 "\\n", BF16 " d"', "Then", "FP8  BF16", "      d", "c", "",
+        "a b", 'They differ from token 2: FP8 "\\n", BF16 " d"', "Then", "FP8  BF16", "      d", "c", "",
     ]  # fmt: skip
     draw_side_by_side(Terminal(), Comparison(fp8, fp8, None, fp8.text, "", ""))
     shown_again = capsys.readouterr()

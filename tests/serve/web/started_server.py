@@ -95,3 +95,27 @@ def in_thread(run: Path, **options: Any) -> Iterator[Thread]:
             thread.join(SECONDS)
             found.cut = cuts[0] if cuts else None
     assert not thread.is_alive()
+
+
+class Held:
+    """Keeps the stepping thread of a server where it is, between two steps."""
+
+    def __init__(self, server: Thread):
+        self._go, held = threading.Event(), threading.Event()
+        self.service = server.server.serving.models[0].service
+
+        def hold() -> None:
+            held.set()
+            self._go.wait(SECONDS)
+
+        self.service.run_between_steps(hold)
+        assert held.wait(SECONDS)
+
+    def release(self) -> None:
+        self._go.set()
+
+    def settle(self) -> None:
+        """Wait until all that was asked of the thread so far is done."""
+        done = threading.Event()
+        self.service.run_between_steps(done.set)
+        assert done.wait(SECONDS)

@@ -55,7 +55,7 @@ def test_fp8_and_bf16_stand_side_by_side_with_the_token_where_they_part(
     if expected.parts_at is None:
         assert (note, marked) == ("FP8 and BF16 give the same 48 tokens.", [])
     else:
-        assert note.startswith(f"They part at token {expected.parts_at + 1}: FP8 ")
+        assert note.startswith(f"They differ from token {expected.parts_at + 1}: FP8 ")
         assert marked == [expected.fp8_token, expected.bf16_token]
     assert browser.get_log("browser") == []
 

@@ -195,13 +195,13 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
     )
     lost = Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": broken})
     with pytest.raises(
-        GateError, match="^reference: perplexity is not a number, more than --max-ppl-increase 1.00%; `fp8q tune run "
+        GateError, match="^reference: perplexity is not a number, more than --max-ppl-increase 1%; `fp8q tune run "
     ):
         check_increase(Run(Path("run")), lost.model_copy(update={"verdict": decide(lost, {}, 0.01)}), 0.01)
     with pytest.raises(
         InputError,
         match=(
-            "^--max-ppl-increase 1.00%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add "
+            "^--max-ppl-increase 1%: needs bf16 and an FP8 runtime to compare, and the runtimes are reference; add "
             "what is missing to --runtimes$"
         ),
     ):

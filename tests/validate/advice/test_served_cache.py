@@ -33,7 +33,7 @@ def test_layers_that_a_server_must_be_told_of_are_named_with_its_option(model: P
     configured(model, fp8q=own | {"wide_cache": [FIRST]})
     (check,) = served_cache(model)
     assert (check.verdict, check.module, check.value) == ("watch", "config.json", 1)
-    assert check.said == "C126: has 1 layer whose cache stays wide, and other loaders store it in FP8"
+    assert check.said == "C126: has 1 layer whose cache stays in BF16, and other loaders store it in FP8"
     assert check.remedy == "give vLLM --kv-cache-dtype-skip-layers 0"
 
 

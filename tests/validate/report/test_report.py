@@ -236,7 +236,7 @@ def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: st
         ),
         (
             [engine("sm89", 2), engine("sm120", 1, ("q",))],
-            "Some promised products ran wider on sm120; the table names them.",
+            "Some promised products are not FP8 on both sides on sm120; the table names them.",
         ),
         (
             [engine("sm89", 2), engine("sm120", 1)],

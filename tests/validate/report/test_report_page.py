@@ -27,6 +27,7 @@ def page(evaluated_run: Run, browser: Any, monkeypatch: pytest.MonkeyPatch) -> I
     found = Continuations(tokens=3, continuations=said)
     monkeypatch.setattr("fp8q.validate.report.report.report_continuations", lambda run: found)
     evaluated_run.report_html.write_text(render(evaluated_run, [other_of(evaluated_run, 0.01)]), encoding="utf-8")
+    browser.get_log("browser")  # what other pages left there
     browser.get(evaluated_run.report_html.as_uri())
     yield browser
     browser.set_window_size(1200, 900)
@@ -69,7 +70,7 @@ def test_a_table_wider_than_a_phone_shows_that_it_goes_on(page: Any) -> None:
 
 
 def test_continuations_stand_side_by_side_and_what_parts_them_is_marked(page: Any) -> None:
-    assert texts(page, ".said > .aside") == ["They part at token 3.", "The same to the end."]
+    assert texts(page, ".said > .aside") == ["They differ from token 3 on.", "The same to the end."]
     assert texts(page, ".said mark") == ["y", "z", "", ""]
     assert texts(page, ".said pre")[0] == "if <b> x: y"
     colors = "return ['.said pre', '.said mark'].map(each => getComputedStyle(document.querySelector(each)).color)"

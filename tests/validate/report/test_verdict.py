@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fp8q.core.commands import in_run
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.document import Verdict, load_accuracy, load_token_losses, save_accuracy
-from fp8q.validate.report.verdict import NextStep, Standing, in_run, next_steps, report_verdict
+from fp8q.validate.report.verdict import NextStep, Standing, next_steps, report_verdict
 
 NOTHING = Standing("RUN", located=False, tuned=None, engine=False, repository=False)
 
@@ -53,8 +54,8 @@ def test_the_budget_that_is_named_is_the_limit() -> None:
 
 
 def test_commands_have_the_run_s_own_path_as_a_shell_reads_it(tmp_path: Path) -> None:
-    run = Run(Path("a run"))
-    assert in_run("Not known: `fp8q validate RUN --context 8`, or `fp8q tune RUN`; a RUN.", run) == (
+    said = "Not known: `fp8q validate RUN --context 8`, or `fp8q tune RUN`; a RUN."
+    assert in_run(said, Path("a run")) == (
         "Not known: `fp8q validate 'a run' --context 8`, or `fp8q tune 'a run'`; a RUN."
     )
 
@@ -79,3 +80,5 @@ def test_what_was_not_evaluated_is_not_known(calibrated_run: Run) -> None:
 def test_a_run_without_graph_goes_to_vllm() -> None:
     alone = replace(NOTHING, alone="RUN/model")
     assert [step.command for step in next_steps(of("acceptable"), alone)] == ["vllm serve RUN/model"]
+    steps = next_steps(of("worse"), replace(alone, located=True))
+    assert [step.command for step in steps] == ["fp8q tune RUN --for vllm --max-ppl-increase 0.5%", DOCTOR]

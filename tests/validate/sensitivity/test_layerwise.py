@@ -253,7 +253,7 @@ def test_a_disk_without_room_is_refused_with_the_numbers(run: Run, monkeypatch: 
     with pytest.raises(InputError) as refused:
         predicted(run, stream=True)
     assert str(refused.value) == (
-        f"--stream: the hidden states take 0.00918 GB on the disk of {run.root}, which has 0.00918 GB free; "
+        f"--stream: the hidden states take 9.18 MB on the disk of {run.root}, which has 9.18 MB free; "
         "free some, or ask for fewer --windows"
     )
 

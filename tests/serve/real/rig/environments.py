@@ -21,12 +21,18 @@ class UnavailableError(RuntimeError):
 
 
 def kept_environment(home: Path, made_of: object, fill: Callable[[Path], None]) -> Path:
-    """The virtual environment at `home`, which `fill` has filled with `made_of`; by one process, and others wait."""
+    """The virtual environment at `home`, which `fill` has filled with `made_of`; by one process, and others wait.
+
+    Raises UnavailableError where `home` is a link to an environment of something else: what the link leads to belongs
+    to others, who would lose theirs.
+    """
     home.parent.mkdir(exist_ok=True)
     with home.with_name(f"{home.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         wanted, stamp = hashlib.sha256(repr([made_of, sys.version]).encode()).hexdigest(), home / "installed"
         if not stamp.is_file() or stamp.read_text() != wanted:
+            if home.is_symlink():
+                raise UnavailableError(f"{home}: is a link to an environment of other packages; remove the link")
             shutil.rmtree(home, ignore_errors=True)
             venv.create(home, symlinks=True)
             fill(home)

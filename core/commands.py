@@ -1,0 +1,54 @@
+"""Commands on a run, as messages name them: with the run's own path as a shell's word, so that they can be pasted.
+
+What is told below the stages knows no path of a run, and says RUN; whoever opened the run puts its path there
+(`in_run`).
+"""
+
+import re
+from pathlib import Path
+from shlex import quote
+
+#: The command that runs a stage, if its name differs from the stage's: `calibrate` measures, quantizes and exports.
+COMMANDS = {
+    "corpus": "calibrate",
+    "measure": "calibrate",
+    "quantize": "calibrate",
+    "queries": "export --attention fp8",
+} | {
+    f"{stage}-{precision}": f"{stage} --precision {precision}"
+    for stage in ("export", "build-engine")
+    for precision in ("bf16", "int8")
+}
+
+
+def name_in_commands(root: Path) -> str:
+    """The path of a run as a shell's word."""
+    return quote(str(root))
+
+
+def in_run(text: str, root: Path) -> str:
+    """The text with the path of the run at `root` in its commands, in the place of RUN."""
+    return re.sub(r"(`fp8q [a-z-]+) RUN\b", lambda match: f"{match[1]} {name_in_commands(root)}", text)
+
+
+def stage_command(stage: str, root: Path) -> str:
+    """The command that does `stage` of the run at `root`; `calibrate` needs a model and a text, so it stands alone."""
+    name, *options = COMMANDS.get(stage, stage).split()
+    return " ".join(["fp8q", name, *([] if name == "calibrate" else [name_in_commands(root)]), *options])
+
+
+def tune_command(name: str, budget: str, graph: bool) -> str:
+    """`fp8q tune` with the option `budget`, for the run of that `name` in commands.
+
+    A run without a `graph` has no engine and no Triton repository: vLLM serves it, by one code an activation
+    without a plugin.
+    """
+    return f"fp8q tune {name}{'' if graph else ' --for vllm'} {budget}"
+
+
+def no_graph(root: Path, reason: str) -> str:
+    """Explain that the run at `root` has no ONNX graph."""
+    return (
+        f"{root}: has no ONNX graph, since {reason}; `fp8q generate {name_in_commands(root)} --runtime reference` runs "
+        f"its checkpoint, and {root}/model/README.md says what else does"
+    )
