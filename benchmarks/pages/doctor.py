@@ -25,14 +25,12 @@ def doctor() -> str:
         [name, *_healthy(found["checks"]), *(_found(found["damages"][damage]) for damage in DAMAGES)]
         for name, found in load("doctor")["results"].items()
     ]
-    head = ["model", *(title for title, _ in SHOWN.values()), "to be watched", *DAMAGES.values()]
+    head = ["model", *(title for title, _ in SHOWN.values()), *DAMAGES.values()]
     return table(head, rows)
 
 
 def _healthy(checks: Mapping[str, Any]) -> list[str]:
-    values = [write.format(checks[check]["value"]).replace("%", " %") for check, (_, write) in SHOWN.items()]
-    watched = [f"`{check}`" for check, found in checks.items() if found["verdict"] != "good"]
-    return [*values, ", ".join(watched) or "nothing"]
+    return [write.format(checks[check]["value"]).replace("%", " %") for check, (_, write) in SHOWN.items()]
 
 
 def _found(damage: Mapping[str, Any]) -> str:
