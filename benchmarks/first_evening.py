@@ -131,7 +131,7 @@ def started(asked: Command, clone: Path, variables: Mapping[str, str], port: int
         ready(f"http://127.0.0.1:{port}{asked.health}", process, log)
         yield "ready"
     finally:
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
@@ -148,10 +148,11 @@ def ended(asked: Command, clone: Path, variables: Mapping[str, str]) -> str:
     return (done.stdout.strip().splitlines() or [""])[-1]
 
 
-def follow(way: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the commands of a way in a new clone, each timed."""
-    clone, port = folder / "fp8q", options.port
-    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+def follow(way: str, source: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the commands of a way in a new clone of `source`, each timed."""
+    folder, port = source.parent / way, options.port
+    clone = folder / "fp8q"
+    subprocess.run(["git", "clone", "--quiet", source, clone], check=True)
     variables = {name: value for name, value in os.environ.items() if name not in {"VIRTUAL_ENV", "PYTHONPATH"}}
     if way == "vllm":
         vllm_environment(folder / "vllm", options.vllm.absolute(), options.server.absolute())
@@ -193,9 +194,11 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=PORT, help="of the servers; Triton takes the next two as well")
     options = parser.parse_args()
     head, ways = described("first_evening", (CalibrateOptions, ValidateOptions)), {}
-    for way in options.ways:
-        with tempfile.TemporaryDirectory() as folder:
-            ways[way] = follow(way, Path(folder), options)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        subprocess.run(["git", "clone", "--quiet", "--bare", ROOT, source], check=True)
+        for way in options.ways:
+            ways[way] = follow(way, source, options)
     return publish(head, {"limits": [MOST_COMMANDS, MOST_PAGES], "ways": ways, "passed": passed(ways)}, options.save)
 
 
