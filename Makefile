@@ -112,7 +112,7 @@ PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size 
   certificate validate_memory top_logits generate asked_logits serve unread load experts expert_tokens exact_answers as_served tail_cost \
   sampling
 # Parts for those who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does.
-BY_HAND := accumulator_mmaemu tasks compare vllm_plugin
+BY_HAND := accumulator_mmaemu tasks compare vllm_plugin first_evening
 # Where a part is not benchmarks/PART.py by itself.
 PEER := $(LLMCOMPRESSOR:%=--llmcompressor %)
 COMMAND.accuracy := accuracy.py $(PEER)
