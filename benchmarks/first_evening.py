@@ -83,7 +83,7 @@ def lines_of(way: str, page: str) -> list[str]:
 
 def command(line: str, port: int) -> Command:
     """The command of a README's `line`: placeholders filled, and parts replaced that this machine lacks."""
-    run_as, reasons = line, []
+    run_as, reasons = line, list[str]()
     for pattern, replacement, reason in STAND_INS:
         replaced = re.sub(pattern, replacement.format(port=port, run=NAMES["RUN"]), run_as)
         if replaced != run_as:

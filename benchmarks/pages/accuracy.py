@@ -78,16 +78,6 @@ def accuracy_as_served() -> str:
     return table(["", *found], [yardstick, *rows])
 
 
-def accuracy_caches() -> str:
-    """What each way with weights of GPTQ loses with values, or all of the cache, in FP8."""
-    titles = [
-        (name_of(terms, rounding, cache), f"{way(terms, rounding)}, cache `{cache}`")
-        for terms, rounding in WAYS[1:4:2]
-        for cache in CACHES[1:]
-    ]
-    return compared(titles)
-
-
 def cost(rows: Mapping[str, Figures], name: str) -> tuple[float, float]:
     """Bytes of a decode step and operations of a prompt's token, of what BF16 has."""
     step, operations = (rows[name][key] / rows[BF16][key] for key in ("step_bytes", "prefill_operations"))
@@ -140,5 +130,5 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
     axes.set_xlim(0.45, 1.05)
 
 
-TABLES = (accuracy, accuracy_as_served, accuracy_caches)
+TABLES = (accuracy, accuracy_as_served)
 PICTURES = {"docs/accuracy.svg": accuracy_plot}

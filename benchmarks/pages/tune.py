@@ -24,22 +24,26 @@ def tune() -> str:
 
 
 def culprits() -> str:
-    """What is found of a damaged module, and what repairs it."""
-    rows = [
-        [
-            name,
-            what,
-            str(each["rank"]),
-            ", ".join(change["choice"].replace("_", " ") for change in each["changes"]),
-            f"{1e6 * found['healthy_kl_nats']:,.0f}",
-            f"{1e6 * each['damaged_kl_nats']:,.0f}",
-            f"{1e6 * each['repaired_kl_nats']:,.0f}",
+    """Over all models: the rank of each damaged tensor, what is chosen for it, and KL over the healthy run's."""
+    results = load("culprit_proof")["results"].values()
+    rows = []
+    for damage, what in DAMAGES.items():
+        found = [each["damages"][damage] for each in results]
+        chosen = {change["choice"].replace("_", " ") for each in found for change in each["changes"]}
+        ratios = [
+            [each["damages"][damage][f"{state}_kl_nats"] / each["healthy_kl_nats"] for each in results]
+            for state in ("damaged", "repaired")
         ]
-        for name, found in load("culprit_proof")["results"].items()
-        for damage, what in DAMAGES.items()
-        for each in [found["damages"][damage]]
-    ]
-    return table(["KL × 10⁶", "damage", "rank", "`tune` chooses", "healthy", "damaged", "repaired"], rows)
+        ranks = sorted({each["rank"] for each in found})
+        rows.append(
+            [
+                what,
+                ", ".join(map(str, ranks)),
+                " or ".join(sorted(chosen)),
+                *(f"{min(each):.3g} to {max(each):.3g}" for each in ratios),
+            ]
+        )
+    return table(["damage", "rank", "`tune` chooses", "damaged, of healthy KL", "repaired"], rows)
 
 
 TABLES = (tune, culprits)
