@@ -112,7 +112,7 @@ PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size 
   certificate validate_memory top_logits generate asked_logits serve unread load experts expert_tokens exact_answers as_served tail_cost \
   sampling
 # Parts for those who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does.
-BY_HAND := accumulator_mmaemu tasks compare vllm_plugin first_evening
+BY_HAND := accumulator_mmaemu tasks compare vllm_plugin first_evening_vllm first_evening_triton
 # Where a part is not benchmarks/PART.py by itself.
 PEER := $(LLMCOMPRESSOR:%=--llmcompressor %)
 COMMAND.accuracy := accuracy.py $(PEER)
@@ -125,6 +125,8 @@ COMMAND.memory_sequential := memory.py --layers 3 11 --width 1024 --weight-round
 COMMAND.accumulator_mmaemu := accumulator.py --mmaemu
 COMMAND.compare := compare.py --vllm .venv/vllm --server .venv/vllm-server
 COMMAND.vllm_plugin := vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32
+COMMAND.first_evening_vllm := first_evening.py --ways vllm
+COMMAND.first_evening_triton := first_evening.py --ways triton
 define measure
 echo "== $(1)"; $(BIN)/python benchmarks/$(or $(COMMAND.$(1)),$(1).py) --save $(1) >/dev/null || missed+=" $(1)";
 endef

@@ -1,6 +1,6 @@
 """Follow README.md from a fresh clone to an answered request, for vLLM and for Triton, and time each command.
 
-    python benchmarks/first_evening.py [--ways vllm triton] [--vllm HOME --server HOME] [--save first_evening]
+    python benchmarks/first_evening.py --ways vllm|triton [--vllm HOME --server HOME] [--save NAME]
 
 The command lines are those of the README's blocks that are marked `<!-- way NAME -->`; nothing of them is repeated
 here. They run in a new clone, with a new environment, on the demo's checkpoint. A server is started in the background
@@ -23,7 +23,7 @@ import time
 import urllib.request
 import venv
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,13 @@ NAMES = {"MODEL": "examples/demo/checkpoint", "TEXT": "examples/demo/calibration
 #: How a server's command begins -> the path that answers once it is ready.
 SERVERS = {"vllm serve": "/health", "docker run": "/v2/health/ready"}
 #: Variables and options of vLLM's CPU build, which the GPU build does without.
-VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-VLLM_OPTIONS = "--dtype bfloat16 --enforce-eager --kv-cache-memory-bytes 268435456"
+VLLM_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+VLLM_OPTIONS = "--dtype bfloat16 --enforce-eager --distributed-executor-backend uni --kv-cache-memory-bytes 268435456"
+#: `vllm serve`, whose command line asks for a package named vllm; the CPU build is named vllm-cpu.
+VLLM_PROGRAM = '#!/bin/sh\nshift\nexec "{home}/bin/python" -P -m vllm.entrypoints.openai.api_server --model "$@"\n'
 #: What of a command is replaced here, by what, and why.
 STAND_INS = (
     (r"^vllm serve .*", rf"\g<0> {VLLM_OPTIONS} --port {{port}}", "vLLM's CPU build serves"),
@@ -100,7 +105,7 @@ def vllm_environment(home: Path, vllm: Path, server: Path) -> None:
     below = Path(sysconfig.get_path("purelib", "venv", {"base": str(home)})) / "below.pth"
     below.write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in paths), encoding="utf-8")
     program = home / "bin" / "vllm"
-    program.write_text(f'#!/bin/sh\nexec "{home}/bin/python" -m vllm.entrypoints.cli.main "$@"\n', encoding="utf-8")
+    program.write_text(VLLM_PROGRAM.format(home=home), encoding="utf-8")
     program.chmod(0o755)
 
 
@@ -131,12 +136,12 @@ def started(asked: Command, clone: Path, variables: Mapping[str, str], port: int
         ready(f"http://127.0.0.1:{port}{asked.health}", process, log)
         yield "ready"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
             process.wait(30)
-        except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def ended(asked: Command, clone: Path, variables: Mapping[str, str]) -> str:

@@ -22,7 +22,8 @@ def first_evening() -> str:
             f"{way['minutes']}",
             "; ".join(dict.fromkeys(reason for each in way["commands"] for reason in each["stand_ins"])),
         ]
-        for name, way in load("first_evening")["ways"].items()
+        for name in NAMES
+        for way in [load(f"first_evening_{name}")["ways"][name]]
     ]
     head = ["way", "commands", "pages", *(f"{step}, s" for step in STEPS), "minutes", "what stood in here"]
     return table(head, rows)
