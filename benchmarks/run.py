@@ -59,6 +59,8 @@ BY_HAND: Mapping[str, str] = {
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
+    "first_evening_vllm": "first_evening.py --ways vllm",
+    "first_evening_triton": "first_evening.py --ways triton",
 }
 #: The longest that a part is to take on a quiet machine of two cores.
 LONGEST_SECONDS = 600

@@ -46,12 +46,12 @@ def cell(found: float, peer: float) -> str:
     return f"{found:.3g} ({found / peer:.3f})" if found < 1000 else f"{found:.0f} ({found / peer:.3f})"
 
 
-def compared(titles: Iterable[tuple[str, str]], arithmetic: str) -> str:
+def compared(titles: Iterable[tuple[str, str]]) -> str:
     """KL of rows on every model, under that of BF16 itself."""
     found = models()
     yardstick = ["BF16 itself", *(f"{rows[BF16]['bf16 arithmetic']:.3g}" for rows in found.values())]
     rows = [
-        [title, *(cell(rows[name][arithmetic], rows[MODELOPT][arithmetic]) for rows in found.values())]
+        [title, *(cell(rows[name]["fp32"], rows[MODELOPT]["fp32"]) for rows in found.values())]
         for name, title in titles
         if all(name in rows for rows in found.values())  # a peer that was not installed
     ]
@@ -60,12 +60,7 @@ def compared(titles: Iterable[tuple[str, str]], arithmetic: str) -> str:
 
 def accuracy() -> str:
     """What each way loses with quantized values in FP32 arithmetic."""
-    return compared(without_cache(), "fp32")
-
-
-def accuracy_in_bf16() -> str:
-    """What each way loses with everything in BF16 arithmetic."""
-    return compared(without_cache(), "bf16 arithmetic")
+    return compared(without_cache())
 
 
 def accuracy_as_served() -> str:
@@ -81,30 +76,6 @@ def accuracy_as_served() -> str:
         for name in names
     ]
     return table(["", *found], [yardstick, *rows])
-
-
-def accuracy_caches() -> str:
-    """What each way loses with values, or all of the cache, in FP8."""
-    titles = [
-        (name_of(terms, rounding, cache), f"{way(terms, rounding)}, cache `{cache}`")
-        for terms, rounding in WAYS[:4]
-        for cache in CACHES[1:]
-    ]
-    return compared(titles, "fp32")
-
-
-def accuracy_costs() -> str:
-    """What each way costs where it is served, of what BF16 costs."""
-    found = models()
-    titles = [(name_of(terms, "nearest", cache), terms, cache) for terms in (1, 2) for cache in CACHES]
-    rows = [
-        [
-            f"{'one term' if terms == 1 else 'two terms'}, cache `{cache}`",
-            *(f"{step:.2f}, {operations:.2f}" for step, operations in (cost(rows, name) for rows in found.values())),
-        ]
-        for name, terms, cache in titles
-    ]
-    return table(["bytes a decode step, operations a prompt, of BF16's", *found], rows)
 
 
 def cost(rows: Mapping[str, Figures], name: str) -> tuple[float, float]:
@@ -159,5 +130,5 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
     axes.set_xlim(0.45, 1.05)
 
 
-TABLES = (accuracy, accuracy_as_served, accuracy_caches, accuracy_in_bf16, accuracy_costs)
+TABLES = (accuracy, accuracy_as_served)
 PICTURES = {"docs/accuracy.svg": accuracy_plot}

@@ -19,12 +19,11 @@ def compare() -> str:
                 case,
                 f"`{asked[0]['expected']}`",
                 *(_cell(rows.get(case)) for rows in results.values()),
-                _between([each["requests"] for each in asked]),
                 _between([round(each["seconds"]) for each in asked]),
             ]
         )
     head = ["server", "of what", "expected", *(f"{name}, 10⁻⁶ nats" for name in results)]
-    return table([*head, "requests", "seconds"], lines)
+    return table([*head, "seconds"], lines)
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

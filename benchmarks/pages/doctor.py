@@ -1,4 +1,4 @@
-"""The table of docs/doctor.md."""
+"""The tables of docs/doctor.md."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,23 +20,27 @@ DAMAGES = {"outliers": "outlier channels", "scale": "a scale too small", "keys":
 
 
 def doctor() -> str:
-    """The largest values of healthy runs, and what finds each damage."""
-    rows = [
-        [name, *_healthy(found["checks"]), *(_found(found["damages"][damage]) for damage in DAMAGES)]
-        for name, found in load("doctor")["results"].items()
-    ]
-    head = ["model", *(title for title, _ in SHOWN.values()), "to be watched", *DAMAGES.values()]
-    return table(head, rows)
+    """The largest values of healthy runs."""
+    rows = [[name, *_healthy(found["checks"])] for name, found in load("doctor")["results"].items()]
+    return table(["model", *(title for title, _ in SHOWN.values())], rows)
+
+
+def damages() -> str:
+    """The checks that call a damaged module bad, in all models and in some."""
+    rows = []
+    for damage, what in DAMAGES.items():
+        found = [set(each["damages"][damage]["found_by"]) for each in load("doctor")["results"].values()]
+        always = set.intersection(*found)
+        rows.append([what, _names(always), _names(set.union(*found) - always)])
+    return table(["damage", "found in every model by", "in some by"], rows)
 
 
 def _healthy(checks: Mapping[str, Any]) -> list[str]:
-    values = [write.format(checks[check]["value"]).replace("%", " %") for check, (_, write) in SHOWN.items()]
-    watched = [f"`{check}`" for check, found in checks.items() if found["verdict"] != "good"]
-    return [*values, ", ".join(watched) or "nothing"]
+    return [write.format(checks[check]["value"]).replace("%", " %") for check, (_, write) in SHOWN.items()]
 
 
-def _found(damage: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{check}`" for check in damage["found_by"]) or "not found"
+def _names(checks: set[str]) -> str:
+    return ", ".join(f"`{check}`" for check in sorted(checks))
 
 
-TABLES = (doctor,)
+TABLES = (doctor, damages)

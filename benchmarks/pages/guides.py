@@ -92,27 +92,20 @@ def llama_on_one_gpu() -> str:
     flop = [2 * model.parameters * count for count in tokens]
     moments = 4 * model.layers * (3 * model.width**2 + model.inner**2)
     mse = load("weight_mse")["results"][0]["ours_s_per_billion"] * (model.parameters - model.wide) / 1e9
-    activations = [4 * 2 * 8 * length * model.inner for _, length in WINDOWS.values()]
     rows = [
         ["tokens T", "windows · length", *(f"{count:,}" for count in tokens)],
         [
-            "source checkpoint on disk, and its weights in memory (GPU or CPU)",
+            "source checkpoint, on disk and in memory",
             "2 bytes · parameters",
             *[gb(2 * model.parameters)] * 2,
         ],
         ["FP8 checkpoint, written", "1 byte a weight, embeddings and head 2", *[gb(model.fp8_bytes)] * 2],
         [
-            "four MLP activations of a batch of 8 windows, in memory",
-            "4 · 2 bytes · 8 · length · 14,336",
-            *map(gb, activations),
-        ],
-        ["FLOP of calibrating", "2 · parameters · T", *map(power, flop)],
-        [
-            "at the peak of an H100 SXM, which nothing reaches",
+            "calibrating at an H100 SXM's peak",
             f"FLOP / ({power(H100_PEAK)})",
             *(took(x / H100_PEAK) for x in flop),
         ],
-        ["at the speed of two CPU cores, measured", f"FLOP / ({power(speed)})", *(took(x / speed) for x in flop)],
+        ["at two CPU cores' measured speed", f"FLOP / ({power(speed)})", *(took(x / speed) for x in flop)],
         ["choosing the weights' scales, two CPU cores", "measured for 10⁹ weights", *[took(mse)] * 2],
         ["`gptq`: second moments on disk", "4 bytes · 32 · (3 · 4,096² + 14,336²)", *[gb(moments)] * 2],
         ["`gptq`: rounding, one CPU thread", "measured for a weight of each shape", *[took(gptq_seconds(model))] * 2],
@@ -142,14 +135,13 @@ def streaming() -> str:
             "1.2 GB + 3 · largest layer",
             *(gb(BASE_BYTES + 6 * model.layer) for model in models),
         ],
-        ["FLOP", "2 · parameters · T", *map(power, flop)],
         [
-            "at the peak of an H100 SXM, which nothing reaches",
+            "calibrating at an H100 SXM's peak",
             f"FLOP / ({power(H100_PEAK)})",
             *(took(x / H100_PEAK) for x in flop),
         ],
         [
-            "at the speed of two CPU cores, measured",
+            "at two CPU cores' measured speed",
             f"FLOP / ({power(two_cores())})",
             *(took(x / two_cores()) for x in flop),
         ],

@@ -5,8 +5,8 @@ from markdown import Figures, load, table
 MODELOPT = "ModelOpt"
 #: A toy whose heads have eight channels loses more in every form; docs/accuracy.md has it.
 LEFT_OUT = "stories260k"
-UNITS, ALL = "FP8 units: Ada, Hopper, Blackwell", "vLLM, transformers, TensorRT, TensorRT-RTX, Triton"
-GRAPHS = "TensorRT, TensorRT-RTX, Triton; vLLM with `fp8q-vllm`"
+UNITS, ALL = "Ada, Hopper, Blackwell", "vLLM, transformers, TensorRT(-RTX), Triton"
+GRAPHS = "TensorRT(-RTX), Triton; vLLM with `fp8q-vllm`"
 
 
 def readme_forms() -> str:

@@ -9,7 +9,6 @@ def sensitivity() -> str:
         [
             name,
             str(found["tensors"]),
-            f"{found['spread']:,}×",
             f"{found['rank_correlation']:.3f}",
             f"{found['sqnr_rank_correlation']:.2f}",
             " to ".join(f"{found['ratio_percentiles_5_50_95'][end]:.2f}" for end in (0, 2)),
@@ -18,8 +17,8 @@ def sensitivity() -> str:
         ]
         for name, found in load("sensitivity")["results"].items()
     ]
-    head = ["model", "tensors", "largest loss over smallest", "ranks as the full measurement", "SQNR does"]
-    return table([*head, "predicted over measured, 90 % of them", "passes", "passes of the full measurement"], rows)
+    head = ["model", "tensors", "rank correlation", "SQNR's"]
+    return table([*head, "predicted over measured, 90 %", "passes", "of the full measurement"], rows)
 
 
 TABLES = (sensitivity,)

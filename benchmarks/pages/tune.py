@@ -13,47 +13,37 @@ def tune() -> str:
             f"{1e6 * found['default_kl_nats']:.4g}",
             f"{1e6 * found['predicted_kl_nats']:.4g}",
             f"{1e6 * found['held_out_kl_nats']:.4g}",
-            f"{found['predicted_over_held_out']:.2f}",
             f"{1e6 * found['measured_kl_nats']:.4g} ({found['kl_over_default']:.3f})",
-            f"{1e6 * found['applied_kl_nats']:.4g}" if found["applied_kl_nats"] is not None else "",
-            f"{found['weight_bytes_over_default']:.2f}",
-            f"{found['prefill_flops_ratio']:.2f}",
             f"{found['weight_rounding']}, `{found['kv_cache']}`",
             f"{found['tail']} and {found['two_terms']} of {found['products']}",
         ]
         for name, found in load("tune")["results"].items()
     ]
-    head = [
-        "KL × 10⁶",
-        "default",
-        "predicted",
-        "held out",
-        "predicted over held out",
-        "evaluation text, of the default",
-    ]
-    return table([*head, "applied", "weight bytes", "prefill", "rounding, cache", "tails and two terms"], rows)
+    head = ["KL × 10⁶", "default", "predicted", "held out", "evaluation text (of the default)", "rounding, cache"]
+    return table([*head, "tails and two terms"], rows)
 
 
 def culprits() -> str:
-    """What is found of a damaged module, and what repairs it."""
-    rows = [
-        [
-            name,
-            what,
-            str(each["rank"]),
-            f"{1e6 * each['alone_kl_nats']:,.0f} ({1e6 * each['next_kl_nats']:,.0f})",
-            ", ".join(f"`{check}`" for check in each["found_by"]) or "not found",
-            ", ".join(f"`{change['module']}`: {change['choice'].replace('_', ' ')}" for change in each["changes"]),
-            f"{1e6 * found['healthy_kl_nats']:,.0f}",
-            f"{1e6 * each['damaged_kl_nats']:,.0f}",
-            f"{1e6 * each['repaired_kl_nats']:,.0f}",
+    """Over all models: the rank of each damaged tensor, what is chosen for it, and KL over the healthy run's."""
+    results = load("culprit_proof")["results"].values()
+    rows = []
+    for damage, what in DAMAGES.items():
+        found = [each["damages"][damage] for each in results]
+        chosen = {change["choice"].replace("_", " ") for each in found for change in each["changes"]}
+        ratios = [
+            [each["damages"][damage][f"{state}_kl_nats"] / each["healthy_kl_nats"] for each in results]
+            for state in ("damaged", "repaired")
         ]
-        for name, found in load("culprit_proof")["results"].items()
-        for damage, what in DAMAGES.items()
-        for each in [found["damages"][damage]]
-    ]
-    head = ["KL × 10⁶", "damage", "rank", "alone (the next)", "found by", "what `tune` changes", "healthy", "damaged"]
-    return table([*head, "repaired"], rows)
+        ranks = sorted({each["rank"] for each in found})
+        rows.append(
+            [
+                what,
+                ", ".join(map(str, ranks)),
+                " or ".join(sorted(chosen)),
+                *(f"{min(each):.3g} to {max(each):.3g}" for each in ratios),
+            ]
+        )
+    return table(["damage", "rank", "`tune` chooses", "damaged, of healthy KL", "repaired"], rows)
 
 
 TABLES = (tune, culprits)
