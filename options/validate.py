@@ -7,7 +7,18 @@ from typing import Annotated, Literal, get_args
 
 from ..core.errors import InputError
 from .calibrate import ALLOW_OVERLAP
-from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase_rule, nats_rule, option
+from .declare import (
+    EVALUATION,
+    OPTIONS,
+    Options,
+    Unkeyed,
+    between,
+    first_given,
+    increase_rule,
+    nats_rule,
+    option,
+    sizes_of,
+)
 from .export import Baseline, Precision
 
 RUNTIMES = (
@@ -65,7 +76,47 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateOptions(Options):
+class NeedleOptions(Options):
+    """Options of the needles of `fp8q validate`; they belong to a stage of their own, whose key has the prompts."""
+
+    needles: Annotated[
+        tuple[int, ...] | None,
+        option(
+            EVALUATION,
+            "Hide a sentence at five depths of prompts of so many tokens, and ask for it at their end; separated by "
+            "commas.",
+            "LENGTHS",
+            "not done",
+            sizes_of,
+        ),
+        Unkeyed("the prompts are an input"),
+    ] = None
+    needle_trials: Annotated[
+        int,
+        option(EVALUATION, "Needles for each length and depth.", "N"),
+        between(1),
+        Unkeyed("the prompts are an input"),
+    ] = 1
+    needle_text: Annotated[
+        Path | None,
+        option(
+            EVALUATION,
+            "File with the sentence, {key} and {value} in it, on its first line, and the text to hide it in.",
+            "FILE",
+            "a made sentence in the evaluation text",
+        ),
+        Unkeyed("the prompts are an input"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse the parts of needles without their lengths."""
+        super().__post_init__()
+        if self.needles is None and (idle := first_given(self, ("needle_trials", "needle_text"))):
+            raise InputError(f"{idle}: is of needles, and none are asked for; give --needles LENGTHS too")
+
+
+@dataclass(frozen=True)
+class ValidateOptions(NeedleOptions):
     """Options of `fp8q validate`. `runtimes` None: bf16, reference, where the run has a graph onnxruntime, and where it
     has two terms one-term.
     `context` None: the window of calibration; `stride` None: all of the text's tokens in it.
