@@ -18,9 +18,9 @@
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
 # PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
-# PARTS=…     which benchmarks; those of time want a quiet machine
-# LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the peer
-#                  is left out
+# PARTS=…     which benchmarks; those of time want a quiet machine. AGAIN=1 measures those of today again too
+# LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the parts
+#                  that measure it are passed over
 # ARGS=…      for pytest, such as ARGS='tests/quantize -x'
 # PORT=…      of `make triton` (8000); gRPC and metrics take the next two
 # WORKERS=…   test files at once (2); 0 for none but this process, as a debugger wants it
@@ -105,32 +105,9 @@ format: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What reads ../shared leaves its models out where they are not. A limit that is missed ends the part, not the others.
-PARTS := kv_cache fp8_input adapter accumulator attention baselines engine_size two_terms fp16 probabilities forms \
-  choosing_scales weight_mse weight_rounding rescale lint_time calibration bf16_products memory memory_sequential export_memory \
-  export_time two_implementations architectures unseen_architectures accuracy sensitivity tune culprit_proof bos doctor \
-  certificate validate_memory top_logits generate asked_logits serve unread load experts expert_tokens exact_answers as_served tail_cost \
-  sampling
-# Parts for those who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does.
-BY_HAND := accumulator_mmaemu tasks compare vllm_plugin
-# Where a part is not benchmarks/PART.py by itself.
-PEER := $(LLMCOMPRESSOR:%=--llmcompressor %)
-COMMAND.accuracy := accuracy.py $(PEER)
-COMMAND.as_served := as_served.py $(PEER)
-COMMAND.calibration := calibration.py $(PEER)
-COMMAND.serve := serve.py --threads 1
-COMMAND.generate := generate.py --peers --threads 1 --clock processor
-COMMAND.tasks := tasks.py --lm-eval $(BIN)/../lm-eval/bin/python
-COMMAND.memory_sequential := memory.py --layers 3 11 --width 1024 --weight-rounding sequential
-COMMAND.accumulator_mmaemu := accumulator.py --mmaemu
-COMMAND.compare := compare.py --vllm .venv/vllm --server .venv/vllm-server
-COMMAND.vllm_plugin := vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32
-define measure
-echo "== $(1)"; $(BIN)/python benchmarks/$(or $(COMMAND.$(1)),$(1).py) --save $(1) >/dev/null || missed+=" $(1)";
-endef
+# benchmarks/run.py has the parts; it passes over results of today's code, without AGAIN=1, and goes on after Ctrl-C.
 benchmarks: install
-	@missed=; $(foreach part,$(PARTS),$(call measure,$(part))) \
-	$(BIN)/python benchmarks/tables.py --write; [[ -z $$missed ]] || { echo "missed or failed:$$missed"; exit 1; }
+	$(BIN)/python benchmarks/run.py $(PARTS) $(AGAIN:%=--again) $(LLMCOMPRESSOR:%=--llmcompressor %)
 
 .PHONY: gpu
 gpu: install

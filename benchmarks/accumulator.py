@@ -30,7 +30,7 @@ from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import Accumulator, ScaleOptions, Terms
+from fp8q.options import Accumulator, Terms
 from fp8q.quantize.codes.encoding import CODE, encode
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.adder import ADDERS, Adder, add_in
@@ -173,7 +173,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.mmaemu:
         return publish(described("accumulator"), against_mmaemu(), options.save)
-    head = described("accumulator", (ScaleOptions,))
+    head = described("accumulator")
     found = {kind: {str(length): products(length, kind) for length in LENGTHS} for kind in KINDS}
     models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt")
     results = {each.name: model(each, options.windows, options.context) for each in models}

@@ -22,7 +22,6 @@ from fp8q.api import (
     CalibrateOptions,
     EngineOptions,
     RescaleOptions,
-    ScaleOptions,
     ValidateOptions,
     build_engine,
     calibrate,
@@ -84,7 +83,7 @@ def passed(name: str, result: dict[str, dict[str, Any]]) -> bool:
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
     options = model_arguments(__doc__).parse_args()
-    head = described("architectures", (ScaleOptions, EngineOptions))
+    head = described("architectures")
     models = options.models or small_models(*MODELS)
     results = {}
     for model in models:

@@ -27,7 +27,7 @@ from result import described, publish
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.core.run import Run
-from fp8q.options import ScaleOptions, Terms, WeightRounding
+from fp8q.options import Terms, WeightRounding
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
@@ -94,7 +94,7 @@ def main() -> int:
     parser = model_arguments(__doc__, windows=32, samples=256, prompt=128)
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
     options = parser.parse_args()
-    head = described("as_served", (ScaleOptions,))
+    head = described("as_served")
     models = options.models or small_models("demo", "llama", "qwen2", "gemma", "opt", "stories260k")
     results: dict[str, Any] = {texts.name: measure(texts, options) for texts in models}
     passed = all(rows[TAIL] <= OF_ONE_TERM * rows[MODELOPT] for name, rows in results.items() if name in JUDGED)

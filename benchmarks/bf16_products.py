@@ -213,7 +213,7 @@ def main() -> int:
     if options.kind:
         print(json.dumps(of_this_kind(options.windows, options.rounds, options.models)))
         return 0
-    head = described("bf16_products", (ValidateOptions,))
+    head = described("bf16_products")
     kinds = {kind: child(kind, options.windows, options.rounds, options.models) for kind in ("native", "avx2")}
     worst = {
         kind: max(each["ratios"]["calibration"] for each in found["models"].values()) for kind, found in kinds.items()

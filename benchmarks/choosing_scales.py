@@ -236,7 +236,7 @@ def evaluate(
 def main() -> int:
     """Measure and print."""
     options = model_arguments(__doc__).parse_args()
-    head, start = described("choosing_scales", (ScaleOptions,)), monotonic()
+    head, start = described("choosing_scales"), monotonic()
     found = dict[str, dict[str, dict[str, float | None]]]()
     models = options.models or small_models("demo", "stories260k", "qwen2", "llama", "opt", "gemma")
     for number, model in enumerate(models):

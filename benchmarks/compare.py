@@ -37,7 +37,6 @@ from vllm_server import Vllm, vllm_server
 from fp8q import api
 from fp8q.core.files import sha256_file
 from fp8q.core.run import Run
-from fp8q.options import ScaleOptions
 
 #: Chats by turns of a name and what it said, and the same with other words.
 TEMPLATE = (
@@ -258,7 +257,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a killed call goes on there")
     parser.add_argument("--cases", nargs="+", metavar="PART", help="those alone whose name holds one of these")
     options = parser.parse_args()
-    head = described("compare", (ScaleOptions,))
+    head = described("compare")
     with tempfile.TemporaryDirectory() as directory:
         keep = (options.keep or Path(directory)) / commit()
         python = options.vllm / "bin" / "python"

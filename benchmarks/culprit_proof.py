@@ -88,7 +88,7 @@ def holds(damage: dict[str, Any], budget: float) -> bool:
 def main() -> int:
     """Run, print, judge."""
     options = model_arguments(__doc__, windows=24, evaluation=8, choosing=4).parse_args()
-    head, results = described("culprit_proof", (DoctorOptions, SensitivityOptions, TuneOptions)), dict[str, Any]()
+    head, results = described("culprit_proof"), dict[str, Any]()
     for texts in options.models or small_models(*MODELS):
         results[texts.name] = benchmark(texts, options)
         print(texts.name, results[texts.name], file=sys.stderr, flush=True)

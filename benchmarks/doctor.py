@@ -103,7 +103,7 @@ def passed(results: dict[str, Any]) -> bool:
 def main() -> int:
     """Run, print, judge."""
     options = model_arguments(__doc__, windows=64).parse_args()
-    head, results = described("doctor", (DoctorOptions,)), {}
+    head, results = described("doctor"), {}
     for texts in options.models or small_models(*MODELS):
         results[texts.name] = benchmark(texts, options)
         print(texts.name, results[texts.name], file=sys.stderr, flush=True)

@@ -81,7 +81,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--target", default="sm89")
     asked = parser.parse_args()
-    head, results = described("engine_size", (EngineOptions,)), {}
+    head, results = described("engine_size"), {}
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         (folder / "demo").mkdir()

@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.core.run import Run
-from fp8q.options import Clipping, KvCache, ScaleOptions, Terms, WeightRounding
+from fp8q.options import Clipping, KvCache, Terms, WeightRounding
 from fp8q.quantize.codes.encoding import code_tables
 from fp8q.quantize.reference.fp8_model import Reference, experts_around, load_reference
 from fp8q.quantize.reference.linear import FP8Linear, Tail
@@ -218,7 +218,7 @@ def main() -> int:
     """Run, print, judge."""
     parser = model_arguments(__doc__, windows=16, samples=128, decoded=128)
     options = parser.parse_args()
-    head, results = described("exact_answers", (ScaleOptions,)), {}
+    head, results = described("exact_answers"), {}
     for texts in options.models or small_models(*MODELS):
         with tempfile.TemporaryDirectory() as folder:
             found = benchmark(texts, options, Path(folder))

@@ -233,7 +233,7 @@ def passed(results: Mapping[str, Any]) -> bool:
 def main() -> int:
     """Measure and print."""
     asked = model_arguments(__doc__).parse_args()
-    head, models = described("expert_tokens", (ScaleOptions,)), asked.models or small_models("mixtral")
+    head, models = described("expert_tokens"), asked.models or small_models("mixtral")
     results = {model.name: measure(model, asked.windows, asked.context) for model in models}
     protocol = {"windows": asked.windows, "context": asked.context, "stretches": STRETCHES, "run": len(RUN)}
     return publish(head, {**protocol, "results": results, "passed": passed(results)}, asked.save)

@@ -261,7 +261,7 @@ def main() -> int:
     parser.add_argument("--experts", type=int, nargs="*", default=[8, 64, 128])
     parser.add_argument("--keep", action="store_true", help="keep the saved result's other shapes; needs --save")
     given = parser.parse_args()
-    head = described("experts", (api.EngineOptions,))
+    head = described("experts")
     before = json.loads((RESULTS / f"{given.save}.json").read_text(encoding="utf-8")) if given.keep else {}
     results = dict(before.get("results", {}))
     for experts in given.experts:

@@ -82,7 +82,7 @@ def told(program: Program, statement: Statement) -> str:
 def main() -> int:
     """Measure and print."""
     given = arguments(__doc__).parse_args()
-    head = described("forms", (EngineOptions,))
+    head = described("forms")
     with tempfile.TemporaryDirectory() as directory:
         run = calibrate(
             str(DEMO / "checkpoint"), str(DEMO / "calibration.txt"), Path(directory) / "run",

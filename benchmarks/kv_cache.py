@@ -35,7 +35,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions, ScaleOptions
+from fp8q.options import CalibrateOptions
 from fp8q.quantize.codes.encoding import code_values
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.fp8_model import load_reference
@@ -266,7 +266,7 @@ def losses(text: Evaluation, forms: dict[str, Forward], original: PreTrainedMode
 def main() -> int:
     """Measure and print."""
     options = model_arguments(__doc__, samples=64).parse_args()
-    head = described("kv_cache", (ScaleOptions,))
+    head = described("kv_cache")
     found = {
         model.name: benchmark(model, options)
         for model in options.models or small_models("demo", "stories260k", "qwen2", "llama", "opt", "gemma")

@@ -10,8 +10,13 @@ Figures = Mapping[str, Any]
 MEGABYTE, GIGABYTE = 1e6, 1e9
 
 
+#: The names of the results that were loaded; `tables` empties it before it makes a table.
+LOADED: list[str] = []
+
+
 def load(name: str) -> Any:
     """The result `name`."""
+    LOADED.append(name)
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from result import ROOT, arguments, described, publish
 
-from fp8q.options import ScaleOptions
-
 DEMO, SHARED = ROOT / "examples" / "demo", ROOT.parent / "shared"
 _PYTHON = ("python-calibration.txt", "python-evaluation.txt")
 _STORIES = ("tinystories-train-1000.txt", "tinystories-valid-excerpt.txt")
@@ -84,6 +82,6 @@ def main_of(
     those of `names` that are here, by default on so many windows of so many tokens; its exit status.
     """
     asked = model_arguments(doc, windows, context).parse_args()
-    head, models = described(benchmark, (ScaleOptions,)), asked.models or small_models(*names)
+    head, models = described(benchmark), asked.models or small_models(*names)
     results = {model.name: measure(model, asked.windows, asked.context) for model in models}
     return publish(head, {"windows": asked.windows, "context": asked.context, "results": results}, asked.save)

@@ -1,48 +1,67 @@
-"""What a result says beside its figures: of which commit, on which machine, with which libraries and which defaults.
+"""The record beside a result's figures: commit, machine, libraries, command, seconds, and the options of every stage.
 
-`results/<benchmark>.json` is what the tables in docs are made from (`tables.py`). A figure depends on the defaults of
-the options that its benchmark leaves alone, so they stand beside it, and `tests/benchmarks` fails when one of them is
-no longer the default: the result is to be made again then, or says nothing of the version it is committed with.
+`results/<benchmark>.json` is what the tables in docs are made from (`tables.py`). A figure depends on the code and on
+all options behind it, so they stand beside it: `ran` records the options while the benchmark runs, and a result is
+saved only of a tree without changes, so that its commit is what was measured. `stale.py` tells which results are no
+longer of today's options (docs/decisions/0037).
 """
 
 import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
+
+import ran
 
 from fp8q.core.record import library_versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-GATES = ("min_fp8_share", "max_ppl_increase")
+#: Files that follow from results or describe them, and are no part of what is measured.
+FOLLOWING = ("benchmarks/results", "docs", "*.md")
+STARTED = monotonic()
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A benchmark's parser, with the one option that all have: `--save`."""
+    """Make a benchmark's parser, with the one option that all have: `--save`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", metavar="NAME", help="write benchmarks/results/NAME.json too")
+    parser.add_argument("--save", metavar="NAME", type=save_name, help="write benchmarks/results/NAME.json too")
     return parser
 
 
-def described(benchmark: str, options: Sequence[type] = ()) -> dict[str, Any]:
-    """What stands beside the figures, before they are measured. `options`: classes whose defaults they follow."""
+def save_name(name: str) -> str:
+    """Accept the name to save under, where the tree is what its commit says: the type of `--save`.
+
+    Raises argparse's error before anything is measured, since a result of uncommitted changes cannot be made again.
+    """
+    if changed := changes():
+        raise argparse.ArgumentTypeError(f"{name}: {changed[0]} differs from its commit; commit first, then measure")
+    return name
+
+
+def described(benchmark: str) -> dict[str, Any]:
+    """Describe what is about to be measured, and record the options of what runs from now on."""
+    ran.start()
     return {
         "benchmark": benchmark,
         "commit": commit(),
         "machine": machine(),
         "versions": library_versions(),
-        "defaults": {kind.__name__: defaults(kind) for kind in options},
+        "command": command(sys.argv),
     }
 
 
 def publish(head: Mapping[str, Any], figures: Mapping[str, Any], save: str | None) -> int:
     """Write the result where it was asked for, print it as one line, and give the exit status: 1 for a limit missed."""
-    result = {**head, **figures}
+    record = {"took_seconds": round(monotonic() - STARTED, 1), "options": ran.options()}
+    result = {**head, **record, **figures}
     if save:
         text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
         (RESULTS / f"{save}.json").write_text(text, encoding="utf-8")
@@ -50,10 +69,17 @@ def publish(head: Mapping[str, Any], figures: Mapping[str, Any], save: str | Non
     return 0 if result.get("passed", True) else 1
 
 
-def defaults(kind: type) -> dict[str, Any]:
-    """The defaults of an option class, as JSON has them, but for its gates, which change no figure."""
-    found: dict[str, Any] = json.loads(json.dumps(asdict(kind())))
-    return {name: value for name, value in found.items() if name not in GATES}
+def command(words: list[str]) -> str:
+    """Write the command that a reader types, from the repository's root; of a path elsewhere only the name is left."""
+    return shlex.join(["python", *(_typed(word) for word in words)])
+
+
+def _typed(word: str) -> str:
+    """Write paths within a word relative to the repository's root."""
+    if Path(word).exists() and Path(word).suffix == ".py":
+        word = str(Path(word).resolve())
+    inside = word.replace(f"{ROOT}/", "").replace(f"{ROOT.parent}/shared/", "../shared/")
+    return re.sub(r"(?<![^=,])/[^=,]*/", "", inside)
 
 
 def machine() -> str:
@@ -73,9 +99,15 @@ def gpus() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; a plus behind it where tracked files differ from it."""
-    short = _git("rev-parse", "--short", "HEAD")
-    return short + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    """Name the commit that is measured, with a plus where tracked files differ from it."""
+    return _git("rev-parse", "--short", "HEAD") + ("+" if changes() else "")
+
+
+def changes() -> list[str]:
+    """List the tracked files that differ from the commit, without those that follow from results."""
+    outside = [f":(exclude){pattern}" for pattern in FOLLOWING]
+    listed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *outside)
+    return [line.split(maxsplit=1)[1] for line in listed.splitlines()]
 
 
 def _git(*words: str) -> str:

@@ -3,8 +3,10 @@
     python benchmarks/tables.py [--write]
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; `tests/benchmarks` holds each against what is made
-here, so no figure there is typed; a picture is a file of its own. With `--write` the pages are brought up to date;
-without it what differs is named.
+here, so no figure there is typed; a picture is a file of its own. Below a table stands what its results miss of their
+limits (`missed`). A figure within a sentence stands between `<!-- figure NAME -->` and `<!-- end -->`, not at the start
+of a line, where Markdown would take the line for HTML; `pages/figures.py` has the figures. With `--write` the pages are
+brought up to date; without it what differs is named.
 
 A file of `pages/` has one page's tables: functions without arguments that give Markdown (`markdown.table`) from a
 result (`markdown.load`), each called as its markers are, and together in `TABLES` (what draws pictures: in `PICTURES`).
@@ -17,6 +19,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import markdown
+from missed import missed, paragraph
 from pages import (
     accuracy,
     adapters,
@@ -45,11 +49,13 @@ from pages import (
     validate,
     weights,
 )
+from pages.figures import FIGURES
 
 from fp8q.validate.report.plots import Plot
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- table (?P<name>[a-z0-9_]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure (?P<name>[a-z0-9_]+) -->)([^<]*)(<!-- end -->)")
 
 #: Page -> the tables on it.
 PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
@@ -86,12 +92,43 @@ PICTURES: Mapping[str, Callable[[], Plot]] = accuracy.PICTURES
 
 
 def made(page: str, text: str) -> str:
-    """`text` of a page with its tables made anew. Raises ValueError when they are not those of `PAGES`."""
-    tables = {make.__name__: make for make in PAGES[page]}
-    found = [block["name"] for block in BLOCK.finditer(text)]
-    if sorted(found) != sorted(tables):
-        raise ValueError(f"{page}: has the tables {found}, and should have {list(tables)}")
-    return BLOCK.sub(lambda block: f"{block[1]}{tables[block['name']]()}{block[3]}", text)
+    """Return the `text` of a page with its tables and figures made anew.
+
+    Raises ValueError when the tables are not those of `PAGES`, or a figure is unknown or begins a line.
+    """
+    tables = {make.__name__: make for make in PAGES.get(page, ())}
+    names = [block["name"] for block in BLOCK.finditer(text)]
+    if sorted(names) != sorted(tables):
+        raise ValueError(f"{page}: has the tables {names}, and should have {list(tables)}")
+    told: set[str] = set()
+    text = BLOCK.sub(lambda block: f"{block[1]}{with_limits(tables[block['name']], told)}{block[3]}", text)
+    return FIGURE.sub(lambda figure: f"{figure[1]}{figure_text(page, figure)}{figure[4]}", text)
+
+
+def with_limits(make: Callable[[], str], told: set[str]) -> str:
+    """Make a table, and below it the limits that its results miss, but for the results in `told`, which grows."""
+    markdown.LOADED.clear()
+    text = make()
+    new = [name for name in dict.fromkeys(markdown.LOADED) if name not in told]
+    told.update(new)
+    return text + paragraph([line for name in new for line in missed(name, markdown.load(name))])
+
+
+def figure_text(page: str, figure: re.Match[str]) -> str:
+    """Make the figure that a marker names."""
+    name = figure["name"]
+    if name not in FIGURES:
+        raise ValueError(f"{page}: the figure {name} is none of pages/figures.py, which has {', '.join(FIGURES)}")
+    line = figure.string[: figure.start()].rpartition("\n")[2]
+    if not line.strip(" >"):
+        raise ValueError(f"{page}: the marker of the figure {name} begins a line; put a word in front of it")
+    return FIGURES[name]()
+
+
+def pages() -> list[str]:
+    """List the pages that have tables, and all others of the documentation that have figures."""
+    others = (path for path in sorted((ROOT / "docs").rglob("*.md")) if FIGURE.search(path.read_text(encoding="utf-8")))
+    return list(dict.fromkeys([*PAGES, *(str(path.relative_to(ROOT)) for path in others)]))
 
 
 def old(page: str) -> str:
@@ -105,7 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    wanted = {page: made(page, old(page)) for page in PAGES}
+    wanted = {page: made(page, old(page)) for page in pages()}
     wanted |= {picture: draw().wide for picture, draw in PICTURES.items()}
     stale = [page for page, text in wanted.items() if old(page) != text]
     if write:

@@ -38,7 +38,7 @@ from fp8q.api import (
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.export.engine.plan import read_plan
-from fp8q.options import ScaleOptions, Terms
+from fp8q.options import Terms
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.serving_cost import WIDE_OPERATIONS
 from fp8q.serve.loop.sessions import Batch, open_session
@@ -143,7 +143,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
-    head = described("tail_cost", (ScaleOptions, EngineOptions))
+    head = described("tail_cost")
     (demo,) = small_models("demo")
     with tempfile.TemporaryDirectory() as folder:
         first = calibrate(

@@ -26,7 +26,7 @@ from result import ROOT, described, publish
 from fp8q.api import CalibrateOptions, calibrate
 from fp8q.core.run import Run
 from fp8q.examples.demo.tasks import write_tasks
-from fp8q.options import ScaleOptions, Terms, WeightRounding
+from fp8q.options import Terms, WeightRounding
 
 TASKS = ("next_line", "word")
 LEAST_P = 0.01
@@ -75,7 +75,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     options.lm_eval = options.lm_eval.absolute()
-    head = described("tasks", (ScaleOptions,))
+    head = described("tasks")
     results = {texts.name: measure(texts, options) for texts in options.models or small_models("demo", "llama")}
     exact = [row for rows in results.values() for row in rows["two terms, GPTQ"]]
     passed = all(row["paired"]["mcnemar_p"] >= LEAST_P for row in exact)

@@ -22,7 +22,7 @@ import torch
 from models import ModelTexts, cut_text, model_arguments, small_models
 from result import described, publish
 
-from fp8q.api import CalibrateOptions, ScaleOptions, TuneOptions, ValidateOptions, calibrate, tune
+from fp8q.api import CalibrateOptions, TuneOptions, ValidateOptions, calibrate, tune
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
@@ -111,7 +111,7 @@ def meets(found: dict[str, Any]) -> bool:
 def main() -> int:
     """Run, print, judge."""
     options = model_arguments(__doc__, windows=24, samples=96, evaluation=40).parse_args()
-    head, results = described("tune", (ScaleOptions, TuneOptions)), {}
+    head, results = described("tune"), {}
     for texts in options.models or small_models(*JUDGED):
         results[texts.name] = benchmark(texts, options)
         print(texts.name, results[texts.name], file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from transformers.cache_utils import DynamicLayer
 
-from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
+from fp8q.api import CalibrateOptions, calibrate
 from fp8q.core.run import Run
 from fp8q.options import KvCache
 from fp8q.quantize.codes.encoding import CODE, encode
@@ -311,7 +311,7 @@ def main() -> int:
     parser.add_argument("--kv-cache", choices=("off", "fp8"), nargs="+", default=("off", "fp8"))
     parser.add_argument("--optimized", action="store_true", help="let ONNX Runtime rewrite the graph")
     options = parser.parse_args()
-    head = described("two_implementations", (ScaleOptions,))
+    head = described("two_implementations")
     models = options.models or small_models("demo", "llama", "qwen2")
     results = [measure(model, kv_cache, options) for model in models for kv_cache in options.kv_cache]
     passed = all(result["passed"] for result in results)

@@ -20,7 +20,7 @@ import torch
 from models import small_models
 from result import arguments, described, publish
 
-from fp8q.api import CalibrateOptions, ScaleOptions, calibrate
+from fp8q.api import CalibrateOptions, calibrate
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -124,7 +124,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--target", default="sm89")
     given = parser.parse_args()
-    head = described("two_terms", (ScaleOptions,))
+    head = described("two_terms")
     (demo,) = small_models("demo")
     with tempfile.TemporaryDirectory() as directory:
         options = CalibrateOptions(samples=32, seq_len=128, activation_terms=2)

@@ -312,7 +312,7 @@ def main() -> int:
         help="only hold the graph's attention against eager attention: seconds each, nothing quantized or built",
     )
     options = parser.parse_args()
-    head = described("unseen_architectures", (EngineOptions,))
+    head = described("unseen_architectures")
     warnings.simplefilter("ignore")
     results: dict[str, dict[str, Any]] = {}
     kept: dict[str, Any] = {}

@@ -30,7 +30,7 @@ from vllm_jobs import ask, installed_plugin, job, log_probabilities, mean_kl
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.core.run import Run
-from fp8q.options import ScaleOptions, Terms
+from fp8q.options import Terms
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
@@ -99,7 +99,7 @@ def main() -> int:
     parser = model_arguments(__doc__, windows=8, context=256, samples=256, tail=64, steps=64)
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", required=True, help="the interpreter that has vLLM")
     options = parser.parse_args()
-    head = described("vllm_plugin", (ScaleOptions,))
+    head = described("vllm_plugin")
     os.environ["OMP_NUM_THREADS"] = "1"  # threads that wait would count as work
     with tempfile.TemporaryDirectory() as directory:
         plugin = installed_plugin(options.vllm, Path(directory))

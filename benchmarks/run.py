@@ -1,0 +1,118 @@
+"""Measure again what docs state, part by part, and write the tables.
+
+    python benchmarks/run.py [PART …] [--again] [--llmcompressor PYTHON]     or  make benchmarks PARTS='kv_cache memory'
+
+A part is one benchmark and one file in `results/`. A part whose result is of today's code and options is passed over,
+unless `--again`; so the same command goes on after Ctrl-C. A part that misses its limit, or fails, ends itself and not
+the others; the exit status is 1 then. Parts of time (the last ones) want a quiet machine. What reads `../shared` leaves
+its models out where they are not.
+
+`BY_HAND` are run when they are named, by those who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make
+test-elsewhere` does. `PEERS` also measure llm-compressor, from an environment of its own, and are passed over without
+`--llmcompressor`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from time import monotonic
+
+from result import RESULTS, ROOT
+from stale import is_fresh
+
+#: Part -> its script and arguments; a name alone is the script of that name.
+PARTS: Mapping[str, str] = {
+    # Accuracy, files and memory: the same on a busy machine.
+    **{
+        name: f"{name}.py"
+        for name in (
+            "unseen_architectures", "validate_memory", "weight_rounding", "architectures", "expert_tokens", "experts",
+            "two_terms",
+        )
+    },
+    "memory_sequential": "memory.py --layers 3 11 --width 1024 --weight-rounding sequential",
+    **{
+        name: f"{name}.py"
+        for name in (
+            "forms", "engine_size", "kv_cache", "fp8_input", "adapter", "accumulator", "attention", "baselines",
+            "fp16", "probabilities", "choosing_scales", "memory", "export_memory", "two_implementations", "accuracy",
+            "tune", "culprit_proof", "bos", "doctor", "certificate", "top_logits", "exact_answers", "as_served",
+        )
+    },
+    # Time.
+    **{
+        name: f"{name}.py"
+        for name in (
+            "tail_cost", "sensitivity", "weight_mse", "rescale", "export_time", "lint_time", "sampling", "asked_logits",
+            "bf16_products", "unread", "load", "calibration",
+        )
+    },
+    "generate": "generate.py --peers --threads 1 --clock processor",
+    "serve": "serve.py --threads 1",
+}  # fmt: skip
+BY_HAND: Mapping[str, str] = {
+    "accumulator_mmaemu": "accumulator.py --mmaemu",
+    "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
+    "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
+    "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
+}
+PEERS = ("accuracy", "as_served", "calibration")
+
+
+def words_of(part: str, peer: str | None) -> list[str]:
+    """Return the command of a part, from the repository's root."""
+    script, *arguments = {**PARTS, **BY_HAND}[part].split()
+    compressor = ["--llmcompressor", peer] if peer and part in PEERS else []
+    return [sys.executable, f"benchmarks/{script}", *arguments, *compressor, "--save", part]
+
+
+def passed_over(part: str, again: bool, peer: str | None) -> str | None:
+    """Tell why a part is not run; None: it is."""
+    if part in PEERS and not peer:
+        return "needs --llmcompressor"
+    path = RESULTS / f"{part}.json"
+    if not again and path.is_file() and is_fresh(json.loads(path.read_text(encoding="utf-8"))):
+        return "is of today's code and options"
+    return None
+
+
+def measure(parts: Sequence[str], again: bool, peer: str | None) -> list[str]:
+    """Run parts one after the other, with a line each, and return those that missed a limit or failed."""
+    missed = []
+    for number, part in enumerate(parts, 1):
+        head = f"{number}/{len(parts)} {part}"
+        if reason := passed_over(part, again, peer):
+            print(f"{head}: passed over, {reason}", flush=True)
+            continue
+        print(f"{head} …", flush=True)
+        start = monotonic()
+        status = subprocess.run(words_of(part, peer), cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
+        print(f"{head}: {monotonic() - start:.0f} s{f', exit status {status}' if status else ''}", flush=True)
+        missed += [part] if status else []
+    return missed
+
+
+def main() -> int:
+    """Measure the parts, write the tables, and name the parts that missed a limit or failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; by hand {', '.join(BY_HAND)}")
+    parser.add_argument("--again", action="store_true", help="measure parts again whose result is of today")
+    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
+    asked = parser.parse_args()
+    if unknown := [part for part in asked.parts if part not in {**PARTS, **BY_HAND}]:
+        parser.error(f"{unknown[0]}: is no part; parts are {', '.join({**PARTS, **BY_HAND})}")
+    try:
+        missed = measure(asked.parts or list(PARTS), asked.again, asked.llmcompressor)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on with the part that was running", file=sys.stderr)
+        return 130
+    subprocess.run([sys.executable, "benchmarks/tables.py", "--write"], cwd=ROOT, check=False)
+    if missed:
+        print(f"missed a limit, or failed: {', '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
