@@ -22,7 +22,7 @@ from result import ROOT, described, publish
 from fp8q.api import CalibrateOptions, ExportOptions, ValidateOptions, calibrate, export
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import Accumulator, ScaleOptions, Terms
+from fp8q.options import Accumulator, Terms
 from fp8q.stages.needles import ask_needles
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.needles.document import needle_rows
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=lambda text: sorted(map(int, text.split(","))), default=[1024, 4096])
     parser.add_argument("--accumulator", choices=("fp22", "two-level"), default="fp22")
     options = parser.parse_args()
-    head = described("needles", (ScaleOptions,))
+    head = described("needles")
     results = {texts.name: measure(texts, options) for texts in options.models or [NEEDLES]}
     longest = [
         row["all"]

@@ -185,8 +185,8 @@ def test_a_server_generates_what_the_model_here_does(harness: Harness, run: Run,
     assert chosen[0] == chosen[1]
     assert harness.complaint(there, "next_line", "--limit", 3, "--url", served, "--batch-size", 8).splitlines()[-1] == (
         f"{served}: refused a question (HTTP 400: echo: log-probabilities of a prompt are kept until an answer is "
-        "whole, so that one prompt may ask for them, and here are 8); likelihoods need `echo` with `logprobs`: vLLM answers "
-        "them, and fp8q serve with --batch-size 1"
+        "whole, so that one prompt may ask for them, and here are 8); likelihoods need `echo` with `logprobs`: vLLM "
+        "answers them, and fp8q serve with --batch-size 1"
     )
 
 

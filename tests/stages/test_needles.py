@@ -71,8 +71,8 @@ def test_needles_stand_beside_what_validate_wrote_and_are_not_asked_twice(
     [
         (("--needles", "513"), "--needles 513: is more than the model's positions, 512; give at most 512"),
         (("--needles", "x"), "--needles x: is no list of whole numbers from 1 to 2,147,483,647; give one such as 1,8"),
-        (("--needle-trials", "2"), "--needle-trials 2: is of needles, and none are asked for; give --needles LENGTHS "
-         "too"),
+        (("--needle-trials", "2"), ("--needle-trials 2: is of needles, and none are asked for; give --needles LENGTHS "
+         "too")),
     ],
 )  # fmt: skip
 def test_needles_that_cannot_be_asked_for_are_refused_before_any_work(

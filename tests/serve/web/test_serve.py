@@ -151,10 +151,8 @@ def test_an_echoed_prompt_begins_text_and_lists(server: Thread) -> None:
         ({"prompt_logprobs": 1}, "lists what prompt_logprobs does, in another form; leave one of them out"),
         (
             {"prompt": ["t1", "t2"], "logprobs": 1},
-            (
-                "log-probabilities of a prompt are kept until an answer is whole, so that one prompt may ask for them, and "
-                "here are 2"
-            ),
+            "log-probabilities of a prompt are kept until an answer is whole, so that one prompt may ask for them, and"
+            " here are 2",
         ),
     ],
 )
