@@ -76,47 +76,7 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class NeedleOptions(Options):
-    """Options of the needles of `fp8q validate`; they belong to a stage of their own, whose key has the prompts."""
-
-    needles: Annotated[
-        tuple[int, ...] | None,
-        option(
-            EVALUATION,
-            "Hide a sentence at five depths of prompts of so many tokens, and ask for it at their end; separated by "
-            "commas.",
-            "LENGTHS",
-            "not done",
-            sizes_of,
-        ),
-        Unkeyed("the prompts are an input"),
-    ] = None
-    needle_trials: Annotated[
-        int,
-        option(EVALUATION, "Needles for each length and depth.", "N"),
-        between(1),
-        Unkeyed("the prompts are an input"),
-    ] = 1
-    needle_text: Annotated[
-        Path | None,
-        option(
-            EVALUATION,
-            "File with the sentence, {key} and {value} in it, on its first line, and the text to hide it in.",
-            "FILE",
-            "a made sentence in the evaluation text",
-        ),
-        Unkeyed("the prompts are an input"),
-    ] = None
-
-    def __post_init__(self) -> None:
-        """Refuse the parts of needles without their lengths."""
-        super().__post_init__()
-        if self.needles is None and (idle := first_given(self, ("needle_trials", "needle_text"))):
-            raise InputError(f"{idle}: is of needles, and none are asked for; give --needles LENGTHS too")
-
-
-@dataclass(frozen=True)
-class ValidateOptions(NeedleOptions):
+class ValidateOptions(Options):
     """Options of `fp8q validate`. `runtimes` None: bf16, reference, where the run has a graph onnxruntime, and where it
     has two terms one-term.
     `context` None: the window of calibration; `stride` None: all of the text's tokens in it.
@@ -129,6 +89,7 @@ class ValidateOptions(NeedleOptions):
     builds, with a precision behind the name the one of `--precision`. `max_ppl_increase` is a fraction, and may be
     given as text, `"1%"`. `accumulator`: see `quantize.reference.adder`. `as_served`: see
     `validate.accuracy.as_served`. `max_tokens` None: `MAX_TOKENS`, but `LEAST_WINDOWS` windows.
+    Needles have a stage of their own, whose key has the prompts.
     """
 
     runtimes: Annotated[
@@ -186,6 +147,41 @@ class ValidateOptions(NeedleOptions):
         ),
         between(1),
     ] = None
+
+    needles: Annotated[
+        tuple[int, ...] | None,
+        option(
+            EVALUATION,
+            "Hide a sentence at five depths of prompts of so many tokens, and ask for it at their end; separated by "
+            "commas.",
+            "LENGTHS",
+            "not done",
+            sizes_of,
+        ),
+        Unkeyed("an input of the stage `needles`"),
+    ] = None
+    needle_trials: Annotated[
+        int,
+        option(EVALUATION, "Needles for each length and depth.", "N"),
+        between(1),
+        Unkeyed("an input of the stage `needles`"),
+    ] = 1
+    needle_text: Annotated[
+        Path | None,
+        option(
+            EVALUATION,
+            "File with the sentence, {key} and {value} in it, on its first line, and the text to hide it in.",
+            "FILE",
+            "a made sentence in the evaluation text",
+        ),
+        Unkeyed("an input of the stage `needles`"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse the parts of needles without their lengths."""
+        super().__post_init__()
+        if self.needles is None and (idle := first_given(self, ("needle_trials", "needle_text"))):
+            raise InputError(f"{idle}: is of needles, and none are asked for; give --needles LENGTHS too")
 
     @property
     def chosen(self) -> tuple[str, ...]:

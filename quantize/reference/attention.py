@@ -142,4 +142,4 @@ def _sum(x: torch.Tensor, codes: torch.Tensor, accumulator: Accumulator) -> torc
         product: torch.Tensor = x @ codes
         return product
     sums = [add_products(*pair, accumulator) for pair in zip(x.flatten(0, 1), codes.mT.flatten(0, 1), strict=True)]
-    return torch.stack(sums).unflatten(0, x.shape[:2])
+    return torch.stack(sums).view(*x.shape[:-1], codes.shape[-1])

@@ -144,6 +144,9 @@ def test_an_echoed_prompt_begins_text_and_lists(server: Thread) -> None:
     assert [each["logprobs"] for each in plain] == [None, None]
 
 
+KEPT = "are kept until an answer is whole, so that one prompt may ask for them, and here are 2"
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -151,8 +154,7 @@ def test_an_echoed_prompt_begins_text_and_lists(server: Thread) -> None:
         ({"prompt_logprobs": 1}, "lists what prompt_logprobs does, in another form; leave one of them out"),
         (
             {"prompt": ["t1", "t2"], "logprobs": 1},
-            "log-probabilities of a prompt are kept until an answer is whole, so that one prompt may ask for them, and"
-            " here are 2",
+            f"log-probabilities of a prompt {KEPT}",
         ),
     ],
 )
@@ -166,9 +168,7 @@ def test_they_are_of_one_prompt_and_a_whole_answer(server: Thread) -> None:
     several = server.post(prompt=["t1", "t2"], prompt_logprobs=1)
     streamed = server.post(prompt="t1", prompt_logprobs=1, stream=True)
     assert [each.status_code for each in (several, streamed)] == [400, 400]
-    assert several.json()["error"]["message"] == (
-        "prompt_logprobs: are kept until an answer is whole, so that one prompt may ask for them, and here are 2"
-    )
+    assert several.json()["error"]["message"] == (f"prompt_logprobs: {KEPT}")
     told = "prompt_logprobs: come with a whole answer; leave out stream"
     assert (streamed.json()["error"]["message"], streamed.json()["error"]["param"]) == (told, "prompt_logprobs")
 
