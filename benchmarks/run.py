@@ -8,17 +8,19 @@ the others; the exit status is 1 then. Parts of time (the last ones) want a quie
 its models out where they are not.
 
 `BY_HAND` are run when they are named, by those who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make
-test-elsewhere` does. `PEERS` also measure llm-compressor, from an environment of its own, and are passed over without
-`--llmcompressor`.
+test-elsewhere` does. `PEERS` also measure llm-compressor, from an environment of its own. Without `--llmcompressor`
+they are passed over, but for `accuracy`, which measures its other rows again and says so in the result.
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from time import monotonic
 
+from pages.accuracy import COMPRESSOR
 from result import RESULTS, ROOT
 from stale import is_fresh
 
@@ -32,7 +34,7 @@ PARTS: Mapping[str, str] = {
             "two_terms",
         )
     },
-    "memory_sequential": "memory.py --layers 3 11 --width 1024 --weight-rounding sequential",
+    "memory_sequential": "memory.py --layers 2 7 --width 1024 --weight-rounding sequential",
     **{
         name: f"{name}.py"
         for name in (
@@ -60,18 +62,21 @@ BY_HAND: Mapping[str, str] = {
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
 }
 PEERS = ("accuracy", "as_served", "calibration")
+#: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
+WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}
 
 
 def words_of(part: str, peer: str | None) -> list[str]:
     """Return the command of a part, from the repository's root."""
     script, *arguments = {**PARTS, **BY_HAND}[part].split()
-    compressor = ["--llmcompressor", peer] if peer and part in PEERS else []
-    return [sys.executable, f"benchmarks/{script}", *arguments, *compressor, "--save", part]
+    if part in PEERS:
+        arguments += ["--llmcompressor", peer] if peer else WITHOUT_PEER.get(part, [])
+    return [sys.executable, f"benchmarks/{script}", *arguments, "--save", part]
 
 
 def passed_over(part: str, again: bool, peer: str | None) -> str | None:
     """Tell why a part is not run; None: it is."""
-    if part in PEERS and not peer:
+    if part in PEERS and not peer and part not in WITHOUT_PEER:
         return "needs --llmcompressor"
     path = RESULTS / f"{part}.json"
     if not again and path.is_file() and is_fresh(json.loads(path.read_text(encoding="utf-8"))):

@@ -19,11 +19,18 @@ from fp8q import options
 from fp8q.stages.pipeline import stages
 from fp8q.stages.pipeline.stage import Stage
 
+#: Scripts that measure nothing.
+WRITERS = ("run", "stale", "missed", "tables", "markdown", "read_options")
 #: Files that no benchmark reads, beside those that follow from results.
 UNREAD = (
-    *FOLLOWING, "tests", "notebooks", ".ci", "Makefile",
-    *(f"benchmarks/{name}" for name in ("run.py", "stale.py", "tables.py", "markdown.py", "pages", "read_options.py")),
-)  # fmt: skip
+    *FOLLOWING,
+    "tests",
+    "notebooks",
+    ".ci",
+    "Makefile",
+    "benchmarks/pages",
+    *(f"benchmarks/{name}.py" for name in WRITERS),
+)
 
 
 def stale_options(result: Mapping[str, Any]) -> list[str]:
@@ -78,7 +85,10 @@ def stale_commit(result: Mapping[str, Any]) -> list[str]:
     if commit.endswith("+"):
         return [f"was measured with uncommitted changes on {commit[:-1]}"]
     if git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0:
-        return []
+        scripts = (f"{result['benchmark']}.py", f"{result['benchmark']}/run.py")
+        if any(git("cat-file", "-e", f"{commit}:benchmarks/{script}").returncode == 0 for script in scripts):
+            return []
+        return [f"{commit} has no benchmarks/{scripts[0]}, so it is not what was measured"]
     if (shallow := git("rev-parse", "--is-shallow-repository")).returncode != 0 or shallow.stdout.strip() == "true":
         raise HistoryError("there is no git history here, or not all of it")
     return [f"{commit} is no commit of this history"]
