@@ -109,6 +109,7 @@ PAGES: Mapping[str, Page] = {
             ("fp8q validate RUN --runtimes bf16,reference,tensorrt", "the engine, on the GPU that serves"),
             ("fp8q validate RUN --as-served 128", "a prompt, then token by token, as a server does"),
             ("fp8q validate RUN --data other.txt", "another text"),
+            ("fp8q validate RUN --needles 1024,4096", "sentences hidden in long prompts, asked for at their end"),
             ("fp8q validate RUN --max-ppl-increase 0.5%", "exit code 3 where it loses more"),
         ),
     ),

@@ -21,10 +21,11 @@ from ..validate.advice.certificate import record_table, text_table
 from ..validate.advice.expert_coverage import expert_table
 from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
+from ..validate.needles.document import load_needles, needle_table
 from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows
 from ..validate.report.position_buckets import not_covered
 from ..validate.report.prompt_distance import distance_rows, distance_table
-from ..validate.report.rows import engine_rows, module_rows, stage_rows
+from ..validate.report.rows import engine_rows, module_rows, stage_rows, wrote
 from ..validate.report.size_rows import size_rows
 from ..validate.report.tables import (
     accuracy_table,
@@ -79,6 +80,8 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
         table = make(found.get(part, []))
         if table.rows:
             draw_table(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
+        if table.rows and part == "accuracy" and wrote(run, run.needles, "needles"):
+            draw_table(speak, needle_table(load_needles(run)))
         if table.rows and part == "accuracy" and (decoded := distance_rows(run)):
             draw_table(speak, distance_table(decoded))
         if table.rows and part == "accuracy":

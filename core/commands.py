@@ -14,6 +14,7 @@ COMMANDS = {
     "measure": "calibrate",
     "quantize": "calibrate",
     "queries": "export --attention fp8",
+    "needles": "validate --needles LENGTHS",
 } | {
     f"{stage}-{precision}": f"{stage} --precision {precision}"
     for stage in ("export", "build-engine")

@@ -99,6 +99,7 @@ class Run:
     comparison = _Path("compare.json")
     evaluated = _Path("evaluation.json")
     answers = _Path("answers")
+    needles = _Path("needles.json")
     sensitivity = _Path("sensitivity.json")
     continuations = _Path("continuations.json")
     tuning = _Path("tune.json")

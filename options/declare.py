@@ -155,6 +155,18 @@ def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
     return value
 
 
+def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
+    """The rule of a list of sizes, as text separated by commas: ascending, without duplicates."""
+    words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
+    sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
+    if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
+        raise InputError(
+            f"{option} {','.join(words) or '(none)'}: is no list of whole numbers from 1 to {LARGEST_SIZE:,}; give one "
+            "such as 1,8"
+        )
+    return tuple(sorted(set(sizes)))
+
+
 def not_empty(_: str, value: Sequence[str]) -> tuple[str, ...]:
     """The rule of a list of patterns: empty patterns are dropped, since they match nothing."""
     return tuple(pattern for pattern in value if pattern)

@@ -1,7 +1,6 @@
 """Options of running the FP8 model: those of `generate`, `serve`, `bench` and `triton`."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +8,6 @@ from typing import Annotated, Literal
 from ..core.errors import InputError
 from .declare import (
     GENERATION,
-    LARGEST_SIZE,
     MEASUREMENT,
     OPTIONS,
     SERVING,
@@ -18,6 +16,7 @@ from .declare import (
     between,
     not_empty,
     option,
+    sizes_of,
 )
 
 #: The most characters of a Triton model's name: a folder has this name, with `_engine` added.
@@ -125,18 +124,6 @@ class ServeOptions(Options):
         ),
         plain_of,
     ] = None
-
-
-def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
-    """The rule of a list of sizes, as text separated by commas: ascending, without duplicates."""
-    words = value.split(",") if isinstance(value, str) else [str(size) for size in value]
-    sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
-    if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
-        raise InputError(
-            f"{option} {','.join(words) or '(none)'}: is no list of whole numbers from 1 to {LARGEST_SIZE:,}; give one "
-            "such as 1,8"
-        )
-    return tuple(sorted(set(sizes)))
 
 
 def above_zero(option: str, value: float) -> float:

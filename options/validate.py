@@ -7,7 +7,18 @@ from typing import Annotated, Literal, get_args
 
 from ..core.errors import InputError
 from .calibrate import ALLOW_OVERLAP
-from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase_rule, nats_rule, option
+from .declare import (
+    EVALUATION,
+    OPTIONS,
+    Options,
+    Unkeyed,
+    between,
+    first_given,
+    increase_rule,
+    nats_rule,
+    option,
+    sizes_of,
+)
 from .export import Baseline, Precision
 
 RUNTIMES = (
@@ -78,6 +89,7 @@ class ValidateOptions(Options):
     builds, with a precision behind the name the one of `--precision`. `max_ppl_increase` is a fraction, and may be
     given as text, `"1%"`. `accumulator`: see `quantize.reference.adder`. `as_served`: see
     `validate.accuracy.as_served`. `max_tokens` None: `MAX_TOKENS`, but `LEAST_WINDOWS` windows.
+    Needles have a stage of their own, whose key has the prompts.
     """
 
     runtimes: Annotated[
@@ -135,6 +147,41 @@ class ValidateOptions(Options):
         ),
         between(1),
     ] = None
+
+    needles: Annotated[
+        tuple[int, ...] | None,
+        option(
+            EVALUATION,
+            "Hide a sentence at five depths of prompts of so many tokens, and ask for it at their end; separated by "
+            "commas.",
+            "LENGTHS",
+            "not done",
+            sizes_of,
+        ),
+        Unkeyed("an input of the stage `needles`"),
+    ] = None
+    needle_trials: Annotated[
+        int,
+        option(EVALUATION, "Needles for each length and depth.", "N"),
+        between(1),
+        Unkeyed("an input of the stage `needles`"),
+    ] = 1
+    needle_text: Annotated[
+        Path | None,
+        option(
+            EVALUATION,
+            "File with the sentence, {key} and {value} in it, on its first line, and the text to hide it in.",
+            "FILE",
+            "a made sentence in the evaluation text",
+        ),
+        Unkeyed("an input of the stage `needles`"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse the parts of needles without their lengths."""
+        super().__post_init__()
+        if self.needles is None and (idle := first_given(self, ("needle_trials", "needle_text"))):
+            raise InputError(f"{idle}: is of needles, and none are asked for; give --needles LENGTHS too")
 
     @property
     def chosen(self) -> tuple[str, ...]:

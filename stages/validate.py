@@ -12,6 +12,7 @@ from ..core.run import Run
 from ..options import ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import load_tokens
+from .needles import ask_needles
 from .other_text import evaluation, positions
 from .pipeline.stage import Key
 from .pipeline.stages import VALIDATE, ValidateFacts
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
     """Run the held-out text, or `data`, through `options.runtimes`, unless that is done, and return the results.
 
-    Runtimes that all need no torch are added to what is there, where that is of the same tokens. After writing the
-    results it raises UnfinishedError for runtimes that failed, and GateError for a runtime that loses more than
-    `options.max_ppl_increase`.
+    Needles that are asked for come first. Runtimes that all need no torch are added to what is there, where that is of
+    the same tokens. After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a
+    runtime that loses more than `options.max_ppl_increase`.
     """
+    if options.needles is not None:
+        ask_needles(run, notes, options)
     drop_outdated(run, notes)
     if beside := _beside(run, notes, data, options):
         return _add(beside, notes)

@@ -1,4 +1,4 @@
-"""The table of docs/evaluate.md."""
+"""The tables of docs/evaluate.md."""
 
 from typing import Any
 
@@ -41,4 +41,26 @@ def flips(paired: dict[str, Any]) -> str:
     return f"{paired['right_to_wrong']} + {paired['wrong_to_right']}"
 
 
-TABLES = (tasks,)
+def needles() -> str:
+    """Needles found by depth, and the change of the answers' log-probability, of each runtime and length."""
+    rows, depths = list[list[str]](), list[str]()
+    for forms in load("needles")["results"].values():
+        for form, found in forms.items():
+            for row in found:
+                depths = list(row["by_depth"])
+                every = row["all"]
+                rows.append(
+                    [
+                        f"{row['length']:,}",
+                        form,
+                        row["runtime"],
+                        *(f"{cell['right']} of {cell['needles']}" for cell in row["by_depth"].values()),
+                        f"{every['log_probability']:+.3f}",
+                        f"{every['change']:+.3f}" if "change" in every else "",
+                    ]
+                )
+    head = ["tokens", "FP8", "runtime", *(f"at {float(depth):.0%}" for depth in depths)]
+    return table([*head, "log-probability", "change from BF16"], rows)
+
+
+TABLES = (tasks, needles)

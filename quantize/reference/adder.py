@@ -19,7 +19,7 @@ Tensor Cores" (Khattak and Mikaitis, arXiv 2512.07004); the promotion every 128 
 `torch._scaled_mm` on an H100. Assumed: that a kernel adds along K in order and does not split it, which cuBLAS does for
 some shapes and which only shortens the chains; that TensorRT's kernels are either `fp22` or `two-level`. Ada has the
 same adder for 16 products at a time (`Adder(block=16)`); Blackwell keeps 25 bits of fraction (DeepGEMM issue 176) and
-is not modelled, nor are the products of attention.
+is not modelled, nor is the product of queries and keys, whose sums are as short as a head.
 
 A product has 8 significant bits, and a sum of 33 terms below 2^15 units each has 21, so FP32 holds every step exactly.
 """
@@ -71,8 +71,17 @@ def add_in(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:
     total = torch.empty(len(x), len(weight), device=x.device)
     for row, out in product(range(0, len(x), TILE[0]), range(0, len(weight), TILE[1])):
         rows, outs = slice(row, row + TILE[0]), slice(out, out + TILE[1])
-        total[rows, outs] = _tile(x[rows].t().contiguous(), weight[outs].t().contiguous(), adder)
+        used = _used(x[rows], adder)
+        total[rows, outs] = _tile(x[rows, :used].t().contiguous(), weight[outs, :used].t().contiguous(), adder)
     return total
+
+
+def _used(x: torch.Tensor, adder: Adder) -> int:
+    """The length, in whole blocks, of `x` [rows, in] without the zeros at its end, which change no sum: of the tokens
+    that come later, whose probabilities are half of all.
+    """
+    last = x.any(0).nonzero()
+    return 0 if not len(last) else -(-(int(last[-1]) + 1) // adder.block) * adder.block
 
 
 def _tile(x: torch.Tensor, weight: torch.Tensor, adder: Adder) -> torch.Tensor:

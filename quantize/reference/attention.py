@@ -6,6 +6,10 @@ Queries, keys and values of a layer have one static scale each, chosen by the ru
 for any text, so their scale is that of a clip of 1, and they are not measured. Keys and values from an FP8 cache have
 the same scale there and become the same codes again. Queries and probabilities may take two codes each (`linear`), so
 that attention loses only what keys and values lose.
+
+The second product is the long one: as many terms as the text has tokens, all of one sign where values are. Its sums may
+be those of a tensor core (`adder`), in the order of the tokens, of probabilities that are normalized before, as the
+exported graph has them. A fused kernel rescales its sums as it goes, and is not modelled.
 """
 
 from collections.abc import Mapping
@@ -21,10 +25,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...calibrate.measure.statistics import TensorStatistics
 from ...core.errors import InputError
-from ...options import ScaleOptions
+from ...options import Accumulator, ScaleOptions
 from ..codes.encoding import code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
+from .adder import add_products
 
 #: The name under which transformers knows this attention.
 CODES = "fp8q_codes"
@@ -85,6 +90,13 @@ def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
     model.set_attn_implementation(CODES)
 
 
+def sum_values_in(model: PreTrainedModel, accumulator: Accumulator) -> None:
+    """Let attention on codes (`attend_in_codes`) sum its second product as `accumulator` has it, from now on."""
+    for module in model.modules():
+        if "fp8q_scales" in vars(module):
+            object.__setattr__(module, "fp8q_accumulator", accumulator)
+
+
 def attention_on_codes(
     module: nn.Module,
     query: torch.Tensor,
@@ -107,13 +119,27 @@ def attention_on_codes(
     if (softcap := options.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
     scores = scores + attention_mask.float()
-    output = _product(scores.softmax(-1), scales["p"], v, two) * (scales["p"] * scales["v"])
+    accumulator: Accumulator = vars(module).get("fp8q_accumulator", "fp32")
+    output = _product(scores.softmax(-1), scales["p"], v, two, accumulator) * (scales["p"] * scales["v"])
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _product(x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool) -> torch.Tensor:
-    """Multiply the codes of `x` [..., n, k] under `scale`, `two` or one a value, by `codes` [..., k, m], in FP32."""
+def _product(
+    x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool, accumulator: Accumulator = "fp32"
+) -> torch.Tensor:
+    """Multiply the codes of `x` [batch, heads, n, k] under `scale`, `two` or one a value, by `codes` [batch, heads, k,
+    m], and sum them in `accumulator`; float32.
+    """
     if not two:
-        return code_values(x, scale) @ codes
-    first, second = (term @ codes for term in two_code_values(x, scale))
+        return _sum(code_values(x, scale), codes, accumulator)
+    first, second = (_sum(term, codes, accumulator) for term in two_code_values(x, scale))
     return first + second / TWO_TERMS.divisor
+
+
+def _sum(x: torch.Tensor, codes: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
+    """The product of `x` [batch, heads, n, k] and `codes` [batch, heads, k, m], each head by itself."""
+    if accumulator == "fp32":
+        product: torch.Tensor = x @ codes
+        return product
+    sums = [add_products(*pair, accumulator) for pair in zip(x.flatten(0, 1), codes.mT.flatten(0, 1), strict=True)]
+    return torch.stack(sums).view(*x.shape[:-1], codes.shape[-1])

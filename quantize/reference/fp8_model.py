@@ -22,8 +22,9 @@ from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.skeleton import skeleton
 from ...calibrate.model.tensor_names import renamed_in
+from ...options import Accumulator
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
-from .attention import attend_in_codes
+from .attention import attend_in_codes, sum_values_in
 from .kv_cache import FP8Cache
 from .linear import CallPositions, FP8Linear, Mode, Tail, replace_linears
 
@@ -60,6 +61,15 @@ class Reference:
         for layer in self.model.modules():
             if isinstance(layer, FP8Linear):
                 layer.terms, layer.tail = min(layer.terms, 1), None
+
+    def sum_in(self, accumulator: Accumulator) -> None:
+        """Sum products of codes as `accumulator` has it from now on: those of all layers that compute in the mode
+        `exact`, and those of probabilities and values where attention is on codes.
+        """
+        for layer in self.model.modules():
+            if isinstance(layer, FP8Linear):
+                layer.accumulator = accumulator
+        sum_values_in(self.model, accumulator)
 
     def layer(self, module: str) -> FP8Linear:
         """The FP8 layer `module`."""

@@ -77,9 +77,13 @@ class Vocabulary:
         ids: list[int] = self.tokenizer.encode(prompt).ids  # other threads go on meanwhile
         return ids[1:] if self.begin is not None and ids[:2] == [self.begin] * 2 else ids
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, special ones too."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
     def token_text(self, token: int) -> str:
         """The text of one token by itself, as lists of log-probabilities show it; bytes that are no text as U+FFFD."""
-        return str(self.tokenizer.decode([token], skip_special_tokens=False))
+        return self.text([token])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

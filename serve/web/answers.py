@@ -114,17 +114,42 @@ class CompletionForm:
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, vocabulary: Vocabulary, logprobs: bool, of_prompt: bool = False):
-        """`vocabulary` gives the text of single tokens. `of_prompt`: the prompt's tokens are listed too."""
-        self._vocabulary, self._logprobs, self._of_prompt = vocabulary, logprobs, of_prompt
+    def __init__(
+        self, vocabulary: Vocabulary, logprobs: bool, of_prompt: bool = False,
+        echoed: Sequence[str | Sequence[int]] = (),
+    ):  # fmt: skip
+        """`vocabulary` gives the text of single tokens. `of_prompt`: the prompt's tokens are listed too, by id;
+        `echoed`: the prompts that answers begin with.
+        """
+        self._vocabulary, self._logprobs, self._of_prompt, self._echoed = vocabulary, logprobs, of_prompt, echoed
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
+        if self._echoed:
+            return self._with_prompt(index, found)
         prompt = [piece for piece in found.pieces if piece.of_prompt]
         logprobs = self._listed(index, AnswerPart(found.pieces[len(prompt) :]))
         more = {"prompt_logprobs": [None, *map(self._by_token, prompt)]} if self._of_prompt else {}
         return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish_reason} | more
+
+    def _with_prompt(self, index: int, found: AnswerPart) -> dict[str, Any]:
+        """A whole answer behind its prompt. The first token has no log-probability, as vLLM and OpenAI have it."""
+        prompt = self._echoed[index]
+        ids = self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt
+        text = prompt if isinstance(prompt, str) else self._vocabulary.text(ids)
+        logprobs = self._listed(index, found)
+        if logprobs:
+            first = self._vocabulary.token_text(ids[0])
+            logprobs["text_offset"] = [len(first) + offset for offset in logprobs["text_offset"]]
+            for name, value in (
+                ("tokens", first),
+                ("token_logprobs", None),
+                ("top_logprobs", None),
+                ("text_offset", 0),
+            ):
+                logprobs[name].insert(0, value)
+        return {"index": index, "text": text + found.text, "logprobs": logprobs, "finish_reason": found.finish_reason}
 
     def _by_token(self, piece: Piece) -> dict[str, dict[str, Any]]:
         """A token of the prompt and the best ones in its place, by id, as vLLM has them."""

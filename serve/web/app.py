@@ -137,11 +137,15 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         """Go on from a prompt, or from several."""
         begun, model = perf_counter(), serving.find(fields.model)
         given = prompts(fields.prompt, model.positions)
-        if fields.prompt_logprobs is not None and (refused := _without_prompt_logprobs(fields, model, len(given))):
+        of_prompt = fields.prompt_logprobs
+        if of_prompt is not None and (refused := _without_prompt_logprobs(fields, model, len(given))):
             raise Refusal(400, f"prompt_logprobs: {refused}", "prompt_logprobs")
+        if fields.echo:
+            of_prompt = _echoed_logprobs(fields, model, len(given))
         most = _most_tokens(fields, model) or 16
-        asked = [fields.asked(prompt, most, fields.logprobs, fields.prompt_logprobs) for prompt in given]
-        form = CompletionForm(model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None)
+        asked = [fields.asked(prompt, most, fields.logprobs, of_prompt) for prompt in given]
+        echoed = given if fields.echo else ()
+        form = CompletionForm(model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None, echoed)
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "prompt")
         return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
 
@@ -173,6 +177,20 @@ def _most_tokens(fields: CompletionFields | ChatFields, model: Model) -> int | N
             name,
         )
     return most
+
+
+def _echoed_logprobs(fields: CompletionFields, model: Model, prompts: int) -> int | None:
+    """The number of the best tokens that are listed in place of each of an echoed prompt; None: no logprobs are.
+
+    Raises Refusal where the prompt cannot be echoed.
+    """
+    if fields.stream:
+        raise Refusal(400, "echo: comes with a whole answer; leave out stream", "echo")
+    if fields.prompt_logprobs is not None:
+        raise Refusal(400, "echo: lists what prompt_logprobs does, in another form; leave one of them out", "echo")
+    if fields.logprobs is not None and (refused := _without_prompt_logprobs(fields, model, prompts)):
+        raise Refusal(400, f"echo: log-probabilities of a prompt {refused}", "echo")
+    return fields.logprobs
 
 
 def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: int) -> str | None:

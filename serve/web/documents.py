@@ -41,11 +41,13 @@ class Usage(BaseModel):
 
 
 class TokenLists(BaseModel):
-    """Of each token its text, its log-probability, the best ones, and where it begins in the text."""
+    """Of each token its text, its log-probability, the best ones, and where it begins in the text. The first token of
+    an echoed prompt has no log-probabilities.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

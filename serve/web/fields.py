@@ -112,7 +112,10 @@ class CompletionFields(Fields):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         None, description="Of each token of the prompt but the first, too: by token id, as vLLM has them."
     )
-    echo: Literal[False] | None = None
+    echo: bool | None = Field(
+        None,
+        description="Begin the answer with the prompt, and logprobs with those of its tokens.",
+    )
     suffix: Literal[""] | None = None
     best_of: One | None = None
 

@@ -12,6 +12,7 @@ from ...calibrate.measure.statistics import TextSource
 from ...core.files import Strict
 from ...export.engine.info import engine_stage
 from ...options import (
+    Accumulator,
     Baseline,
     BenchOptions,
     Clipping,
@@ -95,6 +96,12 @@ class EvaluateFacts(Strict):
     """Facts of answers to tasks. `harness`: the version of lm-eval."""
 
     harness: str
+
+
+class NeedleFacts(Strict):
+    """Facts of needles. `accumulator`: of the sums that some are asked with too."""
+
+    accumulator: Accumulator | None = None
 
 
 class ContinueFacts(Strict):
@@ -181,6 +188,15 @@ VALIDATE = Stage(
     inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens"),
     outputs=("accuracy.json", "tokens.npz", "top_logits.npz"),
     code="validate.validate",
+)
+#: Asks BF16 and FP8 for sentences that are hidden in long prompts.
+NEEDLES = Stage(
+    "needles",
+    Options,
+    NeedleFacts,
+    inputs=(*FP8_FILES, "model", "prompts"),
+    outputs=("needles.json",),
+    code="needles.ask_needles",
 )
 #: Asks a server, or another checkpoint, for the evaluation text.
 COMPARE = Stage(
@@ -279,6 +295,7 @@ STAGES = (
     *EXPORT_BASELINE.values(),
     BUILD_ENGINE,
     VALIDATE,
+    NEEDLES,
     COMPARE,
     EVALUATE,
     SENSITIVITY,

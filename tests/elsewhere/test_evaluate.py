@@ -169,16 +169,24 @@ def served(run: Run) -> Iterator[str]:
 
 
 def test_a_server_generates_what_the_model_here_does(harness: Harness, run: Run, served: str) -> None:
-    """And what it does not answer, likelihoods, is told."""
+    """And scores the same likelihoods, one prompt a request; several in one are refused."""
     here, there = (Run(Path(shutil.copytree(run.root, harness.folder / name))) for name in ("here", "there"))
     harness.result(here, "word", "--limit", 8)
     found, _ = harness.result(there, "word", "--limit", 8, "--url", served)
     assert found["models"] == {"bf16": "here, CPU", "fp8": served}
     answers = [json.loads((each.answers / "word-fp8.json").read_text())["answers"] for each in (here, there)]
     assert sum(one == other for one, other in zip(*answers, strict=True)) >= 7, "a sum in another order may flip one"
-    assert harness.complaint(there, "next_line", "--limit", 2, "--url", served).splitlines()[-1] == (
-        f"{served}: refused a question (HTTP 400: echo must be false); likelihoods need `echo` with "
-        "`logprobs`, which vLLM answers; for others take tasks that generate"
+    likelihoods = ("next_line", "--limit", 4, "--batch-size", 1)
+    rows = [harness.result(each, *likelihoods, *more)[0]["results"] for each, more in (
+        (here, ()), (there, ("--url", served)),
+    )]  # fmt: skip
+    assert rows[0] == rows[1]
+    chosen = [json.loads((each.answers / "next_line-fp8.json").read_text())["answers"] for each in (here, there)]
+    assert chosen[0] == chosen[1]
+    assert harness.complaint(there, "next_line", "--limit", 3, "--url", served, "--batch-size", 8).splitlines()[-1] == (
+        f"{served}: refused a question (HTTP 400: echo: log-probabilities of a prompt are kept until an answer is "
+        "whole, so that one prompt may ask for them, and here are 8); likelihoods need `echo` with `logprobs`: vLLM "
+        "answers them, and fp8q serve with --batch-size 1"
     )
 
 

@@ -231,6 +231,7 @@ OLD: dict[str, dict[str, Any]] = {
         "max_prompt": None, "opt_batch": None, "opt_seq_len": None, "workspace": None, "precision": "fp8",
     },
     "validate": {"runtimes": ["bf16", "reference", "onnxruntime"], "context": 512, "stride": 512},
+    "needles": {},
     "compare": {"url": "http://127.0.0.1:8000", "model": None, "served": None, "windows": None},
     "evaluate": {"tasks": ["hellaswag"], "limit": None, "seeds": 3, "harness": "0.4.13"},
     "triton": {"name": None, "max_batch": 8, "engine_model": False},

@@ -11,7 +11,6 @@ from math import prod
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ...core.headers import read_header
 from ...core.run import Run
@@ -19,7 +18,6 @@ from ...options import Accumulator
 from ...quantize.codes.formats import CODE_DTYPE
 from ...quantize.reference.adder import seconds_a_product
 from ...quantize.reference.fp8_model import Reference
-from ...quantize.reference.linear import FP8Linear
 from ...quantize.scales.decisions import load_scales
 from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
 from .perplexity import Evaluation
@@ -109,12 +107,5 @@ def compare_sums(
 
 def adding(reference: Reference, accumulator: Accumulator) -> Forward:
     """Logits of `reference`, its codes added as `accumulator` says."""
-    forward = logits_of(reference)
-
-    def added(ids: npt.NDArray[np.int64]) -> torch.Tensor:
-        for layer in reference.model.modules():
-            if isinstance(layer, FP8Linear):
-                layer.accumulator = accumulator
-        return forward(ids)
-
-    return added
+    reference.sum_in(accumulator)
+    return logits_of(reference)

@@ -30,6 +30,7 @@ from ..accuracy.document import Accuracy, load_accuracy
 from ..advice import certificate as certificates
 from ..advice.certificate import Certificate
 from ..advice.expert_coverage import expert_rows, expert_table
+from ..needles.document import load_needles, needle_table
 from ..tasks.document import evaluation_table, load_evaluation
 from . import curves, prompt_distance, run_comparison, tables, token_frequency
 from . import rows as run_rows
@@ -87,8 +88,8 @@ def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> lis
 
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
-    """The tables of the report: `next`, `gains`, `accuracy`, `tasks`, `divergences`, `positions`, `distance`,
-    `frequency`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`, `kept`, `experts`,
+    """The tables of the report: `next`, `gains`, `accuracy`, `tasks`, `needles`, `divergences`, `positions`,
+    `distance`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`, `kept`, `experts`,
     `certificate`, `facts`, `stages`, `notes`.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
@@ -103,6 +104,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "divergences": tables.divergence_table(tables.divergence_rows(accuracy) if accuracy else []),
         "positions": position_table(position_rows(run), not_covered(accuracy) if accuracy else ""),
         "tasks": evaluation_table(load_evaluation(run) if run_rows.wrote(run, run.evaluated, "evaluate") else None),
+        "needles": needle_table(load_needles(run) if run_rows.wrote(run, run.needles, "needles") else None),
         "distance": prompt_distance.distance_table(prompt_distance.distance_rows(run)),
         "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),

@@ -57,7 +57,7 @@ def served_model(client: Client, served: str | None, tokenizer: Path, batch_size
             remedy = (
                 "see the server's log"
                 if generate
-                else "likelihoods need `echo` with `logprobs`, which vLLM answers; for others take tasks that generate"
+                else "likelihoods need `echo` with `logprobs`: vLLM answers them, and fp8q serve with --batch-size 1"
             )
             raise InputError(f"{client.url}: refused a question ({error}); {remedy}") from None
 

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from gpu.waits import host_waits
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from fp8q.calibrate.model.skeleton import empty
-from fp8q.quantize.reference.attention import attend_in_codes, attention_on_codes
+from fp8q.options import Accumulator
+from fp8q.quantize.reference.attention import attend_in_codes, attention_on_codes, sum_values_in
 
 
 def test_scales_are_where_the_model_is_and_no_call_uploads_them(tmp_path: Path) -> None:
@@ -23,3 +25,37 @@ def test_scales_are_where_the_model_is_and_no_call_uploads_them(tmp_path: Path) 
         found, _ = attention_on_codes(model.get_submodule("model.layers.0.self_attn"), query, query, query, mask)
     assert found.shape == (1, 6, 2, 16)
     assert (counted.waits, counted.to_device) == (0, 0)
+
+
+def test_a_long_sum_of_values_loses_in_fourteen_bits_what_two_levels_keep(tmp_path: Path) -> None:
+    """Of 1,025 tokens the first has half of the attention and a value of 1, and each other one 1/2048 and 1/8. In codes
+    of a scale of 1/448 the first product is 224 · 448 = 100,352, and each other 0.21875 · 56 = 12.25.
+
+    `fp22`: in the first instruction, beside an exponent of 15, 31 of them are cut to 12 (a unit of 4), and the sum
+    100,724 to 100,720; then it has the exponent 16, and the 993 that are left count 8 each. `two-level`: so do 96 of
+    the first 128, and the 897 in later chains are whole.
+    """
+    config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+    model, path = empty(config, torch.float32), tmp_path / "scales"
+    scales = {"q": 1.0, "k": 1.0, "p": 1 / 448, "v": 1 / 448}
+    named = {
+        f"model.layers.0.self_attn.attention.{part}_scale": torch.tensor([scale]) for part, scale in scales.items()
+    }
+    save_file(named, path, metadata={"format": "pt", "terms": "1"})
+    model = type(model)(config)
+    attend_in_codes(model, path)
+    module = model.get_submodule("model.layers.0.self_attn")
+    tokens = 1025
+    mask = torch.full((1, 1, 1, tokens), -torch.tensor(1024.0).log().item())
+    mask[..., 0] = 0.0
+    query, key = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, tokens, 32)
+    value = torch.full((1, 1, tokens, 32), 0.125)
+    value[:, :, 0] = 1.0
+
+    def summed(accumulator: Accumulator) -> float:
+        sum_values_in(model, accumulator)
+        return float(attention_on_codes(module, query, key, value, mask)[0][0, 0, 0, 0])
+
+    assert summed("fp32") == pytest.approx((100_352 + 1024 * 12.25) / 448**2, rel=1e-6)
+    assert summed("fp22") == pytest.approx((100_720 + 993 * 8) / 448**2, rel=1e-6)
+    assert summed("two-level") == pytest.approx((100_720 + 96 * 8 + 897 * 12.25) / 448**2, rel=1e-6)

@@ -116,13 +116,54 @@ def test_log_probabilities_of_a_prompt_stand_by_the_ids_of_its_tokens(server: Th
     assert server.post(prompt="t3", max_tokens=1, prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"] == [None]
 
 
+def test_an_echoed_prompt_begins_text_and_lists(server: Thread) -> None:
+    """With what prompt_logprobs has of its tokens, and no log-probability of the first, which nothing predicts."""
+    prompt = "t3 t1 t2"
+    listed = server.post(prompt=prompt, max_tokens=1, temperature=0, prompt_logprobs=1, logprobs=1).json()["choices"][0]
+    found = server.post(prompt=prompt, max_tokens=1, temperature=0, logprobs=1, echo=True).json()
+    (choice,) = found["choices"]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == prompt + listed["text"]
+    assert logprobs["tokens"] == ["t3", "t1", "t2", *listed["logprobs"]["tokens"]]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:] == [
+        listed["prompt_logprobs"][1]["1"]["logprob"], listed["prompt_logprobs"][2]["2"]["logprob"],
+        *listed["logprobs"]["token_logprobs"],
+    ]  # fmt: skip
+    assert logprobs["text_offset"] == [0, 2, 4, 6]
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+    by_ids = server.post(prompt=[3, 1, 2], max_tokens=1, temperature=0, logprobs=1, echo=True).json()["choices"][0]
+    assert by_ids["logprobs"] == logprobs
+    plain = server.post(prompt=["t3", "t1"], max_tokens=1, temperature=0, echo=True).json()["choices"]
+    assert [each["text"][:2] for each in plain] == ["t3", "t1"]
+    assert [each["logprobs"] for each in plain] == [None, None]
+
+
+KEPT = "are kept until an answer is whole, so that one prompt may ask for them, and here are 2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"stream": True}, "comes with a whole answer; leave out stream"),
+        ({"prompt_logprobs": 1}, "lists what prompt_logprobs does, in another form; leave one of them out"),
+        (
+            {"prompt": ["t1", "t2"], "logprobs": 1},
+            f"log-probabilities of a prompt {KEPT}",
+        ),
+    ],
+)
+def test_what_cannot_be_echoed_is_refused(server: Thread, fields: dict[str, Any], told: str) -> None:
+    refused = server.post(**{"prompt": "t1", **fields}, echo=True)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["message"], error["param"]) == (400, f"echo: {told}", "echo")
+
+
 def test_they_are_of_one_prompt_and_a_whole_answer(server: Thread) -> None:
     several = server.post(prompt=["t1", "t2"], prompt_logprobs=1)
     streamed = server.post(prompt="t1", prompt_logprobs=1, stream=True)
     assert [each.status_code for each in (several, streamed)] == [400, 400]
-    assert several.json()["error"]["message"] == (
-        "prompt_logprobs: are kept until an answer is whole, so that one prompt may ask for them, and here are 2"
-    )
+    assert several.json()["error"]["message"] == (f"prompt_logprobs: {KEPT}")
     told = "prompt_logprobs: come with a whole answer; leave out stream"
     assert (streamed.json()["error"]["message"], streamed.json()["error"]["param"]) == (told, "prompt_logprobs")
 
@@ -144,7 +185,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 2}, "n", "n must be at most 1"),
     ({"n": True}, "n", "n must be a whole number"),
     ({"best_of": 2}, "best_of", "best_of must be at most 1"),
-    ({"echo": True}, "echo", "echo must be false"),
+    ({"echo": 5}, "echo", "echo must be true or false"),
     ({"suffix": "b"}, "suffix", "suffix must be ''"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1"),
     ({"max_tokens": "5"}, "max_tokens", "max_tokens must be a whole number"),

@@ -1,0 +1,74 @@
+"""The stage `needles`: hide sentences in long prompts, and ask BF16 and FP8 for them."""
+
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.files import write_document
+from ..core.run import Run
+from ..options import ValidateOptions
+from ..quantize.scales.decisions import load_scales
+from .corpus import load_tokens, opening_of
+from .other_text import positions
+from .pipeline.stage import Key
+from .pipeline.stages import CORPUS, NEEDLES, NeedleFacts
+from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs, note_other_arithmetic
+from .shared.model_files import fp8_files
+from .shared.sources import source_of
+
+if TYPE_CHECKING:
+    from ..validate.needles.document import NeedleScores
+    from ..validate.needles.prompts import Haystack, Needle
+
+
+def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> "NeedleScores":
+    """Ask BF16 and FP8 of `run` for the needles of `options`, unless that is done, and write `needles.json`.
+
+    Raises InputError for a length beyond the model's positions, or beyond the text.
+    """
+    from ..validate.needles.document import NeedleScores, load_needles
+    from ..validate.needles.prompts import digest_of
+    from ..validate.needles.scoring import asking, asking_sums, find, sums_cost
+
+    needs("calibrate", CALIBRATE_MODULES)
+    inputs, source = fp8_files(run, graph=False), source_of(run)
+    haystack, needles = prompts_of(run, options)
+    inputs |= {"model": source.fingerprint, "prompts": digest_of(needles)}
+    key = Key(inputs, NEEDLES.options(), NeedleFacts(accumulator=options.accumulator))
+    if not NEEDLES.is_current(run, key):
+        note_other_arithmetic(run, notes)
+        scales, sums = load_scales(run), {}
+        runtimes = asking(run, source, device(), bool(scales.two_terms), bool(scales.kv_cache))
+        notes.note(
+            f"--needles: {len(needles)} prompts, {sum(len(each.ids) for each in needles):,} tokens in all, are read by "
+            f"each of {', '.join(runtimes)}"
+        )
+        if options.accumulator:
+            sums = asking_sums(run, device(), options.accumulator)
+            notes.note(sums_cost(run, [each for each in needles if each.trial == 0], options.accumulator, device()))
+        with NEEDLES.writing(run, key, notes) as log:
+            found = find(needles, runtimes, sums, notes)
+            document = NeedleScores(text=haystack.name, sentence=haystack.sentence, needles=found)
+            write_document(run.needles, document)
+            log.outputs.append(run.needles)
+    return load_needles(run)
+
+
+def prompts_of(run: Run, options: ValidateOptions) -> "tuple[Haystack, list[Needle]]":
+    """The text and the needles of `options`; raises InputError as `ask_needles` does."""
+    from ..calibrate.model.tokenizer import load_tokenizer
+    from ..validate.needles.prompts import Haystack, make_needles, read_haystack
+
+    lengths, limit = options.needles or (), positions(run)
+    if limit is not None and (beyond := [length for length in lengths if length > limit]):
+        raise InputError(f"--needles {beyond[0]}: is more than the model's positions, {limit}; give at most {limit}")
+    tokenizer, prefix = load_tokenizer(source_of(run)), tuple(opening_of(run).prefix)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    if options.needle_text is not None:
+        haystack = read_haystack(options.needle_text, encode, prefix)
+    else:
+        haystack = Haystack(run.facts(CORPUS).eval_data, load_tokens(run, run.evaluation), prefix=prefix)
+    return haystack, make_needles(haystack, lengths, options.needle_trials, encode)

@@ -1,0 +1,132 @@
+"""Ask the runtimes for needles: one call a needle, whose last logits tell what greedy decoding writes.
+
+Greedy decoding writes the answer exactly if the likeliest token is the answer's at each of its positions, behind the
+answer's tokens before. So one call over prompt and answer scores both that and the answer's log-probability, and
+nothing is generated. Logits are computed of the answer's positions alone: those of a whole long prompt would be
+gigabytes.
+
+A run with an FP8 cache is asked a second time with its cache in the compute type (`WIDE_CACHE`), which tells what the
+cache does and what the products do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from ...calibrate.model.source import Source, load_model
+from ...core.reporter import Reporter
+from ...core.run import Run
+from ...options import ONE_TERM_ALONE, Accumulator
+from ...quantize.reference.adder import seconds_a_product
+from ...quantize.reference.fp8_model import Reference
+from ..accuracy.adder_cost import products_a_token
+from ..accuracy.runtimes import open_reference
+from .document import BASELINE, Answered, NeedleAnswers
+from .prompts import Needle
+
+#: The reference of a run with an FP8 cache, over a cache in the compute type.
+WIDE_CACHE = "reference-bf16-cache"
+#: Answers a needle.
+Ask = Callable[[Needle], Answered]
+
+
+def asking(run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool) -> dict[str, Callable[[], Ask]]:
+    """The runtimes that find needles, each as a function that loads it."""
+
+    def fp8(first_terms: bool = False, wide_cache: bool = False) -> Ask:
+        loaded = open_reference(run, "fast", device)
+        if first_terms:
+            loaded.take_first_terms()
+        return ask_reference(loaded, wide_cache)
+
+    made: dict[str, Callable[[], Ask]] = {
+        BASELINE: lambda: ask_model(load_model(source, torch.bfloat16, device)),
+        "reference": fp8,
+    }
+    if fp8_cache:
+        made[WIDE_CACHE] = lambda: fp8(wide_cache=True)
+    if two_terms:
+        made[ONE_TERM_ALONE] = lambda: fp8(first_terms=True)
+    return made
+
+
+def asking_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
+    """The reference with sums of codes in FP32, and as `accumulator` has them; both round each product once."""
+
+    def opener(sums: Accumulator) -> Callable[[], Ask]:
+        def load() -> Ask:
+            loaded = open_reference(run, "exact", device)
+            loaded.sum_in(sums)
+            return ask_reference(loaded)
+
+        return load
+
+    return {f"reference-{sums}": opener(sums) for sums in dict.fromkeys(("fp32", accumulator))}
+
+
+def ask_model(model: PreTrainedModel) -> Ask:
+    """Ask a float model."""
+    return lambda needle: _answer(model, needle, None)
+
+
+def ask_reference(loaded: Reference, wide_cache: bool = False) -> Ask:
+    """Ask the FP8 model over its own cache, or one in its compute type; an answer has the form of decoded tokens."""
+
+    def ask(needle: Needle) -> Answered:
+        with loaded.answering(needle.answer - 1) if loaded.tail else nullcontext():
+            return _answer(loaded.model, needle, DynamicCache() if wide_cache else loaded.new_cache())
+
+    return ask
+
+
+def _answer(model: PreTrainedModel, needle: Needle, cache: DynamicCache | None) -> Answered:
+    """Compute the logits behind the prompt and behind each token of the answer but the last, and score them."""
+    ids = torch.from_numpy(needle.ids[None, :-1]).to(model.device)
+    found = model(
+        input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=needle.answer
+    ).logits[0, -needle.answer :]
+    wanted = torch.from_numpy(needle.ids[-needle.answer :]).to(found.device)
+    likely = found.float().log_softmax(-1).gather(-1, wanted[:, None]).sum()
+    return Answered(right=bool((found.argmax(-1) == wanted).all()), log_probability=float(likely))
+
+
+def sums_cost(run: Run, needles: Sequence[Needle], accumulator: Accumulator, device: str) -> str:
+    """Tell the time that sums in `accumulator` take on this machine, without those of attention."""
+    tokens, products = sum(len(needle.ids) for needle in needles), products_a_token(run)
+    seconds = tokens * products * seconds_a_product(accumulator, device)
+    return (
+        f"--accumulator {accumulator}: {len(needles)} of the needles are asked with such sums too; {tokens:,} tokens "
+        f"of {products:,} products take about {seconds:,.1f} s here, and attention in FP8 takes its own time"
+    )
+
+
+def find(
+    needles: Sequence[Needle], runtimes: Mapping[str, Callable[[], Ask]], sums: Mapping[str, Callable[[], Ask]],
+    report: Reporter,
+) -> list[NeedleAnswers]:  # fmt: skip
+    """Ask every runtime for all needles, and those of `sums` for the first of each length and depth."""
+    answers: list[dict[str, Answered]] = [{} for _ in needles]
+    first = [number for number, needle in enumerate(needles) if needle.trial == 0]
+    turns = [(name, load, [*range(len(needles))]) for name, load in runtimes.items()]
+    turns += [(name, load, first) for name, load in sums.items()]
+    with report.track("Finding needles", sum(len(asked) for _, _, asked in turns), "needles") as advance:
+        for name, load, asked in turns:
+            ask = load()
+            with torch.inference_mode():
+                for number in asked:
+                    answers[number][name] = ask(needles[number])
+                    advance(1)
+            del ask
+    return [
+        NeedleAnswers(
+            length=needle.length,
+            depth=needle.depth,
+            trial=needle.trial,
+            key=needle.key,
+            value=needle.value,
+            answers=own,
+        )
+        for needle, own in zip(needles, answers, strict=True)
+    ]
