@@ -158,18 +158,9 @@ def lint(path: LintPath = None, /, *, run: OfRun = None, explain: RuleCode = Non
     No model is run: `fp8q doctor RUN` runs it and checks its numbers, `fp8q inspect RUN` shows all of them.
     docs/lint.md says what is checked, `--explain` why a rule is there.
     """
-    from .. import api
-    from ..stages.commands.lint import check_findings, explain_rules
-    from . import views
+    from .lint import show_lint
 
-    if explain is not None and path is None:
-        views.show_rules(explain_rules(explain), common.as_json)
-        return
-    if path is None or explain is not None:
-        raise InputError("lint takes either a PATH or --explain CODE; name one of them")
-    found = api.lint(path, run)
-    views.linted(found, common.as_json)
-    check_findings(found)
+    show_lint(path, run, explain, common.as_json)
 
 
 @app.command(synonym=("build", "compile"))

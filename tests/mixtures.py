@@ -64,6 +64,7 @@ def random_drafting(path: Path, name: str, drafts: bool = True) -> Path:
     }
     outer = "mtp." if start.startswith("mtp.") else start
     hidden = SMALL["hidden_size"]
+    assert hidden is not None
     layer |= {
         f"{outer}eh_proj.weight": torch.randn(hidden, 2 * hidden).bfloat16() * 0.1,
         f"{outer}enorm.weight": torch.ones(hidden).bfloat16(),

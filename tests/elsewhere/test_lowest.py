@@ -51,7 +51,7 @@ def test_the_demo_goes_the_whole_way(home_of: Callable[[str], Path], demo_texts:
     ask = f"import json; from importlib.metadata import version; print(json.dumps([version(n) for n in {names}]))"
     told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
     assert [Version(each) for each in json.loads(told.stdout)] == [listed()[name] for name in names]
-    words = ["run", ROOT / "examples" / "demo" / "checkpoint", "--data", demo_texts.calibration]
+    words: list[str | Path] = ["run", ROOT / "examples" / "demo" / "checkpoint", "--data", demo_texts.calibration]
     words += ["--eval-data", demo_texts.evaluation, "--out", tmp_path / "run", "--max-tokens", "2048"]
     done = subprocess.run(
         [python, "-m", "fp8q", *words, "--samples", "16", "--seq-len", "64"], cwd=tmp_path,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
-from fp8q.stages.needles import ask_needles, prompts_of
+from fp8q.stages.needles import ask_needles, needle_prompts
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.needles.document import NeedleScores, load_needles
 
@@ -32,10 +32,11 @@ def test_an_answer_is_right_where_greedy_decoding_writes_it(copied: Run, demo_ch
     """By transformers' own generation, and its own likelihoods."""
     found = asked(copied, (96,), needle_trials=2)
     assert found.runtimes == ["bf16", "reference", "reference-bf16-cache"]
-    model = AutoModelForCausalLM.from_pretrained(demo_checkpoint)
-    tokenizer, right = AutoTokenizer.from_pretrained(demo_checkpoint), 0
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_checkpoint)
+    right = 0
     for prompt, needle in zip(
-        prompts_of(copied, ValidateOptions(needles=(96,), needle_trials=2))[1], found.needles, strict=True
+        needle_prompts(copied, ValidateOptions(needles=(96,), needle_trials=2))[1], found.needles, strict=True
     ):
         ids = torch.from_numpy(prompt.ids[None])
         written = model.generate(

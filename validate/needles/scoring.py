@@ -32,7 +32,9 @@ WIDE_CACHE = "reference-bf16-cache"
 Ask = Callable[[Needle], Answered]
 
 
-def asking(run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool) -> dict[str, Callable[[], Ask]]:
+def runtimes_asked(
+    run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool
+) -> dict[str, Callable[[], Ask]]:
     """The runtimes that find needles, each as a function that loads it."""
 
     def fp8(first_terms: bool = False, wide_cache: bool = False) -> Ask:
