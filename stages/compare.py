@@ -60,8 +60,8 @@ def check_one_given(options: CompareOptions) -> None:
 
 
 def check_validated(found: "ModelComparison") -> None:
-    """Raise GateError for any verdict but that it is the validated model."""
-    if found.verdict != "validated":
+    """Raise GateError unless it is the validated model, or cannot be told from that or the original in BF16."""
+    if not found.passes:
         raise GateError(f"{found.answered}: {found.sentence}")
 
 
@@ -109,6 +109,7 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
         perplexity=judged.perplexity,
         runtimes=judged.runtimes,
         verdict=judged.verdict,
+        arithmetics=judged.arithmetics,
         sentence=judged.sentence,
     )
 
@@ -150,5 +151,6 @@ def _run(run: Run, kept: "KeptTokens", options: CompareOptions, notes: Reporter)
         perplexity=judged.perplexity,
         runtimes=judged.runtimes,
         verdict=judged.verdict,
+        arithmetics=judged.arithmetics,
         sentence=judged.sentence,
     )

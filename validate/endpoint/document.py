@@ -11,6 +11,10 @@ from ..accuracy.document import Estimate
 Verdict = Literal["validated", "undecided", "other-arithmetic", "other-model", "other-prompt"]
 
 
+#: What a verdict calls the arithmetic that was validated, and that of the original.
+VALIDATED, BF16 = "as validated", "BF16"
+
+
 class RuntimeDistance(Strict):
     """The distance from one runtime of the run. `validated`: the run is served by it."""
 
@@ -41,7 +45,17 @@ class ModelComparison(Strict):
     )
     runtimes: list[RuntimeDistance] = Field(description="the nearest first")
     verdict: Verdict
+    arithmetics: list[str] = Field(default=[], description="that the answers fit, and between which nothing tells")
     sentence: str
+
+    @property
+    def passes(self) -> bool:
+        """Tell whether the server loses no more than was validated: it is the validated model, or nothing tells it from
+        that or from the original in BF16.
+        """
+        if self.verdict == "undecided":
+            return {*self.arithmetics} <= {VALIDATED, BF16}
+        return self.verdict == "validated"
 
 
 def estimate(found: Estimate) -> str:

@@ -45,7 +45,7 @@ from ..accuracy.top_divergence import Values
 from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens
 from .distance import Distances, distances, own_distances
-from .document import RuntimeDistance, Verdict
+from .document import BF16, VALIDATED, RuntimeDistance, Verdict
 
 #: See above: shares of an error, of them `HALF` with one validated runtime; of distances; and of positions.
 NONE, SHARE, HALF = 0.1, 0.25, 0.5
@@ -56,17 +56,17 @@ CLEARLY = 0.25
 #: positions the runtimes themselves differ.
 MOST_ALIKE = 0.5
 #: What the arithmetic of a runtime is called that the run is not served by.
-NAMES = {"bf16": "BF16", "fp32": "BF16", "original": "BF16", "onnxruntime-bf16": "BF16", "onnxruntime-int8": "INT8"}
+NAMES = dict.fromkeys(("bf16", "fp32", "original", "onnxruntime-bf16"), BF16) | {"onnxruntime-int8": "INT8"}
 NAMES[ONE_TERM_ALONE] = "one term where two were validated"
-VALIDATED = "as validated"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict, its sentence, and the distances that it is by, the nearest runtime first."""
+    """A verdict, its sentence, the arithmetics that fit, and the distances it is by, the nearest runtime first."""
 
     verdict: Verdict
     sentence: str
+    arithmetics: list[str]
     runtimes: list[RuntimeDistance]
     perplexity: Estimate | None
 
@@ -81,14 +81,14 @@ def judge(kept: KeptTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64
         {(r, c): of_runs[c][r].compared(by_kl) for r in found for c in found if r != c},
         bootstrap,
     )
-    verdict, sentence = _verdict(field, found[field.order[0]], by_kl)
+    verdict, sentence, arithmetics = _verdict(field, found[field.order[0]], by_kl)
     if not by_kl:
         sentence += (
             "; this is by likeliest tokens alone, mostly where the run's runtimes differ in them: an arithmetic that "
             "the run does not have cannot be told from these"
         )
     rows = [_row(name, found[name], kept, answers, bootstrap) for name in field.order]
-    return Judged(verdict, sentence, rows, _perplexity(answers, bootstrap))
+    return Judged(verdict, sentence, arithmetics, rows, _perplexity(answers, bootstrap))
 
 
 def arithmetic_of(runtime: str) -> str:
@@ -173,18 +173,22 @@ def _fits(field: Field) -> Fits:
     return Fits([*([own[0]] if validated else []), *sure], unclear)
 
 
-def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, str]:
+def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, str, list[str]]:
     order = field.order
     distance, flips = float(np.nanmean(field.to[order[0]])), float(nearest.flips.mean())
     spread = max((float(np.nanmean(each)) for each in field.between.values()), default=0.0)
     where = f"{_told(distance, by_kl)} from {order[0]}, the nearest"
     if flips > MANY_FLIPS and (distance > FAR * spread if by_kl else distance > MOST_ALIKE):
-        return "other-model", f"another model: {where}, and {flips:.0%} of likeliest tokens are others"
+        return "other-model", f"another model: {where}, and {flips:.0%} of likeliest tokens are others", []
     fits = _fits(field) if by_kl else Fits(_nearest(field), [])
     if not fits.sure and not fits.open:
-        return "other-arithmetic", (
-            "the model in an arithmetic that the run does not have (a cache in another type, other scales, other "
-            f"kernels): {where}, and of no runtime's error"
+        return (
+            "other-arithmetic",
+            (
+                "the model in an arithmetic that the run does not have (a cache in another type, other scales, other "
+                f"kernels): {where}, and of no runtime's error"
+            ),
+            [],
         )
     kinds = list(dict.fromkeys(arithmetic_of(name) for name in [*fits.sure, *fits.open]))
     first = (fits.sure or fits.open)[0]
@@ -192,13 +196,13 @@ def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, st
     if len(kinds) > 1:
         bf16 = NAMES["bf16"] in kinds and "fp32" not in field.to
         remedy = "with the runtime fp32 beside bf16" if bf16 and by_kl else "on a longer text"
-        return "undecided", (
+        said = (
             f"{', or '.join(kinds)}: {where}, and these positions do not tell which; send more --windows, or validate "
-            f"{remedy}"
         )
+        return "undecided", said + remedy, kinds
     if kinds != [VALIDATED]:
-        return "other-arithmetic", f"the model, but in {kinds[0]}: {where}"
-    return "validated", f"the validated model: {where}"
+        return "other-arithmetic", f"the model, but in {kinds[0]}: {where}", kinds
+    return "validated", f"the validated model: {where}", kinds
 
 
 def _nearest(field: Field) -> list[str]:

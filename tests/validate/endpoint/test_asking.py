@@ -201,6 +201,7 @@ def test_two_arithmetics_that_are_alike_are_not_told_apart(tmp_path: Path) -> No
     with serving(StandIn(BF16)) as server:
         judged = judged_of(server, tmp_path, kept)
     assert judged.verdict == "undecided"
+    assert judged.arithmetics == ["as validated", "BF16"]
     words = (
         r"as validated, or BF16: \S+ nats of KL from reference, and these positions do not tell which; send more "
         r"--windows, or validate with the runtime fp32 beside bf16"
