@@ -6,8 +6,8 @@
 The model of `examples/needles` has 4,096 positions, and was trained to find such sentences; each length has `--trials`
 needles at each of five depths. Asked are BF16, FP8 and FP8 with its cache, in one term and in two; then, in one term
 with attention in FP8 too (`fp8q export --attention fp8`), one needle for each depth of prompts of `--sums` tokens, with
-sums of codes in FP32 and in a tensor core's accumulator, which take minutes for prompts of 4,096. Prints one JSON line; exit status 1 where BF16 finds fewer than
-nine of ten needles of the longest prompts: FP8 shows nothing then.
+sums of codes in FP32 and in a tensor core's accumulator, which take minutes for prompts of 4,096. Prints one JSON line;
+exit status 1 where BF16 finds fewer than nine of ten needles of the longest prompts: FP8 shows nothing then.
 """
 
 import argparse

@@ -28,11 +28,11 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "demo"))
-from train import BOS, EOS, Texts, Training, encode, optimizers, perplexity, save  # noqa: E402
+from fp8q.examples.demo.train import BOS, EOS, Texts, Training, encode, optimizers, perplexity, save
 
+HERE = Path(__file__).parent
 VOCABULARY, POSITIONS = 1024, 4096
+WIDTH, HEAD, ROTARY_BASE = 128, 64, 1e6
 #: Texts of so many tokens, so many a step, for so many steps.
 CURRICULUM = ((128, 16, 200), (256, 8, 150), (512, 4, 100), (1024, 2, 100), (2048, 1, 70), (4096, 1, 70))
 #: Steps, before these, of texts of random tokens that repeat themselves, for the heads that copy.
@@ -46,14 +46,14 @@ def config() -> LlamaConfig:
     """The architecture: 0.7 million parameters."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
+        hidden_size=WIDTH,
         intermediate_size=256,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=HEAD,
         max_position_embeddings=POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_parameters={"rope_type": "default", "rope_theta": ROTARY_BASE},
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=True,
@@ -70,10 +70,10 @@ def begin_with_copying(model: LlamaForCausalLM) -> None:
     places, agrees with the key there. Two heads of the second layer compare what those read with the token at hand,
     and with the one before it, in the slow frequencies of the rotary embedding, and copy the token they attend to.
     """
-    width, size, std = model.config.hidden_size, model.config.head_dim, model.config.initializer_range
+    width, size, std = WIDTH, HEAD, model.config.initializer_range
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     model.model.embed_tokens.weight[:, 0] = 4 * std
-    frequencies = model.config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) * 2 / size)
+    frequencies = ROTARY_BASE ** (-torch.arange(size // 2) * 2 / size)
     quick, slow = (torch.arange(size // 2) < 10) * 2.0, torch.arange(size) % (size // 2) >= 20
     read, written = [], []
     for head in range(2):

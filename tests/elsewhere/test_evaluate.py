@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_jobs import installed_plugin
+from vllm_server import Vllm, vllm_server
 
 import fp8q
 from fp8q import api
@@ -18,6 +20,7 @@ from fp8q.core.run import Run
 from fp8q.examples.demo.tasks import write_tasks
 
 from ..conftest import Texts
+from .packages import site_packages
 
 pytestmark = pytest.mark.xdist_group("lm-eval")
 
@@ -199,3 +202,18 @@ def test_a_server_that_does_not_answer_leaves_the_answers_of_the_other_model(har
     last = done.stderr.splitlines()[-1]
     assert last == "fp8q: http://127.0.0.1:9: no server answers there; start it, or give its address with --url"
     assert [path.name for path in other.answers.iterdir()] == ["word-bf16.json"]
+
+
+def test_vllm_answers_likelihoods_as_the_model_here_does(
+    harness: Harness, run: Run, home_of: Callable[[str], Path], vllm_python: Path, tmp_path: Path
+) -> None:
+    """vLLM's own server with the plugin, one term: its sums are in another order, so that one choice may differ."""
+    packages, plugin = site_packages(home_of("vllm-server")), installed_plugin(vllm_python, tmp_path / "plugin")
+    here, there = (Run(Path(shutil.copytree(run.root, tmp_path / name))) for name in ("here", "there"))
+    harness.result(here, "next_line", "--limit", 8)
+    with vllm_server(Vllm(vllm_python, packages, plugin), run.model, True, tmp_path / "log.txt") as url:
+        found, _ = harness.result(there, "next_line", "--limit", 8, "--url", url)
+    assert found["models"] == {"bf16": "here, CPU", "fp8": url}
+    answers = [json.loads((each.answers / "next_line-fp8.json").read_text())["answers"] for each in (here, there)]
+    assert len(answers[1]) == 8
+    assert sum(one == other for one, other in zip(*answers, strict=True)) >= 7

@@ -32,8 +32,9 @@ def test_an_answer_is_right_where_greedy_decoding_writes_it(copied: Run, demo_ch
     """By transformers' own generation, and its own likelihoods."""
     found = asked(copied, (96,), needle_trials=2)
     assert found.runtimes == ["bf16", "reference", "reference-bf16-cache"]
-    model = AutoModelForCausalLM.from_pretrained(demo_checkpoint)
-    tokenizer, right = AutoTokenizer.from_pretrained(demo_checkpoint), 0
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(demo_checkpoint)
+    right = 0
     for prompt, needle in zip(
         prompts_of(copied, ValidateOptions(needles=(96,), needle_trials=2))[1], found.needles, strict=True
     ):
