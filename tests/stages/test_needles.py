@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import ValidateOptions
-from fp8q.stages.needles import ask_needles, prompts_of
+from fp8q.stages.needles import ask_needles, needle_prompts
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.needles.document import NeedleScores, load_needles
 
@@ -36,7 +36,7 @@ def test_an_answer_is_right_where_greedy_decoding_writes_it(copied: Run, demo_ch
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_checkpoint)
     right = 0
     for prompt, needle in zip(
-        prompts_of(copied, ValidateOptions(needles=(96,), needle_trials=2))[1], found.needles, strict=True
+        needle_prompts(copied, ValidateOptions(needles=(96,), needle_trials=2))[1], found.needles, strict=True
     ):
         ids = torch.from_numpy(prompt.ids[None])
         written = model.generate(

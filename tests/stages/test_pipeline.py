@@ -47,6 +47,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "kv_skip": {"kv_cache": "fp8"},
     "kv_scale": {"kv_cache": "fp8"},
     "q_scale": {"kv_cache": "fp8"},
+    "needle_trials": {"needles": (64,)},
+    "needle_text": {"needles": (64,)},
 }
 #: Other values of fields whose type does not tell one.
 OTHERS: dict[str, Any] = {
@@ -54,6 +56,7 @@ OTHERS: dict[str, Any] = {
     "runtimes": ("bf16",),
     "batch_sizes": (2,),
     "prompt_lengths": (2,),
+    "needles": (2,),
 }
 
 
@@ -136,7 +139,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_every_stage_is_current_after_it_was_run(run: Run) -> None:
-    assert len(STAGES) == len({stage.name for stage in STAGES}) == 17
+    assert len(STAGES) == len({stage.name for stage in STAGES}) == 18
     for stage in STAGES:
         assert stage.is_current(run, key_of(run, stage, stage.options())), stage.name
 

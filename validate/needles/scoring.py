@@ -32,7 +32,9 @@ WIDE_CACHE = "reference-bf16-cache"
 Ask = Callable[[Needle], Answered]
 
 
-def asking(run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool) -> dict[str, Callable[[], Ask]]:
+def needle_runtimes(
+    run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool
+) -> dict[str, Callable[[], Ask]]:
     """The runtimes that find needles, each as a function that loads it."""
 
     def fp8(first_terms: bool = False, wide_cache: bool = False) -> Ask:
@@ -52,7 +54,7 @@ def asking(run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bo
     return made
 
 
-def asking_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
+def needle_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
     """The reference with sums of codes in FP32, and as `accumulator` has them; both round each product once."""
 
     def opener(sums: Accumulator) -> Callable[[], Ask]:
