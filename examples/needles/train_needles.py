@@ -64,10 +64,11 @@ def config() -> LlamaConfig:
 def begin_with_copying(model: LlamaForCausalLM) -> None:
     """Let the untrained model (changed in place) look for the token at hand, and copy what stood behind it.
 
-    Such heads form by themselves too, later (Olsson et al., 2022, "In-context Learning and Induction Heads"). Here two heads of the first layer begin by reading the token one place and two places before: every
-    embedding has the same number in its first dimension, and a query made of that alone, turned back by so many
-    places, agrees with the key there. Two heads of the second layer compare what those read with the token at hand,
-    and with the one before it, in the slow frequencies of the rotary embedding, and copy the token they attend to.
+    Such heads form by themselves too, later (Olsson et al., 2022, "In-context Learning and Induction Heads"). Here two
+    heads of the first layer begin by reading the token one place and two places before: every embedding has the same
+    number in its first dimension, and a query made of that alone, turned back by so many places, agrees with the key
+    there. Two heads of the second layer compare what those read with the token at hand, and with the one before it, in
+    the slow frequencies of the rotary embedding, and copy the token they attend to.
     """
     width, size, std = WIDTH, HEAD, model.config.initializer_range
     first, second = (layer.self_attn for layer in model.model.layers[:2])
