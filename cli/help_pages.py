@@ -112,6 +112,7 @@ PAGES: Mapping[str, Page] = {
             ("fp8q validate RUN --needles 1024,4096", "sentences hidden in long prompts, asked for at their end"),
             ("fp8q validate RUN --max-ppl-increase 0.5%", "exit code 3 where it loses more"),
         ),
+        ("--data", "--runtimes", "--context", "--max-ppl-increase", "--as-served", "--max-tokens", "--needles"),
     ),
     "compare": Page(
         (

@@ -27,7 +27,7 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> "NeedleScor
     """
     from ..validate.needles.document import NeedleScores, load_needles
     from ..validate.needles.prompts import digest_of
-    from ..validate.needles.scoring import asking_sums, find, runtimes_asked, sums_cost
+    from ..validate.needles.scoring import find, needle_runtimes, needle_sums, sums_cost
 
     needs("calibrate", CALIBRATE_MODULES)
     inputs, source = fp8_files(run, graph=False), source_of(run)
@@ -37,13 +37,13 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> "NeedleScor
     if not NEEDLES.is_current(run, key):
         note_other_arithmetic(run, notes)
         scales, sums = load_scales(run), {}
-        runtimes = runtimes_asked(run, source, device(), bool(scales.two_terms), bool(scales.kv_cache))
+        runtimes = needle_runtimes(run, source, device(), bool(scales.two_terms), bool(scales.kv_cache))
         notes.note(
             f"--needles: {len(needles)} prompts, {sum(len(each.ids) for each in needles):,} tokens in all, are read by "
             f"each of {', '.join(runtimes)}"
         )
         if options.accumulator:
-            sums = asking_sums(run, device(), options.accumulator)
+            sums = needle_sums(run, device(), options.accumulator)
             notes.note(sums_cost(run, [each for each in needles if each.trial == 0], options.accumulator, device()))
         with NEEDLES.writing(run, key, notes) as log:
             found = find(needles, runtimes, sums, notes)

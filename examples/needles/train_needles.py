@@ -31,7 +31,6 @@ from transformers.utils import logging
 from fp8q.examples.demo.train import BOS, EOS, Texts, Training, encode, optimizers, perplexity, save
 
 HERE = Path(__file__).parent
-
 VOCABULARY, POSITIONS = 1024, 4096
 WIDTH, HEAD, ROTARY_BASE = 128, 64, 1e6
 #: Texts of so many tokens, so many a step, for so many steps.
@@ -65,11 +64,11 @@ def config() -> LlamaConfig:
 def begin_with_copying(model: LlamaForCausalLM) -> None:
     """Let the untrained model (changed in place) look for the token at hand, and copy what stood behind it.
 
-    Such heads form by themselves too (Olsson et al., 2022, "In-context Learning and Induction Heads"), in four times
-    the steps. Here two heads of the first layer begin by reading the token one place and two places before: every
-    embedding has the same number in its first dimension, and a query made of that alone, turned back by so many
-    places, agrees with the key there. Two heads of the second layer compare what those read with the token at hand,
-    and with the one before it, in the slow frequencies of the rotary embedding, and copy the token they attend to.
+    Such heads form by themselves too, later (Olsson et al., 2022, "In-context Learning and Induction Heads"). Here two
+    heads of the first layer begin by reading the token one place and two places before: every embedding has the same
+    number in its first dimension, and a query made of that alone, turned back by so many places, agrees with the key
+    there. Two heads of the second layer compare what those read with the token at hand, and with the one before it, in
+    the slow frequencies of the rotary embedding, and copy the token they attend to.
     """
     width, size, std = WIDTH, HEAD, model.config.initializer_range
     first, second = (layer.self_attn for layer in model.model.layers[:2])

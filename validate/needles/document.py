@@ -30,7 +30,7 @@ class NeedleAnswers(Strict):
     answers: dict[str, Answered] = Field(description="by runtime")
 
 
-class DepthScore(Strict):
+class NeedleSummary(Strict):
     """The needles of one length and depth, or of several, that a runtime answered."""
 
     needles: int
@@ -54,7 +54,7 @@ class NeedleScores(Strict):
         """The runtimes that answered, in the order of their turns."""
         return list(dict.fromkeys(name for needle in self.needles for name in needle.answers))
 
-    def cell(self, runtime: str, length: int | None = None, depth: float | None = None) -> DepthScore | None:
+    def cell(self, runtime: str, length: int | None = None, depth: float | None = None) -> NeedleSummary | None:
         """Summarize the needles of a length and a depth (None: of all); None where `runtime` answered none."""
         pairs = [
             (needle.answers[runtime], needle.answers.get(BASELINE))
@@ -65,7 +65,7 @@ class NeedleScores(Strict):
             return None
         compared = [] if runtime == BASELINE else [(own, base) for own, base in pairs if base is not None]
         changes = [own.log_probability - base.log_probability for own, base in compared]
-        return DepthScore(
+        return NeedleSummary(
             needles=len(pairs),
             right=sum(own.right for own, _ in pairs),
             log_probability=sum(own.log_probability for own, _ in pairs) / len(pairs),
@@ -80,8 +80,8 @@ class NeedleRow(Strict):
 
     runtime: str
     length: int
-    by_depth: dict[float, DepthScore]
-    all: DepthScore
+    by_depth: dict[float, NeedleSummary]
+    all: NeedleSummary
 
 
 def load_needles(run: Run) -> NeedleScores:
@@ -99,12 +99,12 @@ def needle_rows(found: NeedleScores) -> Iterator[NeedleRow]:
                 yield NeedleRow(runtime=runtime, length=length, by_depth=cells, all=whole)
 
 
-def right_of_asked(cell: DepthScore) -> str:
+def found_of(cell: NeedleSummary) -> str:
     """Write the needles that were found of those that were asked for: `3 of 4`."""
     return f"{cell.right:,} of {cell.needles:,}"
 
 
-def signed_nats(value: float) -> str:
+def nats_change(value: float) -> str:
     """Write a change of nats with its sign."""
     return f"{value:+.3g}".replace("-", "−")
 
@@ -116,14 +116,14 @@ def needle_table(found: NeedleScores | None) -> Table[Any]:
     rows = list(needle_rows(found)) if found else []
 
     def column_of(depth: float) -> Column[Any]:
-        return Column(f"at {depth:.0%}", lambda row: row.by_depth.get(depth), right_of_asked)
+        return Column(f"at {depth:.0%}", lambda row: row.by_depth.get(depth), found_of)
 
     columns = (
         number_column("tokens", count, "length"),
         Column[Any]("runtime", lambda row: row.runtime, numeric=False),
         *map(column_of, dict.fromkeys(depth for row in rows for depth in row.by_depth)),
-        Column[Any]("log-probability", lambda row: row.all.log_probability, signed_nats),
-        Column[Any]("change from BF16", lambda row: row.all.change, signed_nats),
+        Column[Any]("log-probability", lambda row: row.all.log_probability, nats_change),
+        Column[Any]("change from BF16", lambda row: row.all.change, nats_change),
         Column[Any](
             "lost + gained", lambda row: None if row.all.lost is None else f"{row.all.lost} + {row.all.gained}"
         ),

@@ -32,7 +32,7 @@ WIDE_CACHE = "reference-bf16-cache"
 Ask = Callable[[Needle], Answered]
 
 
-def runtimes_asked(
+def needle_runtimes(
     run: Run, source: Source, device: str, two_terms: bool, fp8_cache: bool
 ) -> dict[str, Callable[[], Ask]]:
     """The runtimes that find needles, each as a function that loads it."""
@@ -54,7 +54,7 @@ def runtimes_asked(
     return made
 
 
-def asking_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
+def needle_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
     """The reference with sums of codes in FP32, and as `accumulator` has them; both round each product once."""
 
     def opener(sums: Accumulator) -> Callable[[], Ask]:

@@ -1,6 +1,6 @@
 """What is said of needles: by depth, by length, and beside BF16."""
 
-from fp8q.validate.needles.document import Answered, DepthScore, NeedleAnswers, NeedleScores, needle_table
+from fp8q.validate.needles.document import Answered, NeedleAnswers, NeedleScores, NeedleSummary, needle_table
 
 
 def needle(length: int, depth: float, **answers: tuple[bool, float]) -> NeedleAnswers:
@@ -21,10 +21,10 @@ SCORES = NeedleScores(
 
 
 def test_a_cell_pairs_each_answer_with_bf16s_of_the_same_needle() -> None:
-    assert SCORES.cell("reference", 64) == DepthScore(
+    assert SCORES.cell("reference", 64) == NeedleSummary(
         needles=2, right=1, log_probability=-1.5, change=0.25, lost=1, gained=1
     )
-    assert SCORES.cell("bf16", 64, 0.0) == DepthScore(needles=1, right=1, log_probability=-0.5)
+    assert SCORES.cell("bf16", 64, 0.0) == NeedleSummary(needles=1, right=1, log_probability=-0.5)
     assert SCORES.cell("reference", 128, 1.0) is None
 
 
