@@ -16,6 +16,7 @@ In the order of work:
     build_engine     engines of all graphs, and the proof of their FP8 products
     validate         the held-out text through the runtimes, and the gate on the loss
     compare          a server, or another checkpoint, asked for the evaluation text
+    needles          sentences hidden in long prompts, asked of BF16 and FP8
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
     triton           the Triton model repository, with a plain model of an engine
     sensitivity      the loss that each tensor causes alone
@@ -40,6 +41,7 @@ The commands that join stages, or only read what they wrote, in `commands`:
     inspect          every module, and the outliers
     doctor           the stability checklist with its verdicts
     engine           the kernels of engines, read from the engines
+    results          the report's tables, plots and verdict, for a notebook
     load             the FP8 model as Hugging Face's, for lm-eval and notebooks
     serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules

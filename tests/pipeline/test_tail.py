@@ -212,7 +212,7 @@ def test_engines_and_graphs_that_cannot_have_the_tail_are_refused(run: Run) -> N
         api.build_engine(run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=TAIL))
     assert str(refused.value) == (
         "--max-seq-len 16: no call is longer than the run's tail of 16 positions, so all would be in two terms "
-        "throughout; give more, or choose a shorter one with `fp8q scales RUN --exact-tail N`"
+        f"throughout; give more, or choose a shorter one with `fp8q scales {run.root} --exact-tail N`"
     )
     with pytest.raises(InputError, match="^--max-prompt 8: no call is longer than the run's tail of 16 positions"):
         api.build_engine(run.root, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_prompt=8))

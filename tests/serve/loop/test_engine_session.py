@@ -91,8 +91,8 @@ def test_windows_longer_than_the_slots_are_refused(counting: CountingModel, open
 @pytest.mark.parametrize(
     ("free", "fits"),
     [
-        (24, "2 of them fit, with --max-batch 2"),
-        (4, "not one fits; build an engine with --max-seq-len 80 or less"),
+        (24, "room for 2 of them; take --max-batch 2"),
+        (4, "room for 80 positions of one; build an engine with --max-seq-len 80 or less"),
     ],
 )
 def test_a_cache_that_the_gpu_has_no_room_for_is_refused_and_what_fits_is_said(
@@ -104,9 +104,9 @@ def test_a_cache_that_the_gpu_has_no_room_for_is_refused_and_what_fits_is_said(
     gpu.driver.total = free * 20 * position
     with pytest.raises(SessionError) as refused:
         session.open_batch(8, 192)
-    takes, has = (f"{size * position / 1e9:.2f} GB" for size in (8 * 192, free * 20))
+    takes, has = (f"{size * position / 1e3:.3g} kB" for size in (8 * 192, free * 20))
     assert str(refused.value) == (
-        f"a cache of 8 sequences of 192 positions takes {takes}, and this GPU has {has} free: {fits}"
+        f"a cache of 8 sequences of 192 positions takes {takes}, and this GPU has {has} free, {fits}"
     )
     session.open_batch(1, 64)
     assert gpu.driver.held == {}
