@@ -42,25 +42,18 @@ def flips(paired: dict[str, Any]) -> str:
 
 
 def needles() -> str:
-    """Needles found by depth, and the change of the answers' log-probability, of each runtime and length."""
-    rows, depths = list[list[str]](), list[str]()
+    """Needles found at all depths together, and the change of the answers' log-probability, by length and runtime."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
     for forms in load("needles")["results"].values():
         for form, found in forms.items():
             for row in found:
-                depths = list(row["by_depth"])
                 every = row["all"]
-                rows.append(
-                    [
-                        f"{row['length']:,}",
-                        form,
-                        row["runtime"],
-                        *(f"{cell['right']} of {cell['needles']}" for cell in row["by_depth"].values()),
-                        f"{every['log_probability']:+.3f}",
-                        f"{every['change']:+.3f}" if "change" in every else "",
-                    ]
-                )
-    head = ["tokens", "FP8", "runtime", *(f"at {float(depth):.0%}" for depth in depths)]
-    return table([*head, "log-probability", "change from BF16"], rows)
+                change = f", {every['change']:+.3f}" if "change" in every else ""
+                cell = f"{every['right']} of {every['needles']}{change}"
+                rows.setdefault((form, row["runtime"]), {})[f"{row['length']:,}"] = cell
+    lengths = list(dict.fromkeys(length for cells in rows.values() for length in cells))
+    head = ["FP8", "runtime", *(f"{length} tokens" for length in lengths)]
+    return table(head, [[*names, *(cells.get(length, "") for length in lengths)] for names, cells in rows.items()])
 
 
 TABLES = (tasks, needles)
