@@ -29,7 +29,7 @@ RELEASES = {
 ASK = "docker run --rm nvcr.io/nvidia/tritonserver:YY.MM-py3 dpkg-query -W 'libnvinfer[0-9]*'"
 #: What the Python model needs and the image lacks, as constraints.txt pins it. NumPy is there: the server is built
 #: against it.
-PINS = {"onnxruntime": "1.31.1", "tokenizers": "0.22.2"}
+PINS = {"onnxruntime": "1.32.0", "tokenizers": "0.23.3"}
 TEMPLATES = Path(__file__).parent / "templates"
 _ARG = re.compile(r"^ARG TRITON(?:=(\S+))?\s*$", re.MULTILINE)
 _FROM = re.compile(r"^FROM\s+nvcr\.io/nvidia/tritonserver:(\S+)-py3\s*$", re.MULTILINE)

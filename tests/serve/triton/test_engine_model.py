@@ -192,7 +192,7 @@ def test_the_python_model_has_every_engine_and_the_image_its_runtime(wide_run: R
     config = text_format.Parse((wide_run.triton / "counting/config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     assert config.parameters["runtime"].string_value == "auto"
     image, text = ((wide_run.triton / name).read_text() for name in ("Dockerfile", "README.md"))
-    assert "pip install --no-cache-dir onnxruntime==1.31.1 tokenizers==0.22.2 tensorrt-rtx==1.7.1.116\n" in image
+    assert "pip install --no-cache-dir onnxruntime==1.32.0 tokenizers==0.23.3 tensorrt-rtx==1.7.1.116\n" in image
     assert (
         " ".join(text.split()).count("It runs the engine of the GPU that it finds, sm90 (tensorrt-rtx 1.7.1.116), ")
         == 1

@@ -37,7 +37,7 @@ def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
         "FROM nvcr.io/nvidia/tritonserver:${TRITON}-py3\n"
         "# Ubuntu's Python takes packages from an index only when told to.\n"
         "ENV PIP_BREAK_SYSTEM_PACKAGES=1\n"
-        "RUN pip install --no-cache-dir onnxruntime==1.31.1 tokenizers==0.22.2\n"
+        "RUN pip install --no-cache-dir onnxruntime==1.32.0 tokenizers==0.23.3\n"
         "# The image's own user triton-server, by number, so that Kubernetes' runAsNonRoot can tell; the repository "
         "must be\n"
         "# readable for it.\n"
