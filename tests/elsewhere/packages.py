@@ -24,9 +24,10 @@ def installed(name: str) -> Path:
     Raises UnavailableError where there is no package index, or no wheel for this platform or Python.
     """
     listed, below = Path(__file__).with_name(f"{name}.txt"), sysconfig.get_paths()["purelib"]
+    beneath = Path(__file__).resolve().parents[2] / "constraints.txt"  # what is the same there is not installed again
 
     def fill(home: Path) -> None:
         (site_packages(home) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
         pip_for(home, "--no-deps", "--requirement", str(listed))
 
-    return kept_environment(HOME / name, [listed.read_text(encoding="utf-8"), below], fill)
+    return kept_environment(HOME / name, [*(file.read_text(encoding="utf-8") for file in (listed, beneath)), below], fill)
