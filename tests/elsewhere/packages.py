@@ -30,4 +30,5 @@ def installed(name: str) -> Path:
         (site_packages(home) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
         pip_for(home, "--no-deps", "--requirement", str(listed))
 
-    return kept_environment(HOME / name, [*(file.read_text(encoding="utf-8") for file in (listed, beneath)), below], fill)
+    texts = [file.read_text(encoding="utf-8") for file in (listed, beneath)]
+    return kept_environment(HOME / name, [*texts, below], fill)
