@@ -39,7 +39,8 @@ def breadth() -> str:
 
 def unseen_architectures() -> str:
     """Those that work; and those that get no graph or are refused, by the reason that is given."""
-    results = load("unseen_architectures")["results"]
+    measured = load("unseen_architectures")
+    results, version = measured["results"], measured["versions"]["transformers"]
     works = [_name(name) for name, found in results.items() if "one_term" in found]
     reasons: dict[str, list[str]] = {}
     for name, found in results.items():
@@ -50,7 +51,7 @@ def unseen_architectures() -> str:
             reason = reason if reason.startswith("model/") else reason.partition(" ")[2]
             reasons.setdefault(f"refused: {_short(reason)}", []).append(_name(name))
         if "unmade" in found:
-            reasons.setdefault("transformers 5.14.1 makes no model of its configuration", []).append(_name(name))
+            reasons.setdefault(f"transformers {version} makes no model of its configuration", []).append(_name(name))
     rows = [("the whole way", works), *sorted(reasons.items())]
     return table(["how far, and why", ""], ([reason, ", ".join(names)] for reason, names in rows))
 

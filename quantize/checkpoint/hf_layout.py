@@ -20,6 +20,7 @@ from ...calibrate.model.classes import non_text_modules, own_attention
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
+from ..reading.quantization_config import OWN_FORM
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
 from ..scales.policy import mixed_experts_warning
@@ -27,7 +28,7 @@ from ..scales.policy import mixed_experts_warning
 #: The `quantization_config` of a checkpoint that Hugging Face's loaders cannot load: it names no `quant_method`, at
 #: which transformers stops with a ValueError.
 UNLOADABLE = {
-    "format": "fp8q",
+    "format": OWN_FORM,
     "reason": (
         "FP8 codes in Conv1D modules, for which compressed-tensors has no form; fp8q and the graphs that it exports "
         "serve this checkpoint, transformers and vLLM cannot"
@@ -35,7 +36,7 @@ UNLOADABLE = {
 }
 #: The `quantization_config` of the INT8 weights that FP8 is compared with.
 INTEGERS = {
-    "format": "fp8q",
+    "format": OWN_FORM,
     "reason": (
         "INT8 codes for the ONNX graphs beside them; transformers and vLLM cannot load this, `model/` in the "
         "run is for them"

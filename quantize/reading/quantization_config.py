@@ -33,8 +33,11 @@ READ = (
     "one scale a tensor)"
 )
 ORIGINAL = "give the checkpoint it was made from, in BF16"
+#: The format of fp8q's checkpoints that no other loader has a form for; they name no `quant_method`.
+OWN_FORM = "fp8q"
 #: Formats other than FP8: a part of the method or format, the name, and the remedy. The first that matches counts.
 OTHERS = (
+    (OWN_FORM, "fp8q's own form, of Conv1D or INT8", ORIGINAL),
     (
         "mxfp4",
         "MXFP4",
@@ -151,6 +154,12 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
     if method == "fp8":
         return _fine_grained(source, said)
     raise refused(source, f"quant_method is {method!r}", f"{method} {said.get('format', '')}")
+
+
+def read_by_fp8q_alone(directory: Path) -> bool:
+    """Tell whether config.json in `directory` states the form that only fp8q and its graphs read."""
+    said = _object(directory / CONFIG).get("quantization_config")
+    return isinstance(said, dict) and said.get("format") == OWN_FORM
 
 
 def refused(source: Path, found: str, of: str = "") -> InputError:

@@ -46,7 +46,7 @@ NOT_MEASURED = (
     "| `--kv-cache` | keys | values | bytes of a position, against BF16 | `model/` says so to transformers and vLLM |",
     "| | formula | Llama 3.1 70B | Llama 3.1 405B |",
     "| part | what it asks | asked for |",
-    "| library | the tested set | the newest | what differs |",
+    "| library | the tested set | the newest | why not |",
     "| family | file | what is particular to it |",
     "| file | written by | contents |",
     "| code | meaning | in Python |",

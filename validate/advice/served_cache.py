@@ -9,6 +9,7 @@ from pathlib import Path
 from ...core.findings import Finding
 from ...quantize.lint.check import RULES
 from ...quantize.reading.fp8_tensors import open_checkpoint
+from ...quantize.reading.quantization_config import read_by_fp8q_alone
 from . import criteria
 from .checkup import Check, unknown
 
@@ -22,7 +23,7 @@ def served_cache(model: Path) -> list[Check]:
     `model`: the folder of the checkpoint. One that other servers cannot load at all is unknown.
     """
     criterion = criteria.CACHE_SERVED
-    checkpoint = open_checkpoint(model)
+    checkpoint = None if read_by_fp8q_alone(model) else open_checkpoint(model)
     if checkpoint is None:
         return [unknown(criterion, "other servers do not load this checkpoint, and fp8q's own read every scale")]
     found = [finding for number in OF_THE_CACHE for finding in RULES[number].findings(checkpoint)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8q.core.run import Run
+from fp8q.quantize.checkpoint.hf_layout import UNLOADABLE
 from fp8q.validate.advice.served_cache import served_cache
 
 FIRST = "model.layers.0.self_attn"
@@ -49,10 +50,10 @@ def test_scales_of_heads_are_told_of_with_the_gpus_that_read_them(model: Path) -
     assert check.remedy == "give one a layer for those"
 
 
-def test_a_checkpoint_that_no_other_server_loads_is_unknown(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    del config["quantization_config"]
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+@pytest.mark.parametrize("said", [None, UNLOADABLE], ids=["none", "of Conv1D"])
+def test_a_checkpoint_that_no_other_server_loads_is_unknown(model: Path, said: dict[str, str] | None) -> None:
+    """The second is GPT-2's, at whose run `fp8q doctor` ended with an error."""
+    configured(model, quantization_config=said)
     (check,) = served_cache(model)
     assert check.verdict == "unknown"
     assert check.said == "other servers do not load this checkpoint, and fp8q's own read every scale"
