@@ -28,7 +28,7 @@ class DistillOptions(Options):
     batch_size: Annotated[int, option(MEASUREMENT, "Windows a step.", "N"), between(1)] = 4
     learning_rate: Annotated[
         float,
-        option(MEASUREMENT, "Adam's highest step, in spacings of the E4M3 grid; half a spacing changes a code.", "X"),
+        option(MEASUREMENT, "The highest step, as a share of Newton's by the model's curvature.", "X"),
         positive,
-    ] = 0.01
+    ] = 0.004
     seed: Annotated[int, option(MEASUREMENT, "Of the order of the windows.", "N"), between(0)] = 0

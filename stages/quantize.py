@@ -47,8 +47,9 @@ def quantize(
         key = replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
     if QUANTIZE.is_current(run, key):
         return
+    writers = {run.calibration.name: "corpus", run.queries.name: "queries", run.distilled.name: DISTILL.name}
     for name in key.inputs:
-        run.require(run.root / name, {run.calibration.name: "corpus", run.queries.name: "queries"}.get(name, "measure"))
+        run.require(run.root / name, writers.get(name, "measure"))
     statistics = load_statistics(run)
     scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
     if options.q_scale:

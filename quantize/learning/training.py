@@ -1,9 +1,10 @@
 """Train the FP8 model toward its float original, by transformers' Trainer.
 
 The loss is the forward KL divergence from the float model's distribution at temperature 1, in nats a token, over all
-positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). The
-learning rate rises over the first steps and then follows a cosine to zero. The held-out windows are scored as often as
-`EVALUATIONS` says, and the weights of the best of these moments win, if they are better than those at the beginning.
+positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). Steps
+are preconditioned by the curvature (`curvature`); their size rises first and then follows a cosine to zero. The held-
+out windows are scored as often as `EVALUATIONS` says, and the weights of the best of these moments win, if they are
+better than those at the beginning.
 """
 
 import math
@@ -21,21 +22,22 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from .curvature import CurvatureSteps, inverse_factors
 from .document import Moment
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
-#: The decay of Adam's second moment: a training of few hundred steps forgets its first ones.
-BETA_2 = 0.95
+#: Windows from which the curvature is measured, at most.
+CURVATURE_WINDOWS = 32
 METRIC = "eval_loss"
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step, the peak
-    `learning_rate` in spacings of the grid a step, and the `seed` of the windows' order.
+    `learning_rate` as a share of Newton's step, and the `seed` of the windows' order.
     """
 
     epochs: float
@@ -180,16 +182,19 @@ def distill(
     every = max(1, math.ceil(steps / EVALUATIONS))
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=schedule.batch_size,
-        per_device_eval_batch_size=schedule.batch_size, learning_rate=schedule.learning_rate, adam_beta2=BETA_2,
+        per_device_eval_batch_size=schedule.batch_size, learning_rate=schedule.learning_rate,
         lr_scheduler_type="cosine", warmup_steps=math.ceil(WARM_UP * steps), max_grad_norm=0.0, seed=schedule.seed,
         data_seed=schedule.seed, eval_strategy="steps", eval_steps=every, eval_on_start=True, save_strategy="steps",
         save_steps=every, save_total_limit=2, metric_for_best_model=METRIC, greater_is_better=False,
         logging_steps=every, report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         remove_unused_columns=False,
     )  # fmt: skip
+    sample = torch.from_numpy(train[:: max(1, len(train) // CURVATURE_WINDOWS)]).to(teacher.device)
+    factors = inverse_factors(student, iter(sample.split(schedule.batch_size)), schedule.seed)
+    optimizer = CurvatureSteps(student, factors, schedule.learning_rate)
     trainer = DistillationTrainer(
         teacher, blame, model=student, args=arguments, train_dataset=Windows(train), eval_dataset=Windows(held_out),
-        callbacks=[Progress(advance)],
+        callbacks=[Progress(advance)], optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     try:
