@@ -1,5 +1,6 @@
 """The stage `distill`: learn the codes of weights from the float model, then write checkpoint and graphs with them."""
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from ..calibrate.model.source import Source
     from ..quantize.learning.document import Distillation
 
-#: One of so many windows is held out.
-HELD_OUT = 10
+#: One of so many windows is held out, and no more than so many.
+HELD_OUT, MOST_HELD_OUT = 10, 64
 #: Bytes of a learned weight: the teacher's in FP32; of the student the weight it began with, its spacing, its steps,
-#: their gradient and Adam's two moments, all in FP32; and the rounded weight in the forward pass.
-BYTES_A_WEIGHT = 32
+#: their gradient and the last direction, all in FP32; the rounded weight in the forward pass, and the inverse factors.
+BYTES_A_WEIGHT = 36
 #: The float model finds other text than the calibration text this much harder, nats a token, before that is noted.
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
@@ -127,7 +128,8 @@ def _text(run: Run, source: "Source", data: str | None, options: DistillOptions,
             f"{name}: fills {len(windows)} windows of {windows.shape[1]} tokens, of which none can be held out; give "
             f"text for {HELD_OUT} windows or more with --data"
         )
-    held_out = np.arange(len(windows)) % HELD_OUT == HELD_OUT - 1
+    every = max(HELD_OUT, math.ceil(len(windows) / MOST_HELD_OUT))
+    held_out = np.arange(len(windows)) % every == every - 1
     return LearningText(name, windows[~held_out], windows[held_out])
 
 

@@ -49,7 +49,9 @@ def inverse_factors(
             (-flat.gather(-1, drawn).sum()).backward()  # type: ignore[no-untyped-call]
             tokens += ids.numel()
     student.zero_grad()
-    return {name: (_inverse(inputs[name] / max(tokens, 1)), _inverse(outputs[name] / max(tokens, 1))) for name in layers}
+    return {
+        name: (_inverse(inputs[name] / max(tokens, 1)), _inverse(outputs[name] / max(tokens, 1))) for name in layers
+    }
 
 
 @contextmanager
