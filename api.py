@@ -20,6 +20,7 @@ from .options import (
     CalibrateOptions,
     Clipping,
     CompareOptions,
+    DistillOptions,
     DoctorOptions,
     EngineOptions,
     EvaluateOptions,
@@ -43,6 +44,7 @@ from .serve.loop.request import GeneratedAnswer
 from .stages import bench as bench_stage
 from .stages import build_engine as build_engine_stage
 from .stages import compare as compare_stage
+from .stages import distill as distill_stage
 from .stages import evaluate as evaluate_stage
 from .stages import generate as generate_stage
 from .stages import report as report_stage
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .export.engine.info import EngineInfo
+    from .quantize.learning.document import Distillation
     from .serve.web.server import Server
     from .validate.accuracy.document import Accuracy
     from .validate.advice.checkup import Checkup
@@ -82,14 +85,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
-    "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format", "Fp8qError", "GateError",
-    "GenerateOptions", "Histogram", "InputError", "Inspection", "ReportOptions", "RescaleOptions", "RunOptions",
-    "ScaleOptions", "SensitivityOptions", "ServeOptions", "TritonOptions", "TuneOptions", "UnfinishedError",
-    "ValidateOptions", "bench", "build_engine", "calibrate", "chat", "compare", "compare_answers", "doctor", "engine",
-    "evaluate", "export", "generate", "inspect", "lint", "load", "load_scales", "load_statistics", "magnitudes",
-    "merge", "open_run", "report", "report_continuations", "report_plots", "report_tables", "report_verdict", "run",
-    "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db", "squared_error", "tensor_scale", "triton",
-    "tune", "underflow", "validate",
+    "DistillOptions", "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format", "Fp8qError",
+    "GateError", "GenerateOptions", "Histogram", "InputError", "Inspection", "ReportOptions", "RescaleOptions",
+    "RunOptions", "ScaleOptions", "SensitivityOptions", "ServeOptions", "TritonOptions", "TuneOptions",
+    "UnfinishedError", "ValidateOptions", "bench", "build_engine", "calibrate", "chat", "compare",
+    "compare_answers", "distill", "doctor", "engine", "evaluate", "export", "generate", "inspect", "lint", "load",
+    "load_scales", "load_statistics", "magnitudes", "merge", "open_run", "report", "report_continuations",
+    "report_plots", "report_tables", "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity",
+    "serve", "sqnr_db", "squared_error", "tensor_scale", "triton", "tune", "underflow", "validate",
 ]  # fmt: skip
 
 
@@ -198,6 +201,22 @@ def evaluate(path: Path, options: EvaluateOptions, progress: Reporter = SILENT) 
     there or cannot be loaded; BackendError where lm-eval is not installed, or a server does not answer.
     """
     return evaluate_stage.evaluate_tasks.at(path, progress, options)
+
+
+def distill(
+    path: Path,
+    data: str | None = None,
+    options: DistillOptions = DistillOptions(),
+    progress: Reporter = LOGGED,
+) -> "Distillation":
+    """Learn the codes of the weights of the run at `path` from its float model, on the text `data` or on the
+    calibration text; then write checkpoint and graphs with them. The held-out divergence decides: nothing changes
+    where it does not fall.
+
+    A killed call goes on at the last saved step. Raises InputError for text that the run is evaluated on, too little
+    of it, a source model that is gone, and a model that is too large for the memory.
+    """
+    return distill_stage.distill.at(path, progress, data, options)
 
 
 def sensitivity(

@@ -65,6 +65,9 @@ Data = Annotated[
 EvalData = Annotated[
     str | None, option(TEXT, "Text to evaluate on.", "TEXT", "the last tenth of --data, held out"), PATH_OR_NAME
 ]
+LearningData = Annotated[
+    str | None, option(TEXT, "Text to learn from.", "TEXT", "that of the calibration"), PATH_OR_NAME
+]
 OtherData = Annotated[str | None, option(EVALUATION, "Text to evaluate on.", "TEXT", "what was held out"), PATH_OR_NAME]
 BuiltTargets = Annotated[
     tuple[str, ...],

@@ -7,7 +7,6 @@ from ..options import (
     BenchOptions,
     CalibrateOptions,
     CompareOptions,
-    DoctorOptions,
     EngineOptions,
     EvaluateOptions,
     ExportOptions,
@@ -17,24 +16,20 @@ from ..options import (
     RescaleOptions,
     RunOptions,
     ScaleOptions,
-    SensitivityOptions,
     ServeOptions,
     TritonOptions,
-    TuneOptions,
     ValidateOptions,
 )
 from ..options.declare import first_given, only, without
 from .application import app, showing, terminal
 from .arguments import (
     Against,
-    Apply,
     BuiltTargets,
     Chat,
     ChosenPreset,
     Common,
     Compare,
     Delayed,
-    ExaminedRun,
     LintPath,
     Model,
     OfRun,
@@ -51,7 +46,8 @@ from .arguments import (
     SourceModel,
 )
 
-__all__ = ["app"]
+#: `improving` registers its commands.
+__all__ = ["app", "improving"]
 
 
 @app.command
@@ -339,56 +335,4 @@ def inspect(
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
 
 
-@app.command
-def sensitivity(
-    run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
-) -> None:
-    """Tell which tensor causes the loss: the KL of quantizing each one alone, worst first.
-
-    Weights, activations and caches; beside each the KL that two FP8 codes an activation, or BF16, would leave.
-    """
-    from .. import api
-    from . import views
-
-    speak = terminal()
-    views.show_losses(speak, api.sensitivity(run, options, speak), common.as_json)
-
-
-@app.command
-def tune(
-    run: RunPath, /, *, options: TuneOptions = TuneOptions(), apply: Apply = False, common: Common = Common()
-) -> None:
-    """Find the cheapest mix of formats that meets a budget of loss; without a budget, the cost of every loss.
-
-    For each module a mix takes one FP8 code an activation (one term), two codes (two terms; a tail: two for decoded
-    tokens and the end of a prompt, one for the rest) or BF16. It also chooses how weights are rounded and the cache is
-    stored. docs/tune.md explains it.
-    """
-    from .. import api
-    from ..stages.tune import check_met
-    from . import tune_table
-
-    speak = terminal()
-    found = api.tune(run, options, apply, speak)
-    tune_table.show_tuning(speak, run, found, common.as_json)
-    check_met(found)
-
-
-@app.command
-def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions(), common: Common = Common()) -> None:
-    """List this machine's runtimes and GPUs; or check the numbers of a RUN, with verdict, module and remedy.
-
-    Exit code 3 where a check is bad. `fp8q lint RUN` checks the files, `fp8q inspect RUN` shows every module.
-    """
-    from . import checklist
-
-    if run is None:
-        if given := first_given(options, options.declared()):
-            raise InputError(f"{given}: is for a RUN, and none is given; name one, or leave this out")
-        checklist.machine(terminal(), common.as_json)
-    else:
-        checklist.show_checklist(terminal(), run, options, common.as_json)
-
-
-for position, name in enumerate(app):
-    app[name].sort_key = position  # the help lists the commands as they stand here, not by name
+from . import improving  # noqa: E402  # its commands are listed below those above

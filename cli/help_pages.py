@@ -173,6 +173,12 @@ PAGES: Mapping[str, Page] = {
             ("fp8q inspect RUN --delayed", "what delayed scaling would have done"),
         ),
     ),
+    "distill": Page(
+        (
+            ("fp8q distill RUN --data text.jsonl", "learn from that text; the more the better"),
+            ("fp8q distill RUN", "from the text it was calibrated on"),
+        ),
+    ),
     "sensitivity": Page((("fp8q sensitivity RUN", "each tensor's own loss, the worst first"),)),
     "tune": Page(
         (

@@ -48,6 +48,7 @@ from .endings import FILES, MADE, TABLES, ending
 
 if TYPE_CHECKING:
     from ..api import Inspection
+    from ..quantize.learning.document import Distillation
     from ..stages.commands.engine import EngineView
     from ..stages.commands.lint import Linted, LintedRun, RuleText
     from ..validate.sensitivity.document import Sensitivity
@@ -191,6 +192,14 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
         if table.rows:
             draw_table(speak, table)
     speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")
+
+
+def show_distillation(speak: "Terminal", found: "Distillation", as_json: bool) -> None:
+    """Show what `fp8q distill` learned: the outcome in a sentence."""
+    if as_json:
+        emit(found.model_dump(mode="json"))
+        return
+    speak.say(f"{found.conclusion[0].upper()}{found.conclusion[1:]}.")
 
 
 def show_losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:

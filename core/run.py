@@ -103,6 +103,8 @@ class Run:
     sensitivity = _Path("sensitivity.json")
     continuations = _Path("continuations.json")
     tuning = _Path("tune.json")
+    distilled = _Path("distilled.safetensors")
+    distillation = _Path("distill.json")
     bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")

@@ -26,6 +26,7 @@ from .calibrate import (
 )
 from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
+from .distill import DistillOptions
 from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
@@ -77,6 +78,7 @@ __all__ = [
     "CompareOptions",
     "ContinueOptions",
     "CorpusOptions",
+    "DistillOptions",
     "DoctorOptions",
     "EngineOptions",
     "EvaluateOptions",

@@ -1,7 +1,10 @@
 """The stage `quantize`: choose scales from statistics and write the checkpoint; the model is not run."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core.errors import InputError
@@ -10,7 +13,7 @@ from ..core.run import Run
 from ..options import RescaleOptions, ScaleOptions
 from .corpus import load_tokens
 from .pipeline.stage import Key
-from .pipeline.stages import MEASURE, QUANTIZE, QuantizeFacts
+from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
 from .pipeline.steps import Notes, device
 from .queries import measure_queries
 from .shared.adapters import fingerprints
@@ -24,8 +27,13 @@ if TYPE_CHECKING:
     from ..quantize.weights.channels import Rounding
 
 
-def quantize(run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes) -> None:
-    """The stage `quantize`: choose scales, write `model/` and `scales.json`."""
+def quantize(
+    run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes, *, learned: bool = True
+) -> None:
+    """The stage `quantize`: choose scales, write `model/` and `scales.json`.
+
+    `learned`: take the codes that `fp8q distill` learned from these scales, where there are any.
+    """
     from ..calibrate.measure.statistics import load_arrays, load_statistics
     from ..calibrate.model.products import attention_heads
     from ..export.graph.reuse import carry_graphs
@@ -34,13 +42,14 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
 
     if options.q_scale:
         measure_queries(run, "--q-scale", notes)
-    batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
-    facts = QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size)
-    key = Key(_inputs(run, options), options, facts)
+    key = rounding_key(run, source, options)
+    if learned:
+        key = replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
     if QUANTIZE.is_current(run, key):
         return
+    writers = {run.calibration.name: "corpus", run.queries.name: "queries", run.distilled.name: DISTILL.name}
     for name in key.inputs:
-        run.require(run.root / name, {run.calibration.name: "corpus", run.queries.name: "queries"}.get(name, "measure"))
+        run.require(run.root / name, writers.get(name, "measure"))
     statistics = load_statistics(run)
     scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
     if options.q_scale:
@@ -60,6 +69,36 @@ def quantize(run: Run, source: "Source", products: "Products", options: ScaleOpt
                 path for path in run.model.rglob("*") if path.is_file() and path.suffix != ".onnx" and path != run.card
             ),
         ]
+
+
+def rounding_key(run: Run, source: "Source", options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
+    """The key of the codes that rounding gives, without any learned ones."""
+    batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
+    return Key(_inputs(run, options), options, QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size))
+
+
+def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
+    """SHA-256 of everything that the codes of a `rounding_key` depend on."""
+    depends = [dict(key.inputs), QUANTIZE.dump(key.options, key.facts)]
+    return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
+
+
+def learned_codes(run: Run, key: Key[ScaleOptions, QuantizeFacts], notes: Notes) -> dict[str, str]:
+    """Name -> SHA-256 of the file of codes that were learned from those of `key`; empty where there are none.
+
+    Codes that were learned from others, of scales that have changed since, are left out with a note.
+    """
+    recorded, name = run.record().stages.get(DISTILL.name), run.distilled.name
+    if recorded is None or name not in recorded.outputs:
+        return {}
+    if run.facts(DISTILL).start != identity(key):
+        notes.note(
+            f"{name}: was learned from other scales than the run has now, and is left out; `fp8q distill {run.root}` "
+            "learns anew"
+        )
+        return {}
+    run.require(run.distilled, DISTILL.name)
+    return {name: recorded.outputs[name]}
 
 
 def _note_choices(
@@ -113,6 +152,7 @@ def _rounding(
     `sequential` rounding is done here, on the run's windows, in a work folder whose key contains `key`.
     """
     from ..calibrate.measure.statistics import load_statistics
+    from ..quantize.learning.codes import LearnedCodes
     from ..quantize.reading.inherited_scales import inherited_codes
     from ..quantize.scales.clip import lost_share
     from ..quantize.scales.decisions import group_of
@@ -122,6 +162,9 @@ def _rounding(
     from ..quantize.weights.sequential import SequentialRounding
 
     statistics, options = load_statistics(run), key.options
+    if run.distilled.name in key.inputs:
+        yield Rounding(options.weight_method, learned=LearnedCodes(run.distilled))
+        return
     method, kept = options.weight_method, inherited_codes(source, options)
     record, few = statistics.record, starved(statistics, options.min_expert_tokens)
     if options.weight_rounding == "sequential":

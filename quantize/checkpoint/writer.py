@@ -165,7 +165,8 @@ class ModuleQuantizer:
         """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight."""
         axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
         # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
-        quantized: QuantizedWeight | Skipped | None = inherited.of(module) if inherited and axis == 0 else None
+        own = self.rounding.learned is None and inherited is not None and axis == 0
+        quantized: QuantizedWeight | Skipped | None = inherited.of(module) if own and inherited else None
         if quantized is None:
             rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
             quantized = self.rounding.quantized(module, rows, INT8 if self.scales.format == "int8" else E4M3)

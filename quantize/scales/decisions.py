@@ -59,7 +59,7 @@ class WeightScales(Lossy):
         description="what chose them: `inherited` with its codes from an FP8 checkpoint, or `mse of 128x128 blocks`, "
         "chosen anew where that has scales of blocks: what this loses is `sqnr_db`"
     )
-    rounding: Literal["nearest", "gptq", "sequential", "inherited"] = "nearest"
+    rounding: Literal["nearest", "gptq", "sequential", "inherited", "learned"] = "nearest"
     axis: int = Field(description="of the output channels")
     channels: int
     scale_min: float

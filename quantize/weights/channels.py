@@ -27,7 +27,7 @@ WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
 class RoundedCodes(Protocol):
-    """Codes and scales of modules that were rounded layer by layer."""
+    """Codes and scales of modules that were rounded layer by layer, or learned."""
 
     def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
@@ -49,18 +49,21 @@ class Rounding:
 
     `method`: how scales are chosen. `compensations`: the Cholesky factors for GPTQ; None rounds to nearest.
     `sequential`: the codes of `--weight-rounding sequential`. `inherited`: the codes of an FP8 source checkpoint.
+    `learned`: those of `fp8q distill`, which come before all others.
     """
 
     method: WeightMethod
     compensations: Compensations | None = None
     sequential: RoundedCodes | None = None
     inherited: SourceCodes | None = None
+    learned: RoundedCodes | None = None
 
     def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
         """Quantize the `weight` [out, in] of `module`; a weight of zeros is skipped."""
-        rounded = self.sequential.of(module) if self.sequential else None
-        if rounded is not None:
-            return QuantizedWeight(*rounded, weight_summary(weight, *rounded, self.method, "sequential"))
+        if self.learned and (codes := self.learned.of(module)):
+            return QuantizedWeight(*codes, weight_summary(weight, *codes, self.method, "learned"))
+        if self.sequential and (codes := self.sequential.of(module)):
+            return QuantizedWeight(*codes, weight_summary(weight, *codes, self.method, "sequential"))
         return quantize_weight(
             weight, self.method, self.compensations.of(module) if self.compensations else None, format
         )
@@ -102,7 +105,11 @@ def quantize_weight(
 
 
 def weight_summary(
-    weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, method: WeightMethod, rounding: WeightRounding
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    method: WeightMethod,
+    rounding: WeightRounding | Literal["learned"],
 ) -> WeightScales:
     """Describe the `codes` [out, in] of `weight` under `scale` float32 [out]."""
     return WeightScales(

@@ -19,6 +19,7 @@ from ...options import (
     CompareOptions,
     ContinueOptions,
     CorpusOptions,
+    DistillOptions,
     EngineOptions,
     EvaluateOptions,
     ExportOptions,
@@ -104,6 +105,13 @@ class NeedleFacts(Strict):
     accumulator: Accumulator | None = None
 
 
+class DistillFacts(Strict):
+    """Facts of learned weights. `start`: digest of everything that the codes to begin with depend on."""
+
+    data: str
+    start: str
+
+
 class ContinueFacts(Strict):
     """Facts of the continuations. `tokens`: the length of each."""
 
@@ -142,12 +150,21 @@ QUERIES = Stage(
     outputs=("queries.safetensors",),
     code="queries.measure_queries",
 )
+#: Learns the codes of weights from the float model, beginning with those that `quantize` gives without it.
+DISTILL = Stage(
+    "distill",
+    DistillOptions,
+    DistillFacts,
+    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "windows", "held out"),
+    outputs=("distill.json", "distilled.safetensors"),
+    code="distill.distill",
+)
 #: Chooses scales from statistics, and writes the checkpoint.
 QUANTIZE = Stage(
     "quantize",
     ScaleOptions,
     QuantizeFacts,
-    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors"),
+    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "distilled.safetensors"),
     outputs=("scales.json", "model/*"),
     code="quantize.quantize",
 )
@@ -290,6 +307,7 @@ STAGES = (
     CORPUS,
     MEASURE,
     QUERIES,
+    DISTILL,
     QUANTIZE,
     EXPORT,
     *EXPORT_BASELINE.values(),

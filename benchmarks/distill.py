@@ -1,0 +1,132 @@
+"""What `fp8q distill` wins back, from the codes of `sequential` rounding.
+
+    python benchmarks/distill.py [MODEL=CALIBRATION,EVALUATION …] [--windows 20] [--context 512] [--learned 1600]
+
+A run of each model is made with its weights rounded by `sequential` and activations in two codes, and in one. Then its
+weights are learned from text of the domain: Python's standard library, without the files that the demo's texts are from
+(`examples/demo/train.py`), in `--learned` windows. KL(BF16 || FP8) in FP32 on the evaluation text, before and after, in
+nats × 10⁶, and on text of another domain (Wikipedia, where `../shared` is). Limits: the demo in two codes at most 300;
+nothing gets worse by more than 2 %. Prints one JSON line; exit status 1 when one is not met.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import DEMO, SHARED, ModelTexts, model_arguments, small_models
+from result import described, publish
+
+from fp8q import api
+from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.calibrate.text import corpus
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
+from fp8q.quantize.reference.fp8_model import load_reference
+from fp8q.stages.shared import sources
+from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.runtimes import float_model
+
+sys.path.append(str(DEMO))
+from train import Texts
+
+LIMIT_DEMO, LIMIT_RATIO = 300.0, 1.02
+OTHER = SHARED / "data" / "wikitext-2-raw-test.txt"
+FORMS: Mapping[str, int] = {"two codes": 2, "one code": 1}
+
+
+def domain_text(folder: Path) -> Path:
+    """The files of the standard library that the demo's texts are not from, in the order of their paths' MD5."""
+    files = sorted(Texts.read().training, key=lambda file: file[0])
+    path = folder / "domain.txt"
+    path.write_text("\n\n".join(text for _, text in files), encoding="utf-8")
+    return path
+
+
+def divergences(run: Run, texts: Mapping[str, Evaluation]) -> dict[str, float]:
+    """KL of the FP8 reference of `run` from its float model on each text, in nats × 10⁶; all in FP32."""
+    source = sources.source_of(run)
+    model = load_reference(run.model, "exact", torch.float32).model
+    runtimes: dict[str, Forward] = {
+        "bf16": float_model(source, torch.float32, "cpu"),
+        "fp8": lambda ids: model(input_ids=torch.from_numpy(ids)).logits,
+    }
+    size, found = source.text_config.vocab_size, {}
+    for name, evaluation in texts.items():
+        accuracy = compare_runtimes(evaluation, runtimes, size, SILENT)[0].runtimes["fp8"]
+        found[name] = round(1e6 * (accuracy.kl_mean_nats or 0.0), 1)
+    return found
+
+
+def measure(model: ModelTexts, asked: argparse.Namespace) -> dict[str, Any]:
+    """KL before and after learning, by form."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, found = Path(name), dict[str, Any]()
+        tokenizer = load_tokenizer(sources.opened(model.directory))
+        read = {"own": model.eval_data} | ({"other": str(OTHER)} if OTHER.is_file() else {})
+        texts = {}
+        for kind, path in read.items():
+            ids = corpus.encode_texts(corpus.load_texts(path), tokenizer)[: asked.windows * asked.context]
+            texts[kind] = cut(ids, path, asked.context, asked.context)
+        data = domain_text(folder)
+        for form, terms in FORMS.items():
+            options = CalibrateOptions(
+                seq_len=asked.context,
+                weight_rounding="sequential",
+                activation_terms=terms,  # type: ignore[arg-type]
+            )
+            run = api.calibrate(
+                model.directory,
+                model.data,
+                folder / form,
+                model.eval_data,
+                options,
+                ExportOptions(graph=False),
+                SILENT,
+            )
+            before, begun = divergences(run, texts), time.monotonic()
+            learned = api.distill(run.root, str(data), DistillOptions(samples=asked.learned, epochs=1.0), SILENT)
+            found[form] = {
+                "before": before,
+                "after": divergences(run, texts),
+                "held_out": [(moment.step, round(1e6 * moment.kl, 1)) for moment in learned.moments],
+                "tokens": learned.tokens,
+                "changed": round(learned.changed, 4),
+                "seconds": round(time.monotonic() - begun),
+            }
+            print(model.name, form, found[form], file=sys.stderr, flush=True)
+    return found
+
+
+def missed(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The limits that are not met."""
+    lines = []
+    for model, forms in results.items():
+        for form, found in forms.items():
+            for text, after in found["after"].items():
+                if after > LIMIT_RATIO * found["before"][text]:
+                    lines.append(f"{model}, {form}, {text} text: {after} from {found['before'][text]}")
+    if (demo := results.get("demo")) and demo["two codes"]["after"]["own"] > LIMIT_DEMO:
+        lines.append(f"demo, two codes: {demo['two codes']['after']['own']} (at most {LIMIT_DEMO:g})")
+    return lines
+
+
+def main() -> int:
+    """Run, print, judge."""
+    options = model_arguments(__doc__, windows=20, context=512, learned=1600).parse_args()
+    head, results = described("distill"), {}
+    for model in options.models or small_models("demo"):
+        results[model.name] = measure(model, options)
+    over = missed(results)
+    figures = {"windows": options.windows, "context": options.context, "results": results}
+    return publish(head, {**figures, "missed": over, "passed": not over}, options.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Precondition the gradient of learned weights by the curvature of the model's distribution: K-FAC.
+
+Next to its minimum the KL divergence from the float model has the Fisher information as its Hessian. Of a layer y = x̂
+Wᵀ it is approximately A ⊗ B, with A = E[x̂ x̂ᵀ] of its input and B = E[g gᵀ] of the gradient of -log p at its output,
+where labels are drawn from the model's own distribution (Martens and Grosse 2015, arXiv 1503.05671, sections 2 and 3).
+A step is then
+
+    W ← W - rate · (B + λ_B)⁻¹ G (A + λ_A)⁻¹,
+
+so that `rate` is a share of Newton's step, whatever the layer, the model and the magnitude of its weights. Adam's step
+has one size for every weight, and all weights that move together along the few directions of large curvature add up:
+from the codes of `sequential` rounding it only gets worse. λ is the mean of the diagonal (times `DAMPING`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .linear import LearnedLinear
+
+#: Damping, in means of a factor's diagonal.
+DAMPING = 1.0
+#: The share of the last direction that a step keeps.
+MOMENTUM = 0.9
+
+
+def inverse_factors(
+    student: PreTrainedModel, batches: Iterator[torch.Tensor], seed: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Invert the damped factors of each learned layer: name -> ((A + λ)⁻¹ [in, in], (B + λ)⁻¹ [out, out]), float32.
+
+    `batches`: token ids int64 [windows, seq_len]; `seed`: of the labels that are drawn.
+    """
+    layers = {name: layer for name, layer in student.named_modules() if isinstance(layer, LearnedLinear)}
+    inputs = {name: torch.zeros(layer.base.shape[1:] * 2, device=layer.base.device) for name, layer in layers.items()}
+    outputs = {name: torch.zeros(layer.base.shape[:1] * 2, device=layer.base.device) for name, layer in layers.items()}
+    generator, tokens = torch.Generator().manual_seed(seed), 0
+    with _recorded(layers, inputs, outputs):
+        for ids in batches:
+            said = student(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+            if not bool(torch.isfinite(said).all()):
+                continue  # the training ends at it, and names its step
+            flat = said.flatten(0, -2)
+            drawn = torch.multinomial(flat.detach().exp().cpu(), 1, generator=generator).to(flat.device)
+            (-flat.gather(-1, drawn).sum()).backward()  # type: ignore[no-untyped-call]
+            tokens += ids.numel()
+    student.zero_grad()
+    return {
+        name: (_inverse(inputs[name] / max(tokens, 1)), _inverse(outputs[name] / max(tokens, 1))) for name in layers
+    }
+
+
+@contextmanager
+def _recorded(
+    layers: Mapping[str, LearnedLinear], inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Add up x xᵀ and g gᵀ of each layer's tokens in this block."""
+
+    def recorder(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        def hook(layer: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            x = arguments[0].detach().flatten(0, -2).float()
+
+            def backward(gradient: torch.Tensor) -> None:
+                g = gradient.detach().flatten(0, -2).float()
+                inputs[name].addmm_(x.T, x)
+                outputs[name].addmm_(g.T, g)
+
+            output.register_hook(backward)  # type: ignore[no-untyped-call]
+
+        return hook
+
+    hooks = [layer.register_forward_hook(recorder(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _inverse(factor: torch.Tensor) -> torch.Tensor:
+    """Invert a factor after damping it; in FP64, since one direction can hold most of the energy."""
+    mean = float(factor.diagonal().mean())
+    damped = factor.double() + (DAMPING * mean or 1.0) * torch.eye(
+        len(factor), dtype=torch.float64, device=factor.device
+    )
+    return torch.cholesky_inverse(torch.linalg.cholesky(damped)).float()
+
+
+class CurvatureSteps(torch.optim.Optimizer):
+    """Move `steps` of learned layers against their gradient, preconditioned by the inverse factors of their layer."""
+
+    def __init__(
+        self, student: nn.Module, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], learning_rate: float
+    ):
+        """Take the learned layers of `student` that `factors` (by name) has; `learning_rate`: a share of Newton's
+        step.
+        """
+        self._layers = [(student.get_submodule(name), *pair) for name, pair in factors.items()]
+        super().__init__([layer.steps for layer, *_ in self._layers], {"lr": learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take one step. `closure` is not used."""
+        rate = self.param_groups[0]["lr"]
+        for layer, inputs, outputs in self._layers:
+            if layer.steps.grad is None:
+                continue
+            state = self.state[layer.steps]
+            direction = outputs @ (layer.steps.grad / layer.spacing) @ inputs
+            if "direction" not in state:
+                state["direction"] = torch.zeros_like(direction)
+            state["direction"].mul_(MOMENTUM).add_(direction, alpha=1 - MOMENTUM)
+            layer.steps.sub_(state["direction"] / layer.spacing, alpha=rate)

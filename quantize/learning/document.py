@@ -1,0 +1,57 @@
+"""`distill.json`: the held-out divergence while weights were learned, and the outcome."""
+
+from pydantic import Field
+
+from ...core.files import Strict, read_document
+from ...core.run import Run
+
+
+class Moment(Strict):
+    """The held-out divergence after `step` steps."""
+
+    step: int
+    kl: float = Field(description="KL(BF16 || FP8) on the held-out windows, nats a token")
+
+
+class Distillation(Strict):
+    """The outcome of `fp8q distill`. The checkpoint has the weights of the `best` moment; those of step 0 are the codes
+    that rounding gave.
+    """
+
+    data: str = Field(description="the text that was learned from")
+    tokens: int = Field(description="of the windows that were learned from")
+    held_out: int = Field(description="tokens of the windows that were held out")
+    steps: int = Field(description="that were planned")
+    seconds: float
+    moments: list[Moment] = Field(min_length=1)
+    changed: float = Field(description="share of codes that are others than rounding gave")
+    stopped: str | None = Field(default=None, description="why learning ended early")
+
+    @property
+    def start(self) -> Moment:
+        """The moment before the first step."""
+        return self.moments[0]
+
+    @property
+    def best(self) -> Moment:
+        """The moment with the least divergence; the earlier of equal ones."""
+        return min(self.moments, key=lambda moment: moment.kl)
+
+    @property
+    def conclusion(self) -> str:
+        """The outcome in a sentence."""
+        begun, best = self.start.kl, self.best
+        if best.step == 0:
+            return (
+                f"nothing better was found in {self.moments[-1].step:,} steps: the held-out KL is {begun:.3e} nats a "
+                "token as it was, and the model is unchanged"
+            )
+        return (
+            f"the held-out KL fell from {begun:.3e} to {best.kl:.3e} nats a token ({best.kl / begun - 1:+.0%}), by "
+            f"step {best.step:,} of {self.steps:,}; {self.changed:.1%} of the codes changed"
+        )
+
+
+def load_distillation(run: Run) -> Distillation:
+    """Read `distill.json` of `run`; raises InputError where it is missing or malformed."""
+    return read_document(run.require(run.distillation, "distill"), Distillation)

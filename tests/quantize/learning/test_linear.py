@@ -1,0 +1,83 @@
+"""A learned layer: its grid, its gradients by hand and against ModelOpt's, and the codes that it begins with."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from modelopt.torch.quantization.tensor_quant import scaled_e4m3
+
+from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.learning.linear import LearnedLinear, on_grid, spacing
+from fp8q.quantize.reference.linear import FP8Linear
+from fp8q.quantize.scales.decisions import TensorScale
+
+TWO = TensorScale(
+    method="amax", amax=4.0, clip=448 / 64, scale=2.0**-6, saturation=0, underflow=0, sqnr_db=None, terms=2
+)
+ONE = TWO.model_copy(update={"terms": 1, "sqnr_db": 30.0})
+
+
+def test_the_spacing_of_a_code_is_that_to_the_next_larger_one() -> None:
+    values = torch.tensor([0.0, 2.0**-9, 2.0**-6, 1.0, -1.875, 2.0, 240.0, -448.0])
+    assert spacing(values).tolist() == [2.0**-9, 2.0**-9, 2.0**-9, 0.125, 0.125, 0.25, 16.0, 32.0]
+
+
+def test_gradients_pass_where_values_have_codes_and_nowhere_else() -> None:
+    x = torch.tensor([0.3, -448.0, 449.0, -1e4, 0.0], requires_grad=True)
+    rounded = on_grid(x, torch.tensor(1.0))
+    assert rounded.tolist() == [0.3125, -448.0, 448.0, -448.0, 0.0]
+    (rounded * torch.tensor([1.0, 2, 3, 4, 5])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 2, 0, 0, 5]
+
+
+@given(st.integers(0, 2**31), st.sampled_from([0.5, 1.0, 3.0]))
+def test_values_and_gradients_are_those_of_modelopt(seed: int, amax: float) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    values, back = torch.randn(64, generator=draw), torch.randn(64, generator=draw)
+    ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
+    scale = torch.tensor(amax) / E4M3.max
+    rounded, expected = on_grid(ours, scale), scaled_e4m3(theirs, torch.tensor(amax), None, 4, 3)
+    rounded.backward(back)
+    expected.backward(back)
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    # theirs multiplies by the reciprocal of the scale, so a value at a midpoint may get the code beside
+    assert ((rounded - expected).abs() <= spacing(expected / scale) * scale * 1.001).all()
+    assert ((rounded - expected).abs() > 1e-3 * expected.abs()).float().mean() < 0.05
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("activation", [None, ONE, TWO], ids=["weights alone", "one code", "two codes"])
+def test_a_layer_begins_as_the_reference_computes(activation: TensorScale | None) -> None:
+    draw = torch.Generator().manual_seed(1)
+    weight, x, bias = (torch.randn(shape, generator=draw) for shape in ((24, 32), (5, 7, 32), (24,)))
+    x = x.bfloat16().float()  # of which two codes lose nothing
+    scale = weight.abs().amax(1) / E4M3.max
+    codes = encode(weight, scale[:, None])
+    learned = LearnedLinear(codes, scale, activation, bias)
+    given_scale = None if activation is None else torch.tensor(activation.scale)
+    reference = FP8Linear(codes, scale, given_scale, bias, "exact", activation.terms if activation else 1)
+    assert torch.allclose(learned(x), reference(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(learned.codes(), codes)
+    assert learned.changed() == 0
+
+
+def test_half_a_spacing_changes_a_code_and_scales_stay() -> None:
+    codes = torch.tensor([[1.0, 448.0], [-2.0, 0.0]]).to(torch.float8_e4m3fn)
+    layer = LearnedLinear(codes, torch.tensor([0.5, 2.0]), None, None)
+    with torch.no_grad():
+        layer.steps += torch.tensor([[0.6, 0.6], [-0.4, 0.6]])
+    assert layer.codes().float().tolist() == [[1.125, 448.0], [-2.0, 2.0**-9]]  # none is beyond the largest
+    assert layer.changed() == 0.5
+    assert layer.scale.flatten().tolist() == [0.5, 2.0]
+
+
+def test_the_gradient_of_a_step_is_that_of_the_weight_times_the_spacing() -> None:
+    codes = torch.tensor([[1.0, 4.0]]).to(torch.float8_e4m3fn)
+    layer = LearnedLinear(codes, torch.tensor([0.5]), None, None)
+    layer(torch.tensor([[3.0, 5.0]])).sum().backward()
+    assert layer.steps.grad is not None
+    assert layer.steps.grad.tolist() == [[3 * 0.125 * 0.5, 5 * 0.5 * 0.5]]
+    assert [name for name, _ in layer.named_parameters()] == ["steps"]

@@ -1,0 +1,129 @@
+"""Learning weights of a small model: better or unchanged, the same after a kill, and ended by a NaN."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from fp8q.calibrate.model.products import observed_products
+from fp8q.quantize.learning.document import Moment
+from fp8q.quantize.learning.linear import LearnedLinear
+from fp8q.quantize.learning.training import LossIsNotFiniteError, Schedule, distill, divergence
+from fp8q.quantize.reference.linear import replace_linears
+from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
+
+WINDOWS: npt.NDArray[np.int64] = np.random.default_rng(0).integers(3, 60, (30, 24))
+TEXT = WINDOWS[:24], WINDOWS[24:]
+SCHEDULE = Schedule(epochs=4, batch_size=4, learning_rate=0.1, seed=0)
+
+
+@pytest.fixture
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A small random Llama, and the same with learned layers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    teacher = LlamaForCausalLM(config).eval().requires_grad_(False)
+    student = deepcopy(teacher)
+    layers = {}
+    for name, module in observed_products(student).items():
+        rounded = quantize_weight(module.weight.data.bfloat16(), "amax")  # type: ignore[operator,union-attr]
+        assert isinstance(rounded, QuantizedWeight)
+        layers[name] = LearnedLinear(rounded.codes, rounded.scale, None, None)
+    replace_linears(student, layers)
+    return teacher, student
+
+
+def train(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    folder: Path,
+    advance: Callable[[int], None] = lambda steps: None,
+    schedule: Schedule = SCHEDULE,
+    text: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = TEXT,
+) -> list[Moment]:
+    return distill(*models, text, schedule, folder, advance, lambda ids: ", first by nothing")
+
+
+def codes(student: PreTrainedModel) -> dict[str, bytes]:
+    layers = {name: each for name, each in student.named_modules() if isinstance(each, LearnedLinear)}
+    assert layers
+    return {name: each.codes().view(torch.uint8).numpy().tobytes() for name, each in layers.items()}
+
+
+def loss(models: tuple[PreTrainedModel, PreTrainedModel]) -> float:
+    ids = torch.from_numpy(TEXT[1])
+    with torch.no_grad():
+        return float(divergence(models[0](ids).logits, models[1](ids).logits))
+
+
+def test_the_divergence_is_that_of_two_coins() -> None:
+    p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+    expected = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
+    assert float(divergence(p.log()[None], q.log()[None])) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_weights_of_the_best_moment_stay(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
+    begun, steps = loss(models), list[int]()
+    moments = train(models, tmp_path, steps.append)
+    best = min(moments, key=lambda moment: moment.kl)
+    assert sum(steps) == 24
+    assert moments[0].step == 0
+    assert moments[0].kl == pytest.approx(begun, rel=1e-3)
+    assert best.step > 0
+    assert best.kl < 0.95 * begun
+    assert loss(models) == pytest.approx(best.kl, rel=1e-3)
+
+
+def test_what_gets_worse_changes_nothing(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
+    before = codes(models[1])
+    moments = train(models, tmp_path, schedule=Schedule(epochs=1, batch_size=4, learning_rate=50.0, seed=0))
+    assert moments[0].kl == min(moment.kl for moment in moments)
+    assert codes(models[1]) == before
+
+
+def test_a_killed_training_goes_on_to_the_same_bytes(
+    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    class Killed(BaseException):
+        """A kill."""
+
+    def die(steps: int) -> None:
+        nonlocal taken
+        taken += steps
+        if taken == 14:
+            raise Killed
+
+    taken, again = 0, deepcopy(models)
+    whole = train(models, tmp_path / "whole")
+    with pytest.raises(Killed):
+        train(again, tmp_path / "killed", die)
+    fresh, resumed = deepcopy(again), list[int]()
+    with torch.no_grad():
+        for name, parameter in fresh[1].named_parameters():
+            if name.endswith("steps"):
+                parameter.zero_()
+    assert train(fresh, tmp_path / "killed", resumed.append) == whole
+    assert sum(resumed) == 24  # told of the steps before the kill too, once
+    assert len(resumed) < 24
+    assert codes(fresh[1]) == codes(models[1])
+
+
+def test_a_loss_that_is_no_number_ends_it(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
+    bad = WINDOWS.copy()
+    bad[:24, 3] = 63
+    for model in models:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[63] = float("nan")  # type: ignore[index,operator]
+    before = codes(models[1])
+    with pytest.raises(LossIsNotFiniteError) as raised:
+        train(models, tmp_path, text=(bad[:24], bad[24:]))
+    assert str(raised.value) == "the loss is nan at step 1 of 24, first by nothing"
+    assert [moment.step for moment in raised.value.moments] == [0]
+    assert codes(models[1]) == before
