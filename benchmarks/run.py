@@ -40,8 +40,8 @@ PARTS: Mapping[str, str] = {
         for name in (
             "forms", "engine_size", "kv_cache", "fp8_input", "adapter", "accumulator", "attention", "baselines",
             "fp16", "probabilities", "choosing_scales", "memory", "export_memory", "two_implementations", "accuracy",
-            "tune", "distill", "culprit_proof", "bos", "doctor", "certificate", "top_logits", "exact_answers", "as_served",
-            "needles",
+            "tune", "culprit_proof", "bos", "doctor", "certificate", "top_logits", "exact_answers", "as_served",
+            "needles", "distill",
         )
     },
     # Time.
