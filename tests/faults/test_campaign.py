@@ -1,4 +1,4 @@
-"""A quarter of a minute of the campaign: whatever is wrong with what fp8q reads, it ends with one line and leaves nothing."""
+"""A quarter minute of the campaign: whatever is wrong with what fp8q reads, it ends with a line and leaves nothing."""
 
 import json
 import subprocess
