@@ -10,6 +10,7 @@ nothing gets worse by more than 2 %. Prints one JSON line; exit status 1 when on
 """
 
 import argparse
+import runpy
 import sys
 import tempfile
 import time
@@ -33,17 +34,15 @@ from fp8q.validate.accuracy.compare import Forward, compare_runtimes
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model
 
-sys.path.append(str(DEMO))
-from train import Texts
-
 LIMIT_DEMO, LIMIT_RATIO = 300.0, 1.02
 OTHER = SHARED / "data" / "wikitext-2-raw-test.txt"
 FORMS: Mapping[str, int] = {"two codes": 2, "one code": 1}
 
 
 def domain_text(folder: Path) -> Path:
-    """The files of the standard library that the demo's texts are not from, in the order of their paths' MD5."""
-    files = sorted(Texts.read().training, key=lambda file: file[0])
+    """The files of the standard library that the demo's texts are not from, in the order of their paths."""
+    texts = runpy.run_path(str(DEMO / "train.py"))["Texts"].read()
+    files = sorted(texts.training, key=lambda file: file[0])
     path = folder / "domain.txt"
     path.write_text("\n\n".join(text for _, text in files), encoding="utf-8")
     return path

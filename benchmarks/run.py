@@ -41,7 +41,7 @@ PARTS: Mapping[str, str] = {
             "forms", "engine_size", "kv_cache", "fp8_input", "adapter", "accumulator", "attention", "baselines",
             "fp16", "probabilities", "choosing_scales", "memory", "export_memory", "two_implementations", "accuracy",
             "tune", "culprit_proof", "bos", "doctor", "certificate", "top_logits", "exact_answers", "as_served",
-            "needles",
+            "needles", "distill",
         )
     },
     # Time.

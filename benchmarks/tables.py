@@ -30,6 +30,7 @@ from pages import (
     choosing_scales,
     compare,
     corpora,
+    distill,
     doctor,
     elsewhere,
     engines,
@@ -87,6 +88,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/tune.md": tune.TABLES,
     "docs/two-terms.md": two_terms.TABLES,
     "docs/validate.md": validate.TABLES,
+    "docs/distill.md": distill.TABLES,
     "docs/weights.md": weights.TABLES,
 }
 #: Picture -> what draws it.

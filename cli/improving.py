@@ -1,6 +1,7 @@
 """The commands that find the cause of a loss, and lessen it; registered with the others, whose file imports this."""
 
 from ..core.errors import InputError
+from ..core.run import Run
 from ..options import DistillOptions, DoctorOptions, SensitivityOptions, TuneOptions
 from ..options.declare import first_given
 from .application import app, terminal
@@ -27,7 +28,7 @@ def distill(
     from . import views
 
     speak = terminal()
-    views.show_distillation(speak, api.distill(run, data, options, speak), common.as_json)
+    views.show_distillation(speak, Run(run), api.distill(run, data, options, speak), common.as_json)
 
 
 @app.command

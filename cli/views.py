@@ -194,12 +194,13 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")
 
 
-def show_distillation(speak: "Terminal", found: "Distillation", as_json: bool) -> None:
-    """Show what `fp8q distill` learned: the outcome in a sentence."""
+def show_distillation(speak: "Terminal", run: Run, found: "Distillation", as_json: bool) -> None:
+    """Show what `fp8q distill` learned: the outcome in a sentence, what is outdated now, and what comes next."""
     if as_json:
         emit(found.model_dump(mode="json"))
         return
-    speak.say(f"{found.conclusion[0].upper()}{found.conclusion[1:]}.")
+    for line in (f"{found.conclusion[0].upper()}{found.conclusion[1:]}.", *ending(run)):
+        speak.say(line)
 
 
 def show_losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:

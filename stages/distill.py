@@ -113,7 +113,7 @@ def _text(run: Run, source: "Source", data: str | None, options: DistillOptions,
         tokenizer, packing = load_tokenizer(source), Packing(windows.shape[1], tuple(opening_of(run).prefix))
         text = read_other(run, data, tokenizer, source.text_config.vocab_size, notes)
         evaluated = tokenizer.decode(load_tokens(run, run.evaluation))
-        found = measure_overlap(text.documents.texts, [evaluated], windows.shape[1])
+        found = measure_overlap(text.documents.texts, [str(evaluated)], windows.shape[1])
         if found.too_much and not options.allow_overlap:
             raise InputError(
                 f"--data {data}: {found.shown} of the text that {run.root} is evaluated on is in it, or the other way "
@@ -144,8 +144,7 @@ def _learn(
     from ..quantize.learning.codes import save_codes
     from ..quantize.learning.document import Distillation
     from ..quantize.learning.linear import student_of
-    from ..quantize.learning.training import LossIsNotFiniteError, Schedule, planned_steps
-    from ..quantize.learning.training import distill as train
+    from ..quantize.learning.training import LossIsNotFiniteError, Schedule, learn, planned_steps
     from ..quantize.reference.fp8_model import open_codes
 
     begun, scales, where = time.monotonic(), load_scales(run), device()
@@ -162,8 +161,8 @@ def _learn(
         )
     with notes.track("Learning weights", steps, "steps") as advance, quiet_transformers():
         try:
-            moments = train(
-                teacher, student, (text.windows, text.held_out), schedule, folder, advance, partial(_blamed, student)
+            moments = learn(
+                (teacher, student), (text.windows, text.held_out), schedule, folder, advance, partial(_blamed, student)
             )
         except LossIsNotFiniteError as error:
             moments, stopped = error.moments, str(error)

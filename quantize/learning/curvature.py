@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .linear import LearnedLinear
+from .linear import LearnedLinear, learned_layers
 
 #: Damping, in means of a factor's diagonal.
 DAMPING = 1.0
@@ -35,7 +35,7 @@ def inverse_factors(
 
     `batches`: token ids int64 [windows, seq_len]; `seed`: of the labels that are drawn.
     """
-    layers = {name: layer for name, layer in student.named_modules() if isinstance(layer, LearnedLinear)}
+    layers = learned_layers(student)
     inputs = {name: torch.zeros(layer.base.shape[1:] * 2, device=layer.base.device) for name, layer in layers.items()}
     outputs = {name: torch.zeros(layer.base.shape[:1] * 2, device=layer.base.device) for name, layer in layers.items()}
     generator, tokens = torch.Generator().manual_seed(seed), 0
@@ -46,7 +46,7 @@ def inverse_factors(
                 continue  # the training ends at it, and names its step
             flat = said.flatten(0, -2)
             drawn = torch.multinomial(flat.detach().exp().cpu(), 1, generator=generator).to(flat.device)
-            (-flat.gather(-1, drawn).sum()).backward()  # type: ignore[no-untyped-call]
+            (-flat.gather(-1, drawn).sum()).backward()
             tokens += ids.numel()
     student.zero_grad()
     return {
@@ -69,7 +69,7 @@ def _recorded(
                 inputs[name].addmm_(x.T, x)
                 outputs[name].addmm_(g.T, g)
 
-            output.register_hook(backward)  # type: ignore[no-untyped-call]
+            output.register_hook(backward)
 
         return hook
 
@@ -96,10 +96,10 @@ class CurvatureSteps(torch.optim.Optimizer):
     def __init__(
         self, student: nn.Module, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], learning_rate: float
     ):
-        """Take the learned layers of `student` that `factors` (by name) has; `learning_rate`: a share of Newton's
+        """Take the learned layers of `student`, with their `factors` by name; `learning_rate`: a share of Newton's
         step.
         """
-        self._layers = [(student.get_submodule(name), *pair) for name, pair in factors.items()]
+        self._layers = [(layer, *factors[name]) for name, layer in learned_layers(student).items()]
         super().__init__([layer.steps for layer, *_ in self._layers], {"lr": learning_rate})
 
     @torch.no_grad()

@@ -133,3 +133,8 @@ def student_of(
     teacher.requires_grad_(False)
     replace_linears(teacher, layers)
     return teacher, layers
+
+
+def learned_layers(model: nn.Module) -> dict[str, LearnedLinear]:
+    """The learned layers of `model` by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LearnedLinear)}

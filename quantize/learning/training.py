@@ -36,7 +36,7 @@ METRIC = "eval_loss"
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step, the peak
+    """Say how long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step, the peak
     `learning_rate` as a share of Newton's step, and the `seed` of the windows' order.
     """
 
@@ -46,7 +46,7 @@ class Schedule:
     seed: int
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
+class WindowDataset(Dataset[dict[str, torch.Tensor]]):
     """Token windows int64 [windows, seq_len] as a dataset."""
 
     def __init__(self, ids: npt.NDArray[np.int64]):
@@ -68,7 +68,7 @@ class LossIsNotFiniteError(Exception):
     moments: list[Moment]
 
 
-def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+def forward_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """KL(teacher || student) of logits [..., vocabulary], in nats, the mean over positions."""
     wanted, had = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
     return (wanted.exp() * (wanted - had)).sum(-1).mean()
@@ -100,7 +100,7 @@ class DistillationTrainer(Trainer):
         with torch.no_grad():
             wanted = self.teacher(input_ids=ids, use_cache=False).logits
         outputs = model(input_ids=ids, use_cache=False)
-        loss = divergence(wanted, outputs.logits)
+        loss = forward_kl(wanted, outputs.logits)
         if not math.isfinite(float(loss.detach())):
             raise LossIsNotFiniteError(
                 f"the loss is {float(loss.detach())} at step {self.state.global_step + 1} of "
@@ -160,23 +160,23 @@ def load_steps(model: torch.nn.Module, checkpoint: Path) -> None:
             own[name].copy_(tensor)
 
 
-def distill(
-    teacher: PreTrainedModel,
-    student: PreTrainedModel,
+def learn(
+    models: tuple[PreTrainedModel, PreTrainedModel],
     windows: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     schedule: Schedule,
     folder: Path,
     advance: Callable[[int], None],
     blame: Callable[[torch.Tensor], str],
 ) -> list[Moment]:
-    """Train the learned layers of `student` toward `teacher`; leave the weights of the best moment in them, or those
-    of the beginning where none is better.
+    """Train the learned layers of the student toward the teacher, the two `models`; leave those of the best moment
+    in them, or those of the beginning where none is better.
 
     `windows`: to train on and held out, int64 [windows, seq_len] each. `folder`: the Trainer's checkpoints, with which
     a killed call goes on to the same bytes. Returns the held-out divergence at the beginning and at every evaluation.
 
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
+    teacher, student = models
     train, held_out = windows
     steps = planned_steps(len(train), schedule)
     every = max(1, math.ceil(steps / EVALUATIONS))
@@ -193,8 +193,8 @@ def distill(
     factors = inverse_factors(student, iter(sample.split(schedule.batch_size)), schedule.seed)
     optimizer = CurvatureSteps(student, factors, schedule.learning_rate)
     trainer = DistillationTrainer(
-        teacher, blame, model=student, args=arguments, train_dataset=Windows(train), eval_dataset=Windows(held_out),
-        callbacks=[Progress(advance)], optimizers=(optimizer, None),
+        teacher, blame, model=student, args=arguments, train_dataset=WindowDataset(train),
+        eval_dataset=WindowDataset(held_out), callbacks=[Progress(advance)], optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     try:

@@ -72,7 +72,7 @@ def test_correlated_inputs_are_learned_better_than_by_adam() -> None:
             loss = (layer(x) - wanted).square().sum(1).mean()
             losses.append(float(loss.detach()))
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         return min(losses) / losses[0]
 
@@ -89,7 +89,7 @@ def test_logits_that_are_no_numbers_leave_the_identity() -> None:
     model = LlamaForCausalLM(config)
     model.model.layers[0].mlp.down_proj = learned(torch.randn(8, 8))
     with torch.no_grad():
-        model.get_input_embeddings().weight.fill_(float("nan"))
+        model.get_input_embeddings().weight.fill_(float("nan"))  # type: ignore[operator]
     factors = inverse_factors(model, iter([torch.zeros(1, 4, dtype=torch.int64)]), seed=0)
     assert all(torch.equal(inverse, torch.eye(8)) for inverse in factors["model.layers.0.mlp.down_proj"])
 

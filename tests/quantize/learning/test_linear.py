@@ -68,7 +68,7 @@ def test_half_a_spacing_changes_a_code_and_scales_stay() -> None:
     codes = torch.tensor([[1.0, 448.0], [-2.0, 0.0]]).to(torch.float8_e4m3fn)
     layer = LearnedLinear(codes, torch.tensor([0.5, 2.0]), None, None)
     with torch.no_grad():
-        layer.steps += torch.tensor([[0.6, 0.6], [-0.4, 0.6]])
+        layer.steps.add_(torch.tensor([[0.6, 0.6], [-0.4, 0.6]]))
     assert layer.codes().float().tolist() == [[1.125, 448.0], [-2.0, 2.0**-9]]  # none is beyond the largest
     assert layer.changed() == 0.5
     assert layer.scale.flatten().tolist() == [0.5, 2.0]

@@ -13,9 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from fp8q.calibrate.model.products import observed_products
 from fp8q.quantize.learning.document import Moment
 from fp8q.quantize.learning.linear import LearnedLinear
-from fp8q.quantize.learning.training import LossIsNotFiniteError, Schedule, distill, divergence
+from fp8q.quantize.learning.training import LossIsNotFiniteError, Schedule, forward_kl, learn
 from fp8q.quantize.reference.linear import replace_linears
 from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
+from fp8q.quantize.weights.sequential import weight_rows
 
 WINDOWS: npt.NDArray[np.int64] = np.random.default_rng(0).integers(3, 60, (30, 24))
 TEXT = WINDOWS[:24], WINDOWS[24:]
@@ -34,7 +35,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     student = deepcopy(teacher)
     layers = {}
     for name, module in observed_products(student).items():
-        rounded = quantize_weight(module.weight.data.bfloat16(), "amax")  # type: ignore[operator,union-attr]
+        rounded = quantize_weight(weight_rows(module), "amax")
         assert isinstance(rounded, QuantizedWeight)
         layers[name] = LearnedLinear(rounded.codes, rounded.scale, None, None)
     replace_linears(student, layers)
@@ -48,7 +49,7 @@ def train(
     schedule: Schedule = SCHEDULE,
     text: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = TEXT,
 ) -> list[Moment]:
-    return distill(*models, text, schedule, folder, advance, lambda ids: ", first by nothing")
+    return learn(models, text, schedule, folder, advance, lambda ids: ", first by nothing")
 
 
 def codes(student: PreTrainedModel) -> dict[str, bytes]:
@@ -60,13 +61,13 @@ def codes(student: PreTrainedModel) -> dict[str, bytes]:
 def loss(models: tuple[PreTrainedModel, PreTrainedModel]) -> float:
     ids = torch.from_numpy(TEXT[1])
     with torch.no_grad():
-        return float(divergence(models[0](ids).logits, models[1](ids).logits))
+        return float(forward_kl(models[0](ids).logits, models[1](ids).logits))
 
 
 def test_the_divergence_is_that_of_two_coins() -> None:
     p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
     expected = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
-    assert float(divergence(p.log()[None], q.log()[None])) == pytest.approx(expected, rel=1e-6)
+    assert float(forward_kl(p.log()[None], q.log()[None])) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_weights_of_the_best_moment_stay(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
@@ -94,13 +95,13 @@ def test_a_killed_training_goes_on_to_the_same_bytes(
     class Killed(BaseException):
         """A kill."""
 
+    taken, again = list[int](), deepcopy(models)
+
     def die(steps: int) -> None:
-        nonlocal taken
-        taken += steps
-        if taken == 14:
+        taken.append(steps)
+        if sum(taken) == 14:
             raise Killed
 
-    taken, again = 0, deepcopy(models)
     whole = train(models, tmp_path / "whole")
     with pytest.raises(Killed):
         train(again, tmp_path / "killed", die)
@@ -120,7 +121,7 @@ def test_a_loss_that_is_no_number_ends_it(models: tuple[PreTrainedModel, PreTrai
     bad[:24, 3] = 63
     for model in models:
         with torch.no_grad():
-            model.get_input_embeddings().weight[63] = float("nan")  # type: ignore[index,operator]
+            model.get_input_embeddings().weight[63] = float("nan")  # type: ignore[operator]
     before = codes(models[1])
     with pytest.raises(LossIsNotFiniteError) as raised:
         train(models, tmp_path, text=(bad[:24], bad[24:]))

@@ -1,0 +1,111 @@
+"""`fp8q distill` on the demo: what it learns is written, is kept, and is left out where it no longer belongs."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8q import api
+from fp8q.core.errors import InputError
+from fp8q.core.run import Run
+from fp8q.options import DistillOptions
+from fp8q.quantize.learning.document import Distillation, load_distillation
+
+from ..conftest import Texts
+
+OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.02)
+
+
+@pytest.fixture(scope="module")
+def begun(demo_checkpoint: Path, demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose weights are rounded to nearest, on 40 windows, with two codes an activation and no graph."""
+    return api.calibrate(
+        str(demo_checkpoint),
+        str(demo_texts.calibration),
+        tmp_path_factory.mktemp("distill") / "run",
+        str(demo_texts.evaluation),
+        api.CalibrateOptions(samples=40, seq_len=128, activation_terms=2),
+        api.ExportOptions(graph=False),
+    )
+
+
+def codes_of(run: Run) -> dict[str, torch.Tensor]:
+    (shard,) = run.model.glob("*.safetensors")
+    return {name: tensor.view(torch.uint8) for name, tensor in load_file(shard).items() if tensor.itemsize == 1}
+
+
+def values(codes: torch.Tensor) -> torch.Tensor:
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+@pytest.fixture(scope="module")
+def learned(begun: Run) -> tuple[dict[str, torch.Tensor], Distillation]:
+    """The codes before, and what was learned."""
+    return codes_of(begun), api.distill(begun.root, options=OPTIONS)
+
+
+def test_the_checkpoint_has_what_was_best(begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation]) -> None:
+    before, found = learned
+    assert found.best.step > 0
+    assert found.best.kl < 0.97 * found.start.kl
+    assert found == load_distillation(begun)
+    stored, after = load_file(begun.distilled), codes_of(begun)
+    assert before.keys() == after.keys()
+    changed = sum(int((values(before[name]) != values(after[name])).sum()) for name in before)
+    assert changed / sum(each.numel() for each in before.values()) == pytest.approx(found.changed, rel=1e-6)
+    for name, tensor in after.items():
+        assert torch.equal(stored[f"{name.removesuffix('.weight')}.codes"].view(torch.uint8), tensor)
+
+
+def test_scales_stay_as_they_were(begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation]) -> None:
+    stored = load_file(begun.distilled)
+    (shard,) = begun.model.glob("*.safetensors")
+    written = {name: tensor for name, tensor in load_file(shard).items() if name.endswith("weight_scale")}
+    assert len(written) == 28
+    for name, scale in written.items():
+        assert torch.equal(stored[f"{name.removesuffix('.weight_scale')}.scale"], scale.float().flatten())
+
+
+def test_what_is_learned_is_not_learned_again(
+    begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation], caplog: pytest.LogCaptureFixture
+) -> None:
+    record = json.loads(begun.record_file.read_text(encoding="utf-8"))["stages"]
+    with caplog.at_level(logging.INFO):
+        assert api.distill(begun.root, options=OPTIONS) == learned[1]
+    assert "Learning weights" not in caplog.text
+    after = json.loads(begun.record_file.read_text(encoding="utf-8"))["stages"]
+    for stage in ("distill", "quantize"):
+        assert after[stage] == record[stage]
+
+
+def test_other_scales_leave_it_out_and_say_so(
+    begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = Run(Path(shutil.copytree(begun.root, tmp_path / "run")))
+    with caplog.at_level(logging.INFO):
+        api.scales(copy.root, api.RescaleOptions(weight_method="amax", activation_terms=2))
+    assert "distilled.safetensors: was learned from other scales than the run has now, and is left out" in caplog.text
+    own = codes_of(copy)
+    assert any(not torch.equal(own[name], tensor) for name, tensor in codes_of(begun).items())
+    assert not any("distilled" in name for name in json.loads(copy.record_file.read_text())["stages"]["quantize"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("few words", "of which none can be held out; give text for 10 windows or more with --data"),
+     (None, "is in it, or the other way round; learn from other text, or give --allow-overlap")],
+    ids=["too little", "the text it is evaluated on"],
+)  # fmt: skip
+def test_text_that_cannot_serve_is_refused(
+    begun: Run, demo_texts: Texts, tmp_path: Path, text: str | None, told: str
+) -> None:
+    path = demo_texts.evaluation if text is None else tmp_path / "few.txt"
+    if text is not None:
+        path.write_text(200 * f"{text} ", encoding="utf-8")
+    with pytest.raises(InputError) as refused:
+        api.distill(begun.root, str(path))
+    assert told in str(refused.value)
