@@ -7,8 +7,8 @@ unless `--again`; so the same command goes on after Ctrl-C. A part that misses i
 the others; the exit status is 1 then. Parts of time (the last ones) want a quiet machine. What reads `../shared` leaves
 its models out where they are not.
 
-`BY_HAND` are run when they are named, by those who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make
-test-elsewhere` does. `PEERS` also measure llm-compressor, from an environment of its own. Without `--llmcompressor`
+`BY_HAND` are run when they are named: `distill`, which takes 25 minutes, and others by those who installed what they
+need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does. `PEERS` also measure llm-compressor, from an environment of its own. Without `--llmcompressor`
 they are passed over, but for `accuracy`, which measures its other rows again and says so in the result.
 """
 
@@ -41,7 +41,7 @@ PARTS: Mapping[str, str] = {
             "forms", "engine_size", "kv_cache", "fp8_input", "adapter", "accumulator", "attention", "baselines",
             "fp16", "probabilities", "choosing_scales", "memory", "export_memory", "two_implementations", "accuracy",
             "tune", "culprit_proof", "bos", "doctor", "certificate", "top_logits", "exact_answers", "as_served",
-            "needles", "distill",
+            "needles",
         )
     },
     # Time.
@@ -56,6 +56,7 @@ PARTS: Mapping[str, str] = {
     "serve": "serve.py --threads 1",
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
+    "distill": "distill.py",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
