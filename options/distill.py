@@ -19,7 +19,7 @@ class DistillOptions(Options):
     """Options of `fp8q distill`: how long and how fast weights are learned, and in which order the windows come."""
 
     samples: Annotated[
-        int | None, option(TEXT, "Windows to learn from and to hold out, evenly spaced.", "N", "all"), between(10)
+        int | None, option(TEXT, "Windows to learn from and to hold out, evenly spaced.", "N", "all"), between(1)
     ] = None
     allow_overlap: Annotated[
         bool, option(TEXT, "Learn from text that is in the text for evaluation too.", negative=())

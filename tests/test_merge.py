@@ -269,6 +269,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "serve": [],
     "bench": [],
     "sensitivity": [],
+    "distill": [],
     "tune": [],
 }
 REPORTS = ("report-continuations", "report-plots", "report-tables", "report-verdict")

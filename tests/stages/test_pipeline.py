@@ -18,6 +18,7 @@ from fp8q.stages.pipeline.stage import Key, Stage
 from fp8q.stages.pipeline.stages import (
     CONTINUE,
     CORPUS,
+    DISTILL,
     EVALUATE,
     EXPORT,
     MEASURE,
@@ -25,6 +26,7 @@ from fp8q.stages.pipeline.stages import (
     STAGES,
     ContinueFacts,
     CorpusFacts,
+    DistillFacts,
     EvaluateFacts,
     QuantizeFacts,
 )
@@ -36,6 +38,7 @@ FACTS = {
     CORPUS.name: CorpusFacts(data="a.txt", eval_data="b.txt", model="model"),
     CONTINUE.name: ContinueFacts(tokens=48),
     EVALUATE.name: EvaluateFacts(harness="0.4.13"),
+    DISTILL.name: DistillFacts(data="text.txt", start="0" * 64),
 }
 #: What has to go with another value of a field than its default.
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -139,7 +142,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_every_stage_is_current_after_it_was_run(run: Run) -> None:
-    assert len(STAGES) == len({stage.name for stage in STAGES}) == 18
+    assert len(STAGES) == len({stage.name for stage in STAGES}) == 19
     for stage in STAGES:
         assert stage.is_current(run, key_of(run, stage, stage.options())), stage.name
 
@@ -237,6 +240,10 @@ OLD: dict[str, dict[str, Any]] = {
     "needles": {},
     "compare": {"url": "http://127.0.0.1:8000", "model": None, "served": None, "windows": None},
     "evaluate": {"tasks": ["hellaswag"], "limit": None, "seeds": 3, "harness": "0.4.13"},
+    "distill": {
+        "samples": None, "allow_overlap": False, "epochs": 2.0, "batch_size": 4, "learning_rate": 0.004, "seed": 0,
+        "data": "text.txt", "start": "0",
+    },
     "triton": {"name": None, "max_batch": 8, "engine_model": False},
     "sensitivity": {"windows": 16, "measure": None},
     "tune": {"max_kl": None, "max_ppl_increase": 0.01, "prefer": "memory", "windows": 32},

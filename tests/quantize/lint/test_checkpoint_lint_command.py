@@ -77,7 +77,7 @@ BLOCK = "weight_block_size is [0, 128], and should be two sizes such as [128, 12
          "quant_method is 'modelopt' with quant_algo 'NVFP4' (NVFP4)", ORIGINAL),
         (COMPRESSED | {"format": "pack-quantized"}, PACKED, ORIGINAL),
         (COMPRESSED | {"format": "mixed-precision"}, "the weights of config_groups.g are INT4", ORIGINAL),
-        ({"format": "fp8q", "reason": "Conv1D"}, "quant_method is ''", ORIGINAL),
+        ({"format": "fp8q", "reason": "Conv1D"}, "quant_method is '' (fp8q's own form, of Conv1D or INT8)", ORIGINAL),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, BLOCK, None),
         *(({"quant_method": "fp8", "modules_to_not_convert": [each]}, PATTERN.format(each[:80]), None)
           for each in ENDLESS),
