@@ -3,15 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from ..core.errors import InputError
 from .declare import MEASUREMENT, TEXT, Options, between, option
-
-
-def positive(name: str, value: float) -> float:
-    """The rule of a number above zero."""
-    if not 0 < value < float("inf"):
-        raise InputError(f"{name} {value}: must be above 0")
-    return value
+from .serve import above_zero
 
 
 @dataclass(frozen=True)
@@ -24,11 +17,11 @@ class DistillOptions(Options):
     allow_overlap: Annotated[
         bool, option(TEXT, "Learn from text that is in the text for evaluation too.", negative=())
     ] = False
-    epochs: Annotated[float, option(MEASUREMENT, "Passes over the text.", "N"), positive] = 2.0
+    epochs: Annotated[float, option(MEASUREMENT, "Passes over the text.", "N"), above_zero] = 2.0
     batch_size: Annotated[int, option(MEASUREMENT, "Windows a step.", "N"), between(1)] = 4
     learning_rate: Annotated[
         float,
         option(MEASUREMENT, "The highest step, as a share of Newton's by the model's curvature.", "X"),
-        positive,
+        above_zero,
     ] = 0.004
     seed: Annotated[int, option(MEASUREMENT, "Of the order of the windows.", "N"), between(0)] = 0
