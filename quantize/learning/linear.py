@@ -3,9 +3,8 @@
     w = base + steps · spacing        y = x̂ · ŵᵀ + bias        ŵ = code(w / s_w) · s_w
 
 The scales stay as they are. `steps` is the only parameter: how far a weight has moved, in spacings of the grid at its
-code. A weight thus has to move as many units whatever its magnitude, so that one learning rate serves all weights of
-all models; Adam's step is the same for every parameter, and the grid's spacing varies by a factor of 2^15. Moving by
-half a spacing changes the code.
+code, so that zero stands for the codes that the layer began with. Half a spacing changes the code. `curvature` takes
+the steps, in units of the weights themselves.
 
 Rounding has no useful derivative, so its gradient is that of the identity, and zero where a value lies beyond the
 largest code: the straight-through estimator (Bengio et al., 2013, arXiv 1308.3432, section 4), with the clipped range
