@@ -1,6 +1,6 @@
 """What adding codes with 14 bits costs: models, and single products of the shapes of large ones.
 
-    python benchmarks/accumulator.py [MODEL=CALIBRATION,EVALUATION …] [--windows 6] [--context 256]
+    python benchmarks/accumulator.py [MODEL=CALIBRATION,EVALUATION …] [--windows 3] [--context 256]
     python benchmarks/accumulator.py --mmaemu
 
 Models: calibrated on 64 windows of 256 tokens, with one term an activation and with two; the reference, its wide parts
@@ -168,7 +168,7 @@ def against_mmaemu(lengths: tuple[int, ...] = (16, 64, 528, 1024, 4096)) -> dict
 
 def main() -> int:
     """Measure and print."""
-    parser = model_arguments(__doc__, windows=6)
+    parser = model_arguments(__doc__, windows=3)
     parser.add_argument("--mmaemu", action="store_true")
     options = parser.parse_args()
     if options.mmaemu:

@@ -93,6 +93,19 @@ def costs(source: Source) -> Callable[[Scales | None], Cost]:
     return lambda scales: cost_of(weights, cache, scales)
 
 
+def remembered(forward: AnyForward) -> AnyForward:
+    """Keep the logits of every batch, float32, so that a yardstick runs once for all that it is compared with."""
+    logits: dict[bytes, torch.Tensor] = {}
+
+    def run(ids: np.ndarray) -> torch.Tensor:
+        key = ids.tobytes()
+        if key not in logits:
+            logits[key] = torch.as_tensor(forward(ids)).clone()
+        return logits[key]
+
+    return run
+
+
 def logits_of(model: nn.Module) -> AnyForward:
     """Logits of a model of transformers'."""
     return lambda ids: model(input_ids=torch.from_numpy(ids), use_cache=False).logits
@@ -156,7 +169,7 @@ def measure(model: ModelTexts, options: argparse.Namespace, before: dict[str, An
         source, size = source_of(run), vocabulary(run.model)
         tokens = load_tokens(run, run.evaluation).ravel()[: options.windows * options.context]
         evaluation = cut(tokens, Path(model.eval_data).name, options.context, options.context)
-        exact, windows = float_model(source, torch.float32, "cpu"), load_tokens(run, run.calibration)
+        exact, windows = remembered(float_model(source, torch.float32, "cpu")), load_tokens(run, run.calibration)
         cost, plain = costs(source), load_scales(run)
 
         def add(name: str, in_fp32: AnyForward | None, in_bf16: AnyForward, chosen: Scales | None) -> None:

@@ -1,7 +1,7 @@
 """What FP8 makes of each architecture: perplexity in BF16, in the FP8 reference and on ONNX Runtime, activations in one
 term and in two, with and without an FP8 cache, and FP8 products by target.
 
-    python benchmarks/architectures.py [MODEL=CALIBRATION,EVALUATION …] [--windows 40] [--context 256]
+    python benchmarks/architectures.py [MODEL=CALIBRATION,EVALUATION …] [--windows 16] [--context 256]
 
 Calibrates each once on 64 windows, and for each choice validates on `--windows` windows of `--context` tokens, each
 scored alone, and builds engines with TensorRT-RTX. The ceiling is BF16's own perplexity, beside the others. Prints one
@@ -82,7 +82,7 @@ def passed(name: str, result: dict[str, dict[str, Any]]) -> bool:
 
 def main() -> int:
     """Measure, print, and say by the exit status whether every limit was met."""
-    options = model_arguments(__doc__).parse_args()
+    options = model_arguments(__doc__, windows=16).parse_args()
     head = described("architectures")
     models = options.models or small_models(*MODELS)
     results = {}

@@ -1,16 +1,14 @@
 """What the choice of weight scales and of rounding gives, and what it costs.
 
-    python benchmarks/weight_rounding.py [MODEL=CALIBRATION,EVALUATION …] [--samples 128] [--context 256] [--windows 40]
-        [--shapes 4096x4096 …]
+    python benchmarks/weight_rounding.py [MODEL=CALIBRATION,EVALUATION …] [--samples 128] [--context 256] [--windows 16]
 
 Two figures for each way to quantize weights, both mean KL(FP32 || quantized) on the evaluation text, in FP32. With
 activations that lose nothing (two terms), in nats × 10⁶; and with activations of one term, clipped at their amax, over
 that of one amax scale for the whole weight. Weights that lose nothing bound the second. Second moments are those of the
 BF16 model, as `calibrate` measures them; `sequential` rounds the layers once for either. Seconds are those of rounding
 the whole model (of `sequential` with its passes through the layers, activations exact), on the threads that the result
-names. `shapes`: seconds and peak memory of rounding one random matrix OUTxIN by `gptq`. Limits: the demo's best with
-exact activations; `gptq` over `nearest` at amax scales with one term. Prints one JSON line; exit status 1 when one is
-not met.
+names. Limits: the demo's best with exact activations; `gptq` over `nearest` at amax scales with one term. Prints one
+JSON line; exit status 1 when one is not met.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -32,7 +29,6 @@ from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.core.record import peak_memory_bytes, reset_peak_memory
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, WeightRounding
@@ -46,7 +42,6 @@ from fp8q.quantize.weights.gptq import (
     DAMPING,
     Compensation,
     compensation,
-    gptq_codes,
     gptq_round,
     ridge_weights,
 )
@@ -251,26 +246,6 @@ def means(
     return {name: kl for name in forwards if (kl := accuracy.runtimes[name].kl_mean_nats) is not None}
 
 
-def one_matrix(shape: str, threads: int) -> dict[str, object]:
-    """Seconds and peak memory of one random matrix, in a process of its own."""
-    torch.set_num_threads(threads)
-    out, width = (int(size) for size in shape.split("x"))
-    weight = (0.02 * torch.randn(out, width)).to(torch.bfloat16)
-    few = torch.randn(width // 4, width)
-    moments = few.T @ few + torch.eye(width)
-    reset_peak_memory()
-    before, start = peak_memory_bytes() or 0, time.perf_counter()
-    found = compensation(moments)
-    middle = time.perf_counter()
-    gptq_codes(weight, scales_by(weight, "mse"), found)
-    return {
-        "factor_s": round(middle - start, 1),
-        "round_s": round(time.perf_counter() - middle, 1),
-        "moments_bytes": moments.nbytes,
-        "peak_bytes_more": (peak_memory_bytes() or 0) - before,
-    }
-
-
 def missed(results: dict[str, dict[str, object]]) -> list[str]:
     """The limits that are missed, with the figures."""
     found = []
@@ -289,17 +264,13 @@ def missed(results: dict[str, dict[str, object]]) -> list[str]:
 
 def main() -> int:
     """Run, print, judge."""
-    parser = model_arguments(__doc__, samples=128)
-    parser.add_argument("--shapes", nargs="*", default=["4096x4096", "14336x4096", "4096x14336"])
-    options = parser.parse_args()
+    options = model_arguments(__doc__, windows=16, samples=128).parse_args()
     head, results, threads = described("weight_rounding"), {}, torch.get_num_threads()
     for model in options.models or small_models("demo", "llama", "qwen2", "gemma", "opt"):
         with tempfile.TemporaryDirectory() as folder:
             results[model.name] = benchmark(Run(Path(folder) / "run"), open_source(model.directory), model, options)
-    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        shapes = {shape: pool.apply(one_matrix, (shape, threads)) for shape in options.shapes}
     over = missed(results)
-    figures = {"samples": options.samples, "threads": threads, "results": results, "shapes": shapes}
+    figures = {"samples": options.samples, "threads": threads, "results": results}
     return publish(head, {**figures, "missed": over, "passed": not over}, options.save)
 
 

@@ -59,10 +59,10 @@ def two_cores() -> float:
 
 def gptq_seconds(model: Sizes) -> float:
     """One thread's time to round all weights of a model of Llama 8B's widths by GPTQ."""
-    shapes = load("weight_rounding")["shapes"]
-    square, wide, tall = (shapes[name] for name in ("4096x4096", "14336x4096", "4096x14336"))
+    shapes = load("weight_shapes")["shapes"]
+    square, wide, tall = (shapes[name] for name in ("4096x4096", "14336x4096", "1024x14336"))
     attention = 2 * (1 + model.keys / model.width) * square["round_s"] + 2 * square["factor_s"]
-    mlp = 2 * wide["round_s"] + wide["factor_s"] + tall["round_s"] + tall["factor_s"]
+    mlp = 2 * wide["round_s"] + wide["factor_s"] + model.width / 1024 * tall["round_s"] + tall["factor_s"]
     return float(model.layers * (attention + mlp))
 
 

@@ -37,7 +37,7 @@ def weight_shapes() -> str:
             gigabytes(found["moments_bytes"]),
             gigabytes(found["peak_bytes_more"]),
         ]
-        for shape, found in load("weight_rounding")["shapes"].items()
+        for shape, found in load("weight_shapes")["shapes"].items()
     ]
     return table(["weight [out, in]", "factoring H", "rounding", "H", "memory besides weight and H"], rows)
 
