@@ -26,6 +26,7 @@ from .options import (
     EvaluateOptions,
     ExportOptions,
     GenerateOptions,
+    GradientFormat,
     ReportOptions,
     RescaleOptions,
     RunOptions,
@@ -35,6 +36,7 @@ from .options import (
     TritonOptions,
     TuneOptions,
     ValidateOptions,
+    WatchOptions,
 )
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
@@ -66,6 +68,7 @@ from .stages.commands.calibrate import Calibration
 from .stages.commands.inspect import Inspection
 from .stages.commands.load import ProductMode, WideType
 from .stages.commands.results import report_continuations, report_plots, report_tables, report_verdict
+from .stages.commands.training import TrainingInspection, inspect_training, report_training, watch
 from .stages.shared.opening import open_run
 
 if TYPE_CHECKING:
@@ -86,13 +89,14 @@ if TYPE_CHECKING:
 __all__ = [
     "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
     "DistillOptions", "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format", "Fp8qError",
-    "GateError", "GenerateOptions", "Histogram", "InputError", "Inspection", "ReportOptions", "RescaleOptions",
-    "RunOptions", "ScaleOptions", "SensitivityOptions", "ServeOptions", "TritonOptions", "TuneOptions",
-    "UnfinishedError", "ValidateOptions", "bench", "build_engine", "calibrate", "chat", "compare",
-    "compare_answers", "distill", "doctor", "engine", "evaluate", "export", "generate", "inspect", "lint", "load",
-    "load_scales", "load_statistics", "magnitudes", "merge", "open_run", "report", "report_continuations",
-    "report_plots", "report_tables", "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity",
-    "serve", "sqnr_db", "squared_error", "tensor_scale", "triton", "tune", "underflow", "validate",
+    "GateError", "GenerateOptions", "GradientFormat", "Histogram", "InputError", "Inspection", "ReportOptions",
+    "RescaleOptions", "RunOptions", "ScaleOptions", "SensitivityOptions", "ServeOptions", "TrainingInspection",
+    "TritonOptions", "TuneOptions", "UnfinishedError", "ValidateOptions", "WatchOptions", "bench", "build_engine",
+    "calibrate", "chat", "compare", "compare_answers", "distill", "doctor", "engine", "evaluate", "export", "generate",
+    "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics", "magnitudes", "merge", "open_run",
+    "report", "report_continuations", "report_plots", "report_tables", "report_training", "report_verdict", "run",
+    "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db", "squared_error", "tensor_scale", "triton",
+    "tune", "underflow", "validate", "watch",
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """BF16 products by FP32 arithmetic: the time they save on processors without BF16 units, and how close they come.
 
-    python benchmarks/bf16_products.py [--windows 256] [--rounds 3] [--models demo llama]
+    python benchmarks/bf16_products.py [--windows 128] [--rounds 3] [--models demo llama]
 
 First this processor as it is, then the same processor told to have AVX2 alone (`ONEDNN_MAX_CPU_ISA=AVX2
 ATEN_CPU_CAPABILITY=avx2`), each in a process of its own. On both: calibration's pass over windows of 256 tokens, in
@@ -205,7 +205,7 @@ def of_this_kind(windows: int, rounds: int, models: list[str]) -> dict[str, Any]
 def main() -> int:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--windows", type=int, default=256, help="a multiple of four")
+    parser.add_argument("--windows", type=int, default=128, help="a multiple of four")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=["demo", "llama"])
     parser.add_argument("--kind", choices=["native", "avx2"], help="this process is that kind already")

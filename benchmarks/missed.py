@@ -83,6 +83,16 @@ def _load(result: Figures) -> Iterator[str]:
                 yield f"{server} at {offered}: {count} of {rate['requests']} requests lost or mixed up (none may)"
 
 
+def _unseen_architectures(result: Figures) -> Iterator[str]:
+    for name, found in result["results"].items():
+        if "failed" in found:
+            yield f"{name}: {found['failed'].partition(':')[0]}"
+    dense = result["counts"].get("dense", {})
+    for what, least in result["shares"].items():
+        if dense and dense[what] < least * dense["tried"]:
+            yield f"dense decoders, {what}: {dense[what]} of {dense['tried']} (at least {least:.0%})"
+
+
 def _two_implementations(result: Figures) -> Iterator[str]:
     words = {
         "logit_difference": "largest logit difference",
@@ -108,4 +118,5 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "tune": _tune,
     "load": _load,
     "two_implementations": _two_implementations,
+    "unseen_architectures": _unseen_architectures,
 }

@@ -20,12 +20,15 @@ five go the whole way, and nine in ten get a checkpoint.
 """
 
 import json
+import os
 import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,8 @@ LIMIT = 1e-4
 #: Mean KL of ONNX Runtime from the exact reference, nats, where a value has two codes.
 KL_LIMIT = 2e-5
 PROMPT = 12
+#: Configurations tried at a time, a thread each.
+MOST_PROCESSES = 4
 #: Of the dense decoders, the least shares that go the whole way and that get a checkpoint.
 SHARES = {"whole_way": 0.8, "checkpoint": 0.9}
 #: Kinds of which models are made; of the others the configuration is opened.
@@ -240,6 +245,8 @@ def outcome(config: str, way: Callable[[str, Path], dict[str, Any]] = whole_way)
     """What became of one configuration: numbers, or why it is refused, or what was not caught; and its kind."""
     kind = kind_of(config) if config in every() else "variant"
     with tempfile.TemporaryDirectory() as folder:
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
         try:
             made = kind in TRIED or config in CONFIGURATIONS
             found = (way if made else opened)(config, Path(folder))
@@ -313,16 +320,17 @@ def main() -> int:
     )
     options = parser.parse_args()
     head = described("unseen_architectures")
-    warnings.simplefilter("ignore")
     results: dict[str, dict[str, Any]] = {}
     kept: dict[str, Any] = {}
     names = options.names.split(",") if options.names else sorted({*every(), *CONFIGURATIONS})
     if options.names and options.save:
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
         results, kept = before["results"], {"kept": {"commit": before["commit"], "not": options.names}}
-    for config in names:
-        results[config] = outcome(config, graph_alone if options.graph else whole_way)
-        print(f"{config}: {told(results[config])}", flush=True)
+    way = partial(outcome, way=graph_alone if options.graph else whole_way)
+    with get_context("spawn").Pool(min(os.cpu_count() or 1, MOST_PROCESSES)) as pool:
+        for config, found in zip(names, pool.imap(way, names), strict=True):
+            results[config] = found
+            print(f"{config}: {told(found)}", flush=True)
     counts = shares(results)
     print(counts, file=sys.stderr)
     dense = counts.get("dense", {})

@@ -10,13 +10,17 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..options import Preset
+from ..options import GradientFormat, Preset
 from ..options.declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, SCALES, TEXT, Options, option
 
 #: Marks what may be a path or a name on the hub: in a file of options a path is relative to that file.
 PATH_OR_NAME = "a path, or a name on the hub"
 
 Model = Annotated[str, Parameter(help="A checkpoint's directory, or its name on the Hugging Face hub."), PATH_OR_NAME]
+RunOrLog = Annotated[
+    Path,
+    Parameter(name="RUN", help="The run directory that `fp8q calibrate` made, or the directory of a training log."),
+]
 RunPath = Annotated[Path, Parameter(help="The run directory that `fp8q calibrate` made.")]
 ExaminedRun = Annotated[
     Path | None,
@@ -80,6 +84,10 @@ PlanFile = Annotated[
 Delayed = Annotated[
     bool,
     option(OPTIONS, "Show also how often the next batch would saturate under a history of amax."),
+]
+TrainedGradients = Annotated[
+    GradientFormat | None,
+    option(OPTIONS, "Of a training log: the format that gradients are judged in.", default="e5m2"),
 ]
 Against = Annotated[
     str | None,

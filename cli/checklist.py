@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, api
-from ..core.columns import Column, Table, magnitude, share, text_column
+from ..core.columns import Column, Table, magnitude, share
 from ..options import DoctorOptions
+from ..validate.advice.check_tables import check_table, remedies
 from ..validate.report.rows import layer_of
 from . import doctor
 
 if TYPE_CHECKING:
-    from ..validate.advice.checkup import Check, Checkup
+    from ..validate.advice.checkup import Checkup
     from .console import Terminal
 
-#: Entries of one check that are shown; the rest are counted.
-LISTED = 6
 #: The checks that the table by depth has, and how each is written.
 BY_DEPTH = {
     "norm_inputs": ("norm input", magnitude),
@@ -51,47 +50,13 @@ def show_checklist(speak: "Terminal", run: Path, options: DoctorOptions, as_json
     if as_json:
         views.emit(found.model_dump(by_alias=True, mode="json"))
     else:
-        for table in (depth_table(found), check_table(found)):
+        ran = f"{found.windows} windows, {found.tokens:,} tokens" if found.windows else "the model was not run"
+        for table in (depth_table(found), check_table(found.checks, ran)):
             if table.rows:
                 views.draw_table(speak, table)
-        for line in remedies(found):
+        for line in remedies(found.checks):
             speak.say(line)
     refuse_bad(found)
-
-
-def shown_entries(found: "Checkup") -> "list[Check]":
-    """The entries that are shown, the worst first: of one check and verdict the first few."""
-    counts: dict[tuple[str, str], int] = {}
-    shown = []
-    for each in found.checks:
-        key = (each.check, each.verdict)
-        counts[key] = counts.get(key, 0) + 1
-        if counts[key] <= LISTED:
-            shown.append(each)
-    return shown
-
-
-def check_table(found: "Checkup") -> "Table[Check]":
-    """Every check, the worst last."""
-    columns = (
-        text_column("verdict"),
-        text_column("check"),
-        text_column("module"),
-        text_column("found", "said"),
-    )
-    left = len(found.checks) - len(shown_entries(found))
-    ran = f"{found.windows} windows, {found.tokens:,} tokens" if found.windows else "the model was not run"
-    title = f"Checklist ({ran}{f'; {left} more entries with --json' if left else ''})"
-    return Table(title, shown_entries(found)[::-1], columns, "Nothing to check.")
-
-
-def remedies(found: "Checkup") -> list[str]:
-    """List the commands that help, a line each, the worst last."""
-    lines: dict[str, None] = {}
-    for each in shown_entries(found):
-        if each.remedy:
-            lines.setdefault(f"{each.verdict}: {each.module or each.check}: {each.remedy}")
-    return [*lines][::-1]
 
 
 def depth_table(found: "Checkup") -> Table[tuple[int, dict[str, float]]]:

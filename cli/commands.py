@@ -40,10 +40,12 @@ from .arguments import (
     PlotFile,
     Prompt,
     RuleCode,
+    RunOrLog,
     RunPath,
     RunPaths,
     RunTexts,
     SourceModel,
+    TrainedGradients,
 )
 
 #: `improving` registers its commands.
@@ -302,33 +304,54 @@ def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common:
 
 
 @app.command
-def report(run: RunPath, /, *, options: ReportOptions = ReportOptions(), common: Common = Common()) -> None:
-    """Write report.html and report.ipynb: the verdict, the next steps, and the numbers."""
+def report(
+    run: RunOrLog,
+    /,
+    *,
+    options: ReportOptions = ReportOptions(),
+    gradients: TrainedGradients = None,
+    common: Common = Common(),
+) -> None:
+    """Write report.html and report.ipynb: the verdict, the next steps, and the numbers.
+
+    Of a training log that `fp8q.api.watch` wrote: training.html, beside it.
+    """
     from .. import api
+    from . import training
 
     speak = terminal()
+    if training.takes_log(run, gradients):
+        training.refuse_run_options(options, options.declared())
+        training.show_page(speak, run, gradients or "e5m2", common.as_json)
+        return
     with showing(speak, run, common, "report"):
         api.report(run, options, speak)
 
 
 @app.command
 def inspect(
-    run: RunPath,
+    run: RunOrLog,
     /,
     *,
     delayed: Delayed = False,
     history: Annotated[History, without("percentile", "scale_grid")] = History(),
     against: Against = None,
+    gradients: TrainedGradients = None,
     common: Common = Common(),
 ) -> None:
     """Show every module (scale and error, or why it stays in BF16), the cache, and outliers, ranked.
 
     A cache in BF16 is shown as FP8 would have it. This judges nothing: `fp8q doctor RUN` does, and `fp8q lint RUN`
-    checks the files.
+    checks the files. Of a training log that `fp8q.api.watch` wrote: what training in FP8 would lose by depth, and the
+    checklist's verdicts.
     """
     from .. import api
-    from . import views
+    from . import training, views
 
+    if training.takes_log(run, gradients):
+        training.refuse_run_options(history, history.declared(), delayed=delayed, against=against)
+        training.show_log(terminal(), run, gradients or "e5m2", common.as_json)
+        return
     if not delayed and (given := first_given(history, history.declared())):
         raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
     speak = terminal()

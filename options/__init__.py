@@ -31,6 +31,7 @@ from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
+from .training import GradientFormat, Scaling, WatchOptions
 from .validate import (
     FLOAT,
     LEAST_WINDOWS,
@@ -84,6 +85,7 @@ __all__ = [
     "EvaluateOptions",
     "ExportOptions",
     "GenerateOptions",
+    "GradientFormat",
     "History",
     "KvCache",
     "Logits",
@@ -98,6 +100,7 @@ __all__ = [
     "RunOptions",
     "ScaleGrid",
     "ScaleOptions",
+    "Scaling",
     "SensitivityOptions",
     "ServeOptions",
     "Server",
@@ -106,6 +109,7 @@ __all__ = [
     "TritonOptions",
     "TuneOptions",
     "ValidateOptions",
+    "WatchOptions",
     "WeightMethod",
     "WeightRounding",
     "WeightScale",

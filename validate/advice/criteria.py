@@ -113,3 +113,27 @@ LOOPS = Criterion("loops", "prompts after which FP8 alone loops", Limit(0.0), "t
 CHANCE = 0.05
 #: The checks that need the model.
 OF_THE_MODEL = (NORM_INPUTS, ATTENTION_LOGITS, CACHE_TOKENS, PRODUCT_ERRORS, HIDDEN_STATES, LOOPS)
+
+# Of a training log (`training_checks`).
+
+#: A number that is not finite ends a training.
+NOT_FINITE = Criterion("not_finite", "values that are NaN or infinite", Limit(0.0, 0.0))
+#: Of a gradient whose distribution is like a weight's, E5M2 loses 0.3 % of the energy by rounding and E4M3 0.07 %. A
+#: hundredth is three times the former, and at a tenth the step is as noisy as with a ninth of the batch's other noise.
+ENERGY_LOST = Criterion("energy_lost", "share of the energy that rounding loses", Limit(0.01, 0.1))
+#: A scale by history holds an amax up to itself; a margin of one octave twice that, of three octaves eight times.
+TRAINING_JUMPS = Criterion(
+    "training_jumps", "amax over the history's", Limit(2.0, 8.0), "fewer records than are needed for a history"
+)
+#: Gradients fall by one or two orders of magnitude while a model learns.
+VANISHING = Criterion(
+    "inverse_scale", "the first gradient's amax over the last one's", Limit(1e3, 1e6),
+    "no gradient was recorded twice",
+)  # fmt: skip
+#: Norms vary by half from batch to batch; clipping at 1, the custom, begins to matter well below five times the median.
+GRADIENT_NORM = Criterion(
+    "gradient_norm", "gradient norm over the median of the records before", Limit(5.0, 50.0),
+    "fewer records than are needed for a median",
+)  # fmt: skip
+#: The loss is the median of five records; a batch's own differs by a tenth.
+LOSS = Criterion("loss", "loss over the lowest before it", Limit(1.2, 2.0), "no loss was given to watch.step()")

@@ -44,6 +44,8 @@ from .size_rows import size_rows
 from .verdict import next_steps, report_verdict, standing, step_table
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from ...calibrate.measure.statistics import Corpus
 
 #: What the extra `report` brings, by the names they are imported under.
@@ -59,7 +61,6 @@ SPARK = {
 #: Tensors whose loss is listed.
 WORST = 12
 NOT_LOCATED = "Which tensor costs how much was not measured: `fp8q sensitivity RUN` does."
-TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> list[Path]:
@@ -141,12 +142,19 @@ def report_continuations(run: Run) -> Continuations:
     return Continuations(tokens=0, continuations=[])
 
 
+def page_template(name: str) -> "Template":
+    """The template `name` of this folder."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).get_template(name)
+
+
 def render(run: Run, others: Sequence[Run] = ()) -> str:
     """The page, HTML."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    template = page_template("report.html.j2")
     contents = report_tables(run, others)
     statistics, modules, accuracy = load_statistics(run), contents["modules"].rows, evaluated(run)
     seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}

@@ -1,0 +1,181 @@
+"""`training.jsonl`: the stability log of a training run, one line for each recorded step after a first line that names
+tensors and columns.
+
+Lines are appended, since a training run may end at any moment: a line that was cut short is left out when the log is
+read. Numbers have four significant digits.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, ValidationError
+
+from ...core.errors import InputError
+from ...core.files import Strict, replacing, unreadable
+from ...options import Scaling
+from .tensor_numbers import COLUMNS
+
+FILE_NAME = "training.jsonl"
+Kind = Literal["input", "weight", "gradient"]
+KINDS: tuple[Kind, ...] = ("input", "weight", "gradient")
+
+
+class Head(Strict):
+    """The first line: what is recorded."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    model: str = Field(description="the class of the model")
+    every: int = Field(ge=1, description="steps from one record to the next")
+    history: int = Field(ge=1, description="records whose amax a scale is made from")
+    scaling: Scaling
+    tensors: list[str] = Field(min_length=1, description="module.input, module.weight or module.gradient")
+    columns: list[str]
+
+
+class Line(Strict):
+    """One recorded step. `rows` has the columns of each tensor, null for a tensor that was not there, or that is the
+    input of a module before it too.
+    """
+
+    step: int = Field(ge=0)
+    loss: float | None = Field(description="null where none was given, or it was not finite")
+    loss_finite: bool
+    gradient_norm: float | None = Field(description="of all parameters; null where there is none or it is not finite")
+    gradient_finite: bool
+    seconds: float = Field(ge=0, description="since recording began")
+    rows: list[list[float | None] | None]
+
+
+@dataclass(frozen=True)
+class TrainingLog:
+    """A log that was read.
+
+    `steps` int64 [records]; `loss`, `gradient_norm`, `seconds` float64 [records], NaN where there is none and infinite
+    where it was not finite; `values` float64 [records, tensors, columns], NaN where a tensor was not there. Tensors
+    that were never there are left out.
+    """
+
+    path: Path
+    head: Head
+    tensors: list[str]
+    steps: npt.NDArray[np.int64]
+    loss: npt.NDArray[np.float64]
+    gradient_norm: npt.NDArray[np.float64]
+    seconds: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64]
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """One of `COLUMNS`, float64 [records, tensors]."""
+        column: npt.NDArray[np.float64] = self.values[:, :, self.head.columns.index(name)]
+        return column
+
+    def of_kind(self, kind: Kind) -> list[int]:
+        """The indices of the tensors of one kind, in the order of the model."""
+        return [index for index, tensor in enumerate(self.tensors) if tensor.endswith(f".{kind}")]
+
+
+def four_digits(value: float) -> float | None:
+    """Round to four significant digits; None for a number that is not finite."""
+    return float(f"{value:.4g}") if np.isfinite(value) else None
+
+
+def begin_log(path: Path, head: Head, first_step: int) -> list[Line]:
+    """Write the head to `path`, or keep what a log there has of the steps before `first_step`; return these.
+
+    Raises InputError for a log that is there and is not to be gone on with, or is of other tensors.
+    """
+    lines: list[Line] = []
+    if path.exists():
+        if first_step == 0:
+            raise InputError(
+                f"{path}: is there already; give another directory, or first_step, the step that training goes on with"
+            )
+        before, kept = read_lines(path)
+        if before != head:
+            raise InputError(f"{path}: is of another model, or of other options; give another directory")
+        lines = [line for line in kept if line.step < first_step]
+    texts = [head.model_dump_json(by_alias=True), *(line.model_dump_json() for line in lines)]
+    with replacing(path) as partial:
+        partial.write_text("".join(f"{text}\n" for text in texts), "utf-8")
+    return lines
+
+
+def append_line(path: Path, line: Line) -> None:
+    """Add one record to the log at `path`."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line.model_dump_json() + "\n")
+
+
+def read_lines(path: Path) -> tuple[Head, list[Line]]:
+    """Read head and records of the log `path`. Raises InputError, naming the line, for what is no such log."""
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from None
+    records: list[Line] = []
+    try:
+        head = Head.model_validate_json(texts[0] if texts else "")
+    except ValidationError:
+        raise InputError(f"{path}: line 1 is no head of a training log that fp8q.api.watch writes") from None
+    for number, text in enumerate(texts[1:], 2):
+        try:
+            records.append(Line.model_validate_json(text))
+        except ValidationError:
+            if number == len(texts) and not _whole(text):
+                break  # the run ended while it was written
+            raise InputError(f"{path}: line {number} is no record of a training step") from None
+    return head, records
+
+
+def _whole(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def log_path(path: Path) -> Path:
+    """The log that `path` names: the file itself, or that of its directory."""
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def is_log(path: Path) -> bool:
+    """Tell whether `path` is a training log, or a directory with one."""
+    return log_path(path).name == FILE_NAME and log_path(path).is_file()
+
+
+def read_log(path: Path) -> TrainingLog:
+    """Read the training log at `path`, a file or its directory.
+
+    Raises InputError for a log without a record, and for what is no such log.
+    """
+    path = log_path(path)
+    head, lines = read_lines(path)
+    if not lines:
+        raise InputError(f"{path}: has no recorded step yet; train on, and call watch.step() once a step")
+    if list(head.columns) != list(COLUMNS) or any(len(line.rows) != len(head.tensors) for line in lines):
+        raise InputError(f"{path}: has other columns than this version of fp8q writes")
+    empty = [None] * len(COLUMNS)
+    values = np.array([[row or empty for row in line.rows] for line in lines], np.float64)
+    there = np.any(~np.isnan(values), axis=(0, 2))
+    return TrainingLog(
+        path,
+        head,
+        [tensor for tensor, seen in zip(head.tensors, there, strict=True) if seen],
+        np.array([line.step for line in lines], np.int64),
+        _numbers([(line.loss, line.loss_finite) for line in lines]),
+        _numbers([(line.gradient_norm, line.gradient_finite) for line in lines]),
+        np.array([line.seconds for line in lines], np.float64),
+        values[:, there],
+    )
+
+
+def _numbers(found: Sequence[tuple[float | None, bool]]) -> npt.NDArray[np.float64]:
+    """Numbers float64; NaN where there is none, infinity where it was not finite."""
+    return np.array([(np.nan if finite else np.inf) if value is None else value for value, finite in found])
