@@ -44,6 +44,7 @@ The commands that join stages, or only read what they wrote, in `commands`:
     engine           the kernels of engines, read from the engines
     results          the report's tables, plots and verdict, for a notebook
     load             the FP8 model as Hugging Face's, for lm-eval and notebooks
+    training         a training run of any model, watched for what FP8 would lose, and its log read
     serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
 """

@@ -58,16 +58,8 @@ NOT_MEASURED = (
 TO_MEASURE_AGAIN = {
     "accumulator",
     "accuracy",
-    "bf16_products",
-    "expert_tokens",
-    "experts",
     "generate",
-    "load",
     "memory",
-    "sensitivity",
-    "serve",
-    "two_implementations",
-    "unseen_architectures",
     "weight_rounding",
 }
 
