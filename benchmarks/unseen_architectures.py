@@ -116,7 +116,7 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
         # with transformers' experts, all of them: of fp8q's the graph traces one
         model: PreTrainedModel = loader(path).from_pretrained(path, dtype=torch.float32)
         cache_heads(model)
-        # Falcon's eager attention (transformers 5.14) adds ALiBi twice: in the mask, and itself
+        # Falcon's eager attention (transformers 5.14 and 5.23) adds ALiBi twice: in the mask, and itself
         own = "sdpa" if getattr(model.config, "alibi", False) else "eager"
         eager: Any = loader(path).from_pretrained(path, dtype=torch.float32, attn_implementation=own)
         expected = eager(input_ids=ids).logits

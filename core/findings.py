@@ -13,7 +13,8 @@ from .errors import visible
 LONGEST_TEXT, LONGEST_SHOWN, LONGEST_MESSAGE = 4096, 200, 1000
 #: The most places that are listed for one rule: a file may break it a million times.
 MOST_PLACES = 1000
-Severity = Literal["error", "warning"]
+#: `note`: the file alone does not show that anything is wrong.
+Severity = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The registry of rules for a checkpoint, with numbers C1xx, as for graphs.
 
 A rule is a function from a checkpoint to the places where it is broken, each a tensor or a file. Its docstring gives
-the reason: the behaviour of transformers 5.14, compressed-tensors 0.20 and vLLM.
+the reason: the behaviour of transformers 5.23, compressed-tensors 0.20 and vLLM 0.32.
 """
 
 from collections.abc import Callable, Iterator

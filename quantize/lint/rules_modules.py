@@ -145,12 +145,14 @@ def wide_module(checkpoint: Checkpoint) -> Broken:
             yield name, f"is {tensor.dtype}, and {source} does not leave {module} out; name it there, or {AGAIN}"
 
 
-@checkpoint_rule("C128", "dropped-drafts", "warning")
-def dropped_drafts(checkpoint: Checkpoint) -> Broken:
-    """Layers for multi-token prediction that config.json counts are in the checkpoint. transformers makes no modules of
-    them, so an exporter that loads the model there loses them, and no server can draft by them.
+@checkpoint_rule("C128", "no-drafts", "note")
+def no_drafts(checkpoint: Checkpoint) -> Broken:
+    """Layers for multi-token prediction that config.json counts are in the checkpoint, so that a server can draft by
+    them. transformers makes no modules of them, so an exporter that loads the model there loses them; it also writes a
+    count of 1 for DeepSeek-V3 and GLM-4.5 models that never had them. The checkpoint alone does not tell which.
     """
     count = mtp_layers(checkpoint.config)
     if count and not mtp_prefixes(checkpoint.config, checkpoint.tensors):
         told = f"counts {count} layer{'s' * (count > 1)} for multi-token prediction, and no tensor is of one"
-        yield CONFIG, f"{told}; copy them from the source and leave them out of quantization, or take the count out"
+        remedy = "copy those of the source, if it has any, and leave them out of quantization"
+        yield CONFIG, f"{told}, so that no server can draft; {remedy}"

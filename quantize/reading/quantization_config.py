@@ -2,10 +2,10 @@
 
 Three forms are read. compressed-tensors (llm-compressor, fp8q) and transformers' own fine-grained FP8 (DeepSeek-V3,
 Qwen3-FP8) write `quantization_config` in config.json. ModelOpt writes hf_quant_config.json; newer versions repeat it in
-config.json with `quant_method` modelopt, which vLLM reads and transformers 5.14 does not know. Where the tensors differ
+config.json with `quant_method` modelopt, which vLLM reads and transformers 5.23 does not know. Where the tensors differ
 from the configuration, `fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
 
-Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`), transformers 5.14
+Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`), transformers 5.23
 (`FineGrainedFP8Config`, `quantizers_utils.should_convert_module`), ModelOpt 0.47 (`export/quant_utils.py`,
 `convert_hf_config.py`), vLLM (`layers/quantization/{compressed_tensors,fp8,modelopt}.py`).
 """

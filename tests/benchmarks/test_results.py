@@ -42,7 +42,7 @@ NOT_MEASURED = (
     "| `--runtime` | runs |",
     "| runtime | builds for | where | what was run |",
     "| | batch | seq (tokens in this step) | scored (those with logits) | capacity (slots of the past) |",
-    "| in the checkpoint | vLLM 0.32 | transformers 5.14 | who says so |",
+    "| in the checkpoint | vLLM 0.32 | transformers 5.23 | who says so |",
     "| `--kv-cache` | keys | values | bytes of a position, against BF16 | `model/` says so to transformers and vLLM |",
     "| | formula | Llama 3.1 70B | Llama 3.1 405B |",
     "| part | what it asks | asked for |",

@@ -91,7 +91,7 @@ def test_the_tower_is_copied_byte_for_byte_and_ignored(gemma3: Run) -> None:
 
 
 def test_transformers_loads_it_whole_and_says_what_the_reference_says(gemma3: Run) -> None:
-    """In BF16: transformers 5.14 leaves tensors that it renames in that type, whatever type is asked for."""
+    """In BF16, since transformers 5.14 leaves tensors that it renames in that type, whatever type is asked for."""
     loaded: Any = AutoModelForMultimodalLM.from_pretrained(gemma3.model, output_loading_info=True)
     assert not any(loaded[1].values())
     assert type(loaded[0]).__name__ == "Gemma3ForConditionalGeneration"

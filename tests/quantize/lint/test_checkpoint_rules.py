@@ -271,7 +271,7 @@ CASES = {
                                     ("compressed-tensors",), frozenset({"C127"})),
     "scales of heads nobody announced": Case("C108", lambda it: cache_by_head(it, strategy="tensor"),
                                              of("model.layers.0.self_attn.k_scale"), ("compressed-tensors",)),
-    "drafts that an exporter lost": Case("C128", lambda it: it.config.update(num_nextn_predict_layers=1),
+    "a count of drafts that are not there": Case("C128", lambda it: it.config.update(num_nextn_predict_layers=1),
                                          of("config.json")),
     "values alone in fp8q's file": Case("C126", own_cache_file, of("kv_cache.safetensors"), ("compressed-tensors",)),
     "left out, and in codes": Case("C121", lambda it: leave_out(it, O), of(f"{O}.weight")),

@@ -148,7 +148,7 @@ def test_a_scale_a_tensor_becomes_one_a_channel_of_the_same_number(
 def test_scales_off_the_bf16_grid_stay_as_they_are(
     channel: Path, calibrate: Callable[..., tuple[Run, list[str]]]
 ) -> None:
-    """What transformers 5.14 makes of them: in FP32 the same numbers, in BF16 their roundings."""
+    """What transformers makes of them: in FP32 the same numbers, in BF16 their roundings."""
     odd = torch.full((256, 1), 0.00123456789)
     assert odd[0, 0].bfloat16().float() != odd[0, 0]
     run, _ = calibrate(rewritten(channel, lambda held: held.update({f"{MODULE}.weight_scale": odd})))
