@@ -19,6 +19,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 NOT_MEASURED = (
     "| `--for` | server | products | experts of a mixture |",
     "| column | meaning |",
+    "| check of a log | value | watch above | bad above |",
     "| what is wrong | exit code |",
     "| verdict | what it says |",
     "| form | positions of a window | gives |",
