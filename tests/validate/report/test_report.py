@@ -398,5 +398,5 @@ def test_what_is_too_short_for_an_interval_says_so() -> None:
 
 def test_the_packaged_notebook_and_template_are_where_the_report_looks_for_them() -> None:
     assert report.NOTEBOOK.is_file()
-    assert report.TEMPLATE.is_file()
-    assert Path(report.__file__).parent == report.TEMPLATE.parent
+    template = Path(str(report.page_template("report.html.j2").filename))
+    assert template.parent == Path(report.__file__).parent
