@@ -11,7 +11,7 @@ import numpy as np
 from ...calibrate.measure.histogram import Histogram
 from ...options import Clipping, WatchOptions
 from ..codes.formats import E4M3, E5M2, Format
-from ..scales.clip import lost_share, saturation, scale_of, sqnr_db, underflow
+from ..scales.clip import saturation, scale_of, underflow
 from ..scales.delayed import Float32s, amax_in_use
 
 #: The formats of training: E4M3 for activations and weights, E5M2 for gradients (Micikevicius et al. 2022, arXiv
@@ -43,6 +43,8 @@ def history_of(amax_before: Float32s, length: int, own: float) -> float:
     """
     if not len(amax_before):
         return own
+    if (largest := float(amax_before[-length:].max())) > 0:
+        return largest
     in_use = float(amax_in_use(amax_before, Clipping("delayed", amax_history_len=length))[-1])
     return own if np.isnan(in_use) else in_use
 
@@ -54,8 +56,18 @@ def shares_in(histogram: Histogram, kind: Format, scale: float) -> FormatShares:
     return FormatShares(
         saturation(histogram, kind, scale),
         underflow(histogram, kind, scale),
-        lost_share(sqnr_db(histogram, kind, scale)),
+        lost_energy(histogram, kind, scale),
     )
+
+
+def lost_energy(histogram: Histogram, kind: Format, scale: float) -> float:
+    """The share of the sum of squares that rounding under `scale` loses, value by value: for one scale that takes a
+    tenth of the time of `scales.clip.squared_error`, which sums over all patterns once for many scales.
+    """
+    values, counts = histogram.finite
+    x = values.astype(np.float64)
+    error = x - kind.round(values / np.float32(scale)) * np.float64(np.float32(scale))
+    return float((error**2 * counts).sum() / (x**2 * counts).sum())
 
 
 def tensor_numbers(histogram: Histogram, amax_before: Float32s, options: WatchOptions) -> list[float]:

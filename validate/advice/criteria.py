@@ -123,7 +123,7 @@ NOT_FINITE = Criterion("not_finite", "values that are NaN or infinite", Limit(0.
 ENERGY_LOST = Criterion("energy_lost", "share of the energy that rounding loses", Limit(0.01, 0.1))
 #: A scale by history holds an amax up to itself; a margin of one octave twice that, of three octaves eight times.
 TRAINING_JUMPS = Criterion(
-    "training_jumps", "amax over the history's", Limit(2.0, 8.0), "fewer records than are needed for a history"
+    "training_jumps", "amax over the history's", Limit(2.0, 8.0), "fewer records than a history has"
 )
 #: Gradients fall by one or two orders of magnitude while a model learns.
 VANISHING = Criterion(

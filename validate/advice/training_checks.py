@@ -1,11 +1,12 @@
 """Judge a training log: the checklist of FP8 training, each verdict from the numbers of the exact histograms.
 
 Inputs and weights are judged in E4M3, gradients in E5M2 or, where that is asked, in E4M3 too. Shares are those of a
-tensor's worst record, but underflow and lost energy are means over the last quarter of the records: they belong to a
-tensor's distribution and not to one batch. Limits, each with its reason, are in `criteria`.
+tensor's worst record with a full history, but underflow and lost energy are means over the last quarter of the
+records: they belong to a tensor's distribution and not to one batch. Limits, each with its reason, are in `criteria`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -29,7 +30,7 @@ from .criteria import (
     Criterion,
 )
 
-#: Records before the first that is judged by a history or a median: a model's first steps are like none after them.
+#: Records before the first that is judged by a median: a model's first steps are like none after them.
 WARM_UP = 4
 #: Records of the median that a gradient norm is compared with, and of a loss.
 NORM_RECORDS, LOSS_RECORDS = 16, 5
@@ -64,7 +65,7 @@ def training_checkup(log: TrainingLog, gradients: GradientFormat = "e5m2") -> Tr
         *_not_finite(log),
         *_loss(log),
         *_gradient_norm(log),
-        *_of_tensors(log, gradients, "saturated", SATURATION, _worst, _saturation_remedy),
+        *_of_tensors(log, gradients, "saturated", SATURATION, partial(_worst, first=_settled(log)), _saturation_remedy),
         *_of_tensors(log, gradients, "underflow", UNDERFLOW, _late_mean, _underflow_remedy),
         *_of_tensors(log, gradients, "lost", ENERGY_LOST, _late_mean, _underflow_remedy),
         *_jumps(log),
@@ -95,9 +96,14 @@ def _of_tensors(
     return graded(criterion, [each for each in values if not np.isnan(each[1])], share, remedy)
 
 
-def _worst(values: Floats) -> float:
-    """The largest value after the first records, whose history is short; NaN where there is none."""
-    later = values[WARM_UP:]
+def _settled(log: TrainingLog) -> int:
+    """The first record whose history is full: gradients of a new model grow tenfold within the first ones."""
+    return max(WARM_UP, log.head.history)
+
+
+def _worst(values: Floats, first: int) -> float:
+    """The largest value from the record `first` on; NaN where there is none."""
+    later = values[first:]
     return float(np.nanmax(later)) if len(later) and not np.isnan(later).all() else np.nan
 
 
@@ -189,17 +195,17 @@ def _gradient_norm(log: TrainingLog) -> list[Check]:
 
 def _jumps(log: TrainingLog) -> list[Check]:
     """Compare each amax with the amax of its history."""
-    amax, history = log.column("amax"), log.column("history")
-    if len(log.steps) <= WARM_UP:
+    amax, history, first = log.column("amax"), log.column("history"), _settled(log)
+    if len(log.steps) <= first:
         return [unknown(TRAINING_JUMPS, TRAINING_JUMPS.nothing)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(history > 0, amax / history, 1.0)[WARM_UP:]
+        ratio = np.where(history > 0, amax / history, 1.0)[first:]
     values, steps = [], {}
     for index, tensor in enumerate(log.tensors):
         if not np.isnan(ratio[:, index]).all():
             worst = int(np.nanargmax(ratio[:, index]))
             values.append((tensor, float(ratio[worst, index])))
-            steps[float(ratio[worst, index])] = int(log.steps[WARM_UP + worst])
+            steps[float(ratio[worst, index])] = int(log.steps[first + worst])
     return graded(
         TRAINING_JUMPS,
         values,

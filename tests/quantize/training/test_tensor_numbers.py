@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8q.calibrate.measure.counting import count_patterns
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.options import WatchOptions
-from fp8q.quantize.training.tensor_numbers import COLUMNS, tensor_numbers
+from fp8q.quantize.codes.formats import E4M3, E5M2, Format
+from fp8q.quantize.scales.clip import lost_share, sqnr_db
+from fp8q.quantize.training.tensor_numbers import COLUMNS, lost_energy, tensor_numbers
 
 
 def numbers(values: list[float], before: list[float], options: WatchOptions = WatchOptions()) -> dict[str, float]:
@@ -56,3 +60,15 @@ def test_a_tensor_of_zeros_loses_nothing_and_not_finite_values_are_counted() -> 
     assert numbers([0.0, 0.0], [1.0]) == dict.fromkeys(COLUMNS, 0.0) | {"zeros": 1.0, "history": 1.0}
     found = numbers([float("nan"), float("inf"), 1.0], [1.0])
     assert (found["not_finite"], found["amax"]) == (2, 1)
+
+
+@given(
+    st.lists(st.floats(2.0**-20, 2.0**12, width=32), min_size=1, max_size=50),
+    st.floats(2.0**-12, 2.0**4, width=32),
+    st.sampled_from([E4M3, E5M2]),
+)
+def test_lost_energy_is_that_of_the_sums_over_all_patterns(values: list[float], scale: float, kind: Format) -> None:
+    patterns = torch.tensor(values).bfloat16().view(torch.int16)
+    histogram = Histogram.from_dense(count_patterns(patterns).numpy())
+    expected = lost_share(sqnr_db(histogram, kind, scale))
+    assert lost_energy(histogram, kind, scale) == pytest.approx(expected, rel=1e-6, abs=1e-9)

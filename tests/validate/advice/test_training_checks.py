@@ -23,7 +23,7 @@ def a_log(
     values = np.zeros((records, len(TENSORS), len(COLUMNS)))
     for column, value in {"amax": 1.0, "history": 1.0, "rms": 0.1, **changes}.items():
         values[:, :, COLUMNS.index(column)] = value
-    head = Head(model="Net", every=10, history=16, scaling="delayed", tensors=TENSORS, columns=[*COLUMNS])
+    head = Head(model="Net", every=10, history=4, scaling="delayed", tensors=TENSORS, columns=[*COLUMNS])
     steps = 10 * np.arange(records)
     return TrainingLog(
         Path("training.jsonl"), head, TENSORS, steps, np.broadcast_to(np.asarray(loss, float), records),
@@ -83,7 +83,7 @@ def test_what_is_lost_counts_at_the_end_and_saturation_at_its_worst_after_the_fi
     one[7] = 0.02
     assert worst(a_log(e4m3_saturated=at(0, one)), "saturation").verdict == "bad"
     first = np.zeros(RECORDS)
-    first[2] = 0.02
+    first[3] = 0.02  # its history is of three records, and not of four
     assert worst(a_log(e4m3_saturated=at(0, first)), "saturation").verdict == "good"
 
 
@@ -91,6 +91,7 @@ def test_what_is_lost_counts_at_the_end_and_saturation_at_its_worst_after_the_fi
 def test_an_amax_beyond_its_history_is_named_with_its_step(jump: float, verdict: str, octaves: int) -> None:
     amax = np.ones(RECORDS)
     amax[9] = jump
+    amax[3] = 100.0  # before the history is full
     found = worst(a_log(amax=at(3, amax, 1.0)), "training_jumps")
     assert (found.verdict, found.module, found.said) == (verdict, "layers.1.up.input", f"{jump:.3g} times, at step 90")
     if octaves:
