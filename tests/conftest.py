@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fp8q.core.run import Run
+
+from .base_install import HIDING, base_distributions
+from .command_result import Result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -203,40 +205,6 @@ def shared_data() -> Callable[[str], Path]:
     return lambda name: _shared(SHARED / "data" / name)
 
 
-#: Runs `fp8q` with modules (argument 1) and distributions (argument 2) hidden as if they were not installed: not even
-#: `find_spec` and `version` see them.
-_HIDING = """
-import importlib.machinery, runpy, sys
-modules, distributions = (set(argument.split(",")) for argument in sys.argv[1:3])
-class Installed(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name.partition(".")[0] in modules else super().find_spec(name, path, target)
-    @classmethod
-    def find_distributions(cls, *context):
-        return (found for found in super().find_distributions(*context) if found.name not in distributions)
-sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Installed
-sys.argv[:] = ["fp8q", *sys.argv[3:]]
-runpy.run_module("fp8q", run_name="__main__")
-"""
-
-
-def base_distributions(*extras: str) -> set[str]:
-    """The distributions that `pip install fp8q` brings, or `fp8q[extras]`: fp8q's requirements and theirs."""
-    found, waiting = set[tuple[str, str]](), [("fp8q", extra) for extra in ("", *extras)]
-    while waiting:
-        name, extra = waiting.pop()
-        if (name, extra) not in found:
-            found.add((name, extra))
-            needed = [
-                r
-                for r in map(Requirement, metadata.requires(name) or [])
-                if r.marker is None or r.marker.evaluate({"extra": extra})
-            ]
-            waiting += [(canonicalize_name(r.name), e) for r in needed for e in ["", *r.extras]]
-    return {name for name, _ in found}
-
-
 @pytest.fixture(scope="session")
 def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
     """`base_install("doctor", "--json")`: run fp8q as if only the base install (and `extras`) were there, in a process
@@ -258,7 +226,7 @@ def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
         command = [
             sys.executable,
             "-c",
-            _HIDING,
+            HIDING,
             ",".join(sorted(hidden)),
             ",".join(sorted(beyond)),
             *map(str, arguments),
@@ -266,30 +234,6 @@ def base_install() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
     return run
-
-
-#: What a log has in place of a progress bar.
-TOOK = re.compile(r".+: [\d,]+ [a-z]+ in [\d.]+ s")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command left: its exit code, standard output and standard error."""
-
-    code: int
-    out: str
-    err: str
-
-    def complaint(self, code: int = 2, after_notes: bool = False) -> str:
-        """The one line on standard error (the last, `after_notes`), without `fp8q: `; nothing is on standard output.
-
-        What took more than a second on a busy machine may say so before it.
-        """
-        assert (self.code, self.out) == (code, ""), self.err
-        *before, last = self.err.splitlines()
-        assert after_notes or all(TOOK.fullmatch(line) for line in before), self.err
-        assert last.startswith("fp8q: "), self.err
-        return last.removeprefix("fp8q: ")
 
 
 @pytest.fixture

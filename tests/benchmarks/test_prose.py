@@ -54,7 +54,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     },
     "docs/numbers.md": {
         "448 and 896 times 2⁻⁶": "arithmetic",
-        "95 % interval": "format",
         "limit for fp8q 1.15×": "limit",
         "limits 1.05× with BF16 units, not met here, and 0.55× without": "limit",
     },
@@ -74,7 +73,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
         "does not read for 60 s": "limit",
         "unread for 2 s": "limit",
     },
-    "docs/tune.md": {"limit (20 % between": "limit"},
     "docs/two-terms.md": {"131,072 · 2^-22 = 3 %": "arithmetic", "differ by 1e-7 relative": "format"},
     "docs/validate.md": {
         "or 1 % (": "limit",

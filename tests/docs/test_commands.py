@@ -28,7 +28,8 @@ from fp8q.stages.pipeline.stages import QUANTIZE
 from fp8q.validate.accuracy.document import load_accuracy
 
 from ..architectures import random_checkpoint  # noqa: F401
-from ..conftest import DEMO, ROOT, KeepingGraphs, MadeOnce, Result
+from ..command_result import Result
+from ..conftest import DEMO, ROOT, KeepingGraphs, MadeOnce
 from ..mixtures import random_mixture
 
 Fp8q = Callable[..., Result]

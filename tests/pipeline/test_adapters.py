@@ -33,7 +33,8 @@ from fp8q.stages.shared.sources import opened, products_of, source_of
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.rows import fact_rows
 
-from ..conftest import KeepingGraphs, MadeOnce, Result, Texts
+from ..command_result import Result
+from ..conftest import KeepingGraphs, MadeOnce, Texts
 from ..stand_in.driver import Driver
 from ..stand_in.runtime import machine
 

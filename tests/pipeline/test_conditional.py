@@ -30,7 +30,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 
-from ..conftest import MadeOnce, Result, Texts
+from ..command_result import Result
+from ..conftest import MadeOnce, Texts
 from .other_models import SHARE, least_distance, mean_kl, other_models, sequences
 
 PROMPT = "def add(a, b):"

@@ -45,7 +45,8 @@ from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 from fp8q.validate.tuning.document import Chosen, Recipe, Tuning
 
 from ..calibrate.model.damage import rewrite
-from ..conftest import KeepingGraphs, Result, Texts, WithoutGraphs
+from ..command_result import Result
+from ..conftest import KeepingGraphs, Texts, WithoutGraphs
 from ..mixtures import MIXTURES, random_mixture, starve
 
 #: Four batches: fewer, and nothing is said of whether the text was enough.

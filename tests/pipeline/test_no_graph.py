@@ -12,7 +12,8 @@ from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 
-from ..conftest import KeepingGraphs, MadeOnce, Result, Texts
+from ..command_result import Result
+from ..conftest import KeepingGraphs, MadeOnce, Texts
 
 Fp8q = Callable[..., Result]
 #: The reason in the record, and in the messages of what needs the graph.

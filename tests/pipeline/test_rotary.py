@@ -16,7 +16,8 @@ from fp8q.calibrate.model.source import open_source
 from fp8q.export.modules.rotary import fix_frequencies
 from fp8q.serve.loop.text import Vocabulary
 
-from ..conftest import Result, Texts
+from ..command_result import Result
+from ..conftest import Texts
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from fp8q.core.run import Run
 from fp8q.validate.accuracy.document import load_accuracy, load_token_losses
 from fp8q.validate.accuracy.top_logits import TOP, load_top_logits
 from fp8q.validate.report.accuracy_rows import accuracy_rows
-from tests.conftest import base_distributions
+from tests.base_install import base_distributions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -26,7 +26,7 @@ from fp8q.serve.loop.sessions import open_session
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.report.run_comparison import terms
 
-from ..conftest import Result
+from ..command_result import Result
 
 SOME = ("*.up_proj", "*.layers.1.self_attn.o_proj")
 NAMED = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]

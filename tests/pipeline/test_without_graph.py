@@ -15,7 +15,8 @@ from fp8q.core.run import Run
 from fp8q.export.graph.trace import UntraceableError
 from fp8q.validate.accuracy.document import load_accuracy
 
-from ..conftest import MadeOnce, Result, Texts
+from ..command_result import Result
+from ..conftest import MadeOnce, Texts
 
 Fp8q = Callable[..., Result]
 

@@ -31,7 +31,8 @@ from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import Protocol, load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.report.report import render
-from tests.conftest import KeepingGraphs, Result
+from tests.command_result import Result
+from tests.conftest import KeepingGraphs
 
 if TYPE_CHECKING:
     from tests.conftest import Texts

@@ -20,7 +20,7 @@ from fp8q.serve.loop.sessions import Pace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 
 class Seen(HostBatch):

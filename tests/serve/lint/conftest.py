@@ -10,7 +10,7 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.options import TritonOptions
 
-from ..conftest import make_wide_run, record_engine
+from ..counting_model import make_wide_run, record_engine
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.serve.lint.check import lint_engines
 
-from ..conftest import PLAN, record_engine
+from ..counting_model import PLAN, record_engine
 
 Found = Callable[[], list[str]]
 AGAIN = "run `fp8q triton` again"

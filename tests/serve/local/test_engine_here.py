@@ -11,7 +11,7 @@ from fp8q.core.errors import BackendError, InputError
 from fp8q.core.run import Run
 from fp8q.export.engine.targets import MODULES
 from fp8q.serve.local.generation import engine_here, open_generator, open_run_engine
-from tests.serve.conftest import record_engine
+from tests.serve.counting_model import record_engine
 from tests.stand_in.driver import Driver
 from tests.stand_in.runtime import VERSION, Machine, machine
 

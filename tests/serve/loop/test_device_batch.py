@@ -35,10 +35,10 @@ from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import Pace
 from fp8q.serve.loop.text import Vocabulary
-from tests.serve.conftest import at
+from tests.serve.host_engine import at
 
 if TYPE_CHECKING:
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 #: The warning when capturing ends, around its reason.
 NOT_CAPTURED = "a decode step is not captured ({}); the engine runs without CUDA graphs, which is slower"

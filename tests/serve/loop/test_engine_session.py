@@ -21,7 +21,8 @@ from fp8q.validate.accuracy.session_logits import engine_logits
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.serve.conftest import CountingModel, OpenEngine
+    from tests.serve.conftest import OpenEngine
+    from tests.serve.counting_model import CountingModel
     from tests.stand_in.runtime import Machine
 
 each_runtime = pytest.mark.parametrize("runtime", RUNTIMES)

@@ -18,7 +18,7 @@ from fp8q.serve.loop.text import Vocabulary
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 PROMPTS = ["t1", "t3 t1 t4 t1 t5 t9", "t2 t7", "t14 t13 t12 t11 t10 t9 t8 t7 t6"]
 

@@ -12,7 +12,7 @@ from fp8q.serve.loop.request import GeneratedAnswer, Request, RequestError
 from fp8q.serve.loop.text import Vocabulary
 
 if TYPE_CHECKING:
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 
 def test_the_end_of_text_stops_and_leaves_no_text(counting: CountingModel) -> None:

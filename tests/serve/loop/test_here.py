@@ -11,7 +11,7 @@ import pytest
 from fp8q.serve.loop import here
 from fp8q.serve.loop.cuda import CudaError
 from fp8q.serve.loop.sessions import OnnxRuntimeSession, SessionError
-from tests.serve.conftest import write_counting_model
+from tests.serve.counting_model import write_counting_model
 
 if TYPE_CHECKING:
     from pathlib import Path

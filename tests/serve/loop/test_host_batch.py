@@ -11,7 +11,7 @@ from fp8q.serve.loop.host_batch import attention_mask, chunk_layout
 from fp8q.serve.loop.sessions import Batch
 
 if TYPE_CHECKING:
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 
 Open = Callable[..., Batch]

@@ -13,7 +13,7 @@ from fp8q.serve.loop.request import BusyError, Piece, Request, RequestError
 from fp8q.serve.loop.service import Failed, Service
 
 if TYPE_CHECKING:
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 SECONDS = 60
 pytestmark = pytest.mark.parametrize("counting", ["fp8"], indirect=True)

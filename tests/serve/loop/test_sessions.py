@@ -15,7 +15,7 @@ from fp8q.serve.loop.host_batch import attention_mask
 from fp8q.serve.loop.sessions import Batch, OnnxRuntimeSession, Session, SessionError, open_session
 
 if TYPE_CHECKING:
-    from tests.serve.conftest import CountingModel
+    from tests.serve.counting_model import CountingModel
 
 
 def test_the_cache_is_what_the_graph_says(counting: CountingModel) -> None:

@@ -20,7 +20,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from fp8q import api
 
-from ..conftest import make_wide_run, record_engine
+from ..counting_model import make_wide_run, record_engine
 from .conftest import deploy
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fp8q.export.engine.profiles import profiles
 from fp8q.options import TritonOptions
 from fp8q.serve.triton.engine_model import TRITON_TYPES, describe
 
-from ..conftest import PLAN, record_engine
+from ..counting_model import PLAN, record_engine
 
 ASKED = TritonOptions(engine_model=True)
 Dtype = model_config_pb2.DataType

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from fp8q.serve.web.gate import names_of
-from tests.serve.conftest import make_counting_run
+from tests.serve.counting_model import make_counting_run
 from tests.serve.web.started_server import SECONDS, Held, Thread, in_thread
 
 if TYPE_CHECKING:
