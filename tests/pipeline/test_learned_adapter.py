@@ -7,16 +7,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.calibrate.checkpoint.adapter import open_adapter
+from fp8q.calibrate.model.adapter_base import adapter_remarks, with_adapters
+from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
 from fp8q.quantize.learning.document import AdapterLearning, load_adapter_learning
+from fp8q.quantize.learning.training import forward_kl
+from fp8q.stages.distill import learning_text
+from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.shared.sources import source_of
 
 from ..conftest import Result, Texts
 from ..mixtures import random_mixture
@@ -75,6 +83,42 @@ def test_the_adapter_is_written_and_everything_else_stays_byte_for_byte(
     assert str(begun.root) not in config
 
 
+def test_peft_and_fp8q_have_it_on_as_it_was_scored(
+    begun: Run, learned: tuple[dict[str, bytes], AdapterLearning]
+) -> None:
+    """The student that was scored sums values, and the reference codes: sums round otherwise, and codes flip."""
+    source = source_of(begun)
+    windows = torch.from_numpy(learning_text(begun, source, None, OPTIONS, Notes(SILENT)).held_out)
+    base, own = (api.load(begun.root, "float32", "exact", adapter=name) for name in (None, "learned"))
+    with torch.no_grad():
+        wanted, without = load_model(source, torch.float32)(windows).logits, base(windows).logits
+        by_peft = peft.PeftModel.from_pretrained(base, str(begun.adapter)).eval()(input_ids=windows).logits
+        assert torch.equal(by_peft, own(windows).logits)
+    assert float(forward_kl(wanted, by_peft)) == pytest.approx(learned[1].best.kl, rel=0.02)
+    assert float(forward_kl(wanted, without)) == pytest.approx(learned[1].start.kl, rel=0.02)
+    assert float((by_peft - without).abs().max()) > 0.1
+
+
+def test_generate_answers_with_it_on_the_reference_alone(
+    begun: Run, learned: tuple[dict[str, bytes], AdapterLearning], fp8q: Fp8q
+) -> None:
+    asked = ("generate", begun.root, "--adapter", "learned", "--prompt", "def ", "--max-tokens", "4")
+    shown = fp8q(*asked, "--runtime", "reference")
+    assert shown.code == 0, shown.err
+    assert fp8q(*asked, "--runtime", "onnxruntime").complaint() == (
+        "--adapter learned: is in no graph; use --runtime reference, or vLLM with --lora-modules "
+        f"learned={begun.adapter}"
+    )
+
+
+def test_it_is_read_as_any_adapter_is(
+    begun: Run, learned: tuple[dict[str, bytes], AdapterLearning], demo_checkpoint: Path
+) -> None:
+    source = with_adapters(open_source(str(demo_checkpoint)), [begun.adapter], "beside")
+    assert adapter_remarks(source) == []
+    assert [variant.on and variant.on.name for variant in source.variants] == [None, "adapter"]
+
+
 def test_it_is_not_learned_again(
     begun: Run, learned: tuple[dict[str, bytes], AdapterLearning], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +136,18 @@ def test_on_another_checkpoint_it_is_outdated(copied: Run, fp8q: Fp8q) -> None:
         "outdated, since the run has changed: adapter; `fp8q distill "
         f"{copied.root} --train adapter` does it again" in shown.out
     )
+    with pytest.raises(InputError, match="what the stage adapter wrote is of other files than are there now"):
+        api.load(copied.root, adapter="learned")
+
+
+def test_a_changed_file_is_refused(copied: Run) -> None:
+    config = copied.adapter / "adapter_config.json"
+    config.write_text(config.read_text(encoding="utf-8").replace('"lora_alpha": 32', '"lora_alpha": 64'))
+    with pytest.raises(InputError) as refused:
+        api.load(copied.root, adapter="learned")
+    assert str(refused.value).startswith(
+        f"{config}: is not the file that `fp8q distill {copied.root} --train adapter` wrote"
+    )
 
 
 def test_where_nothing_gets_better_no_adapter_is_there(copied: Run, fp8q: Fp8q) -> None:
@@ -103,6 +159,11 @@ def test_where_nothing_gets_better_no_adapter_is_there(copied: Run, fp8q: Fp8q) 
     assert not copied.adapter.exists()
     assert load_adapter_learning(copied).best.step == 0
     assert contents(copied.model) == before
+    with pytest.raises(InputError) as refused:
+        api.load(copied.root, adapter="learned")
+    assert str(refused.value) == (
+        f"--adapter learned: none was written, since nothing got better ({copied.adapter_learning})"
+    )
 
 
 @pytest.mark.parametrize(
