@@ -49,6 +49,7 @@ from .stages import compare as compare_stage
 from .stages import distill as distill_stage
 from .stages import evaluate as evaluate_stage
 from .stages import generate as generate_stage
+from .stages import learned_adapter as adapter_stage
 from .stages import report as report_stage
 from .stages import sensitivity as sensitivity_stage
 from .stages import triton as triton_stage
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .export.engine.info import EngineInfo
-    from .quantize.learning.document import Distillation
+    from .quantize.learning.document import AdapterLearning, Distillation
     from .serve.web.server import Server
     from .validate.accuracy.document import Accuracy
     from .validate.advice.checkup import Checkup
@@ -212,14 +213,19 @@ def distill(
     data: str | None = None,
     options: DistillOptions = DistillOptions(),
     progress: Reporter = LOGGED,
-) -> "Distillation":
+) -> "Distillation | AdapterLearning":
     """Learn the codes of the weights of the run at `path` from its float model, on the text `data` or on the
     calibration text; then write checkpoint and graphs with them. The held-out divergence decides: nothing changes
     where it does not fall.
 
+    With `train="adapter"` a LoRA adapter is learned on the checkpoint instead, which stays as it is, and written to
+    `adapter/`.
+
     A killed call goes on at the last saved step. Raises InputError for text that the run is evaluated on, too little
     of it, a source model that is gone, and a model that is too large for the memory.
     """
+    if options.train == "adapter":
+        return adapter_stage.learn_adapter.at(path, progress, data, options)
     return distill_stage.distill.at(path, progress, data, options)
 
 

@@ -28,6 +28,7 @@ from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
+from fp8q.quantize.learning.document import Distillation
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward, compare_runtimes
@@ -91,6 +92,7 @@ def measure(model: ModelTexts, asked: argparse.Namespace) -> dict[str, Any]:
             )
             before, begun = divergences(run, texts), time.monotonic()
             learned = api.distill(run.root, str(data), DistillOptions(samples=asked.learned, epochs=1.0), SILENT)
+            assert isinstance(learned, Distillation), "weights are learned where nothing else is asked for"
             found[form] = {
                 "before": before,
                 "after": divergences(run, texts),

@@ -23,6 +23,8 @@ def distill(
 
     Scales, and the cost of the engine, stay as they are. One window in ten is held out, and the weights of the best
     moment win; where nothing gets better, nothing changes. It gains most where inputs have two FP8 codes.
+
+    With --train adapter the FP8 model stays as it is, and a LoRA adapter is learned beside it, in PEFT's form.
     """
     from .. import api
     from . import views

@@ -48,7 +48,7 @@ from .endings import FILES, MADE, TABLES, ending
 
 if TYPE_CHECKING:
     from ..api import Inspection
-    from ..quantize.learning.document import Distillation
+    from ..quantize.learning.document import AdapterLearning, Distillation
     from ..stages.commands.engine import EngineView
     from ..stages.commands.lint import Linted, LintedRun, RuleText
     from ..validate.sensitivity.document import Sensitivity
@@ -194,7 +194,7 @@ def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
     speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")
 
 
-def show_distillation(speak: "Terminal", run: Run, found: "Distillation", as_json: bool) -> None:
+def show_distillation(speak: "Terminal", run: Run, found: "Distillation | AdapterLearning", as_json: bool) -> None:
     """Show what `fp8q distill` learned: the outcome in a sentence, what is outdated now, and what comes next."""
     if as_json:
         emit(found.model_dump(mode="json"))

@@ -14,6 +14,7 @@ COMMANDS = {
     "measure": "calibrate",
     "quantize": "calibrate",
     "queries": "export --attention fp8",
+    "adapter": "distill --train adapter",
     "needles": "validate --needles LENGTHS",
 } | {
     f"{stage}-{precision}": f"{stage} --precision {precision}"

@@ -105,6 +105,8 @@ class Run:
     tuning = _Path("tune.json")
     distilled = _Path("distilled.safetensors")
     distillation = _Path("distill.json")
+    adapter = _Path("adapter")
+    adapter_learning = _Path("adapter.json")
     bench = _Path("bench.json")
     triton = _Path("triton")
     report_html = _Path("report.html")

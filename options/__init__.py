@@ -26,7 +26,7 @@ from .calibrate import (
 )
 from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
-from .distill import DistillOptions
+from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
 from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
@@ -69,6 +69,7 @@ __all__ = [
     "WITHOUT_GRAPH",
     "WITH_ADAPTERS",
     "Accumulator",
+    "AdapterLearningOptions",
     "AdapterMode",
     "AmaxAlgorithm",
     "Baseline",
@@ -110,6 +111,7 @@ __all__ = [
     "TuneOptions",
     "ValidateOptions",
     "WatchOptions",
+    "WeightLearningOptions",
     "WeightMethod",
     "WeightRounding",
     "WeightScale",

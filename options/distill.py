@@ -1,15 +1,20 @@
-"""Options of `fp8q distill`."""
+"""Options of `fp8q distill`: those of its two modes, which learn weights or an adapter, and those of both."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from .declare import MEASUREMENT, TEXT, Options, between, option
+from ..core.errors import InputError
+from .declare import MEASUREMENT, TEXT, Of, Options, between, first_given, option
 from .serve import above_zero
+
+Trained = Literal["weights", "adapter"]
+#: The largest rank of an adapter that vLLM serves.
+LARGEST_RANK = 512
 
 
 @dataclass(frozen=True)
-class DistillOptions(Options):
-    """Options of `fp8q distill`: how long and how fast weights are learned, and in which order the windows come."""
+class LearningOptions(Options):
+    """Options of both modes: how long is learned, and in which order the windows come."""
 
     samples: Annotated[
         int | None, option(TEXT, "Windows to learn from and to hold out, evenly spaced.", "N", "all"), between(1)
@@ -19,9 +24,55 @@ class DistillOptions(Options):
     ] = False
     epochs: Annotated[float, option(MEASUREMENT, "Passes over the text.", "N"), above_zero] = 2.0
     batch_size: Annotated[int, option(MEASUREMENT, "Windows a step.", "N"), between(1)] = 4
+    seed: Annotated[
+        int, option(MEASUREMENT, "Of the order of the windows, and of an adapter's beginning.", "N"), between(0)
+    ] = 0
+
+
+@dataclass(frozen=True)
+class WeightLearningOptions(LearningOptions):
+    """Options of learned weights: how fast they move."""
+
     learning_rate: Annotated[
         float,
-        option(MEASUREMENT, "The highest step, as a share of Newton's by the model's curvature.", "X"),
+        option(MEASUREMENT, "For --train weights: the highest step, as a share of Newton's by the curvature.", "X"),
+        Of("weights"),
         above_zero,
     ] = 0.004
-    seed: Annotated[int, option(MEASUREMENT, "Of the order of the windows.", "N"), between(0)] = 0
+
+
+@dataclass(frozen=True)
+class AdapterLearningOptions(LearningOptions):
+    """Options of a learned adapter: its size, its factor alpha / rank, and how fast it moves."""
+
+    rank: Annotated[
+        int,
+        option(MEASUREMENT, "For --train adapter: the rank.", "N"),
+        Of("adapter"),
+        between(1, LARGEST_RANK),
+    ] = 16
+    alpha: Annotated[
+        int, option(MEASUREMENT, "For --train adapter: the factor is alpha / rank.", "N"), Of("adapter"), between(1)
+    ] = 32
+    adapter_rate: Annotated[
+        float, option(MEASUREMENT, "For --train adapter: Adam's highest step.", "X"), Of("adapter"), above_zero
+    ] = 0.0005
+
+
+@dataclass(frozen=True)
+class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
+    """Options of `fp8q distill`: learn weights or an adapter, how long and how fast, and the order of the windows."""
+
+    train: Annotated[
+        Trained, option(MEASUREMENT, "Learn the codes of weights, or a LoRA adapter beside the FP8 model.")
+    ] = "weights"
+
+    def __post_init__(self) -> None:
+        """Refuse also options of the other mode."""
+        super().__post_init__()
+        for name, field in self.declared().items():
+            if field.of not in (None, self.train) and (given := first_given(self, [name])):
+                raise InputError(
+                    f"{given}: is for --train {field.of}, and this is --train {self.train}; choose that one, or leave "
+                    "this out"
+                )

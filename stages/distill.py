@@ -13,6 +13,7 @@ from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
 from ..options import DistillOptions
+from ..options.distill import LearningOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
 from .export import export_or_note
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..calibrate.model.source import Source
-    from ..quantize.learning.document import Distillation
+    from ..quantize.learning.document import Distillation, Moment
+    from ..quantize.learning.training import Schedule
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
@@ -66,12 +68,12 @@ def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -
     checked_model(run)
     note_base_alone(run, "weights are learned by", notes)
     source, scales, graph = source_of(run), scale_options(run), export_options(run)
-    text, start = _text(run, source, data, options, notes), rounding_key(run, source, scales)
+    text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
     inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
     key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
     products = products_of(source, scales)
     if not DISTILL.is_current(run, key):
-        _check_memory(source)
+        check_memory(source, "its weights", BYTES_A_WEIGHT)
         quantize(run, source, products, scales, notes, learned=False)  # the codes to begin with
         with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
             found = _learn(run, source, text, options, folder, notes)
@@ -87,19 +89,19 @@ def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -
     return load_distillation(run)
 
 
-def _check_memory(source: "Source") -> None:
-    """Raise InputError for a model that cannot be learned in memory."""
+def check_memory(source: "Source", learned: str, bytes_a_weight: int) -> None:
+    """Raise InputError for a model of which there is no memory to learn what is `learned`."""
     from ..calibrate.model.memory import weight_bytes
 
-    size = weight_bytes(source) // 2 * BYTES_A_WEIGHT
+    size = weight_bytes(source) // 2 * bytes_a_weight
     if too_much := beyond(size):
         raise InputError(
-            f"{source.name}: learning its weights takes {size / 1e9:,.3g} GB, {too_much}; --weight-rounding sequential "
+            f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --weight-rounding sequential "
             "of `fp8q calibrate` goes layer by layer"
         )
 
 
-def _text(run: Run, source: "Source", data: str | None, options: DistillOptions, notes: Notes) -> LearningText:
+def learning_text(run: Run, source: "Source", data: str | None, options: LearningOptions, notes: Notes) -> LearningText:
     """The windows to learn from: of the run's calibration text, or of the text `data`, cut as the run's are.
 
     Raises InputError for text that the run evaluates on, and for too little to hold anything out.
@@ -139,34 +141,25 @@ def _learn(
     """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`."""
     import torch
 
-    from ..calibrate.input.silence import quiet_transformers
     from ..calibrate.model.source import load_model
     from ..quantize.learning.codes import save_codes
     from ..quantize.learning.document import Distillation
-    from ..quantize.learning.linear import student_of
-    from ..quantize.learning.training import LossIsNotFiniteError, Schedule, learn, planned_steps
+    from ..quantize.learning.linear import LearnedLinear, student_of
+    from ..quantize.learning.training import Schedule, planned_steps
     from ..quantize.reference.fp8_model import open_codes
 
     begun, scales, where = time.monotonic(), load_scales(run), device()
     teacher, other = (load_model(source, torch.float32, where).requires_grad_(False) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32, where)
-    student, layers = student_of(other, stored, scales.activations)
+    student, layers = student_of(other, stored, scales.activations, LearnedLinear)
     schedule = Schedule(options.epochs, options.batch_size, options.learning_rate, options.seed)
-    steps, stopped = planned_steps(len(text.windows), schedule), None
-    _tell(run, teacher, text, schedule.epochs, notes)
+    note_course(run, teacher, text, schedule.epochs, notes)
     if any(scale.terms == 1 for scale in scales.activations.values()):
         notes.note(
             "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
             "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
         )
-    with notes.track("Learning weights", steps, "steps") as advance, quiet_transformers():
-        try:
-            moments = learn(
-                (teacher, student), (text.windows, text.held_out), schedule, folder, advance, partial(_blamed, student)
-            )
-        except LossIsNotFiniteError as error:
-            moments, stopped = error.moments, str(error)
-            notes.note(f"distill: {stopped}; the weights of the best moment before it stay")
+    moments, stopped = train("Learning weights", (teacher, student), text, schedule, folder, notes)
     save_codes(run.distilled, layers)
     changed = sum(layer.changed() * layer.steps.numel() for layer in layers.values())
     total = sum(layer.steps.numel() for layer in layers.values())
@@ -174,7 +167,7 @@ def _learn(
         data=text.name,
         tokens=text.windows.size,
         held_out=text.held_out.size,
-        steps=steps,
+        steps=planned_steps(len(text.windows), schedule),
         seconds=round(time.monotonic() - begun, 1),
         moments=moments,
         changed=changed / total,
@@ -182,7 +175,31 @@ def _learn(
     )
 
 
-def _tell(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs: float, notes: Notes) -> None:
+def train(
+    title: str,
+    models: tuple["PreTrainedModel", "PreTrainedModel"],
+    text: LearningText,
+    schedule: "Schedule",
+    folder: Path,
+    notes: Notes,
+) -> tuple[list["Moment"], str | None]:
+    """Train the second of `models` toward the first on `text`; `title`: of its progress.
+
+    Returns the held-out divergences, and why it ended early: the loss was not finite (None: it did not).
+    """
+    from ..calibrate.input.silence import quiet_transformers
+    from ..quantize.learning.training import LossIsNotFiniteError, learn, planned_steps
+
+    steps, windows = planned_steps(len(text.windows), schedule), (text.windows, text.held_out)
+    with notes.track(title, steps, "steps") as advance, quiet_transformers():
+        try:
+            return learn(models, windows, schedule, folder, advance, partial(_blamed, models[1])), None
+        except LossIsNotFiniteError as error:
+            notes.note(f"distill: {error}; the weights of the best moment before it stay")
+            return error.moments, str(error)
+
+
+def note_course(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs: float, notes: Notes) -> None:
     """Note what learning takes, by a timed forward pass of the float model, and text that is of another domain."""
     import torch
 

@@ -34,7 +34,7 @@ def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None =
     refuse_unwritten(run)
     if runtime in TORCH_RUNTIMES:
         check_written(run, "config.json", "tokenizer.json", "generation_config.json")
-    check_adapter(run, adapter)
+    check_adapter(run, adapter, runtime)
     session = session_of(run, runtime, adapter=adapter)
     if runtime not in TORCH_RUNTIMES:
         weight_files(run)

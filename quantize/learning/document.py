@@ -1,4 +1,4 @@
-"""`distill.json`: the held-out divergence while weights were learned, and the outcome."""
+"""`distill.json` and `adapter.json`: the held-out divergence while weights or an adapter were learned."""
 
 from pydantic import Field
 
@@ -13,10 +13,8 @@ class Moment(Strict):
     kl: float = Field(description="KL(BF16 || FP8) on the held-out windows, nats a token")
 
 
-class Distillation(Strict):
-    """The outcome of `fp8q distill`. The checkpoint has the weights of the `best` moment; those of step 0 are the codes
-    that rounding gave.
-    """
+class LearningRecord(Strict):
+    """The course of `fp8q distill`: the `best` moment wins; that of step 0 is the model as it was."""
 
     data: str = Field(description="the text that was learned from")
     tokens: int = Field(description="of the windows that were learned from")
@@ -24,7 +22,6 @@ class Distillation(Strict):
     steps: int = Field(description="that were planned")
     seconds: float
     moments: list[Moment] = Field(min_length=1)
-    changed: float = Field(description="share of codes that are others than rounding gave")
     stopped: str | None = Field(default=None, description="why learning ended early")
 
     @property
@@ -37,21 +34,52 @@ class Distillation(Strict):
         """The moment with the least divergence; the earlier of equal ones."""
         return min(self.moments, key=lambda moment: moment.kl)
 
-    @property
-    def conclusion(self) -> str:
-        """The outcome in a sentence."""
+    def outcome(self, unchanged: str, changed: str) -> str:
+        """State the outcome in a sentence that ends with `unchanged` where nothing got better, else with `changed`."""
         begun, best = self.start.kl, self.best
         if best.step == 0:
             return (
                 f"nothing better was found in {self.moments[-1].step:,} steps: the held-out KL is {begun:.3e} nats a "
-                "token as it was, and the model is unchanged"
+                f"token as it was, and {unchanged}"
             )
         return (
             f"the held-out KL fell from {begun:.3e} to {best.kl:.3e} nats a token ({best.kl / begun - 1:+.0%}), by "
-            f"step {best.step:,} of {self.steps:,}; {self.changed:.1%} of the codes changed"
+            f"step {best.step:,} of {self.steps:,}; {changed}"
+        )
+
+
+class Distillation(LearningRecord):
+    """The outcome of learned weights. The checkpoint has those of the `best` moment; those of step 0 are the codes that
+    rounding gave.
+    """
+
+    changed: float = Field(description="share of codes that are others than rounding gave")
+
+    @property
+    def conclusion(self) -> str:
+        """The outcome in a sentence."""
+        return self.outcome("the model is unchanged", f"{self.changed:.1%} of the codes changed")
+
+
+class AdapterLearning(LearningRecord):
+    """The outcome of a learned adapter. `adapter/` has that of the `best` moment, and is not there for step 0."""
+
+    modules: int = Field(description="products that the adapter adds to")
+    parameters: int = Field(description="numbers in A and B of all of them")
+
+    @property
+    def conclusion(self) -> str:
+        """The outcome in a sentence."""
+        return self.outcome(
+            "no adapter is written", f"adapter/ has {self.parameters:,} numbers for {self.modules:,} products"
         )
 
 
 def load_distillation(run: Run) -> Distillation:
     """Read `distill.json` of `run`; raises InputError where it is missing or malformed."""
     return read_document(run.require(run.distillation, "distill"), Distillation)
+
+
+def load_adapter_learning(run: Run) -> AdapterLearning:
+    """Read `adapter.json` of `run`; raises InputError where it is missing or malformed."""
+    return read_document(run.require(run.adapter_learning, "adapter"), AdapterLearning)

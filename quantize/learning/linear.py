@@ -11,8 +11,8 @@ largest code: the straight-through estimator (Bengio et al., 2013, arXiv 1308.34
 of PACT's quantizers (Choi et al., 2018, arXiv 1805.06085). It is held against NVIDIA ModelOpt's in the tests.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..reference.linear import replace_linears
 from ..scales.decisions import TensorScale
 from ..weights.sequential import product_input
 
+Layer = TypeVar("Layer", bound=nn.Module)
 #: The least binade of E4M3's normal numbers, below which the grid's spacing is constant.
 SMALLEST_NORMAL = 2.0 ** (1 - E4M3.bias)
 
@@ -116,19 +117,23 @@ class LearnedLinear(nn.Module):
 
 
 def student_of(
-    teacher: PreTrainedModel, stored: StoredCodes, activations: Mapping[str, TensorScale]
-) -> tuple[PreTrainedModel, dict[str, LearnedLinear]]:
-    """Return the float model `teacher`, changed in place to the FP8 model of `stored`, with its learned layers by name.
+    teacher: PreTrainedModel,
+    stored: StoredCodes,
+    activations: Mapping[str, TensorScale],
+    kind: Callable[[torch.Tensor, torch.Tensor, TensorScale | None, torch.Tensor | None], Layer],
+) -> tuple[PreTrainedModel, dict[str, Layer]]:
+    """Return the float model `teacher`, changed in place to the FP8 model of `stored`, and its layers on codes by name.
 
-    `activations`: product -> the scale of its input. Everything but the layers' `steps` is frozen.
+    `activations`: product -> the scale of its input. `kind`: makes a layer, of the arguments of `LearnedLinear`.
+    Everything else is frozen.
     """
-    layers: dict[str, LearnedLinear] = {}
+    layers: dict[str, Layer] = {}
     for module in stored.modules:
         axis = output_channel_axis(stored.model.get_submodule(module))
         codes = stored.read(f"{module}.weight").movedim(axis, 0).contiguous()
         scale = stored.read(f"{module}.weight_scale").movedim(axis, 0)[:, 0]
         bias = stored.read(f"{module}.bias") if stored.has(f"{module}.bias") else None
-        layers[module] = LearnedLinear(codes.to(CODE), scale, activations.get(module), bias)
+        layers[module] = kind(codes.to(CODE), scale, activations.get(module), bias)
     teacher.requires_grad_(False)
     replace_linears(teacher, layers)
     return teacher, layers

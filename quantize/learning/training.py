@@ -2,13 +2,13 @@
 
 The loss is the forward KL divergence from the float model's distribution at temperature 1, in nats a token, over all
 positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). Steps
-are preconditioned by the curvature (`curvature`); their size rises first and then follows a cosine to zero. The held-
-out windows are scored as often as `EVALUATIONS` says, and the weights of the best of these moments win, if they are
-better than those at the beginning.
+are preconditioned by the curvature (`curvature`), or those of the `Schedule`'s own optimizer; their size rises first
+and then follows a cosine to zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of
+the best of these moments win, if they are better than those at the beginning.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,27 @@ CURVATURE_WINDOWS = 32
 METRIC = "eval_loss"
 
 
+def curvature_steps(
+    student: PreTrainedModel, batches: Iterator[torch.Tensor], schedule: "Schedule"
+) -> torch.optim.Optimizer:
+    """Measure the curvature of the learned layers of `student` on `batches`, and make their optimizer of it."""
+    factors = inverse_factors(student, batches, schedule.seed)
+    return CurvatureSteps(student, factors, schedule.learning_rate)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Say how long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step, the peak
-    `learning_rate` as a share of Newton's step, and the `seed` of the windows' order.
+    `learning_rate` in the unit of the optimizer (a share of Newton's step), and the `seed` of the windows' order.
+
+    `optimizer`: makes the optimizer of a student, given batches of token ids from which it may measure.
     """
 
     epochs: float
     batch_size: int
     learning_rate: float
     seed: int
+    optimizer: "Callable[[PreTrainedModel, Iterator[torch.Tensor], Schedule], torch.optim.Optimizer]" = curvature_steps
 
 
 class WindowDataset(Dataset[dict[str, torch.Tensor]]):
@@ -96,6 +107,7 @@ class DistillationTrainer(Trainer):
 
         Raises LossIsNotFiniteError, naming the step.
         """
+        model.eval()  # with the dropout of a model's configuration the student would be another than is served
         ids = inputs["input_ids"]
         with torch.no_grad():
             wanted = self.teacher(input_ids=ids, use_cache=False).logits
@@ -168,8 +180,8 @@ def learn(
     advance: Callable[[int], None],
     blame: Callable[[torch.Tensor], str],
 ) -> list[Moment]:
-    """Train the learned layers of the student toward the teacher, the two `models`; leave those of the best moment
-    in them, or those of the beginning where none is better.
+    """Train the learned parameters of the student toward the teacher, the two `models`; leave those of the best moment
+    in them, or zeros, which change nothing, where none is better.
 
     `windows`: to train on and held out, int64 [windows, seq_len] each. `folder`: the Trainer's checkpoints, with which
     a killed call goes on to the same bytes. Returns the held-out divergence at the beginning and at every evaluation.
@@ -190,8 +202,7 @@ def learn(
         remove_unused_columns=False,
     )  # fmt: skip
     sample = torch.from_numpy(train[:: max(1, len(train) // CURVATURE_WINDOWS)]).to(teacher.device)
-    factors = inverse_factors(student, iter(sample.split(schedule.batch_size)), schedule.seed)
-    optimizer = CurvatureSteps(student, factors, schedule.learning_rate)
+    optimizer = schedule.optimizer(student, iter(sample.split(schedule.batch_size)), schedule)
     trainer = DistillationTrainer(
         teacher, blame, model=student, args=arguments, train_dataset=WindowDataset(train),
         eval_dataset=WindowDataset(held_out), callbacks=[Progress(advance)], optimizers=(optimizer, None),
@@ -219,7 +230,7 @@ def _moments(state: TrainerState) -> list[Moment]:
 
 
 def _take_best(trainer: Trainer, student: PreTrainedModel) -> None:
-    """Put the weights of the best moment into `student`; those of the beginning where none is better."""
+    """Put the learned parameters of the best moment into `student`; zeros where none is better."""
     best = min(_moments(trainer.state), key=lambda moment: moment.kl, default=None)
     if best is None or best.step == 0:
         with torch.no_grad():

@@ -25,6 +25,8 @@ EXPERT_FILE = "experts.safetensors"
 ATTENTION_SCALES = "attention.safetensors"
 #: The folder of the adapters that are served beside the base: a folder for each, under its name, as PEFT wrote it.
 ADAPTERS = "adapters"
+#: The name of the adapter that `fp8q distill --train adapter` learned on the checkpoint, beside which it lies.
+LEARNED = "learned"
 #: The key of config.json for fields that only fp8q reads: `two_terms`, the modules whose input is two codes a value,
 #: which other loaders take for one; `tails`, those among them with second codes in so many last positions of a call
 #: alone; `bf16_inputs`, the modules of which the weight alone is codes; `wide_cache`, the attention modules whose cache
@@ -38,6 +40,11 @@ OWN_POSITIONS = "positions"
 def checkpoint_of(run: Run, precision: str) -> Path:
     """The folder of the weights in `precision`, and of the graphs that read them: `model/` for fp8."""
     return run.model if precision == "fp8" else run.baselines / precision
+
+
+def adapter_directory(run: Run, name: str) -> Path:
+    """The directory of the adapter called `name`: the one that was learned on the checkpoint, or one within it."""
+    return run.adapter if name == LEARNED else run.model / ADAPTERS / name
 
 
 class Index(BaseModel):

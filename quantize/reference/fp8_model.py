@@ -153,9 +153,10 @@ def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "c
 
 
 def load_reference(
-    directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | None = None
+    directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu", adapter: str | Path | None = None
 ) -> Reference:
-    """Load the checkpoint in `directory` as a torch module, with the adapter called `adapter` on.
+    """Load the checkpoint in `directory` as a torch module, with an `adapter` on: that of a name, or in a directory of
+    its own.
 
     FP8 products compute in `mode` (see `linear`), all else in `dtype`.
     """
@@ -173,15 +174,16 @@ def load_reference(
     assert not unset, f"the checkpoint has no {unset[0]}"
     torch.nn.Module.to(model, device)
     widen_products(model, dtype, device)
-    model.register_forward_pre_hook(partial(_begin_call, codes.call), with_kwargs=True)
+    model.register_forward_pre_hook(partial(begin_call, codes.call), with_kwargs=True)
     if (directory / ATTENTION_SCALES).is_file():
         attend_in_codes(model, directory / ATTENTION_SCALES)
     if adapter is not None:
-        attach_adapter(model, open_adapter(directory / ADAPTERS / adapter), dtype, device)
+        where = directory / ADAPTERS / adapter if isinstance(adapter, str) else adapter
+        attach_adapter(model, open_adapter(where), dtype, device)
     return Reference(model, codes.cache_scales, codes.call)
 
 
-def _begin_call(call: CallPositions, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def begin_call(call: CallPositions, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Note the positions of the call of a model that begins."""
     tokens = next(iter(given), None)
     for name in ("input_ids", "inputs_embeds"):

@@ -1,7 +1,6 @@
-"""The reference as a model for tools that call Hugging Face models: `generate`, lm-eval, notebooks.
+"""The reference as a model for tools that call Hugging Face models: `generate`, lm-eval, PEFT, notebooks.
 
-Products in two terms need nothing of the caller. Two forms depend on the call, and a hook before each call sees to
-them:
+Products in two terms need nothing of the caller. Two forms depend on the call, and `CallForms` sees to them:
 
 - **An FP8 cache.** Keys and values are rounded where a cache is written, so a call without one gets one, even where
   `use_cache` is off, and an empty `DynamicCache`, such as `generate` makes, gets layers that round. Another kind of
@@ -13,7 +12,7 @@ them:
 """
 
 import inspect
-from dataclasses import dataclass
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,29 +20,33 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...core.errors import InputError
-from .fp8_model import Reference
+from .fp8_model import Reference, begin_call
 from .kv_cache import FP8Layer
+from .linear import FP8Linear, replace_linears
+from .peft_base import LinearOnCodes
 
 
-@dataclass(frozen=True)
 class CallForms:
-    """A hook that gives each call of the model of `reference` its cache, and the positions with second terms.
+    """The `forward` of the model of `reference`, with the cache of each call, and the positions with second terms.
 
-    `as_served`: the tokens of a call without a cache that are a prompt; None: all.
+    It is no hook, since PEFT calls `forward` itself.
     """
 
-    reference: Reference
-    as_served: int | None
+    def __init__(self, reference: Reference, as_served: int | None):
+        """Wrap the model's forward pass. `as_served`: the tokens of a call without a cache that are a prompt; None:
+        all.
+        """
+        self.reference, self.as_served, self.forward = reference, as_served, reference.model.forward
+        update_wrapper(self, self.forward)  # transformers and PEFT read its parameters
 
-    def __call__(
-        self, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the call, by name.
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call the model.
 
         Raises InputError for a cache that holds no FP8 codes where the model's does, and for a padded prompt whose tail
         is padding.
         """
-        call, named = self.reference.call, inspect.signature(model.forward).bind_partial(*given, **named).arguments
+        begin_call(self.reference.call, self.reference.model, given, named)
+        call, named = self.reference.call, inspect.signature(self.forward).bind_partial(*given, **named).arguments
         named |= named.pop("kwargs", {})
         cache, call.decoded = named.get("past_key_values"), 0
         if cache is None and self.as_served is not None:
@@ -52,7 +55,7 @@ class CallForms:
             check_padding(named.get("attention_mask"), self.reference.tail)
         if self.reference.cache_scales:
             named["past_key_values"] = self.reference.new_cache() if cache is None else self._in_codes(cache)
-        return (), named
+        return self.forward(**named)
 
     def _in_codes(self, cache: Any) -> Any:
         """Return `cache`, whose layers round to codes from now on where it is an empty `DynamicCache`."""
@@ -81,13 +84,15 @@ def check_padding(mask: Any, tail: int) -> None:
 
 
 def hugging_face_model(reference: Reference, directory: Path, as_served: int | None = None) -> PreTrainedModel:
-    """Return the model of `reference`, which was loaded from `directory`, with hooks for its cache and its tails.
+    """Return the model of `reference`, which was loaded from `directory`, with its cache and its tails in each call.
 
-    `as_served`: the tokens of a call without a cache that are a prompt; None: all. It cannot be saved: its weights are
-    the codes in `directory`.
+    `as_served`: the tokens of a call without a cache that are a prompt; None: all. PEFT adds adapters to it. It cannot
+    be saved: its weights are the codes in `directory`.
     """
     model = reference.model
-    model.register_forward_pre_hook(CallForms(reference, as_served), with_kwargs=True)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+    replace_linears(model, {name: LinearOnCodes(layer, model.dtype) for name, layer in layers.items()})
+    vars(model)["forward"] = CallForms(reference, as_served)
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
 

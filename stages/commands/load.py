@@ -38,7 +38,7 @@ def load_fp8_model(
     if as_served is not None and as_served < 0:
         raise InputError(f"as_served {as_served}: must be at least 0")
     place = usable_device(where)
-    check_adapter(run, adapter)
+    check_adapter(run, adapter, "reference")
     run.refuse_stale(*FP8_STAGES)
     checked_model(run)
     hashes_of(run, "export")

@@ -13,13 +13,13 @@ from ...core.files import Strict
 from ...export.engine.info import engine_stage
 from ...options import (
     Accumulator,
+    AdapterLearningOptions,
     Baseline,
     BenchOptions,
     Clipping,
     CompareOptions,
     ContinueOptions,
     CorpusOptions,
-    DistillOptions,
     EngineOptions,
     EvaluateOptions,
     ExportOptions,
@@ -31,6 +31,7 @@ from ...options import (
     TritonOptions,
     TuneOptions,
     ValidateOptions,
+    WeightLearningOptions,
 )
 from ...options.declare import Options
 from .stage import NoFacts, Stage
@@ -112,6 +113,12 @@ class DistillFacts(Strict):
     start: str
 
 
+class AdapterFacts(Strict):
+    """Facts of a learned adapter. `data`: the text that it was learned from."""
+
+    data: str
+
+
 class ContinueFacts(Strict):
     """Facts of the continuations. `tokens`: the length of each."""
 
@@ -153,7 +160,7 @@ QUERIES = Stage(
 #: Learns the codes of weights from the float model, beginning with those that `quantize` gives without it.
 DISTILL = Stage(
     "distill",
-    DistillOptions,
+    WeightLearningOptions,
     DistillFacts,
     inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "windows", "held out"),
     outputs=("distill.json", "distilled.safetensors"),
@@ -177,6 +184,15 @@ EXPORT = Stage(
     outputs=("model/*", "attention.json"),
     code="export.export",
     older={"logits": "all"},
+)
+#: Learns an adapter on the checkpoint, toward the float model.
+ADAPTER = Stage(
+    "adapter",
+    AdapterLearningOptions,
+    AdapterFacts,
+    inputs=("scales.json", "model/*", "windows", "held out"),
+    outputs=("adapter.json", "adapter/*"),
+    code="learned_adapter.learn_adapter",
 )
 #: Export the source model in the precisions that FP8 is compared with.
 EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]]" = {
@@ -310,6 +326,7 @@ STAGES = (
     DISTILL,
     QUANTIZE,
     EXPORT,
+    ADAPTER,
     *EXPORT_BASELINE.values(),
     BUILD_ENGINE,
     VALIDATE,

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 from ...core.errors import InputError
 from ...core.run import Run
 from ...options import ExportOptions, ScaleOptions
-from ..pipeline.stages import MEASURE
+from ...quantize.reading.run_checkpoint import LEARNED
+from ..pipeline.stages import ADAPTER, MEASURE
 from ..pipeline.steps import Notes
 
 if TYPE_CHECKING:
     from ...calibrate.model.source import Source
+
+#: The runtimes that have the learned adapter on: the reference, and its source model, which it was learned from, alone.
+LEARNED_RUNTIMES = ("reference", "bf16")
 
 
 def adapters_of(run: Run) -> list[str]:
@@ -23,10 +27,16 @@ def fingerprints(source: "Source") -> dict[str, str] | None:
     return {adapter.name: adapter.fingerprint for adapter in source.adapters} or None
 
 
-def check_adapter(run: Run, name: str | None) -> None:
-    """Raise InputError for the name of an adapter that the run does not have."""
+def check_adapter(run: Run, name: str | None, by: str | None = None) -> None:
+    """Raise InputError for the name of an adapter that the run does not have.
+
+    `by`: the runtime that is to have it on, for the learned adapter, which is in no graph.
+    """
     there = adapters_of(run)
     if name is None or name in there:
+        return
+    if name == LEARNED and ADAPTER.name in run.record().stages:
+        check_learned(run, by)
         return
     merged = run.record().model.get("adapter")
     known = f"there are {', '.join(there)}" if there else "there is none"
@@ -35,6 +45,23 @@ def check_adapter(run: Run, name: str | None) -> None:
     raise InputError(
         f"--adapter {name}: is not beside the model in {run.root} ({known}); name another, or leave it out"
     )
+
+
+def check_learned(run: Run, by: str | None) -> None:
+    """Raise InputError for a learned adapter that is not there, is of another checkpoint, or is not for the runtime
+    `by`.
+    """
+    written = [run.root / name for name in run.record().stages[ADAPTER.name].outputs]
+    if run.adapter not in (path.parent for path in written):
+        raise InputError(f"--adapter {LEARNED}: none was written, since nothing got better ({run.adapter_learning})")
+    run.refuse_stale(ADAPTER.name)
+    for path in written:
+        run.require(path, ADAPTER.name)
+    if by not in LEARNED_RUNTIMES:
+        raise InputError(
+            f"--adapter {LEARNED}: is in no graph; use --runtime reference, or vLLM with --lora-modules "
+            f"{LEARNED}={run.adapter}"
+        )
 
 
 def check_attention(adapters: Sequence[str], asked: ExportOptions, scales: ScaleOptions = ScaleOptions()) -> None:

@@ -45,7 +45,9 @@ def values(codes: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def learned(begun: Run) -> tuple[dict[str, torch.Tensor], Distillation]:
     """The codes before, and what was learned."""
-    return codes_of(begun), api.distill(begun.root, options=OPTIONS)
+    before, found = codes_of(begun), api.distill(begun.root, options=OPTIONS)
+    assert isinstance(found, Distillation)
+    return before, found
 
 
 def test_the_checkpoint_has_what_was_best(begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation]) -> None:

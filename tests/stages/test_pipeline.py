@@ -16,6 +16,7 @@ from fp8q.options import CalibrateOptions, Clipping, ScaleOptions
 from fp8q.options.declare import OPTIONS, Options, Unkeyed, option
 from fp8q.stages.pipeline.stage import Key, Stage
 from fp8q.stages.pipeline.stages import (
+    ADAPTER,
     CONTINUE,
     CORPUS,
     DISTILL,
@@ -24,6 +25,7 @@ from fp8q.stages.pipeline.stages import (
     MEASURE,
     QUANTIZE,
     STAGES,
+    AdapterFacts,
     ContinueFacts,
     CorpusFacts,
     DistillFacts,
@@ -39,6 +41,7 @@ FACTS = {
     CONTINUE.name: ContinueFacts(tokens=48),
     EVALUATE.name: EvaluateFacts(harness="0.4.13"),
     DISTILL.name: DistillFacts(data="text.txt", start="0" * 64),
+    ADAPTER.name: AdapterFacts(data="text.txt"),
 }
 #: What has to go with another value of a field than its default.
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -142,7 +145,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_every_stage_is_current_after_it_was_run(run: Run) -> None:
-    assert len(STAGES) == len({stage.name for stage in STAGES}) == 19
+    assert len(STAGES) == len({stage.name for stage in STAGES}) == 20
     for stage in STAGES:
         assert stage.is_current(run, key_of(run, stage, stage.options())), stage.name
 
@@ -243,6 +246,10 @@ OLD: dict[str, dict[str, Any]] = {
     "distill": {
         "samples": None, "allow_overlap": False, "epochs": 2.0, "batch_size": 4, "learning_rate": 0.004, "seed": 0,
         "data": "text.txt", "start": "0",
+    },
+    "adapter": {
+        "samples": None, "allow_overlap": False, "epochs": 2.0, "batch_size": 4, "seed": 0, "rank": 16, "alpha": 32,
+        "adapter_rate": 0.0005, "data": "text.txt",
     },
     "triton": {"name": None, "max_batch": 8, "engine_model": False},
     "sensitivity": {"windows": 16, "measure": None},

@@ -10,6 +10,7 @@ from ...calibrate.model.source import Source, load_model
 from ...core.files import reading
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE
+from ...quantize.reading.run_checkpoint import adapter_directory
 from ...quantize.reference.fp8_model import Reference, load_reference
 from ...quantize.reference.linear import Mode
 from .as_served import served, torch_start
@@ -40,7 +41,8 @@ def open_reference(
 ) -> Reference:
     """The FP8 reference, its wide parts in `dtype`, with that adapter on."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
-        return load_reference(run.model, mode, dtype, device, adapter)
+        where = None if adapter is None else adapter_directory(run, adapter)
+        return load_reference(run.model, mode, dtype, device, where)
 
 
 def logits_of(loaded: Reference) -> Forward:

@@ -1,10 +1,12 @@
 """`fp8q.api.load`: Hugging Face's own calls of the model compute what servers compute, tails and FP8 cache included."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -121,6 +123,35 @@ def test_a_call_of_a_whole_window_is_one_prompt(model: Any, reference: Reference
         ]
     for found in calls:
         assert torch.equal(found.logits, expected)
+
+
+def test_peft_adds_an_adapter_which_no_codes_take_in(run: Run, reference: Reference, windows: torch.Tensor) -> None:
+    """PEFT calls the model's `forward` itself: with B of zeros it has the tail and the FP8 cache of any other call."""
+    adapted = peft.get_peft_model(
+        api.load(run.root, "float32", "exact", "cpu"), peft.LoraConfig(target_modules=["q_proj", "down_proj"])
+    ).eval()
+    with torch.no_grad():
+        assert torch.equal(adapted(input_ids=windows).logits, at_once(reference, windows, 0))
+    for safe in (False, True):
+        with pytest.raises(InputError, match="^merge: an adapter has no place in FP8 codes; "):
+            adapted.merge_adapter(safe_merge=safe)
+    with pytest.raises(InputError, match="^an FP8 layer passes no gradient on; `fp8q distill` learns "):
+        adapted(input_ids=windows)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+        assert distance(adapted(input_ids=windows).logits, at_once(reference, windows, 0)) > OTHER
+
+
+def test_a_copy_of_the_model_computes_with_its_own_layers(model: Any, windows: torch.Tensor) -> None:
+    copy = deepcopy(model)
+    with torch.no_grad():
+        expected = model(windows).logits
+        assert torch.equal(copy(windows).logits, expected)
+        copy.get_output_embeddings().weight.mul_(2)
+        assert not torch.equal(copy(windows).logits, expected)
+        assert torch.equal(model(windows).logits, expected)
 
 
 @pytest.mark.parametrize("prompt", [0, PROMPT, CONTEXT + 1])

@@ -1,0 +1,104 @@
+"""The stage `adapter`: learn a LoRA adapter on the frozen checkpoint, toward the float model.
+
+The checkpoint is read and not written: an adapter corrects it, and whoever leaves it out has the model as it was.
+"""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.files import remove, write_document
+from ..core.run import Run
+from ..options import AdapterLearningOptions
+from ..quantize.reading.run_checkpoint import LEARNED
+from ..quantize.scales.decisions import load_scales
+from .corpus import digest
+from .distill import LearningText, check_memory, learning_text, note_course, train
+from .pipeline.stage import Key
+from .pipeline.stages import ADAPTER, AdapterFacts
+from .pipeline.steps import CALIBRATE_MODULES, Notes, device
+from .shared.adapters import adapters_of, note_base_alone
+from .shared.model_files import checked_model
+from .shared.opening import command
+from .shared.sources import source_of
+
+if TYPE_CHECKING:
+    from ..calibrate.model.source import Source
+    from ..quantize.learning.document import AdapterLearning
+
+#: Bytes of a weight: the teacher's and the student's in FP32, and while it is loaded another float model's.
+BYTES_A_WEIGHT = 12
+
+
+@command(modules=(*CALIBRATE_MODULES, "peft"))
+def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLearningOptions) -> "AdapterLearning":
+    """Learn an adapter on the checkpoint of `run` from its float model, unless that is done, and write `adapter/`.
+
+    Where the held-out divergence does not fall, no adapter is written.
+    """
+    from ..quantize.learning.document import load_adapter_learning
+
+    run.refuse_stale("measure", "quantize")
+    checkpoint = checked_model(run)
+    if LEARNED in adapters_of(run):
+        raise InputError(
+            f"--train adapter: an adapter beside the model in {run.root} is called {LEARNED}, as the learned one would "
+            "be; rename its directory, and calibrate again"
+        )
+    note_base_alone(run, "an adapter is learned on", notes)
+    source = source_of(run)
+    text = learning_text(run, source, data, options, notes)
+    inputs = {**checkpoint, "windows": digest(text.windows), "held out": digest(text.held_out)}
+    key = Key(inputs, options, AdapterFacts(data=text.name))
+    if not ADAPTER.is_current(run, key):
+        check_memory(source, "an adapter", BYTES_A_WEIGHT)
+        with ADAPTER.writing(run, key, notes) as log, ADAPTER.working(run, key, notes) as folder:
+            remove(run.adapter)
+            found, log.outputs = _learn(run, source, text, options, folder, notes)
+            write_document(run.adapter_learning, found)
+            log.outputs.append(run.adapter_learning)
+            notes.note(f"distill: {found.conclusion}")
+    return load_adapter_learning(run)
+
+
+def _learn(
+    run: Run, source: "Source", text: LearningText, options: AdapterLearningOptions, folder: Path, notes: Notes
+) -> "tuple[AdapterLearning, list[Path]]":
+    """Learn the adapter, and write that of the best moment; returns the outcome and the files, none where nothing got
+    better.
+    """
+    import torch
+
+    from ..calibrate.model.source import load_model
+    from ..quantize.learning.adapter import FrozenLinear, adam, adaptable, add_adapter, save_adapter
+    from ..quantize.learning.document import AdapterLearning
+    from ..quantize.learning.linear import student_of
+    from ..quantize.learning.training import Schedule, planned_steps
+    from ..quantize.reference.fp8_model import open_codes
+
+    begun, where = time.monotonic(), device()
+    teacher, other = (load_model(source, torch.float32, where).requires_grad_(False) for _ in range(2))
+    stored = open_codes(run.model, "exact", torch.float32, where)
+    student, layers = student_of(other, stored, load_scales(run).activations, FrozenLinear)
+    modules = adaptable(student, list(layers))
+    if not modules:
+        raise InputError(
+            f"{run.model}: has no FP8 layer beside which an adapter has a place, since all are layers of experts"
+        )
+    config = add_adapter(student, modules, options.rank, options.alpha, options.seed)
+    schedule = Schedule(options.epochs, options.batch_size, options.adapter_rate, options.seed, adam)
+    note_course(run, teacher, text, schedule.epochs, notes)
+    moments, stopped = train("Learning an adapter", (teacher, student), text, schedule, folder, notes)
+    found = AdapterLearning(
+        data=text.name,
+        tokens=text.windows.size,
+        held_out=text.held_out.size,
+        steps=planned_steps(len(text.windows), schedule),
+        seconds=round(time.monotonic() - begun, 1),
+        moments=moments,
+        modules=len(modules),
+        parameters=sum(each.numel() for each in student.parameters() if each.requires_grad),
+        stopped=stopped,
+    )
+    return found, save_adapter(run.adapter, student, config, source.title) if found.best.step > 0 else []
