@@ -1,7 +1,12 @@
-"""The stage `distill`: learn the codes of weights from the float model, then write checkpoint and graphs with them."""
+"""The stage `distill`: learn the codes of weights from the float model, then write checkpoint and graphs with them.
+
+Several processes that torchrun started learn together; the first alone reads the text, and writes the run.
+"""
 
 import math
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,12 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core.columns import duration
 from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
 from ..options import DistillOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
+from .distill_ranks import check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
@@ -33,7 +40,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..calibrate.model.source import Source
+    from ..calibrate.ranks.world import World
     from ..quantize.learning.document import Distillation
+    from ..quantize.learning.linear import LearnedLinear
+    from ..quantize.learning.pace import StepPace
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
@@ -55,44 +65,88 @@ class LearningText:
     held_out: Tokens
 
 
+@dataclass(frozen=True)
+class Learning:
+    """A run whose weights are learned: its float model, the text and the options."""
+
+    run: Run
+    source: "Source"
+    text: LearningText
+    options: DistillOptions
+
+
 @command()
 def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -> "Distillation":
     """Learn the codes of the weights of `run` from its float model, unless that is done; then write checkpoint and
     graphs with them.
     """
+    from ..calibrate.ranks.world import joined_ranks
     from ..quantize.learning.document import load_distillation
 
-    run.refuse_stale("measure", "quantize")
-    checked_model(run)
-    note_base_alone(run, "weights are learned by", notes)
-    source, scales, graph = source_of(run), scale_options(run), export_options(run)
-    text, start = _text(run, source, data, options, notes), rounding_key(run, source, scales)
-    inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
-    key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
-    products = products_of(source, scales)
-    if not DISTILL.is_current(run, key):
-        _check_memory(source)
-        quantize(run, source, products, scales, notes, learned=False)  # the codes to begin with
-        with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
-            found = _learn(run, source, text, options, folder, notes)
-            write_document(run.distillation, found)
-            log.outputs.append(run.distillation)
-            if found.best.step > 0:
-                log.outputs.append(run.distilled)
-            else:
-                remove(run.distilled)
-            notes.note(f"distill: {found.conclusion}")
-    quantize(run, source, products, scales, notes)
-    export_or_note(run, graph, notes)
+    with joined_ranks() as world:
+        if world.rank:
+            _take_part(run, world)
+        else:
+            source = _learn_unless_done(run, notes, data, options, world)
+    if world.rank == 0:
+        scales = scale_options(run)
+        quantize(run, source, products_of(source, scales), scales, notes)
+        export_or_note(run, export_options(run), notes)
     return load_distillation(run)
 
 
-def _check_memory(source: "Source") -> None:
-    """Raise InputError for a model that cannot be learned in memory."""
+def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: DistillOptions, world: "World") -> "Source":
+    """Check everything, and learn, as rank 0 of those that learn together; return the float model's checkpoint."""
+    check_ranks(options, world)
+    run.refuse_stale("measure", "quantize")
+    checked_model(run)
+    note_base_alone(run, "weights are learned by", notes)
+    source, scales = source_of(run), scale_options(run)
+    text, start = _text(run, source, data, options, notes), rounding_key(run, source, scales)
+    inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
+    key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
+    if DISTILL.is_current(run, key):
+        send_nothing(world)
+        return source
+    _check_memory(source, world.process.local_ranks)
+    quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
+    with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
+        log.machine = world.machine()
+        send_task(run, options, folder, (text.windows, text.held_out), world)
+        found = _learn(Learning(run, source, text, options), folder, notes, world)
+        write_document(run.distillation, found)
+        log.outputs.append(run.distillation)
+        if found.best.step > 0:
+            log.outputs.append(run.distilled)
+        else:
+            remove(run.distilled)
+        notes.note(f"distill: {found.conclusion}")
+    return source
+
+
+def _take_part(run: Run, world: "World") -> None:
+    """Learn, as a rank above 0, from the share of the windows that the Trainer assigns; write nothing to the run."""
+    from ..calibrate.input.silence import quiet_transformers
+    from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
+
+    if (found := receive_task(run, world)) is None:
+        return
+    task, windows = found
+    schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed)
+    teacher, student, _ = _models(run, source_of(run))
+    with quiet_transformers(), suppress(LossIsNotFiniteError):  # rank 0 tells of it
+        listener = Listener(lambda steps: None, partial(_blamed, student))
+        learn((teacher, student), windows, schedule, run.root / task.folder, listener, world)
+
+
+def _check_memory(source: "Source", ranks: int) -> None:
+    """Raise InputError for a model that cannot be learned in memory, of which each of `ranks` on a machine needs its
+    own.
+    """
     from ..calibrate.model.memory import weight_bytes
 
     size = weight_bytes(source) // 2 * BYTES_A_WEIGHT
-    if too_much := beyond(size):
+    if too_much := beyond(size, ranks):
         raise InputError(
             f"{source.name}: learning its weights takes {size / 1e9:,.3g} GB, {too_much}; --weight-rounding sequential "
             "of `fp8q calibrate` goes layer by layer"
@@ -133,41 +187,26 @@ def _text(run: Run, source: "Source", data: str | None, options: DistillOptions,
     return LearningText(name, windows[~held_out], windows[held_out])
 
 
-def _learn(
-    run: Run, source: "Source", text: LearningText, options: DistillOptions, folder: Path, notes: Notes
-) -> "Distillation":
+def _learn(what: Learning, folder: Path, notes: Notes, world: "World") -> "Distillation":
     """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`."""
-    import torch
-
     from ..calibrate.input.silence import quiet_transformers
-    from ..calibrate.model.source import load_model
     from ..quantize.learning.codes import save_codes
     from ..quantize.learning.document import Distillation
-    from ..quantize.learning.linear import student_of
-    from ..quantize.learning.training import LossIsNotFiniteError, Schedule, learn, planned_steps
-    from ..quantize.reference.fp8_model import open_codes
+    from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn, planned_steps
 
-    begun, scales, where = time.monotonic(), load_scales(run), device()
-    teacher, other = (load_model(source, torch.float32, where).requires_grad_(False) for _ in range(2))
-    stored = open_codes(run.model, "exact", torch.float32, where)
-    student, layers = student_of(other, stored, scales.activations)
+    begun, options, text = time.monotonic(), what.options, what.text
+    teacher, student, layers = _models(what.run, what.source)
     schedule = Schedule(options.epochs, options.batch_size, options.learning_rate, options.seed)
     steps, stopped = planned_steps(len(text.windows), schedule), None
-    _tell(run, teacher, text, schedule.epochs, notes)
-    if any(scale.terms == 1 for scale in scales.activations.values()):
-        notes.note(
-            "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
-            "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
-        )
+    _note_prospects(what, teacher, layers, notes)
     with notes.track("Learning weights", steps, "steps") as advance, quiet_transformers():
+        listener = Listener(advance, partial(_blamed, student), lambda pace: notes.note(_cost(what, pace)))
         try:
-            moments = learn(
-                (teacher, student), (text.windows, text.held_out), schedule, folder, advance, partial(_blamed, student)
-            )
+            moments = learn((teacher, student), (text.windows, text.held_out), schedule, folder, listener, world)
         except LossIsNotFiniteError as error:
             moments, stopped = error.moments, str(error)
             notes.note(f"distill: {stopped}; the weights of the best moment before it stay")
-    save_codes(run.distilled, layers)
+    save_codes(what.run.distilled, layers)
     changed = sum(layer.changed() * layer.steps.numel() for layer in layers.values())
     total = sum(layer.steps.numel() for layer in layers.values())
     return Distillation(
@@ -182,8 +221,25 @@ def _learn(
     )
 
 
-def _tell(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs: float, notes: Notes) -> None:
-    """Note what learning takes, by a timed forward pass of the float model, and text that is of another domain."""
+def _models(run: Run, source: "Source") -> "tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]":
+    """Load the float model of `run` and its FP8 model, with the layers of the latter that learn by name."""
+    import torch
+
+    from ..calibrate.model.source import load_model
+    from ..quantize.learning.linear import student_of
+    from ..quantize.reference.fp8_model import open_codes
+
+    teacher, other = (load_model(source, torch.float32, device()).requires_grad_(False) for _ in range(2))
+    stored = open_codes(run.model, "exact", torch.float32, device())
+    return teacher, *student_of(other, stored, load_scales(run).activations)
+
+
+def _note_prospects(
+    what: Learning, teacher: "PreTrainedModel", layers: "Mapping[str, LearnedLinear]", notes: Notes
+) -> None:
+    """Note what lets weights gain little: text that is of another domain, by the float model's own loss, and inputs of
+    one code.
+    """
     import torch
 
     def loss(windows: Tokens) -> float:
@@ -191,21 +247,28 @@ def _tell(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs: floa
         with torch.inference_mode():
             return float(teacher(input_ids=ids, labels=ids, use_cache=False).loss)
 
-    begun = time.perf_counter()
-    theirs = loss(text.windows[:SAMPLED])
-    forward = (time.perf_counter() - begun) / min(SAMPLED, len(text.windows))
-    # the teacher's pass, and the student's with a backward pass of twice its work
-    seconds = 4 * forward * len(text.windows) * epochs
-    notes.note(
-        f"distill: {text.windows.size:,} tokens of {text.name}, {epochs:g} passes, {text.held_out.size:,} held "
-        f"out; some {seconds:,.0f} s here"
-    )
-    own = loss(load_tokens(run, run.calibration)[:SAMPLED])
+    theirs = loss(what.text.windows[:SAMPLED])
+    own = loss(load_tokens(what.run, what.run.calibration)[:SAMPLED])
     if theirs > own + OTHER_DOMAIN:
         notes.note(
-            f"--data {text.name}: is harder for the float model than the calibration text, {theirs:.2f} against "
+            f"--data {what.text.name}: is harder for the float model than the calibration text, {theirs:.2f} against "
             f"{own:.2f} nats a token: it may be of another domain than the model is for"
         )
+    if any(layer.activation is not None and layer.activation.terms == 1 for layer in layers.values()):
+        notes.note(
+            "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
+            "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
+        )
+
+
+def _cost(what: Learning, pace: "StepPace") -> str:
+    """Tell what learning takes: tokens, passes, and the time by the `pace` of a real step."""
+    text, epochs = what.text, what.options.epochs
+    return (
+        f"distill: {text.windows.size:,} tokens of {text.name}, {epochs:g} {'pass' if epochs == 1 else 'passes'}, "
+        f"{text.held_out.size:,} held out: a step takes {duration(pace.step_seconds)}, an evaluation "
+        f"{duration(pace.evaluation_seconds)}; about {duration(pace.seconds_left)} left"
+    )
 
 
 def _blamed(student: "PreTrainedModel", ids: "torch.Tensor") -> str:
