@@ -1,5 +1,6 @@
 """The commands that find the cause of a loss, and lessen it; registered with the others, whose file imports this."""
 
+from ..calibrate.ranks.torchrun import process_rank
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import DistillOptions, DoctorOptions, SensitivityOptions, TuneOptions
@@ -30,7 +31,9 @@ def distill(
     from . import views
 
     speak = terminal()
-    views.show_distillation(speak, Run(run), api.distill(run, data, options, speak), common.as_json)
+    found = api.distill(run, data, options, speak)
+    if process_rank().rank == 0:
+        views.show_distillation(speak, Run(run), found, common.as_json)
 
 
 @app.command

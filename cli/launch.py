@@ -12,7 +12,7 @@ from . import config
 from .commands import app
 
 #: The commands that several processes can run together.
-TOGETHER = ("calibrate", "run")
+TOGETHER = ("calibrate", "distill", "run")
 #: The flags that show a help; the last shows every option.
 HELP_FLAGS = frozenset(("--help", "-h", "--help-all"))
 

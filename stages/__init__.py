@@ -19,7 +19,8 @@ In the order of work:
     needles          sentences hidden in long prompts, asked of BF16 and FP8
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
     triton           the Triton model repository, with a plain model of an engine
-    distill          codes of weights, learned from the float model
+    distill          codes of weights, learned from the float model, by one process or several ranks
+    distill_ranks    its refusals of ranks, and the task that rank 0 hands to the others
     learned_adapter  a LoRA adapter, learned on the checkpoint from the float model
     sensitivity      the loss that each tensor causes alone
     tune             the cheapest mix within a budget of loss, and the run made anew with it

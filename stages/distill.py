@@ -1,14 +1,19 @@
-"""The stage `distill`: learn the codes of weights from the float model, then write checkpoint and graphs with them."""
+"""The stage `distill`: learn the codes of weights from the float model, then write checkpoint and graphs with them.
+
+Several processes that torchrun started learn together; the first alone reads the text, and writes the run.
+"""
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from ..core.columns import duration
 from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
@@ -16,6 +21,7 @@ from ..options import DistillOptions
 from ..options.distill import LearningOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
+from .distill_ranks import check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
@@ -34,7 +40,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..calibrate.model.source import Source
+    from ..calibrate.ranks.world import World
     from ..quantize.learning.document import Distillation, Moment
+    from ..quantize.learning.linear import LearnedLinear
+    from ..quantize.learning.pace import StepPace
     from ..quantize.learning.training import Schedule
 
 #: One of so many windows is held out, and no more than so many.
@@ -57,44 +66,92 @@ class LearningText:
     held_out: Tokens
 
 
+LearnedBy = TypeVar("LearnedBy", bound=LearningOptions)
+
+
+@dataclass(frozen=True)
+class Learning(Generic[LearnedBy]):
+    """A run that learns: its float model, the text, the options, and what is `learned`, in words."""
+
+    run: Run
+    source: "Source"
+    text: LearningText
+    options: LearnedBy
+    learned: str = "weights"
+
+
 @command()
 def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -> "Distillation":
     """Learn the codes of the weights of `run` from its float model, unless that is done; then write checkpoint and
     graphs with them.
     """
+    from ..calibrate.ranks.world import joined_ranks
     from ..quantize.learning.document import load_distillation
 
-    run.refuse_stale("measure", "quantize")
-    checked_model(run)
-    note_base_alone(run, "weights are learned by", notes)
-    source, scales, graph = source_of(run), scale_options(run), export_options(run)
-    text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
-    inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
-    key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
-    products = products_of(source, scales)
-    if not DISTILL.is_current(run, key):
-        check_memory(source, "its weights", BYTES_A_WEIGHT)
-        quantize(run, source, products, scales, notes, learned=False)  # the codes to begin with
-        with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
-            found = _learn(run, source, text, options, folder, notes)
-            write_document(run.distillation, found)
-            log.outputs.append(run.distillation)
-            if found.best.step > 0:
-                log.outputs.append(run.distilled)
-            else:
-                remove(run.distilled)
-            notes.note(f"distill: {found.conclusion}")
-    quantize(run, source, products, scales, notes)
-    export_or_note(run, graph, notes)
+    with joined_ranks() as world:
+        if world.rank:
+            _take_part(run, world)
+        else:
+            source = _learn_unless_done(run, notes, data, options, world)
+    if world.rank == 0:
+        scales = scale_options(run)
+        quantize(run, source, products_of(source, scales), scales, notes)
+        export_or_note(run, export_options(run), notes)
     return load_distillation(run)
 
 
-def check_memory(source: "Source", learned: str, bytes_a_weight: int) -> None:
-    """Raise InputError for a model of which there is no memory to learn what is `learned`."""
+def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: DistillOptions, world: "World") -> "Source":
+    """Check everything, and learn, as rank 0 of those that learn together; return the float model's checkpoint."""
+    check_ranks(options, world)
+    run.refuse_stale("measure", "quantize")
+    checked_model(run)
+    note_base_alone(run, "weights are learned by", notes)
+    source, scales = source_of(run), scale_options(run)
+    text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
+    inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
+    key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
+    if DISTILL.is_current(run, key):
+        send_nothing(world)
+        return source
+    check_memory(source, "its weights", BYTES_A_WEIGHT, world.process.local_ranks)
+    quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
+    with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
+        log.machine = world.machine()
+        send_task(run, options, folder, (text.windows, text.held_out), world)
+        found = _learn(Learning(run, source, text, options), folder, notes, world)
+        write_document(run.distillation, found)
+        log.outputs.append(run.distillation)
+        if found.best.step > 0:
+            log.outputs.append(run.distilled)
+        else:
+            remove(run.distilled)
+        notes.note(f"distill: {found.conclusion}")
+    return source
+
+
+def _take_part(run: Run, world: "World") -> None:
+    """Learn, as a rank above 0, from the share of the windows that the Trainer assigns; write nothing to the run."""
+    from ..calibrate.input.silence import quiet_transformers
+    from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
+
+    if (found := receive_task(run, world)) is None:
+        return
+    task, windows = found
+    schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed)
+    teacher, student, _ = _models(run, source_of(run))
+    with quiet_transformers(), suppress(LossIsNotFiniteError):  # rank 0 tells of it
+        listener = Listener(lambda steps: None, partial(_blamed, student))
+        learn((teacher, student), windows, schedule, run.root / task.folder, listener, world)
+
+
+def check_memory(source: "Source", learned: str, bytes_a_weight: int, ranks: int = 1) -> None:
+    """Raise InputError for a model of which there is no memory to learn what is `learned`; each of `ranks` on a machine
+    needs its own.
+    """
     from ..calibrate.model.memory import weight_bytes
 
     size = weight_bytes(source) // 2 * bytes_a_weight
-    if too_much := beyond(size):
+    if too_much := beyond(size, ranks):
         raise InputError(
             f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --weight-rounding sequential "
             "of `fp8q calibrate` goes layer by layer"
@@ -135,32 +192,23 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
     return LearningText(name, windows[~held_out], windows[held_out])
 
 
-def _learn(
-    run: Run, source: "Source", text: LearningText, options: DistillOptions, folder: Path, notes: Notes
-) -> "Distillation":
+def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "World") -> "Distillation":
     """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`."""
-    import torch
-
-    from ..calibrate.model.source import load_model
     from ..quantize.learning.codes import save_codes
     from ..quantize.learning.document import Distillation
-    from ..quantize.learning.linear import LearnedLinear, student_of
     from ..quantize.learning.training import Schedule, planned_steps
-    from ..quantize.reference.fp8_model import open_codes
 
-    begun, scales, where = time.monotonic(), load_scales(run), device()
-    teacher, other = (load_model(source, torch.float32, where).requires_grad_(False) for _ in range(2))
-    stored = open_codes(run.model, "exact", torch.float32, where)
-    student, layers = student_of(other, stored, scales.activations, LearnedLinear)
+    begun, options, text = time.monotonic(), what.options, what.text
+    teacher, student, layers = _models(what.run, what.source)
     schedule = Schedule(options.epochs, options.batch_size, options.learning_rate, options.seed)
-    note_course(run, teacher, text, schedule.epochs, notes)
-    if any(scale.terms == 1 for scale in scales.activations.values()):
+    note_domain(what, teacher, notes)
+    if any(layer.activation is not None and layer.activation.terms == 1 for layer in layers.values()):
         notes.note(
             "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
             "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
         )
-    moments, stopped = train("Learning weights", (teacher, student), text, schedule, folder, notes)
-    save_codes(run.distilled, layers)
+    moments, stopped = train(what, (teacher, student), schedule, folder, notes, world)
+    save_codes(what.run.distilled, layers)
     changed = sum(layer.changed() * layer.steps.numel() for layer in layers.values())
     total = sum(layer.steps.numel() for layer in layers.values())
     return Distillation(
@@ -175,32 +223,47 @@ def _learn(
     )
 
 
+def _models(run: Run, source: "Source") -> "tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]":
+    """Load the float model of `run` and its FP8 model, with the layers of the latter that learn by name."""
+    import torch
+
+    from ..calibrate.model.source import load_model
+    from ..quantize.learning.linear import LearnedLinear, student_of
+    from ..quantize.reference.fp8_model import open_codes
+
+    teacher, other = (load_model(source, torch.float32, device()).requires_grad_(False) for _ in range(2))
+    stored = open_codes(run.model, "exact", torch.float32, device())
+    return teacher, *student_of(other, stored, load_scales(run).activations, LearnedLinear)
+
+
 def train(
-    title: str,
+    what: Learning[LearnedBy],
     models: tuple["PreTrainedModel", "PreTrainedModel"],
-    text: LearningText,
     schedule: "Schedule",
     folder: Path,
     notes: Notes,
+    world: "World | None" = None,
 ) -> tuple[list["Moment"], str | None]:
-    """Train the second of `models` toward the first on `text`; `title`: of its progress.
+    """Train the second of `models` toward the first.
 
     Returns the held-out divergences, and why it ended early: the loss was not finite (None: it did not).
     """
     from ..calibrate.input.silence import quiet_transformers
-    from ..quantize.learning.training import LossIsNotFiniteError, learn, planned_steps
+    from ..quantize.learning.training import Listener, LossIsNotFiniteError, learn, planned_steps
 
-    steps, windows = planned_steps(len(text.windows), schedule), (text.windows, text.held_out)
-    with notes.track(title, steps, "steps") as advance, quiet_transformers():
+    windows = (what.text.windows, what.text.held_out)
+    steps = planned_steps(len(what.text.windows), schedule)
+    with notes.track(f"Learning {what.learned}", steps, "steps") as advance, quiet_transformers():
+        listener = Listener(advance, partial(_blamed, models[1]), lambda pace: notes.note(_cost(what, pace)))
         try:
-            return learn(models, windows, schedule, folder, advance, partial(_blamed, models[1])), None
+            return learn(models, windows, schedule, folder, listener, world), None
         except LossIsNotFiniteError as error:
             notes.note(f"distill: {error}; the weights of the best moment before it stay")
             return error.moments, str(error)
 
 
-def note_course(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs: float, notes: Notes) -> None:
-    """Note what learning takes, by a timed forward pass of the float model, and text that is of another domain."""
+def note_domain(what: Learning[LearnedBy], teacher: "PreTrainedModel", notes: Notes) -> None:
+    """Note text that is of another domain than the calibration text, by the float model's own loss."""
     import torch
 
     def loss(windows: Tokens) -> float:
@@ -208,21 +271,23 @@ def note_course(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs
         with torch.inference_mode():
             return float(teacher(input_ids=ids, labels=ids, use_cache=False).loss)
 
-    begun = time.perf_counter()
-    theirs = loss(text.windows[:SAMPLED])
-    forward = (time.perf_counter() - begun) / min(SAMPLED, len(text.windows))
-    # the teacher's pass, and the student's with a backward pass of twice its work
-    seconds = 4 * forward * len(text.windows) * epochs
-    notes.note(
-        f"distill: {text.windows.size:,} tokens of {text.name}, {epochs:g} passes, {text.held_out.size:,} held "
-        f"out; some {seconds:,.0f} s here"
-    )
-    own = loss(load_tokens(run, run.calibration)[:SAMPLED])
+    theirs = loss(what.text.windows[:SAMPLED])
+    own = loss(load_tokens(what.run, what.run.calibration)[:SAMPLED])
     if theirs > own + OTHER_DOMAIN:
         notes.note(
-            f"--data {text.name}: is harder for the float model than the calibration text, {theirs:.2f} against "
+            f"--data {what.text.name}: is harder for the float model than the calibration text, {theirs:.2f} against "
             f"{own:.2f} nats a token: it may be of another domain than the model is for"
         )
+
+
+def _cost(what: Learning[LearnedBy], pace: "StepPace") -> str:
+    """Tell what learning takes: tokens, passes, and the time by the `pace` of a real step."""
+    text, epochs = what.text, what.options.epochs
+    return (
+        f"distill: {text.windows.size:,} tokens of {text.name}, {epochs:g} {'pass' if epochs == 1 else 'passes'}, "
+        f"{text.held_out.size:,} held out: a step takes {duration(pace.step_seconds)}, an evaluation "
+        f"{duration(pace.evaluation_seconds)}; about {duration(pace.seconds_left)} left"
+    )
 
 
 def _blamed(student: "PreTrainedModel", ids: "torch.Tensor") -> str:

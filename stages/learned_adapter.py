@@ -14,7 +14,7 @@ from ..options import AdapterLearningOptions
 from ..quantize.reading.run_checkpoint import LEARNED
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest
-from .distill import LearningText, check_memory, learning_text, note_course, train
+from .distill import Learning, check_memory, learning_text, note_domain, train
 from .pipeline.stage import Key
 from .pipeline.stages import ADAPTER, AdapterFacts
 from .pipeline.steps import CALIBRATE_MODULES, Notes, device
@@ -24,7 +24,6 @@ from .shared.opening import command
 from .shared.sources import source_of
 
 if TYPE_CHECKING:
-    from ..calibrate.model.source import Source
     from ..quantize.learning.document import AdapterLearning
 
 #: Bytes of a weight: the teacher's and the student's in FP32, and while it is loaded another float model's.
@@ -55,16 +54,14 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
         check_memory(source, "an adapter", BYTES_A_WEIGHT)
         with ADAPTER.writing(run, key, notes) as log, ADAPTER.working(run, key, notes) as folder:
             remove(run.adapter)
-            found, log.outputs = _learn(run, source, text, options, folder, notes)
+            found, log.outputs = _learn(Learning(run, source, text, options, "an adapter"), folder, notes)
             write_document(run.adapter_learning, found)
             log.outputs.append(run.adapter_learning)
             notes.note(f"distill: {found.conclusion}")
     return load_adapter_learning(run)
 
 
-def _learn(
-    run: Run, source: "Source", text: LearningText, options: AdapterLearningOptions, folder: Path, notes: Notes
-) -> "tuple[AdapterLearning, list[Path]]":
+def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -> "tuple[AdapterLearning, list[Path]]":
     """Learn the adapter, and write that of the best moment; returns the outcome and the files, none where nothing got
     better.
     """
@@ -77,8 +74,8 @@ def _learn(
     from ..quantize.learning.training import Schedule, planned_steps
     from ..quantize.reference.fp8_model import open_codes
 
-    begun, where = time.monotonic(), device()
-    teacher, other = (load_model(source, torch.float32, where).requires_grad_(False) for _ in range(2))
+    begun, where, run, options, text = time.monotonic(), device(), what.run, what.options, what.text
+    teacher, other = (load_model(what.source, torch.float32, where).requires_grad_(False) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32, where)
     student, layers = student_of(other, stored, load_scales(run).activations, FrozenLinear)
     modules = adaptable(student, list(layers))
@@ -88,8 +85,8 @@ def _learn(
         )
     config = add_adapter(student, modules, options.rank, options.alpha, options.seed)
     schedule = Schedule(options.epochs, options.batch_size, options.adapter_rate, options.seed, adam)
-    note_course(run, teacher, text, schedule.epochs, notes)
-    moments, stopped = train("Learning an adapter", (teacher, student), text, schedule, folder, notes)
+    note_domain(what, teacher, notes)
+    moments, stopped = train(what, (teacher, student), schedule, folder, notes)
     found = AdapterLearning(
         data=text.name,
         tokens=text.windows.size,
@@ -101,4 +98,4 @@ def _learn(
         parameters=sum(each.numel() for each in student.parameters() if each.requires_grad),
         stopped=stopped,
     )
-    return found, save_adapter(run.adapter, student, config, source.title) if found.best.step > 0 else []
+    return found, save_adapter(run.adapter, student, config, what.source.title) if found.best.step > 0 else []

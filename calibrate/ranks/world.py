@@ -1,10 +1,10 @@
-"""Several processes that measure one model together: each takes some of the batches, and their statistics are added.
+"""Several processes that measure one model together, or train it: each takes some of the batches.
 
-Histograms are sums of integers, amax and channels are maxima, so the result equals that of one process on the same
-batches bit for bit, however they are split, as long as each batch is computed alike: on the same hardware, by the same
-versions, with the same number of threads, which is checked at the start. torchrun starts the processes (or any launcher
-that sets its variables), and torch.distributed connects them: gloo on CPUs, and NCCL too on GPUs. They exchange JSON
-and tensors: nothing is pickled.
+What they measure is added. Histograms are sums of integers, amax and channels are maxima, so the result equals that of
+one process on the same batches bit for bit, however they are split, as long as each batch is computed alike: on the
+same hardware, by the same versions, with the same number of threads, which is checked at the start. torchrun starts the
+processes (or any launcher that sets its variables), and torch.distributed connects them: gloo on CPUs, and NCCL too on
+GPUs. They exchange JSON and tensors: nothing is pickled.
 """
 
 import json
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 #: The time that ranks wait for each other to start, and for a collective: a rank may read a checkpoint for hours, and
 #: the heartbeat finds ranks that died.
 MEETING, COLLECTIVE = timedelta(minutes=2), timedelta(days=30)
+#: The time that they wait for a collective of a library's training loop, in which Python handles no signal: rank 0 may
+#: be writing a checkpoint meanwhile, and a machine that is cut off ends the others no later.
+IN_A_LIBRARY = timedelta(minutes=30)
 
 
 class World:
@@ -124,6 +127,21 @@ class World:
         record = replace_record(statistics.record, tokens=sum(summary["tokens"] for summary in summaries))
         return Statistics(record, tensors, statistics.weights)
 
+    def add_up(self, values: "torch.Tensor") -> None:
+        """Replace `values`, which are on this rank's device, by their sum over all ranks; a collective."""
+        if self.size > 1:
+            self._settle(self._dist.all_reduce(values, group=self.group, async_op=True))
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Run a library's collectives in this block; raises RankError where one of them breaks because a rank died."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or not any(word in str(error).lower() for word in ("gloo", "nccl")):
+                raise
+            raise self._lost(error) from None
+
     def _added_tensor(self, tensor: TensorStatistics) -> TensorStatistics:
         """Add the statistics of one tensor over all ranks.
 
@@ -164,12 +182,16 @@ class World:
                 time.sleep(0.001)
             work.wait()
         except RuntimeError as error:
-            if self.heartbeat is not None:
-                self.heartbeat.explain()
-            raise BackendError(
-                f"{self.members[0]['name']}: the ranks lost each other: {' '.join(str(error).split())[:300]}; run the "
-                "same command again"
-            ) from None
+            raise self._lost(error) from None
+
+    def _lost(self, error: RuntimeError) -> BackendError:
+        """Return the error for a broken connection; raises RankError where a rank is known to have failed."""
+        if self.heartbeat is not None:
+            self.heartbeat.explain()
+        return BackendError(
+            f"{self.members[0]['name']}: the ranks lost each other: {' '.join(str(error).split())[:300]}; run the "
+            "same command again"
+        )
 
 
 @contextmanager
@@ -192,6 +214,7 @@ def joined_ranks() -> Iterator[World]:
         world = World(here, device, dist.new_group(backend=backend, timeout=COLLECTIVE))
         beats = dist.new_group(backend="gloo", timeout=MEETING)
         world.members = world.gathered(world.members[0])
+        dist.distributed_c10d._set_pg_timeout(IN_A_LIBRARY)
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise BackendError(
             f"{rank_name(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at "

@@ -9,7 +9,7 @@ own. B begins as zeros: at step 0 the model is the FP8 model. The gradient of x 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ...calibrate.checkpoint.adapter import PREFIX, TENSORS
 from ...calibrate.checkpoint.weights import ADAPTER
+from ...calibrate.ranks.world import World
 from ...core.files import replacing
 from ..reference.fp8_model import experts_around
 from ..scales.decisions import TensorScale
@@ -96,8 +97,8 @@ def target_names(model: nn.Module, modules: Sequence[str]) -> list[str]:
     return sorted(ends if matched == set(modules) else modules)
 
 
-def adam(student: PreTrainedModel, batches: Iterator[torch.Tensor], schedule: Schedule) -> torch.optim.Optimizer:
-    """Make Adam's optimizer of the parameters of `student` that are not frozen; nothing is measured on `batches`."""
+def adam(student: PreTrainedModel, windows: torch.Tensor, schedule: Schedule, world: World) -> torch.optim.Optimizer:
+    """Make Adam's optimizer of the parameters of `student` that are not frozen; nothing is measured on `windows`."""
     learned = [parameter for parameter in student.parameters() if parameter.requires_grad]
     return torch.optim.Adam(learned, schedule.learning_rate)
 

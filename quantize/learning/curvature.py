@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...calibrate.ranks.world import World
 from .linear import LearnedLinear, learned_layers
 
 #: Damping, in means of a factor's diagonal.
@@ -29,29 +31,43 @@ MOMENTUM = 0.9
 
 
 def inverse_factors(
-    student: PreTrainedModel, batches: Iterator[torch.Tensor], seed: int
+    student: PreTrainedModel, windows: torch.Tensor, batch_size: int, seed: int, world: World | None = None
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Invert the damped factors of each learned layer: name -> ((A + λ)⁻¹ [in, in], (B + λ)⁻¹ [out, out]), float32.
 
-    `batches`: token ids int64 [windows, seq_len]; `seed`: of the labels that are drawn.
+    `windows`: token ids int64 [windows, seq_len], of which `batch_size` run at once; the ranks of `world` share the
+    batches, and all of them return the same. `seed`: of the labels that are drawn, which do not depend on the batches.
     """
-    layers = learned_layers(student)
+    world, layers = world or World(), learned_layers(student)
     inputs = {name: torch.zeros(layer.base.shape[1:] * 2, device=layer.base.device) for name, layer in layers.items()}
     outputs = {name: torch.zeros(layer.base.shape[:1] * 2, device=layer.base.device) for name, layer in layers.items()}
-    generator, tokens = torch.Generator().manual_seed(seed), 0
+    tokens = torch.zeros((), dtype=torch.int64, device=windows.device)
     with _recorded(layers, inputs, outputs):
-        for ids in batches:
+        for first in world.share(range(0, len(windows), batch_size)):
+            ids = windows[first : first + batch_size]
             said = student(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
             if not bool(torch.isfinite(said).all()):
                 continue  # the training ends at it, and names its step
-            flat = said.flatten(0, -2)
-            drawn = torch.multinomial(flat.detach().exp().cpu(), 1, generator=generator).to(flat.device)
-            (-flat.gather(-1, drawn).sum()).backward()
+            drawn = _labels(said.detach().exp().cpu(), first, seed).to(said.device)
+            (-said.gather(-1, drawn).sum()).backward()
             tokens += ids.numel()
     student.zero_grad()
-    return {
-        name: (_inverse(inputs[name] / max(tokens, 1)), _inverse(outputs[name] / max(tokens, 1))) for name in layers
-    }
+    for factor in (*inputs.values(), *outputs.values(), tokens):
+        world.add_up(factor)
+    count = max(int(tokens), 1)
+    return {name: (_inverse(inputs[name] / count), _inverse(outputs[name] / count)) for name in layers}
+
+
+def _labels(probabilities: torch.Tensor, first: int, seed: int) -> torch.Tensor:
+    """Draw a label for each position from `probabilities` [windows, seq_len, vocabulary]: int64 [windows, seq_len, 1].
+
+    Each window has a generator of its own, of `seed` and its index, `first` being that of the first window.
+    """
+    drawn = []
+    for index, window in enumerate(probabilities, first):
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence((seed, index)).generate_state(1)[0]))
+        drawn.append(torch.multinomial(window, 1, generator=generator))
+    return torch.stack(drawn)
 
 
 @contextmanager

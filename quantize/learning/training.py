@@ -5,10 +5,14 @@ positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware 
 are preconditioned by the curvature (`curvature`), or those of the `Schedule`'s own optimizer; their size rises first
 and then follows a cosine to zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of
 the best of these moments win, if they are better than those at the beginning.
+
+Several ranks train together by torch's DistributedDataParallel: each takes its share of the windows of a step, and
+gradients are averaged, so that the result is that of one process but for the order of sums. The optimizer has the
+layers themselves, not their wrapper: every rank takes the same step.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ...calibrate.model.products import routers
+from ...calibrate.ranks.world import World
 from .curvature import CurvatureSteps, inverse_factors
 from .document import Moment
+from .pace import PaceTimer, StepPace
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
@@ -35,26 +43,40 @@ METRIC = "eval_loss"
 
 
 def curvature_steps(
-    student: PreTrainedModel, batches: Iterator[torch.Tensor], schedule: "Schedule"
+    student: PreTrainedModel, windows: torch.Tensor, schedule: "Schedule", world: World
 ) -> torch.optim.Optimizer:
-    """Measure the curvature of the learned layers of `student` on `batches`, and make their optimizer of it."""
-    factors = inverse_factors(student, batches, schedule.seed)
+    """Measure the curvature of the learned layers of `student` on `windows`, and make their optimizer of it."""
+    factors = inverse_factors(student, windows, max(1, schedule.batch_size // world.size), schedule.seed, world)
     return CurvatureSteps(student, factors, schedule.learning_rate)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Say how long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step, the peak
-    `learning_rate` in the unit of the optimizer (a share of Newton's step), and the `seed` of the windows' order.
+    """Say how long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step of all ranks, the
+    peak `learning_rate` in the unit of the optimizer (a share of Newton's step), and the `seed` of the windows' order.
 
-    `optimizer`: makes the optimizer of a student, given batches of token ids from which it may measure.
+    `optimizer`: makes the optimizer of a student, given windows int64 [windows, seq_len] from which it may measure, and
+    the ranks that share them.
     """
 
     epochs: float
     batch_size: int
     learning_rate: float
     seed: int
-    optimizer: "Callable[[PreTrainedModel, Iterator[torch.Tensor], Schedule], torch.optim.Optimizer]" = curvature_steps
+    optimizer: "Callable[[PreTrainedModel, torch.Tensor, Schedule, World], torch.optim.Optimizer]" = curvature_steps
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The functions that a training calls.
+
+    `advance`: with the number of steps since it was called last; `blame`: to name, at the end of a sentence, the module
+    that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known.
+    """
+
+    advance: Callable[[int], None]
+    blame: Callable[[torch.Tensor], str]
+    pace: Callable[[StepPace], None] = lambda pace: None
 
 
 class WindowDataset(Dataset[dict[str, torch.Tensor]]):
@@ -88,13 +110,13 @@ def forward_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 class DistillationTrainer(Trainer):
     """transformers' Trainer with the divergence from a teacher as its loss."""
 
-    def __init__(self, teacher: PreTrainedModel, blame: Callable[[torch.Tensor], str], **named: Any):
-        """Train toward `teacher`; the other arguments are the Trainer's.
+    def __init__(self, teacher: PreTrainedModel, blame: Callable[[torch.Tensor], str], world: World, **named: Any):
+        """Train toward `teacher`, together with all ranks of `world`; the other arguments are the Trainer's.
 
-        `blame`: says which module gives the first number that is not finite, of token ids; it ends a sentence.
+        `blame`: names the module that gives the first number that is not finite, of token ids; it ends a sentence.
         """
         super().__init__(**named)
-        self.teacher, self.blame = teacher, blame
+        self.teacher, self.blame, self.world = teacher, blame, world
 
     def compute_loss(
         self,
@@ -105,7 +127,7 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         """The divergence of `model` on `inputs`.
 
-        Raises LossIsNotFiniteError, naming the step.
+        Raises LossIsNotFiniteError, naming the step, on all ranks where it is not finite on one.
         """
         model.eval()  # with the dropout of a model's configuration the student would be another than is served
         ids = inputs["input_ids"]
@@ -113,12 +135,21 @@ class DistillationTrainer(Trainer):
             wanted = self.teacher(input_ids=ids, use_cache=False).logits
         outputs = model(input_ids=ids, use_cache=False)
         loss = forward_kl(wanted, outputs.logits)
-        if not math.isfinite(float(loss.detach())):
-            raise LossIsNotFiniteError(
-                f"the loss is {float(loss.detach())} at step {self.state.global_step + 1} of "
-                f"{self.state.max_steps}{self.blame(ids)}"
-            )
+        message = "" if math.isfinite(float(loss.detach())) else self._not_finite(float(loss.detach()), ids)
+        if first := next(
+            (each["message"] for each in self.world.gathered({"message": message}) if each["message"]), ""
+        ):
+            raise LossIsNotFiniteError(first)
         return (loss, {"loss": loss.detach()[None]}) if return_outputs else loss
+
+    def _not_finite(self, loss: float, ids: torch.Tensor) -> str:
+        return f"the loss is {loss} at step {self.state.global_step + 1} of {self.state.max_steps}{self.blame(ids)}"
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """All held-out windows, one by one: the ranks' last share is filled up, and what fills it is not counted."""
+        assert isinstance(self.eval_dataset, WindowDataset), "held-out windows are always there"
+        loader: DataLoader[Any] = self.accelerator.prepare(DataLoader(self.eval_dataset, batch_size=1))
+        return loader
 
     def prediction_step(
         self,
@@ -177,45 +208,67 @@ def learn(
     windows: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     schedule: Schedule,
     folder: Path,
-    advance: Callable[[int], None],
-    blame: Callable[[torch.Tensor], str],
+    listener: Listener,
+    world: World | None = None,
 ) -> list[Moment]:
     """Train the learned parameters of the student toward the teacher, the two `models`; leave those of the best moment
     in them, or zeros, which change nothing, where none is better.
 
     `windows`: to train on and held out, int64 [windows, seq_len] each. `folder`: the Trainer's checkpoints, with which
-    a killed call goes on to the same bytes. Returns the held-out divergence at the beginning and at every evaluation.
+    a killed call goes on to the same bytes. `world`: the ranks that train together, each of which calls this function;
+    rank 0's student alone is left as said. Returns the held-out divergence at the beginning and at every evaluation.
 
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
-    teacher, student = models
-    train, held_out = windows
-    steps = planned_steps(len(train), schedule)
-    every = max(1, math.ceil(steps / EVALUATIONS))
-    arguments = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=schedule.batch_size,
-        per_device_eval_batch_size=schedule.batch_size, learning_rate=schedule.learning_rate,
-        lr_scheduler_type="cosine", warmup_steps=math.ceil(WARM_UP * steps), max_grad_norm=0.0, seed=schedule.seed,
-        data_seed=schedule.seed, eval_strategy="steps", eval_steps=every, eval_on_start=True, save_strategy="steps",
-        save_steps=every, save_total_limit=2, metric_for_best_model=METRIC, greater_is_better=False,
-        logging_steps=every, report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
-        remove_unused_columns=False,
-    )  # fmt: skip
+    (teacher, student), (train, held_out), world = models, windows, world or World()
     sample = torch.from_numpy(train[:: max(1, len(train) // CURVATURE_WINDOWS)]).to(teacher.device)
-    optimizer = schedule.optimizer(student, iter(sample.split(schedule.batch_size)), schedule)
+    optimizer = schedule.optimizer(student, sample, schedule, world)
+    arguments = _arguments(len(train), schedule, folder, world, sparse=bool(routers(teacher)))
     trainer = DistillationTrainer(
-        teacher, blame, model=student, args=arguments, train_dataset=WindowDataset(train),
-        eval_dataset=WindowDataset(held_out), callbacks=[Progress(advance)], optimizers=(optimizer, None),
+        teacher, listener.blame, world, model=student, args=arguments,
+        train_dataset=WindowDataset(train), eval_dataset=WindowDataset(held_out), optimizers=(optimizer, None),
+        callbacks=[Progress(listener.advance), PaceTimer(listener.pace)],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
+    begun = world.gathered({"checkpoint": last_checkpoint(folder)})[0]["checkpoint"]
     try:
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+        with world.explaining():
+            trainer.train(resume_from_checkpoint=str(folder / begun) if begun else None)
     except LossIsNotFiniteError as error:
         error.moments = _moments(trainer.state)
         raise
     finally:
-        _take_best(trainer, student)
+        if world.rank == 0:
+            _take_best(trainer, student)
     return _moments(trainer.state)
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The name of the last checkpoint in `folder` that was written to its end; None where there is none.
+
+    The Trainer's own search would take one that a kill left half-written. Its state is the last file that is written.
+    """
+    whole = [path.parent.name for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    return max(whole, key=lambda name: int(name.rpartition("-")[2]), default=None)
+
+
+def _arguments(windows: int, schedule: Schedule, folder: Path, world: World, sparse: bool) -> TrainingArguments:
+    """Arguments of the Trainer for a training on so many `windows`; `sparse`: the model has experts.
+
+    The last windows of a pass, which do not fill a step, are left out: shared out, they would be filled up with others.
+    """
+    steps = planned_steps(windows, schedule)
+    every = max(1, math.ceil(steps / EVALUATIONS))
+    return TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=schedule.batch_size // world.size,
+        per_device_eval_batch_size=1, dataloader_drop_last=windows >= schedule.batch_size,
+        learning_rate=schedule.learning_rate, lr_scheduler_type="cosine", warmup_steps=math.ceil(WARM_UP * steps),
+        max_grad_norm=0.0, seed=schedule.seed, data_seed=schedule.seed, eval_strategy="steps", eval_steps=every,
+        eval_on_start=True, save_strategy="steps", save_steps=every, save_total_limit=2, metric_for_best_model=METRIC,
+        greater_is_better=False, logging_steps=every, report_to=[], disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(), remove_unused_columns=False, ddp_broadcast_buffers=False,
+        ddp_find_unused_parameters=sparse,  # experts that no token of a rank is routed to have no gradient there
+    )  # fmt: skip
 
 
 def planned_steps(windows: int, schedule: Schedule) -> int:

@@ -26,7 +26,8 @@ from fp8q.stages.distill import learning_text
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared.sources import source_of
 
-from ..conftest import Result, Texts
+from ..command_result import Result
+from ..conftest import Texts
 from ..mixtures import random_mixture
 
 Fp8q = Callable[..., Result]

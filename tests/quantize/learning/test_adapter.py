@@ -23,7 +23,7 @@ from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.learning.adapter import FrozenLinear, adam, add_adapter, save_adapter, target_names
 from fp8q.quantize.learning.document import AdapterLearning, Moment
 from fp8q.quantize.learning.linear import LearnedLinear
-from fp8q.quantize.learning.training import LossIsNotFiniteError, Schedule, learn
+from fp8q.quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
 from fp8q.quantize.reference.linear import replace_linears
 from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
@@ -67,7 +67,7 @@ def train(
     models: Models, folder: Path, advance: Callable[[int], None] = lambda steps: None, schedule: Schedule = SCHEDULE,
     text: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = TEXT,
 ) -> list[Moment]:  # fmt: skip
-    return learn(models, text, schedule, folder, advance, lambda ids: "")
+    return learn(models, text, schedule, folder, Listener(advance, lambda ids: ""))
 
 
 def learned(student: PreTrainedModel) -> dict[str, bytes]:

@@ -32,8 +32,8 @@ def test_the_factors_of_one_layer_are_those_of_its_softmax() -> None:
     """For logits z = W x the Fisher information of z is diag(p) - p pᵀ, here averaged over many draws."""
     table, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.25], [-0.5, 0.125], [0.25, 0.25]])
     head = Head(table, learned(weight))
-    batches = iter([torch.zeros(40, 1000, dtype=torch.int64)])
-    inputs, outputs = inverse_factors(head, batches, seed=0)["layer"]  # type: ignore[arg-type]
+    windows = torch.zeros(40, 1000, dtype=torch.int64)
+    inputs, outputs = inverse_factors(head, windows, 4, seed=0)["layer"]  # type: ignore[arg-type]
     p = head.layer(table)[0].detach().softmax(0)
     wanted = torch.diag(p) - torch.outer(p, p)
     damped = wanted + DAMPING * wanted.diagonal().mean() * torch.eye(3)
@@ -90,7 +90,7 @@ def test_logits_that_are_no_numbers_leave_the_identity() -> None:
     model.model.layers[0].mlp.down_proj = learned(torch.randn(8, 8))
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(float("nan"))  # type: ignore[operator]
-    factors = inverse_factors(model, iter([torch.zeros(1, 4, dtype=torch.int64)]), seed=0)
+    factors = inverse_factors(model, torch.zeros(1, 4, dtype=torch.int64), 1, seed=0)
     assert all(torch.equal(inverse, torch.eye(8)) for inverse in factors["model.layers.0.mlp.down_proj"])
 
 
@@ -99,5 +99,5 @@ def test_factors_are_the_same_when_they_are_measured_again(seed: int) -> None:
     """A killed training measures them again, and goes on to the same bytes."""
     head = Head(torch.randn(5, 4, generator=torch.Generator().manual_seed(3)), learned(torch.eye(6, 4) + 0.1))
     ids = torch.arange(10).remainder(5).reshape(2, 5)
-    one, other = (inverse_factors(head, iter(ids.split(1)), seed)["layer"] for _ in range(2))  # type: ignore[arg-type]
+    one, other = (inverse_factors(head, ids, 1, seed)["layer"] for _ in range(2))  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

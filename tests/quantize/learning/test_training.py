@@ -13,7 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from fp8q.calibrate.model.products import observed_products
 from fp8q.quantize.learning.document import Moment
 from fp8q.quantize.learning.linear import LearnedLinear
-from fp8q.quantize.learning.training import LossIsNotFiniteError, Schedule, forward_kl, learn
+from fp8q.quantize.learning.pace import StepPace
+from fp8q.quantize.learning.training import (
+    Listener,
+    LossIsNotFiniteError,
+    Schedule,
+    forward_kl,
+    last_checkpoint,
+    learn,
+)
 from fp8q.quantize.reference.linear import replace_linears
 from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
 from fp8q.quantize.weights.sequential import weight_rows
@@ -25,6 +33,10 @@ SCHEDULE = Schedule(epochs=4, batch_size=4, learning_rate=0.1, seed=0)
 
 @pytest.fixture
 def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return build_models()
+
+
+def build_models() -> tuple[PreTrainedModel, PreTrainedModel]:
     """A small random Llama, and the same with learned layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,7 +61,7 @@ def train(
     schedule: Schedule = SCHEDULE,
     text: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] = TEXT,
 ) -> list[Moment]:
-    return learn(models, text, schedule, folder, advance, lambda ids: ", first by nothing")
+    return learn(models, text, schedule, folder, Listener(advance, lambda ids: ", first by nothing"))
 
 
 def codes(student: PreTrainedModel) -> dict[str, bytes]:
@@ -128,3 +140,24 @@ def test_a_loss_that_is_no_number_ends_it(models: tuple[PreTrainedModel, PreTrai
     assert str(raised.value) == "the loss is nan at step 1 of 24, first by nothing"
     assert [moment.step for moment in raised.value.moments] == [0]
     assert codes(models[1]) == before
+
+
+def test_a_checkpoint_that_a_kill_left_half_written_is_passed_over(tmp_path: Path) -> None:
+    for step in (8, 16, 24):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert last_checkpoint(tmp_path) is None
+    for step in (8, 16):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert last_checkpoint(tmp_path) == "checkpoint-16"
+
+
+def test_the_pace_is_told_once_by_a_real_step(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
+    """Of 24 steps, scored every third, two are done when it is told, and the eight evaluations are to come."""
+    told = list[StepPace]()
+    listener = Listener(lambda steps: None, lambda ids: "", told.append)
+    learn(models, TEXT, SCHEDULE, tmp_path, listener)
+    (pace,) = told
+    assert (pace.steps, pace.evaluations) == (22, 8)
+    assert 0 < pace.step_seconds < 60
+    assert 0 < pace.evaluation_seconds < 60
+    assert StepPace(2.0, 5.0, steps=22, evaluations=8).seconds_left == 22 * 2.0 + 8 * 5.0

@@ -1,0 +1,85 @@
+"""Share the learning of weights between several processes: refusals, and the task that rank 0 hands to the others."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core.errors import InputError
+from ..core.files import Strict
+from ..core.run import Run
+from ..options import DistillOptions
+from .pipeline.stages import QUANTIZE
+from .shared.texts import Tokens
+
+if TYPE_CHECKING:
+    from ..calibrate.ranks.world import World
+
+#: Variables by which `accelerate launch` asks for a training in which no rank has a whole weight.
+SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+
+
+class LearningTask(Strict):
+    """The training that rank 0 tells the others to take part in, with the windows that follow it.
+
+    `start`: file of the checkpoint to begin with -> its SHA-256; `folder`: of the Trainer's checkpoints, in the run.
+    """
+
+    start: dict[str, str]
+    folder: str
+    epochs: float
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+
+def check_ranks(options: DistillOptions, world: "World") -> None:
+    """Raise InputError where ranks cannot share the windows of a step, or a launcher would split the weights."""
+    if options.batch_size % world.size:
+        raise InputError(
+            f"--batch-size {options.batch_size}: is the number of windows a step of all {world.size} ranks, which "
+            f"cannot have as many each; give a multiple of {world.size}"
+        )
+    for name in SHARDED:
+        if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
+            raise InputError(
+                f"{name} is set: a step multiplies the whole gradient of a layer from both sides by its curvature, and "
+                "a rank would have a part of it only; unset it, and start the ranks with torchrun"
+            )
+
+
+def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[Tokens, Tokens], world: "World") -> None:
+    """Tell the other ranks what to learn: from `windows`, to train on and held out, int64 [windows, seq_len] each."""
+    task = LearningTask(
+        start=run.record().stages[QUANTIZE.name].outputs,
+        folder=str(folder.relative_to(run.root)),
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+    )
+    world.gathered(task.model_dump())
+    for each in windows:
+        world.sent(each)
+
+
+def send_nothing(world: "World") -> None:
+    """Tell the other ranks that nothing is to be learned."""
+    world.gathered({})
+
+
+def receive_task(run: Run, world: "World") -> tuple[LearningTask, tuple[Tokens, Tokens]] | None:
+    """Receive the task of rank 0 and its windows; None where nothing is to be learned.
+
+    Raises InputError where the directory `run` of this rank is not that of rank 0.
+    """
+    sent = world.gathered({})[0]
+    if not sent:
+        return None
+    task, windows = LearningTask.model_validate(sent), (world.sent(None), world.sent(None))
+    recorded = run.record().stages.get(QUANTIZE.name)
+    if recorded is None or recorded.outputs != task.start:
+        raise InputError(
+            f"{run.root}: holds another checkpoint here than rank 0's; the ranks of `fp8q distill` share the directory "
+            "of the run: name one that all machines have"
+        )
+    return task, windows
