@@ -179,6 +179,7 @@ PAGES: Mapping[str, Page] = {
             ("fp8q distill RUN", "from the text it was calibrated on"),
             ("fp8q distill RUN --data text.jsonl --train adapter", "a LoRA adapter, and the model stays"),
         ),
+        ("--data", "--samples", "--train", "--epochs", "--batch-size", "--learning-rate", "--rank"),
     ),
     "sensitivity": Page((("fp8q sensitivity RUN", "each tensor's own loss, the worst first"),)),
     "tune": Page(

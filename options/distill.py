@@ -35,7 +35,7 @@ class WeightLearningOptions(LearningOptions):
 
     learning_rate: Annotated[
         float,
-        option(MEASUREMENT, "For --train weights: the highest step, as a share of Newton's by the curvature.", "X"),
+        option(MEASUREMENT, "Of weights: the highest step, as a share of Newton's by the curvature.", "X"),
         Of("weights"),
         above_zero,
     ] = 0.004
@@ -47,15 +47,15 @@ class AdapterLearningOptions(LearningOptions):
 
     rank: Annotated[
         int,
-        option(MEASUREMENT, "For --train adapter: the rank.", "N"),
+        option(MEASUREMENT, "Of an adapter: its rank.", "N"),
         Of("adapter"),
         between(1, LARGEST_RANK),
     ] = 16
     alpha: Annotated[
-        int, option(MEASUREMENT, "For --train adapter: the factor is alpha / rank.", "N"), Of("adapter"), between(1)
+        int, option(MEASUREMENT, "Of an adapter: its factor is alpha / rank.", "N"), Of("adapter"), between(1)
     ] = 32
     adapter_rate: Annotated[
-        float, option(MEASUREMENT, "For --train adapter: Adam's highest step.", "X"), Of("adapter"), above_zero
+        float, option(MEASUREMENT, "Of an adapter: Adam's highest step.", "X"), Of("adapter"), above_zero
     ] = 0.0005
 
 
