@@ -102,7 +102,7 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     checked_model(run)
     note_base_alone(run, "weights are learned by", notes)
     source, scales = source_of(run), scale_options(run)
-    text, start = _text(run, source, data, options, notes), rounding_key(run, source, scales)
+    text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
     inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
     key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
     if DISTILL.is_current(run, key):
@@ -153,7 +153,7 @@ def _check_memory(source: "Source", ranks: int) -> None:
         )
 
 
-def _text(run: Run, source: "Source", data: str | None, options: DistillOptions, notes: Notes) -> LearningText:
+def learning_text(run: Run, source: "Source", data: str | None, options: DistillOptions, notes: Notes) -> LearningText:
     """The windows to learn from: of the run's calibration text, or of the text `data`, cut as the run's are.
 
     Raises InputError for text that the run evaluates on, and for too little to hold anything out.
