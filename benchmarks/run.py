@@ -58,6 +58,7 @@ PARTS: Mapping[str, str] = {
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
     "distill": "distill.py",
+    "distill_peer": "distill_peer.py",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
