@@ -177,6 +177,7 @@ PAGES: Mapping[str, Page] = {
         (
             ("fp8q distill RUN --data text.jsonl", "learn from that text; the more the better"),
             ("fp8q distill RUN", "from the text it was calibrated on"),
+            ("fp8q distill RUN --data text.jsonl --stream", "layer by layer, for models larger than memory"),
         ),
     ),
     "sensitivity": Page((("fp8q sensitivity RUN", "each tensor's own loss, the worst first"),)),

@@ -2,7 +2,6 @@
 
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from ..core.run import Run
 from ..options import DistillOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
+from .distill_blocks import learn_blocks
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
@@ -26,7 +26,7 @@ from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
 from .shared.opening import command
 from .shared.sources import products_of, source_of
-from .shared.texts import Tokens
+from .shared.texts import LearningText, Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -46,15 +46,6 @@ OTHER_DOMAIN = 1.0
 SAMPLED = 4
 
 
-@dataclass(frozen=True)
-class LearningText:
-    """Windows int64 [windows, seq_len] to learn from, and held out; `name`: of their text."""
-
-    name: str
-    windows: Tokens
-    held_out: Tokens
-
-
 @command()
 def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -> "Distillation":
     """Learn the codes of the weights of `run` from its float model, unless that is done; then write checkpoint and
@@ -71,10 +62,13 @@ def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -
     key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
     products = products_of(source, scales)
     if not DISTILL.is_current(run, key):
-        _check_memory(source)
+        if not options.stream:
+            _check_memory(source)
         quantize(run, source, products, scales, notes, learned=False)  # the codes to begin with
         with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
-            found = _learn(run, source, text, options, folder, notes)
+            _note_one_code(run, notes)
+            learned = learn_blocks if options.stream else _learn
+            found = learned(run, source, text, options, folder, notes)
             write_document(run.distillation, found)
             log.outputs.append(run.distillation)
             if found.best.step > 0:
@@ -94,8 +88,8 @@ def _check_memory(source: "Source") -> None:
     size = weight_bytes(source) // 2 * BYTES_A_WEIGHT
     if too_much := beyond(size):
         raise InputError(
-            f"{source.name}: learning its weights takes {size / 1e9:,.3g} GB, {too_much}; --weight-rounding sequential "
-            "of `fp8q calibrate` goes layer by layer"
+            f"{source.name}: learning its weights takes {size / 1e9:,.3g} GB, {too_much}; --stream learns layer by "
+            "layer"
         )
 
 
@@ -154,11 +148,6 @@ def _learn(
     schedule = Schedule(options.epochs, options.batch_size, options.learning_rate, options.seed)
     steps, stopped = planned_steps(len(text.windows), schedule), None
     _tell(run, teacher, text, schedule.epochs, notes)
-    if any(scale.terms == 1 for scale in scales.activations.values()):
-        notes.note(
-            "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
-            "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
-        )
     with notes.track("Learning weights", steps, "steps") as advance, quiet_transformers():
         try:
             moments = learn(
@@ -180,6 +169,15 @@ def _learn(
         changed=changed / total,
         stopped=stopped,
     )
+
+
+def _note_one_code(run: Run, notes: Notes) -> None:
+    """Note that little is gained where activations have one code."""
+    if any(scale.terms == 1 for scale in load_scales(run).activations.values()):
+        notes.note(
+            "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
+            "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
+        )
 
 
 def _tell(run: Run, teacher: "PreTrainedModel", text: LearningText, epochs: float, notes: Notes) -> None:

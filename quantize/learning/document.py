@@ -13,6 +13,20 @@ class Moment(Strict):
     kl: float = Field(description="KL(BF16 || FP8) on the held-out windows, nats a token")
 
 
+class BlockLoss(Strict):
+    """The held-out loss of a decoder layer that learned by itself, with `--stream`: the squared error of its output
+    over the square of the float layer's, the mean over tokens.
+    """
+
+    layer: int
+    before: float = Field(description="on the inputs that the learned layers before it give")
+    after: float = Field(description="at its best moment")
+    step: int = Field(description="of that moment; 0: nothing was better, and its codes are those of rounding")
+    codes: int = Field(description="the number of its codes")
+    changed: int = Field(description="the number of codes that are others than rounding gave")
+    stopped: int | None = Field(default=None, description="the step at which the loss was NaN or infinite, if any")
+
+
 class Distillation(Strict):
     """The outcome of `fp8q distill`. The checkpoint has the weights of the `best` moment; those of step 0 are the codes
     that rounding gave.
@@ -26,6 +40,7 @@ class Distillation(Strict):
     moments: list[Moment] = Field(min_length=1)
     changed: float = Field(description="share of codes that are others than rounding gave")
     stopped: str | None = Field(default=None, description="why learning ended early")
+    blocks: list[BlockLoss] | None = Field(default=None, description="with --stream: each decoder layer, in order")
 
     @property
     def start(self) -> Moment:
