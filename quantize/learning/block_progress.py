@@ -17,7 +17,7 @@ from .document import BlockLoss
 Coded = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
-class Progress(Strict):
+class BlockLosses(Strict):
     """The losses of the layers that have learned, in order."""
 
     blocks: list[BlockLoss] = Field(default=[])
@@ -41,17 +41,17 @@ class LearnedBlocks:
     @property
     def losses(self) -> list[BlockLoss]:
         """The losses of the layers that have learned, in this call and in killed ones before it."""
-        return read_document(self._progress, Progress).blocks if self.entered else []
+        return read_document(self._progress, BlockLosses).blocks if self.entered else []
 
     def enter(self) -> None:
         """Record that the hidden states that enter the first layer are complete."""
-        write_document(self._progress, Progress())
+        write_document(self._progress, BlockLosses())
 
     def end(self, loss: BlockLoss, codes: Coded) -> None:
         """Store the codes float8_e4m3fn [out, in] and scales float32 [out] of a layer by product, then its loss."""
         with replacing(self._file(len(self.losses))) as partial:
             _save(codes, partial)
-        write_document(self._progress, Progress(blocks=[*self.losses, loss]))
+        write_document(self._progress, BlockLosses(blocks=[*self.losses, loss]))
 
     def save(self, file: Path, others: Coded) -> None:
         """Write the codes of all layers, and those of products outside of them, to one `file`.

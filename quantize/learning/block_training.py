@@ -15,7 +15,7 @@ weighted by normal numbers. It is exact for the layer, and needs no more passes 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from .linear import LearnedLinear, learned_layers
 EVALUATIONS = 5
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
+#: A layer that got worse learns anew, at most so often in all, each time in steps so many times smaller.
+ATTEMPTS, SMALLER = 3, 3.0
 #: Batches from which the curvature is measured, at most.
 CURVATURE_BATCHES = 8
 
@@ -58,7 +60,7 @@ class BlockSchedule:
 
 
 @dataclass(frozen=True)
-class Block:
+class LearningBlock:
     """A decoder layer with learned products.
 
     `output` computes its output on a batch, `target` reads that of the float layer, both float32
@@ -74,16 +76,18 @@ class Block:
 @dataclass(frozen=True)
 class BlockResult:
     """The held-out loss of a layer when it began, at its best moment, and the step of that moment; 0 where nothing was
-    better. `stopped`: the step at which the loss was not finite, 0 for the beginning.
+    better. `stopped`: the step at which the loss was not finite, 0 for the beginning; `worse`: the last training ended
+    since the layer was worse than at the beginning.
     """
 
     before: float
     after: float
     step: int
     stopped: int | None = None
+    worse: bool = False
 
 
-def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def output_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The squared error of `output` [..., width] over the square of `target`, the mean over tokens."""
     return ((output - target).square().sum(-1) / _squares(target)).mean()
 
@@ -93,55 +97,93 @@ def _squares(target: torch.Tensor) -> torch.Tensor:
 
 
 def learn_block(
-    block: Block,
+    block: LearningBlock,
     batches: tuple[Sequence[int], Sequence[int]],
     schedule: BlockSchedule,
     advance: Callable[[int], None],
 ) -> tuple[BlockResult, dict[str, torch.Tensor]]:
     """Train the learned products of `block`; return its losses and the codes of its best moment, by product.
 
-    `batches`: the numbers of those to train on, and of those held out. `advance` is told of each step. A loss that is
-    not finite ends the training; the best moment before it counts.
+    `batches`: the numbers of those to train on, and of those held out. `advance` is told of each step. A training that
+    made the layer worse begins anew with smaller steps. A loss that is not finite ends it; the best moment before that
+    counts.
     """
     train, held_out = batches
-    layers, every = learned_layers(block.layer), math.ceil(schedule.steps / EVALUATIONS)
-    codes = {name: layer.codes() for name, layer in layers.items()}
-    before = best = held_out_error(block, held_out)
-    at, stopped = 0, None
-    if not math.isfinite(before):
-        return BlockResult(before, before, 0, 0), codes
-    optimizer = CurvatureSteps(block.layer, block_factors(block, train[:CURVATURE_BATCHES], schedule.seed), 0.0)
+    codes = {name: layer.codes() for name, layer in learned_layers(block.layer).items()}
+    before = held_out_error(block, held_out)
+    result = BlockResult(before, before, 0, None if math.isfinite(before) else 0)
+    if result.stopped is not None:
+        return result, codes
+    factors, told = block_factors(block, train[:CURVATURE_BATCHES], schedule.seed), 0
+
+    def tell(step: int) -> None:
+        nonlocal told
+        if step > told:  # the steps of a training that begins anew are told once
+            told = step
+            advance(1)
+
+    for attempt in range(ATTEMPTS):
+        rate = schedule.learning_rate / SMALLER**attempt
+        optimizer = CurvatureSteps(block.layer, factors, rate)
+        found, own = _attempt(block, batches, replace(schedule, learning_rate=rate), optimizer, before, tell)
+        if found.after < result.after:
+            result, codes = found, own
+        if not found.worse:
+            return replace(result, stopped=found.stopped, worse=False), codes
+        with torch.no_grad():
+            for layer in learned_layers(block.layer).values():
+                layer.steps.zero_()
+    return result, codes
+
+
+def _attempt(
+    block: LearningBlock,
+    batches: tuple[Sequence[int], Sequence[int]],
+    schedule: BlockSchedule,
+    optimizer: CurvatureSteps,
+    before: float,
+    tell: Callable[[int], None],
+) -> tuple[BlockResult, dict[str, torch.Tensor]]:
+    """Train once, from the codes that the layer began with, until the held-out error is above the one `before`; return
+    the losses and the codes of the best moment.
+    """
+    train, held_out = batches
+    every, codes = math.ceil(schedule.steps / EVALUATIONS), dict[str, torch.Tensor]()
+    result = BlockResult(before, before, 0)
     for step, batch in enumerate(schedule.order(train)):
-        loss = relative_error(block.output(batch), block.target(batch))
+        loss = output_error(block.output(batch), block.target(batch))
         if not math.isfinite(float(loss.detach())):
-            stopped = step + 1
-            break
+            return replace(result, stopped=step + 1), codes
         loss.backward()
         optimizer.param_groups[0]["lr"] = schedule.rate(step)
         optimizer.step()
         optimizer.zero_grad()
-        advance(1)
+        tell(step + 1)
         if (step + 1) % every == 0 or step + 1 == schedule.steps:
             error = held_out_error(block, held_out)
-            if error < best:
-                best, at = error, step + 1
-                codes = {name: layer.codes() for name, layer in layers.items()}
-    return BlockResult(before, best, at, stopped), codes
+            if error > before:
+                return replace(result, worse=True), codes
+            if error < result.after:
+                result = replace(result, after=error, step=step + 1)
+                codes = {name: layer.codes() for name, layer in learned_layers(block.layer).items()}
+    return result, codes
 
 
 @torch.no_grad()
-def held_out_error(block: Block, batches: Sequence[int]) -> float:
+def held_out_error(block: LearningBlock, batches: Sequence[int]) -> float:
     """The relative error of `block` on `batches`, the mean over their tokens."""
     total, tokens = 0.0, 0
     for batch in batches:
         target = block.target(batch)
         count = target.shape[:-1].numel()
-        total += float(relative_error(block.output(batch), target)) * count
+        total += float(output_error(block.output(batch), target)) * count
         tokens += count
     return total / tokens
 
 
-def block_factors(block: Block, batches: Sequence[int], seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def block_factors(
+    block: LearningBlock, batches: Sequence[int], seed: int
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Invert the damped factors of each learned product of `block`: name -> ((A + λ)⁻¹ [in, in], (B + λ)⁻¹ [out, out]),
     float32; products that read the same tensor share A.
     """

@@ -13,7 +13,7 @@ where it did not fall nothing changes. A killed call goes on at the layer it was
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from ..reference.fp8_model import StoredCodes
 from ..reference.linear import replace_linears
 from ..scales.decisions import TensorScale
 from .block_progress import LearnedBlocks
-from .block_training import Block, BlockSchedule, learn_block
+from .block_training import BlockSchedule, LearningBlock, learn_block
 from .document import BlockLoss
 from .linear import LearnedLinear
 
@@ -190,7 +190,7 @@ class BlockLearning(Chain):
                 for batch in self.text.held_out:
                     self.unlearned[after].write(batch, run_layer(self.unlearned[before], batch))
             prefix = f"{self.layers.prefix}.{index}."
-            block = Block(
+            block = LearningBlock(
                 layer,
                 partial(run_layer, self.learned[before]),
                 lambda batch: self.float[after].read(batch, self.device),
@@ -208,7 +208,18 @@ class BlockLearning(Chain):
             learned = {name: (codes[name.removeprefix(prefix)], each.scale[:, 0]) for name, each in layers.items()}
         self._flush(index + 1)
         total = sum(each.numel() for each in codes.values())
-        self.done.end(BlockLoss(layer=index, **asdict(result), codes=total, changed=changed), learned)
+        self.done.end(
+            BlockLoss(
+                layer=index,
+                before=result.before,
+                after=result.after,
+                step=result.step,
+                codes=total,
+                changed=changed,
+                stopped=result.stopped,
+            ),
+            learned,
+        )
 
     @contextmanager
     def _learning(self, index: int) -> Iterator[dict[str, LearnedLinear]]:
