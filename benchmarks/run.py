@@ -35,6 +35,7 @@ PARTS: Mapping[str, str] = {
             "two_terms",
         )
     },
+    "distill_memory": "distill_memory.py",
     "memory_sequential": "memory.py --layers 2 7 --width 1024 --weight-rounding sequential",
     **{
         name: f"{name}.py"

@@ -22,14 +22,14 @@ from transformers import LlamaConfig
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo"
 SAMPLING_SECONDS = 0.02
-WIDTH, HEAD_SIZE = 4096, 128
+WIDTH, HEAD_SIZE, VOCABULARY = 4096, 128, 128_256
 
 
-def shape(width: int = WIDTH, layers: int = 1) -> LlamaConfig:
-    """A Llama of that width, of the 8 B one's proportions."""
+def shape(width: int = WIDTH, layers: int = 1, vocabulary: int = VOCABULARY) -> LlamaConfig:
+    """A Llama of that width, of the 8 B one's proportions, and of that many tokens."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=128_256,
+        vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=width * 7 // 2,
         num_hidden_layers=layers,
@@ -67,10 +67,10 @@ def random_weight(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(std=shape[1] ** -0.5)
 
 
-def write_checkpoint(path: Path, layers: int, width: int = WIDTH) -> int:
+def write_checkpoint(path: Path, layers: int, width: int = WIDTH, vocabulary: int = VOCABULARY) -> int:
     """Write a random checkpoint of `layers` layers shard by shard; returns the bytes of its weights."""
     path.mkdir()
-    config = shape(width, layers)
+    config = shape(width, layers, vocabulary)
     table, inside = (config.vocab_size, width), layer_shapes(config)
     shards: list[dict[str, tuple[int, ...]]] = [{"model.embed_tokens.weight": table}]
     shards += [{f"model.layers.{layer}.{name}": size for name, size in inside.items()} for layer in range(layers)]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..core.errors import InputError
-from .declare import MEASUREMENT, TEXT, Of, Options, between, first_given, option
+from .declare import MEASUREMENT, MODEL, TEXT, Of, Options, between, first_given, option
 from .serve import above_zero
 
 Trained = Literal["weights", "adapter"]
@@ -31,7 +31,10 @@ class LearningOptions(Options):
 
 @dataclass(frozen=True)
 class WeightLearningOptions(LearningOptions):
-    """Options of learned weights: how fast they move."""
+    """Options of learned weights: how fast they move.
+
+    `stream`: each decoder layer learns by itself, toward the output of the float layer, in steps five times as large.
+    """
 
     learning_rate: Annotated[
         float,
@@ -39,6 +42,11 @@ class WeightLearningOptions(LearningOptions):
         Of("weights"),
         above_zero,
     ] = 0.004
+    stream: Annotated[
+        bool,
+        option(MODEL, "Of weights: learn one decoder layer at a time, for models larger than memory.", negative=()),
+        Of("weights"),
+    ] = False
 
 
 @dataclass(frozen=True)

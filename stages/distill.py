@@ -21,6 +21,7 @@ from ..options import DistillOptions
 from ..options.distill import LearningOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
+from .distill_blocks import learn_blocks
 from .distill_ranks import check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
@@ -33,7 +34,7 @@ from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
 from .shared.opening import command
 from .shared.sources import products_of, source_of
-from .shared.texts import Tokens
+from .shared.texts import LearningText, Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -55,15 +56,6 @@ BYTES_A_WEIGHT = 36
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
 SAMPLED = 4
-
-
-@dataclass(frozen=True)
-class LearningText:
-    """Windows int64 [windows, seq_len] to learn from, and held out; `name`: of their text."""
-
-    name: str
-    windows: Tokens
-    held_out: Tokens
 
 
 LearnedBy = TypeVar("LearnedBy", bound=LearningOptions)
@@ -113,12 +105,17 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     if DISTILL.is_current(run, key):
         send_nothing(world)
         return source
-    check_memory(source, "its weights", BYTES_A_WEIGHT, world.process.local_ranks)
+    if not options.stream:
+        check_memory(source, "its weights", BYTES_A_WEIGHT, world.process.local_ranks)
     quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
-        send_task(run, options, folder, (text.windows, text.held_out), world)
-        found = _learn(Learning(run, source, text, options), folder, notes, world)
+        _note_one_code(run, notes)
+        if options.stream:
+            found = learn_blocks(run, source, text, options, folder, notes)
+        else:
+            send_task(run, options, folder, (text.windows, text.held_out), world)
+            found = _learn(Learning(run, source, text, options), folder, notes, world)
         write_document(run.distillation, found)
         log.outputs.append(run.distillation)
         if found.best.step > 0:
@@ -153,8 +150,8 @@ def check_memory(source: "Source", learned: str, bytes_a_weight: int, ranks: int
     size = weight_bytes(source) // 2 * bytes_a_weight
     if too_much := beyond(size, ranks):
         raise InputError(
-            f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --weight-rounding sequential "
-            "of `fp8q calibrate` goes layer by layer"
+            f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --stream learns weights layer "
+            "by layer"
         )
 
 
@@ -202,11 +199,6 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
     teacher, student, layers = _models(what.run, what.source)
     schedule = Schedule(options.epochs, options.batch_size, options.learning_rate, options.seed)
     note_domain(what, teacher, notes)
-    if any(layer.activation is not None and layer.activation.terms == 1 for layer in layers.values()):
-        notes.note(
-            "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
-            "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
-        )
     moments, stopped = train(what, (teacher, student), schedule, folder, notes, world)
     save_codes(what.run.distilled, layers)
     changed = sum(layer.changed() * layer.steps.numel() for layer in layers.values())
@@ -260,6 +252,15 @@ def train(
         except LossIsNotFiniteError as error:
             notes.note(f"distill: {error}; the weights of the best moment before it stay")
             return error.moments, str(error)
+
+
+def _note_one_code(run: Run, notes: Notes) -> None:
+    """Note that little is gained where activations have one code."""
+    if any(scale.terms == 1 for scale in load_scales(run).activations.values()):
+        notes.note(
+            "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
+            "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
+        )
 
 
 def note_domain(what: Learning[LearnedBy], teacher: "PreTrainedModel", notes: Notes) -> None:

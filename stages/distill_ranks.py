@@ -34,6 +34,8 @@ class LearningTask(Strict):
 
 def check_ranks(options: DistillOptions, world: "World") -> None:
     """Raise InputError where ranks cannot share the windows of a step, or a launcher would split the weights."""
+    if options.stream and world.size > 1:
+        raise InputError("--stream: layers learn one after the other, in one process; start it without torchrun")
     if options.batch_size % world.size:
         raise InputError(
             f"--batch-size {options.batch_size}: is the number of windows a step of all {world.size} ranks, which "

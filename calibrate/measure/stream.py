@@ -13,14 +13,16 @@ other, and ends with a file of its statistics; a killed run goes on after the la
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from ...core.columns import size as size_text
@@ -39,6 +41,7 @@ from ..model.decoder import (
     find_layers,
     record_calls,
     run_after,
+    standing_in,
     trace_layers,
 )
 from ..model.expert_modules import routed_products
@@ -148,6 +151,37 @@ class Chain:
                 if keep is not None:
                     keep(batch, hidden)
         return calls
+
+    @contextmanager
+    def behind_layers(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Fill what comes behind the layers; yield a function from the hidden states [windows, positions, width] that
+        leave the last layer to their logits. The embedding is not read.
+        """
+        embedding, head = self.model.get_input_embeddings(), output_head(self.model)
+        assert isinstance(embedding, nn.Embedding), "tokens are looked up"
+        assert head is not None, "a causal language model makes logits"
+        (name,) = (name for name, module in self.model.named_modules() if module is embedding)
+        needed = [module for module in self.outside if module != name and not module.startswith(f"{name}.")]
+        leaving: list[torch.Tensor] = []
+
+        def blank(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
+
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            return self.layer_output.of(LayerCall.of(args, kwargs)[1])
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            leaving[:] = [hidden]
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+            found: torch.Tensor = self.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
+            return found
+
+        stands = [pass_on] * (self.layers.count - 1) + [lambda *args, **kwargs: self.layer_output.of(leaving[0])]
+        with (
+            self.weights.filled([*needed, head]),
+            standing_in([*self.layers.of(self.model), embedding], [*stands, blank]),
+        ):
+            yield logits
 
 
 class Stream(Chain):

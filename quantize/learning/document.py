@@ -13,6 +13,20 @@ class Moment(Strict):
     kl: float = Field(description="KL(BF16 || FP8) on the held-out windows, nats a token")
 
 
+class BlockLoss(Strict):
+    """The held-out loss of a decoder layer that learned by itself, with `--stream`: the squared error of its output
+    over the square of the float layer's, the mean over tokens.
+    """
+
+    layer: int
+    before: float = Field(description="on the inputs that the learned layers before it give")
+    after: float = Field(description="at its best moment")
+    step: int = Field(description="of that moment; 0: nothing was better, and its codes are those of rounding")
+    codes: int = Field(description="the number of its codes")
+    changed: int = Field(description="the number of codes that are others than rounding gave")
+    stopped: int | None = Field(default=None, description="the step at which the loss was NaN or infinite, if any")
+
+
 class LearningRecord(Strict):
     """The course of `fp8q distill`: the `best` moment wins; that of step 0 is the model as it was."""
 
@@ -54,6 +68,7 @@ class Distillation(LearningRecord):
     """
 
     changed: float = Field(description="share of codes that are others than rounding gave")
+    blocks: list[BlockLoss] | None = Field(default=None, description="with --stream: each decoder layer, in order")
 
     @property
     def conclusion(self) -> str:

@@ -103,6 +103,17 @@ class LearnedLinear(nn.Module):
         """The codes that were learned, float8_e4m3fn [out, in]."""
         return encode(self.master_weight().detach(), self.scale)
 
+    @torch.no_grad()
+    def settle(self, codes: torch.Tensor) -> int:
+        """Begin anew with `codes` float8_e4m3fn [out, in]; return how many of them are others than before."""
+        values = codes.float()
+        self.spacing.copy_(spacing(values)).mul_(self.scale)
+        values.mul_(self.scale)
+        changed = int((values != self.base).sum())
+        self.base.copy_(values)
+        self.steps.zero_()
+        return changed
+
     def changed(self) -> float:
         """The share of codes that are others than at the beginning."""
         return float((self.codes().float() * self.scale != self.base).float().mean())

@@ -30,6 +30,15 @@ class Text:
     ids: Tokens
 
 
+@dataclass(frozen=True)
+class LearningText:
+    """Windows int64 [windows, seq_len] to learn from, and held out; `name`: of their text."""
+
+    name: str
+    windows: Tokens
+    held_out: Tokens
+
+
 def read_tokens(
     spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
 ) -> Text:

@@ -1,0 +1,244 @@
+"""Learn the codes of weights decoder layer by decoder layer, for models larger than memory.
+
+The float model and the FP8 one go through memory one layer at a time, as in `weights.sequential`. Each layer of the FP8
+model gets the hidden states that the layers before it give, with the codes that those learned, and learns toward the
+hidden states that leave the float layer (`block_training`): so it also makes up for errors of layers before it.
+
+Memory holds the learned state of one layer: some 28 bytes a weight. The hidden states of all windows lie on the disk:
+those that enter a layer and those that leave it, of both models, 4 · tokens · width bytes each, and on the held-out
+windows those of the FP8 model as it was. From these the divergence of the whole model is known before and after, and
+where it did not fall nothing changes. A killed call goes on at the layer it was in.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
+
+from ...calibrate.measure.hidden_states import HiddenStates
+from ...calibrate.measure.stream import Chain, check_space, going_on
+from ...calibrate.model.decoder import LayerCall
+from ...calibrate.model.products import output_channel_axis
+from ...calibrate.model.source import Source
+from ...core.reporter import Reporter
+from ..codes.encoding import CODE
+from ..reference.fp8_model import StoredCodes
+from ..reference.linear import replace_linears
+from ..scales.decisions import TensorScale
+from .block_progress import LearnedBlocks
+from .block_training import BlockSchedule, LearningBlock, learn_block
+from .document import BlockLoss
+from .linear import LearnedLinear
+
+Calls = Mapping[tuple[int, ...], Sequence[LayerCall]]
+Tokens = npt.NDArray[np.int64]
+#: Positions whose logits are held at a time.
+POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class BlockText:
+    """Token ids int64 [windows, seq_len] to learn from and to hold out, in batches by their numbers."""
+
+    train: Mapping[int, Tokens]
+    held_out: Mapping[int, Tokens]
+
+    @classmethod
+    def of(cls, train: Tokens, held_out: Tokens, batch_size: int, seed: int) -> "BlockText":
+        """Cut windows into batches of `batch_size`; those to learn from are shuffled by `seed` first."""
+        shuffled = np.random.default_rng(seed).permutation(train)
+        parts = [
+            [windows[start : start + batch_size] for start in range(0, len(windows), batch_size)]
+            for windows in (shuffled, held_out)
+        ]
+        return cls(dict(enumerate(parts[0])), dict(enumerate(parts[1], len(parts[0]))))
+
+    @property
+    def batches(self) -> dict[int, Tokens]:
+        """All batches by their numbers."""
+        return {**self.train, **self.held_out}
+
+
+class BlockLearning(Chain):
+    """The float model and the FP8 one, with the layers that have learned so far.
+
+    Invariant: `float[n % 2]` and `learned[n % 2]` hold the hidden states that enter layer n, of all batches, and
+    `unlearned[n % 2]` those of the held-out batches in the FP8 model as it was, when n layers have learned.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        stored: StoredCodes,
+        activations: Mapping[str, TensorScale],
+        text: BlockText,
+        folder: Path,
+    ):
+        """Prepare to learn the codes of `stored`, whose device is used, on `text`.
+
+        `activations`: product -> the scale of its input; products without one get their input as it is. `folder`, which
+        exists, holds the hidden states and the layers that have learned. A killed call goes on from what it left there,
+        so its arguments must have been the same.
+
+        Raises InputError where the disk has no room, and NoChainError for a model that is no chain of layers.
+        """
+        super().__init__(source, stored.device, torch.float32, rounded=False)
+        self.stored, self.activations, self.text = stored, activations, text
+        self.done = LearnedBlocks(folder)
+        output, batches = self.layer_output, text.batches
+        files = [folder / f"{model}-{parity}" for model in ("float", "learned") for parity in range(2)]
+        size = sum(ids.size for ids in batches.values()) * output.width * output.dtype.itemsize
+        check_space(folder, files, size, "--stream", "or ask for fewer --samples")
+        hidden = [HiddenStates(file, batches, output) for file in files]
+        self.float, self.learned = hidden[:2], hidden[2:]
+        self.unlearned = [HiddenStates(folder / f"unlearned-{parity}", text.held_out, output) for parity in range(2)]
+
+    def run(self, schedule: BlockSchedule, report: Reporter) -> None:
+        """Let the layers learn that have not, one after the other."""
+        begun, count = len(self.done.losses), self.layers.count
+        if begun == count:
+            return
+        if begun:
+            going_on(report, begun + 1, count)
+        calls, remaining = self._calls(), range(begun, count)
+        with report.track(
+            f"Learning {len(remaining)} layers, one by one", len(remaining) * schedule.steps, "steps"
+        ) as advance:
+            for index in remaining:
+                started = time.monotonic()
+                self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance)
+                if index == begun and len(remaining) > 1:
+                    whole = (time.monotonic() - started) * len(remaining)
+                    report.note(f"distill: by what the first layer took, some {whole:,.0f} s here")
+
+    def divergences(self) -> tuple[float, float]:
+        """KL(float || FP8) on the held-out windows, nats a token, with the codes that the model had, and with those
+        that its layers learned.
+        """
+        count = self.layers.count
+        sums, tokens = [0.0, 0.0], sum(ids.size for ids in self.text.held_out.values())
+        with self.behind_layers() as logits, torch.inference_mode():
+            for batch, ids in self.text.held_out.items():
+                states = [
+                    each[count % 2].read(batch, self.device) for each in (self.float, self.unlearned, self.learned)
+                ]
+                for window in range(len(ids)):
+                    for start in range(0, ids.shape[1], POSITIONS):
+                        part = slice(start, start + POSITIONS)
+                        wanted, *had = (
+                            logits(each[window : window + 1, part]).float().log_softmax(-1) for each in states
+                        )
+                        for number, log_p in enumerate(had):
+                            sums[number] += float((wanted.exp() * (wanted - log_p)).sum())
+        return sums[0] / tokens, sums[1] / tokens
+
+    def outside_codes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The codes and scales of the products outside the layers, as they were."""
+        return {name: self._codes(name) for name in self.stored.modules if self.layers.index(name) is None}
+
+    def _calls(self) -> Calls:
+        """The arguments of all layers for each shape of batch, as tensors that gradients may pass by.
+
+        The hidden states that enter the first layer are written first, where they are not there: the same in all
+        models.
+        """
+
+        def keep(batch: int, hidden: torch.Tensor) -> None:
+            for states in (self.float, self.learned, *([self.unlearned] if batch in self.text.held_out else [])):
+                states[0].write(batch, hidden)
+
+        calls = self.enter(self.text.batches, None if self.done.entered else keep)
+        if not self.done.entered:
+            self._flush(0)
+            self.done.enter()
+        copies: dict[int, torch.Tensor] = {}
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            return copies.setdefault(id(tensor), tensor.clone())
+
+        return {
+            shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
+            for shape, made in calls.items()
+        }
+
+    def _flush(self, index: int) -> None:
+        """Write the hidden states that enter layer `index` to the disk."""
+        for states in (self.float, self.learned, self.unlearned):
+            states[index % 2].flush()
+
+    def _layer(self, index: int, calls: Calls, schedule: BlockSchedule, advance: Callable[[int], None]) -> None:
+        """Take the float model past a layer, let the layer of the FP8 model learn, and take that past it too."""
+        layer, before, after = self.layers.of(self.model)[index], index % 2, (index + 1) % 2
+
+        def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
+            shape = tuple(states.shapes[batch][:2])
+            return calls[shape][index].run(layer, states.read(batch, self.device), DynamicCache())
+
+        with self.weights.filled(self.inside(index)), torch.inference_mode():
+            for batch in self.text.batches:
+                self.float[after].write(batch, run_layer(self.float[before], batch))
+        with self._learning(index) as layers:
+            with torch.inference_mode():
+                for batch in self.text.held_out:
+                    self.unlearned[after].write(batch, run_layer(self.unlearned[before], batch))
+            prefix = f"{self.layers.prefix}.{index}."
+            block = LearningBlock(
+                layer,
+                partial(run_layer, self.learned[before]),
+                lambda batch: self.float[after].read(batch, self.device),
+                {
+                    found[0].removeprefix(prefix): [name.removeprefix(prefix) for name in found]
+                    for members in self.groups.values()
+                    if (found := [name for name in members if name in layers])
+                },
+            )
+            result, codes = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
+            changed = sum(each.settle(codes[name.removeprefix(prefix)]) for name, each in layers.items())
+            with torch.inference_mode():
+                for batch in self.text.batches:
+                    self.learned[after].write(batch, run_layer(self.learned[before], batch))
+            learned = {name: (codes[name.removeprefix(prefix)], each.scale[:, 0]) for name, each in layers.items()}
+        self._flush(index + 1)
+        total = sum(each.numel() for each in codes.values())
+        self.done.end(
+            BlockLoss(
+                layer=index,
+                before=result.before,
+                after=result.after,
+                step=result.step,
+                codes=total,
+                changed=changed,
+                stopped=result.stopped,
+            ),
+            learned,
+        )
+
+    @contextmanager
+    def _learning(self, index: int) -> Iterator[dict[str, LearnedLinear]]:
+        """Fill a layer in this block, with learned products of the stored codes; yield these by name."""
+        names = [name for name in self.stored.modules if self.layers.index(name) == index]
+        products = {name: self.model.get_submodule(name) for name in names}
+        layers = {}
+        for name in names:
+            bias = self.stored.read(f"{name}.bias") if self.stored.has(f"{name}.bias") else None
+            layers[name] = LearnedLinear(*self._codes(name), self.activations.get(name), bias)
+        with self.weights.filled([name for name in self.inside(index) if name not in layers]):
+            replace_linears(self.model, layers)
+            try:
+                yield layers
+            finally:
+                replace_linears(self.model, products)
+
+    def _codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes float8_e4m3fn [out, in] and the scale float32 [out] of a product in the checkpoint."""
+        axis = output_channel_axis(self.stored.model.get_submodule(name))
+        codes = self.stored.read(f"{name}.weight").movedim(axis, 0).contiguous()
+        return codes.to(CODE), self.stored.read(f"{name}.weight_scale").movedim(axis, 0)[:, 0]

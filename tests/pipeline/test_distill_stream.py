@@ -1,0 +1,166 @@
+"""`fp8q distill --stream` on the demo: each layer learns, a killed call goes on, and only what is better is written."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fp8q import api
+from fp8q.calibrate.model.source import load_model
+from fp8q.core.errors import InputError
+from fp8q.core.run import Run
+from fp8q.options import DistillOptions
+from fp8q.quantize.learning.block_progress import LearnedBlocks
+from fp8q.quantize.learning.blocks import BlockLearning
+from fp8q.quantize.learning.document import Distillation
+from fp8q.quantize.learning.linear import student_of
+from fp8q.quantize.learning.training import forward_kl
+from fp8q.quantize.reference.fp8_model import open_codes
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages import distill as stage
+from fp8q.stages.corpus import load_tokens
+from fp8q.stages.shared.sources import source_of
+
+from ..conftest import Texts
+
+OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.01, stream=True)
+
+
+@pytest.fixture(scope="module")
+def begun(demo_checkpoint: Path, demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose weights are rounded to nearest, on 40 windows, with two codes an activation and no graph."""
+    return api.calibrate(
+        str(demo_checkpoint),
+        str(demo_texts.calibration),
+        tmp_path_factory.mktemp("distill") / "run",
+        str(demo_texts.evaluation),
+        api.CalibrateOptions(samples=40, seq_len=128, activation_terms=2),
+        api.ExportOptions(graph=False),
+    )
+
+
+@pytest.fixture
+def copied(begun: Run, tmp_path: Path) -> Callable[[str], Run]:
+    """`copied("name")`: a copy of the run to learn in."""
+    return lambda name: Run(Path(shutil.copytree(begun.root, tmp_path / name)))
+
+
+@pytest.fixture(scope="module")
+def learned(begun: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Distillation]:
+    """A copy of the run that has learned, and what it found."""
+    run = Run(Path(shutil.copytree(begun.root, tmp_path_factory.mktemp("learned") / "run")))
+    return run, api.distill(run.root, options=OPTIONS)
+
+
+def tensors(run: Run) -> dict[str, torch.Tensor]:
+    (shard,) = run.model.glob("*.safetensors")
+    return load_file(shard)
+
+
+def divergence(run: Run) -> float:
+    """KL of the run's model, all of it in memory, on the windows that learning holds out."""
+    source, held_out = source_of(run), load_tokens(run, run.calibration)[9::10]
+    teacher, other = (load_model(source, torch.float32) for _ in range(2))
+    student, _ = student_of(other, open_codes(run.model, "exact", torch.float32), load_scales(run).activations)
+    ids = torch.from_numpy(held_out.copy())
+    with torch.no_grad():
+        return float(forward_kl(teacher(input_ids=ids).logits, student(input_ids=ids).logits))
+
+
+def test_every_layer_gets_better_and_so_does_the_model(begun: Run, learned: tuple[Run, Distillation]) -> None:
+    run, found = learned
+    assert found.blocks is not None
+    assert [loss.layer for loss in found.blocks] == [0, 1, 2, 3]
+    for loss in found.blocks:
+        assert loss.step > 0
+        assert loss.after < 0.99 * loss.before
+        assert 0 < loss.changed < loss.codes
+    assert found.steps == 4 * 18  # 36 windows, 4 a step, twice
+    assert found.start.kl == pytest.approx(divergence(begun), rel=1e-3)
+    assert found.best.kl == pytest.approx(divergence(run), rel=1e-3)
+    assert found.best.kl < found.start.kl
+
+
+def test_the_checkpoint_has_the_codes_and_the_scales_stay(begun: Run, learned: tuple[Run, Distillation]) -> None:
+    run, found = learned
+    stored, before, after = load_file(run.distilled), tensors(begun), tensors(run)
+    changed = 0
+    for name, tensor in after.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            assert torch.equal(
+                stored[f"{name.removesuffix('.weight')}.codes"].view(torch.uint8), tensor.view(torch.uint8)
+            )
+            changed += int((tensor.float() != before[name].float()).sum())
+        else:
+            assert torch.equal(tensor, before[name]), name
+    assert found.blocks is not None
+    assert changed == sum(loss.changed for loss in found.blocks)
+    assert found.changed == pytest.approx(changed / sum(loss.codes for loss in found.blocks))
+    assert not any(path.name.endswith(".work") for path in run.root.iterdir())
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL where the test must go on: like it, nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_killed_call_goes_on_at_its_layer_to_the_same_bytes(
+    at: int, copied: Callable[[str], Run], learned: tuple[Run, Distillation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 stops as the first layer has learned but nothing says so, 4 before the codes of all layers are one file."""
+    run, begun = copied("killed"), list[int]()
+    end, layer = LearnedBlocks.end, BlockLearning._layer
+
+    def stopped(*arguments: Any, **named: Any) -> None:
+        raise Killed
+
+    def stopping(self: LearnedBlocks, *arguments: Any) -> None:
+        if len(self.losses) == at:
+            raise Killed
+        end(self, *arguments)
+
+    def counted(self: BlockLearning, index: int, *arguments: Any) -> None:
+        begun.append(index)
+        layer(self, index, *arguments)
+
+    with monkeypatch.context() as once:
+        if at == 4:
+            once.setattr(LearnedBlocks, "save", stopped)
+        else:
+            once.setattr(LearnedBlocks, "end", stopping)
+        with pytest.raises(Killed):
+            api.distill(run.root, options=OPTIONS)
+    monkeypatch.setattr(BlockLearning, "_layer", counted)
+    found = api.distill(run.root, options=OPTIONS)
+    assert begun == [*range(at, 4)]
+    assert found.model_copy(update={"seconds": 0}) == learned[1].model_copy(update={"seconds": 0})
+    assert run.distilled.read_bytes() == learned[0].distilled.read_bytes()
+
+
+def test_where_nothing_gets_better_nothing_changes(begun: Run, copied: Callable[[str], Run]) -> None:
+    run = copied("worse")
+    found = api.distill(run.root, options=DistillOptions(epochs=0.5, learning_rate=1e4, stream=True))
+    assert found.blocks is not None
+    assert {loss.step for loss in found.blocks} == {0}
+    assert found.best == found.start
+    assert found.conclusion.startswith("nothing better was found in 16 steps: the held-out KL is ")
+    assert not run.distilled.exists()
+    before, after = tensors(begun), tensors(run)
+    assert all(torch.equal(tensor.float(), before[name].float()) for name, tensor in after.items())
+
+
+def test_a_model_too_large_for_memory_is_told_to_stream(
+    copied: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage, "beyond", lambda size: "and 80% of the memory available is 0.001 GB")
+    run = copied("large")
+    with pytest.raises(InputError) as refused:
+        api.distill(run.root)
+    assert str(refused.value).endswith(
+        "checkpoint: learning its weights takes 0.132 GB, and 80% of the memory available is 0.001 GB; --stream learns "
+        "layer by layer"
+    )
