@@ -105,6 +105,7 @@ class Run:
     tuning = _Path("tune.json")
     distilled = _Path("distilled.safetensors")
     distillation = _Path("distill.json")
+    training = _Path("training")
     adapter = _Path("adapter")
     adapter_learning = _Path("adapter.json")
     bench = _Path("bench.json")

@@ -31,7 +31,7 @@ from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
-from .training import GradientFormat, Scaling, WatchOptions
+from .training import GradientFormat, LearningGradients, Scaling, WatchOptions
 from .validate import (
     FLOAT,
     LEAST_WINDOWS,
@@ -89,6 +89,7 @@ __all__ = [
     "GradientFormat",
     "History",
     "KvCache",
+    "LearningGradients",
     "Logits",
     "MeasureOptions",
     "Method",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from ..core.errors import InputError
 from .declare import MEASUREMENT, MODEL, TEXT, Of, Options, between, first_given, option
 from .serve import above_zero
+from .training import LearningGradients
 
 Trained = Literal["weights", "adapter"]
 #: The largest rank of an adapter that vLLM serves.
@@ -47,6 +48,17 @@ class WeightLearningOptions(LearningOptions):
         option(MODEL, "Of weights: learn one decoder layer at a time, for models larger than memory.", negative=()),
         Of("weights"),
     ] = False
+    gradients: Annotated[
+        LearningGradients,
+        option(MEASUREMENT, "Of weights: round gradients to it, each by the amax of 16 steps before."),
+        Of("weights"),
+    ] = "fp32"
+    watch: Annotated[
+        int | None,
+        option(MEASUREMENT, "Of weights: record every Nth step, for `fp8q inspect RUN/training`.", "N"),
+        Of("weights"),
+        between(1),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -84,3 +96,5 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                     f"{given}: is for --train {field.of}, and this is --train {self.train}; choose that one, or leave "
                     "this out"
                 )
+        if self.stream and (given := first_given(self, ["gradients", "watch"])):
+            raise InputError(f"{given}: is for learning end to end, and --stream learns layer by layer; leave one out")

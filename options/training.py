@@ -7,6 +7,8 @@ from .declare import MEASUREMENT, Options, between, option
 
 #: The format of gradients in training.
 GradientFormat = Literal["e5m2", "e4m3"]
+#: The format of gradients in `fp8q distill`.
+LearningGradients = Literal["fp32", "bf16", "e5m2", "e4m3"]
 #: Where the scale of a step comes from: Transformer Engine's DelayedScaling (the amax of steps before),
 #: Float8CurrentScaling (its own amax), or nowhere: it is 1.
 Scaling = Literal["delayed", "current", "none"]

@@ -18,7 +18,7 @@ from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
 from ..options import DistillOptions
-from ..options.distill import LearningOptions
+from ..options.distill import LearningOptions, WeightLearningOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
 from .distill_blocks import learn_blocks
@@ -134,7 +134,7 @@ def _take_part(run: Run, world: "World") -> None:
     if (found := receive_task(run, world)) is None:
         return
     task, windows = found
-    schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed)
+    schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed, gradients=task.gradients)
     teacher, student, _ = _models(run, source_of(run))
     with quiet_transformers(), suppress(LossIsNotFiniteError):  # rank 0 tells of it
         listener = Listener(lambda steps: None, partial(_blamed, student))
@@ -197,9 +197,13 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
 
     begun, options, text = time.monotonic(), what.options, what.text
     teacher, student, layers = _models(what.run, what.source)
-    schedule = Schedule(options.epochs, options.batch_size, options.learning_rate, options.seed)
+    schedule = Schedule(
+        options.epochs, options.batch_size, options.learning_rate, options.seed, gradients=options.gradients
+    )
     note_domain(what, teacher, notes)
     moments, stopped = train(what, (teacher, student), schedule, folder, notes, world)
+    if options.watch:
+        notes.note(f"distill: `fp8q inspect {what.run.training}` shows what the training would lose in FP8")
     save_codes(what.run.distilled, layers)
     changed = sum(layer.changed() * layer.steps.numel() for layer in layers.values())
     total = sum(layer.steps.numel() for layer in layers.values())
@@ -246,7 +250,9 @@ def train(
     windows = (what.text.windows, what.text.held_out)
     steps = planned_steps(len(what.text.windows), schedule)
     with notes.track(f"Learning {what.learned}", steps, "steps") as advance, quiet_transformers():
-        listener = Listener(advance, partial(_blamed, models[1]), lambda pace: notes.note(_cost(what, pace)))
+        listener = Listener(
+            advance, partial(_blamed, models[1]), lambda pace: notes.note(_cost(what, pace)), _log_of(what)
+        )
         try:
             return learn(models, windows, schedule, folder, listener, world), None
         except LossIsNotFiniteError as error:
@@ -261,6 +267,14 @@ def _note_one_code(run: Run, notes: Notes) -> None:
             "distill: activations with one code lose what weights cannot learn away, since the rounding of an input is "
             "noise to them; little is gained unless they have two (--activation-terms tail, or 2)"
         )
+
+
+def _log_of(what: Learning[LearnedBy]) -> tuple[Path, int] | None:
+    """Return the directory of the training's log and the steps from one record to the next; None without --watch."""
+    options = what.options
+    if not isinstance(options, WeightLearningOptions) or options.watch is None:
+        return None
+    return what.run.training, options.watch
 
 
 def note_domain(what: Learning[LearnedBy], teacher: "PreTrainedModel", notes: Notes) -> None:

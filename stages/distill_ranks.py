@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..core.errors import InputError
 from ..core.files import Strict
 from ..core.run import Run
-from ..options import DistillOptions
+from ..options import DistillOptions, LearningGradients
 from .pipeline.stages import QUANTIZE
 from .shared.texts import Tokens
 
@@ -30,12 +30,18 @@ class LearningTask(Strict):
     batch_size: int
     learning_rate: float
     seed: int
+    gradients: LearningGradients
 
 
 def check_ranks(options: DistillOptions, world: "World") -> None:
     """Raise InputError where ranks cannot share the windows of a step, or a launcher would split the weights."""
     if options.stream and world.size > 1:
         raise InputError("--stream: layers learn one after the other, in one process; start it without torchrun")
+    if options.gradients in ("e5m2", "e4m3") and world.size > 1:
+        raise InputError(
+            f"--gradients {options.gradients}: scales by the amax of the steps before, which each rank would have of "
+            "its own windows; start it without torchrun"
+        )
     if options.batch_size % world.size:
         raise InputError(
             f"--batch-size {options.batch_size}: is the number of windows a step of all {world.size} ranks, which "
@@ -58,6 +64,7 @@ def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[To
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
         seed=options.seed,
+        gradients=options.gradients,
     )
     world.gathered(task.model_dump())
     for each in windows:

@@ -19,11 +19,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...calibrate.model.products import output_channel_axis
+from ...options import LearningGradients
 from ..codes.encoding import CODE, code_values, encode
 from ..codes.formats import E4M3
 from ..reference.fp8_model import StoredCodes
 from ..reference.linear import replace_linears
 from ..scales.decisions import TensorScale
+from ..training.emulation import gradient_rounding, round_gradient
 from ..weights.sequential import product_input
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -63,7 +65,7 @@ def spacing(values: torch.Tensor) -> torch.Tensor:
 
 
 class LearnedLinear(nn.Module):
-    """A linear layer on E4M3 codes whose weight is learned; all arithmetic is FP32.
+    """A linear layer on E4M3 codes whose weight is learned; all arithmetic is FP32, but for gradients that are rounded.
 
     Invariant: with `steps` of zero the codes are those that the layer began with.
     """
@@ -88,6 +90,8 @@ class LearnedLinear(nn.Module):
         input_scale = torch.tensor(1.0 if activation is None else activation.scale)
         self.register_buffer("input_scale", input_scale, persistent=False)
         self.steps = nn.Parameter(torch.zeros_like(values))
+        #: Rounds the gradient of the output (`round_gradients`); None: it stays in FP32.
+        self.of_gradient: nn.Module | None = None
 
     scale: torch.Tensor
     base: torch.Tensor
@@ -98,6 +102,11 @@ class LearnedLinear(nn.Module):
     def master_weight(self) -> torch.Tensor:
         """The weight before it is rounded, float32 [out, in]."""
         return self.base + self.steps * self.spacing
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight before it is rounded, under the name that other linear layers have for theirs."""
+        return self.master_weight()
 
     def codes(self) -> torch.Tensor:
         """The codes that were learned, float8_e4m3fn [out, in]."""
@@ -124,7 +133,8 @@ class LearnedLinear(nn.Module):
         if self.activation is not None:
             rounded = on_grid(rounded, self.input_scale, self.activation)
         weight = on_grid(self.master_weight(), self.scale)
-        return nn.functional.linear(rounded, weight, self.bias).to(x.dtype)
+        y = nn.functional.linear(rounded, weight, self.bias)
+        return (y if self.of_gradient is None else round_gradient(y, self.of_gradient)).to(x.dtype)
 
 
 def student_of(
@@ -153,3 +163,11 @@ def student_of(
 def learned_layers(model: nn.Module) -> dict[str, LearnedLinear]:
     """The learned layers of `model` by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LearnedLinear)}
+
+
+def round_gradients(model: nn.Module, gradients: LearningGradients) -> None:
+    """Let the output gradients of the learned layers of `model` be in the format `gradients` from now on, each under a
+    scale by its own history.
+    """
+    for layer in learned_layers(model).values():
+        layer.of_gradient = gradient_rounding(gradients)

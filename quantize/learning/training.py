@@ -29,9 +29,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...calibrate.model.products import routers
 from ...calibrate.ranks.world import World
+from ...options import LearningGradients
 from .curvature import CurvatureSteps, inverse_factors
 from .document import Moment
+from .linear import round_gradients
 from .pace import PaceTimer, StepPace
+from .watching import Watching
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
@@ -55,8 +58,8 @@ class Schedule:
     """Say how long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step of all ranks, the
     peak `learning_rate` in the unit of the optimizer (a share of Newton's step), and the `seed` of the windows' order.
 
-    `optimizer`: makes the optimizer of a student, given windows int64 [windows, seq_len] from which it may measure, and
-    the ranks that share them.
+    `gradients`: the format that gradients of the layers' outputs are rounded to. `optimizer`: makes the optimizer of a
+    student, given windows int64 [windows, seq_len] from which it may measure, and the ranks that share them.
     """
 
     epochs: float
@@ -64,6 +67,7 @@ class Schedule:
     learning_rate: float
     seed: int
     optimizer: "Callable[[PreTrainedModel, torch.Tensor, Schedule, World], torch.optim.Optimizer]" = curvature_steps
+    gradients: LearningGradients = "fp32"
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,14 @@ class Listener:
     """The functions that a training calls.
 
     `advance`: with the number of steps since it was called last; `blame`: to name, at the end of a sentence, the module
-    that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known.
+    that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known. `log`: the
+    directory of the log of the training, and at which steps it is written; None: there is none.
     """
 
     advance: Callable[[int], None]
     blame: Callable[[torch.Tensor], str]
     pace: Callable[[StepPace], None] = lambda pace: None
+    log: tuple[Path, int] | None = None
 
 
 class WindowDataset(Dataset[dict[str, torch.Tensor]]):
@@ -116,7 +122,7 @@ class DistillationTrainer(Trainer):
         `blame`: names the module that gives the first number that is not finite, of token ids; it ends a sentence.
         """
         super().__init__(**named)
-        self.teacher, self.blame, self.world = teacher, blame, world
+        self.teacher, self.blame, self.world, self.latest = teacher, blame, world, math.nan
 
     def compute_loss(
         self,
@@ -135,7 +141,8 @@ class DistillationTrainer(Trainer):
             wanted = self.teacher(input_ids=ids, use_cache=False).logits
         outputs = model(input_ids=ids, use_cache=False)
         loss = forward_kl(wanted, outputs.logits)
-        message = "" if math.isfinite(float(loss.detach())) else self._not_finite(float(loss.detach()), ids)
+        self.latest = float(loss.detach())
+        message = "" if math.isfinite(self.latest) else self._not_finite(self.latest, ids)
         if first := next(
             (each["message"] for each in self.world.gathered({"message": message}) if each["message"]), ""
         ):
@@ -191,13 +198,19 @@ class Progress(TrainerCallback):
 
 
 def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The learned parameters of `model` by name."""
-    return {name: each.detach().contiguous() for name, each in model.named_parameters() if each.requires_grad}
+    """The learned parameters of `model` by name, and the amax histories of rounded gradients."""
+    histories = {name: each for name, each in model.named_buffers() if name.endswith("of_gradient.amax")}
+    return histories | {
+        name: each.detach().contiguous() for name, each in model.named_parameters() if each.requires_grad
+    }
 
 
 def load_steps(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Read the learned parameters of `model` from a checkpoint of the Trainer."""
-    stored, own = load_file(checkpoint / "model.safetensors"), dict(model.named_parameters())
+    """Read what `steps_of` has of `model` from a checkpoint of the Trainer."""
+    stored, own = (
+        load_file(checkpoint / "model.safetensors"),
+        dict(model.named_parameters()) | dict(model.named_buffers()),
+    )
     with torch.no_grad():
         for name, tensor in stored.items():
             own[name].copy_(tensor)
@@ -223,6 +236,7 @@ def learn(
     (teacher, student), (train, held_out), world = models, windows, world or World()
     sample = torch.from_numpy(train[:: max(1, len(train) // CURVATURE_WINDOWS)]).to(teacher.device)
     optimizer = schedule.optimizer(student, sample, schedule, world)
+    round_gradients(student, schedule.gradients)
     arguments = _arguments(len(train), schedule, folder, world, sparse=bool(routers(teacher)))
     trainer = DistillationTrainer(
         teacher, listener.blame, world, model=student, args=arguments,
@@ -230,6 +244,8 @@ def learn(
         callbacks=[Progress(listener.advance), PaceTimer(listener.pace)],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
+    watching = Watching(listener.log, lambda: trainer.latest)
+    trainer.add_callback(watching)
     begun = world.gathered({"checkpoint": last_checkpoint(folder)})[0]["checkpoint"]
     try:
         with world.explaining():
@@ -238,6 +254,7 @@ def learn(
         error.moments = _moments(trainer.state)
         raise
     finally:
+        watching.close()
         if world.rank == 0:
             _take_best(trainer, student)
     return _moments(trainer.state)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...options import GradientFormat
+from ...options import GradientFormat, LearningGradients
 from ..codes.encoding import code_values
 from ..codes.formats import E4M3, E5M2, FORMATS, Format
 from ..reference.linear import replace_linears
@@ -56,24 +56,41 @@ class DelayedScale(nn.Module):
         return grid_values(x, float(scale_of([float(used)], self.format)[0]), self.format)
 
 
+class BFloat16Rounding(nn.Module):
+    """The rounding of a tensor to BF16, which has no scale."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The nearest BF16 values of `x`, float32."""
+        return x.bfloat16().float()
+
+
+def gradient_rounding(gradients: LearningGradients, history: int = 16) -> nn.Module | None:
+    """The rounding of a layer's output gradient for the format `gradients`, with its scale by the amax of the last
+    `history` steps; None for FP32.
+    """
+    if gradients == "fp32":
+        return None
+    return BFloat16Rounding() if gradients == "bf16" else DelayedScale(FORMATS[gradients], history)
+
+
 class RoundedGradient(torch.autograd.Function):
-    """Pass values on as they are, and their gradient on the grid of a `DelayedScale`."""
+    """Pass values on as they are, and their gradient as a module rounds it."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, rounding: DelayedScale) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, rounding: nn.Module) -> torch.Tensor:
         """Return `y`."""
         ctx.rounding = rounding
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient of `y` on the grid, in its type."""
+        """Return the rounded gradient of `y`, in its type."""
         (gradient,) = gradients
         return ctx.rounding(gradient).to(gradient.dtype), None
 
 
-def round_gradient(y: torch.Tensor, rounding: DelayedScale) -> torch.Tensor:
-    """`y`, whose gradient will be on the grid of `rounding`."""
+def round_gradient(y: torch.Tensor, rounding: nn.Module) -> torch.Tensor:
+    """Return `y`; its gradient will be what `rounding` makes of it."""
     passed: torch.Tensor = RoundedGradient.apply(y, rounding)  # type: ignore[no-untyped-call]
     return passed
 

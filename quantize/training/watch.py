@@ -96,8 +96,8 @@ class TrainingRecorder:
             )  # fmt: skip
             for line in begin_log(self.path, head, first_step):
                 for tensor, row in zip(self.tensors, line.rows, strict=True):
-                    if row is not None:
-                        self._amax[tensor].append(row[0] or 0.0)
+                    if row is not None:  # four digits of a BF16 number tell which one it was
+                        self._amax[tensor].append(float(torch.tensor(row[0] or 0.0).bfloat16()))
         self._attach()
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
