@@ -14,6 +14,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
 from fp8q.quantize.learning.document import Distillation, load_distillation
+from fp8q.validate.report.drawings import report_plots
 
 from ..conftest import Texts
 
@@ -70,6 +71,12 @@ def test_scales_stay_as_they_were(begun: Run, learned: tuple[dict[str, torch.Ten
     assert len(written) == 28
     for name, scale in written.items():
         assert torch.equal(stored[f"{name.removesuffix('.weight_scale')}.scale"], scale.float().flatten())
+
+
+def test_the_report_draws_what_was_learned(begun: Run, learned: tuple[dict[str, torch.Tensor], Distillation]) -> None:
+    picture = report_plots(begun)["learning"]
+    assert learned[1].conclusion in picture.caption
+    assert "held-out KL, nats" in picture.wide
 
 
 def test_what_is_learned_is_not_learned_again(

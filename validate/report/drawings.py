@@ -42,8 +42,8 @@ def losses_by_tensor(run: Run) -> "list[Loss]":
 
 def report_plots(run: Run) -> "dict[str, Plot]":
     """The plots of the report that show something: `histogram` (of the noisiest tensor) and `layers` where something is
-    in FP8, `loss` where it was located, `frontier` where it was tuned, `positions` and `divergence` where the run was
-    evaluated.
+    in FP8, `loss` where it was located, `frontier` where it was tuned, `learning` where its weights were learned,
+    `positions` and `divergence` where the run was evaluated.
     """
     return drawings(run).plots
 
@@ -52,6 +52,7 @@ def drawings(run: Run) -> Drawings:
     """Draw what shows something, and say of the rest what it would show."""
     from ..tuning.document import load_tuning
     from . import loss_plots
+    from .learning_plot import learned_weights, learning_plot
 
     found = Drawings()
     _draw_errors(run, found)
@@ -59,6 +60,8 @@ def drawings(run: Run) -> Drawings:
         found.plots["loss"] = loss_plots.loss_plot(located)
     if wrote(run, run.tuning, "tune"):
         found.plots["frontier"] = loss_plots.frontier_plot(load_tuning(run))
+    if (learned := learned_weights(run)) is not None:
+        found.plots["learning"] = learning_plot(learned)
     if wrote(run, run.tokens, "validate"):
         _draw_positions(run, found)
     return found
