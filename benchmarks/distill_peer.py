@@ -41,9 +41,10 @@ from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
 from fp8q.quantize.learning.training import forward_kl
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.distill import LearningText, learning_text
+from fp8q.stages.distill import learning_text
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
+from fp8q.stages.shared.texts import LearningText
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 #: AdamW's peak learning rates that are tried, and the share of steps in which it rises.

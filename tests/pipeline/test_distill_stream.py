@@ -17,7 +17,7 @@ from fp8q.options import DistillOptions
 from fp8q.quantize.learning.block_progress import LearnedBlocks
 from fp8q.quantize.learning.blocks import BlockLearning
 from fp8q.quantize.learning.document import Distillation
-from fp8q.quantize.learning.linear import student_of
+from fp8q.quantize.learning.linear import LearnedLinear, student_of
 from fp8q.quantize.learning.training import forward_kl
 from fp8q.quantize.reference.fp8_model import open_codes
 from fp8q.quantize.scales.decisions import load_scales
@@ -53,7 +53,13 @@ def copied(begun: Run, tmp_path: Path) -> Callable[[str], Run]:
 def learned(begun: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Distillation]:
     """A copy of the run that has learned, and what it found."""
     run = Run(Path(shutil.copytree(begun.root, tmp_path_factory.mktemp("learned") / "run")))
-    return run, api.distill(run.root, options=OPTIONS)
+    return run, distilled(run, OPTIONS)
+
+
+def distilled(run: Run, options: DistillOptions) -> Distillation:
+    found = api.distill(run.root, options=options)
+    assert isinstance(found, Distillation)
+    return found
 
 
 def tensors(run: Run) -> dict[str, torch.Tensor]:
@@ -65,7 +71,8 @@ def divergence(run: Run) -> float:
     """KL of the run's model, all of it in memory, on the windows that learning holds out."""
     source, held_out = source_of(run), load_tokens(run, run.calibration)[9::10]
     teacher, other = (load_model(source, torch.float32) for _ in range(2))
-    student, _ = student_of(other, open_codes(run.model, "exact", torch.float32), load_scales(run).activations)
+    stored = open_codes(run.model, "exact", torch.float32)
+    student, _ = student_of(other, stored, load_scales(run).activations, LearnedLinear)
     ids = torch.from_numpy(held_out.copy())
     with torch.no_grad():
         return float(forward_kl(teacher(input_ids=ids).logits, student(input_ids=ids).logits))
@@ -143,7 +150,7 @@ def test_a_killed_call_goes_on_at_its_layer_to_the_same_bytes(
 
 def test_where_nothing_gets_better_nothing_changes(begun: Run, copied: Callable[[str], Run]) -> None:
     run = copied("worse")
-    found = api.distill(run.root, options=DistillOptions(epochs=0.5, learning_rate=1e4, stream=True))
+    found = distilled(run, DistillOptions(epochs=0.5, learning_rate=1e4, stream=True))
     assert found.blocks is not None
     assert {loss.step for loss in found.blocks} == {0}
     assert found.best == found.start
@@ -156,7 +163,7 @@ def test_where_nothing_gets_better_nothing_changes(begun: Run, copied: Callable[
 def test_a_model_too_large_for_memory_is_told_to_stream(
     copied: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "beyond", lambda size: "and 80% of the memory available is 0.001 GB")
+    monkeypatch.setattr(stage, "beyond", lambda size, ranks: "and 80% of the memory available is 0.001 GB")
     run = copied("large")
     with pytest.raises(InputError) as refused:
         api.distill(run.root)
