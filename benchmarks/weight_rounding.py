@@ -5,10 +5,10 @@
 Two figures for each way to quantize weights, both mean KL(FP32 || quantized) on the evaluation text, in FP32. With
 activations that lose nothing (two terms), in nats × 10⁶; and with activations of one term, clipped at their amax, over
 that of one amax scale for the whole weight. Weights that lose nothing bound the second. Second moments are those of the
-BF16 model, as `calibrate` measures them; `sequential` rounds the layers once for either. Seconds are those of rounding
-the whole model (of `sequential` with its passes through the layers, activations exact), on the threads that the result
-names. Limits: the demo's best with exact activations; `gptq` over `nearest` at amax scales with one term. Prints one
-JSON line; exit status 1 when one is not met.
+BF16 model, as `calibrate` measures them; `sequential` rounds the layers once for either. Seconds are processor time, of
+all threads: of rounding the whole model, of `sequential` with its passes through the layers, activations exact. Limits:
+the demo's best with exact activations; `gptq` over `nearest` at amax scales with one term. Prints one JSON line; exit
+status 1 when one is not met.
 """
 
 import argparse
@@ -209,17 +209,17 @@ def benchmark(run: Run, source: Source, texts: ModelTexts, options: argparse.Nam
     one_term: dict[str, Weights] = {}
     for title, step in STEPS.items():
         for made, share in ((one_term, lost), (exact, dict.fromkeys(lost, 0.0))):
-            start = time.perf_counter()
+            start = time.process_time()
             with torch.inference_mode():
                 made[title] = {
                     name: step(own, load_moments(run.moments, first[name]), share[name])
                     for name, own in weights.items()
                 }
-            seconds[title] = round(time.perf_counter() - start, 2)
+            seconds[title] = round(time.process_time() - start, 2)
     one_term[SEQUENTIAL] = sequential(source, scales, run, chosen, SequentialRounding)
-    start = time.perf_counter()
+    start = time.process_time()
     exact[SEQUENTIAL] = sequential(source, scales, run, chosen, ExactInputs)
-    seconds[SEQUENTIAL] = round(time.perf_counter() - start, 2)
+    seconds[SEQUENTIAL] = round(time.process_time() - start, 2)
     kl = means(evaluation, model, {name: changed(model, own) for name, own in exact.items()}, source)
     rounded = means(evaluation, model, {name: changed(model, own, scales) for name, own in one_term.items()}, source)
     found = {

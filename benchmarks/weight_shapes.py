@@ -1,4 +1,4 @@
-"""The seconds and memory that rounding one weight by GPTQ takes, for the shapes of an 8B Llama.
+"""The processor seconds and memory that rounding one weight by GPTQ takes, for the shapes of an 8B Llama.
 
     python benchmarks/weight_shapes.py [--shapes 4096x4096 …]
 
@@ -31,13 +31,13 @@ def one_matrix(shape: str) -> dict[str, float]:
     scale = channel_scales(weight, "mse")
     assert scale is not None
     reset_peak_memory()
-    before, start = peak_memory_bytes(), time.perf_counter()
+    before, start = peak_memory_bytes(), time.process_time()
     factored = compensation(moments)
-    middle = time.perf_counter()
+    middle = time.process_time()
     gptq_codes(weight, scale, factored)
     return {
         "factor_s": round(middle - start, 1),
-        "round_s": round(time.perf_counter() - middle, 1),
+        "round_s": round(time.process_time() - middle, 1),
         "moments_bytes": moments.nbytes,
         "peak_bytes_more": peak_memory_bytes() - before,
     }
