@@ -20,6 +20,7 @@ In the order of work:
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
     triton           the Triton model repository, with a plain model of an engine
     distill          codes of weights, learned from the float model, by one process or several ranks
+    distill_blocks   the same layer by layer, for models larger than memory
     distill_ranks    its refusals of ranks, and the task that rank 0 hands to the others
     learned_adapter  a LoRA adapter, learned on the checkpoint from the float model
     sensitivity      the loss that each tensor causes alone
