@@ -7,10 +7,10 @@ unless `--again`; so the same command goes on after Ctrl-C. A part that misses i
 the others; the exit status is 1 then. Parts of time (the last ones) want a quiet machine. What reads `../shared` leaves
 its models out where they are not.
 
-`BY_HAND` are run when they are named: `distill`, which takes 25 minutes, and others by those who installed what they
-need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does. `PEERS` also measure llm-compressor, from an
-environment of its own. Without `--llmcompressor` they are passed over, but for `accuracy`, which measures its other
-rows again and says so in the result.
+`BY_HAND` are run when they are named: `distill` and `distill_peer`, which take 25 and 15 minutes, and others by those
+who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does. `PEERS` also measure
+llm-compressor, from an environment of its own. Without `--llmcompressor` they are passed over, but for `accuracy`,
+which measures its other rows again and says so in the result.
 """
 
 import argparse
