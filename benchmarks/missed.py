@@ -54,6 +54,16 @@ def _memory(result: Figures) -> Iterator[str]:
         yield f"growth of the peak a layer: {growth / 1e6:.1f} MB (at most {limit / 1e6:.1f})"
 
 
+def _distill_memory(result: Figures) -> Iterator[str]:
+    for each in result["checkpoints"]:
+        if not each["passed"]:
+            ratio, most = each["ratio"], each["limit_ratio"]
+            yield f"peak of {each['layers']} layers over calibrating: {ratio:.2f} (at most {most:g})"
+    growth, limit = result["growth_bytes_a_layer"], result["growth_limit_bytes_a_layer"]
+    if growth > limit:
+        yield f"growth of the peak a layer: {growth / 1e6:.1f} MB (at most {limit / 1e6:.1f})"
+
+
 def _bf16_products(result: Figures) -> Iterator[str]:
     for kind, ratio in result["ratio"].items():
         if ratio > result["limit_ratio"][kind]:
@@ -114,6 +124,7 @@ def _two_implementations(result: Figures) -> Iterator[str]:
 LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "generate": _generate,
     "memory": _memory,
+    "distill_memory": _distill_memory,
     "bf16_products": _bf16_products,
     "tune": _tune,
     "load": _load,

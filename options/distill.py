@@ -76,7 +76,7 @@ class AdapterLearningOptions(LearningOptions):
     ] = 32
     adapter_rate: Annotated[
         float, option(MEASUREMENT, "Of an adapter: Adam's highest step.", "X"), Of("adapter"), above_zero
-    ] = 0.0005
+    ] = 0.0001
 
 
 @dataclass(frozen=True)

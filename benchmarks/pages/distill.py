@@ -1,6 +1,6 @@
-"""The tables of docs/distill.md: KL before and after learning, and ModelOpt's beside it."""
+"""The tables of docs/distill.md: KL before and after learning, ModelOpt's beside it, and the memory of `--stream`."""
 
-from markdown import load, table
+from markdown import gigabytes, load, table
 
 
 def distill() -> str:
@@ -32,4 +32,13 @@ def distill_peer() -> str:
     return table(["", "begins at", "before", "after", "change"], rows)
 
 
-TABLES = (distill, distill_peer)
+def distill_memory() -> str:
+    """The peaks of calibrating and of learning layer by layer."""
+    rows = []
+    for found in load("distill_memory")["checkpoints"]:
+        peaks = (found["stages"][stage]["peak_anonymous_bytes"] for stage in ("calibrate", "distill"))
+        rows.append([str(found["layers"]), *(gigabytes(peak) for peak in peaks), f"{found['ratio']:.2f}"])
+    return table(["layers", "`calibrate --stream`, `sequential`", "`distill --stream`", "ratio"], rows)
+
+
+TABLES = (distill, distill_peer, distill_memory)

@@ -31,7 +31,7 @@ from ..conftest import Texts
 from ..mixtures import random_mixture
 
 Fp8q = Callable[..., Result]
-OPTIONS = DistillOptions(train="adapter", epochs=2.0, rank=8, alpha=32)
+OPTIONS = DistillOptions(train="adapter", epochs=2.0, rank=8, alpha=32, adapter_rate=0.0005)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -249,7 +249,7 @@ OLD: dict[str, dict[str, Any]] = {
     },
     "adapter": {
         "samples": None, "allow_overlap": False, "epochs": 2.0, "batch_size": 4, "seed": 0, "rank": 16, "alpha": 32,
-        "adapter_rate": 0.0005, "data": "text.txt",
+        "adapter_rate": 0.0001, "data": "text.txt",
     },
     "triton": {"name": None, "max_batch": 8, "engine_model": False},
     "sensitivity": {"windows": 16, "measure": None},
