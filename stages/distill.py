@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
-#: Bytes of a learned weight: the teacher's in FP32; of the student the weight it began with, its spacing, its steps,
-#: their gradient and the last direction, all in FP32; the rounded weight in the forward pass, and the inverse factors.
-BYTES_A_WEIGHT = 36
+#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, the last direction and the weight that
+#: the forward pass rounds to; a byte each for its first code and its range; and the inverse factors, of 8 at least.
+BYTES_A_WEIGHT = 30
 #: The float model finds other text than the calibration text this much harder, nats a token, before that is noted.
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
@@ -205,8 +205,8 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
     if options.watch:
         notes.note(f"distill: `fp8q inspect {what.run.training}` shows what the training would lose in FP8")
     save_codes(what.run.distilled, layers)
-    changed = sum(layer.changed() * layer.steps.numel() for layer in layers.values())
-    total = sum(layer.steps.numel() for layer in layers.values())
+    changed = sum(layer.changed() * layer.weight.numel() for layer in layers.values())
+    total = sum(layer.weight.numel() for layer in layers.values())
     return Distillation(
         data=text.name,
         tokens=text.windows.size,

@@ -130,9 +130,8 @@ def learn_block(
             result, codes = found, own
         if not found.worse:
             return replace(result, stopped=found.stopped, worse=False), codes
-        with torch.no_grad():
-            for layer in learned_layers(block.layer).values():
-                layer.steps.zero_()
+        for layer in learned_layers(block.layer).values():
+            layer.restore()
     return result, codes
 
 
@@ -198,7 +197,7 @@ def block_factors(
                 weighted.backward()
                 tokens += target.shape[:-1].numel()
     for layer in layers.values():
-        layer.steps.grad = None
+        layer.weight.grad = None
     return moments.inverted(max(tokens, 1))
 
 
@@ -210,8 +209,8 @@ class _Moments:
         self.layers, self.groups = layers, groups
 
         def zeros(name: str, axis: int) -> torch.Tensor:
-            base = layers[name].base
-            return torch.zeros(base.shape[axis], base.shape[axis], device=base.device)
+            weight = layers[name].weight
+            return torch.zeros(weight.shape[axis], weight.shape[axis], device=weight.device)
 
         self.inputs = {first: zeros(first, 1) for first in groups}
         self.outputs = {name: zeros(name, 0) for name in layers}

@@ -39,8 +39,12 @@ def inverse_factors(
     batches, and all of them return the same. `seed`: of the labels that are drawn, which do not depend on the batches.
     """
     world, layers = world or World(), learned_layers(student)
-    inputs = {name: torch.zeros(layer.base.shape[1:] * 2, device=layer.base.device) for name, layer in layers.items()}
-    outputs = {name: torch.zeros(layer.base.shape[:1] * 2, device=layer.base.device) for name, layer in layers.items()}
+    inputs = {
+        name: torch.zeros(layer.weight.shape[1:] * 2, device=layer.weight.device) for name, layer in layers.items()
+    }
+    outputs = {
+        name: torch.zeros(layer.weight.shape[:1] * 2, device=layer.weight.device) for name, layer in layers.items()
+    }
     tokens = torch.zeros((), dtype=torch.int64, device=windows.device)
     with _recorded(layers, inputs, outputs):
         for first in world.share(range(0, len(windows), batch_size)):
@@ -107,7 +111,7 @@ def _inverse(factor: torch.Tensor) -> torch.Tensor:
 
 
 class CurvatureSteps(torch.optim.Optimizer):
-    """Move `steps` of learned layers against their gradient, preconditioned by the inverse factors of their layer."""
+    """Move learned weights against their gradient, preconditioned by the inverse factors of their layer."""
 
     def __init__(
         self, student: nn.Module, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], learning_rate: float
@@ -116,18 +120,18 @@ class CurvatureSteps(torch.optim.Optimizer):
         step.
         """
         self._layers = [(layer, *factors[name]) for name, layer in learned_layers(student).items()]
-        super().__init__([layer.steps for layer, *_ in self._layers], {"lr": learning_rate})
+        super().__init__([layer.weight for layer, *_ in self._layers], {"lr": learning_rate})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Take one step. `closure` is not used."""
         rate = self.param_groups[0]["lr"]
         for layer, inputs, outputs in self._layers:
-            if layer.steps.grad is None:
+            if layer.weight.grad is None:
                 continue
-            state = self.state[layer.steps]
-            direction = outputs @ (layer.steps.grad / layer.spacing) @ inputs
+            state = self.state[layer.weight]
             if "direction" not in state:
-                state["direction"] = torch.zeros_like(direction)
+                state["direction"] = torch.zeros_like(layer.weight)
+            direction = outputs @ layer.weight.grad @ inputs
             state["direction"].mul_(MOMENTUM).add_(direction, alpha=1 - MOMENTUM)
-            layer.steps.sub_(state["direction"] / layer.spacing, alpha=rate)
+            layer.weight.sub_(state["direction"], alpha=rate)

@@ -1,10 +1,9 @@
 """A linear layer whose FP8 weight is learned: codes in the forward pass, straight-through gradients in the backward.
 
-    w = base + steps · spacing        y = x̂ · ŵᵀ + bias        ŵ = code(w / s_w) · s_w
+    y = x̂ · ŵᵀ + bias        ŵ = code(w / s_w) · s_w
 
-The scales stay as they are. `steps` is the only parameter: how far a weight has moved, in spacings of the grid at its
-code, so that zero stands for the codes that the layer began with. Half a spacing changes the code. `curvature` takes
-the steps, in units of the weights themselves.
+The scales stay as they are. The weight w before it is rounded is the only parameter; it begins at the values of its
+codes, and half a spacing of the grid changes a code. `curvature` takes the steps.
 
 Rounding has no useful derivative, so its gradient is that of the identity, and zero where a value lies beyond the
 largest code: the straight-through estimator (Bengio et al., 2013, arXiv 1308.3432, section 4), with the clipped range
@@ -29,8 +28,6 @@ from ..training.emulation import gradient_rounding, round_gradient
 from ..weights.sequential import product_input
 
 Layer = TypeVar("Layer", bound=nn.Module)
-#: The least binade of E4M3's normal numbers, below which the grid's spacing is constant.
-SMALLEST_NORMAL = 2.0 ** (1 - E4M3.bias)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -58,16 +55,10 @@ def on_grid(x: torch.Tensor, scale: torch.Tensor, activation: TensorScale | None
     return rounded
 
 
-def spacing(values: torch.Tensor) -> torch.Tensor:
-    """The distance of each of `values`, which are E4M3 numbers, to the next larger magnitude, float32."""
-    binade = torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(SMALLEST_NORMAL))))
-    return binade * 2.0**-E4M3.mantissa_bits
-
-
 class LearnedLinear(nn.Module):
     """A linear layer on E4M3 codes whose weight is learned; all arithmetic is FP32, but for gradients that are rounded.
 
-    Invariant: with `steps` of zero the codes are those that the layer began with.
+    Invariant: `start` has the codes of the weight that the layer began with.
     """
 
     def __init__(
@@ -81,58 +72,49 @@ class LearnedLinear(nn.Module):
         input, None for one that is not quantized; `bias` [out] or None.
         """
         super().__init__()
-        scale, values = weight_scale.float()[:, None], codes.float()
+        scale = weight_scale.float()[:, None]
         self.activation = activation
         self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("base", values * scale, persistent=False)
-        self.register_buffer("spacing", spacing(values) * scale, persistent=False)
+        self.register_buffer("start", codes, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
         input_scale = torch.tensor(1.0 if activation is None else activation.scale)
         self.register_buffer("input_scale", input_scale, persistent=False)
-        self.steps = nn.Parameter(torch.zeros_like(values))
+        self.weight = nn.Parameter(codes.float() * scale)
         #: Rounds the gradient of the output (`round_gradients`); None: it stays in FP32.
         self.of_gradient: nn.Module | None = None
 
     scale: torch.Tensor
-    base: torch.Tensor
-    spacing: torch.Tensor
+    start: torch.Tensor
     bias: torch.Tensor | None
     input_scale: torch.Tensor
 
-    def master_weight(self) -> torch.Tensor:
-        """The weight before it is rounded, float32 [out, in]."""
-        return self.base + self.steps * self.spacing
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight before it is rounded, under the name that other linear layers have for theirs."""
-        return self.master_weight()
-
     def codes(self) -> torch.Tensor:
         """The codes that were learned, float8_e4m3fn [out, in]."""
-        return encode(self.master_weight().detach(), self.scale)
+        return encode(self.weight.detach(), self.scale)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Take the weight back to the codes that the layer began with."""
+        self.weight.copy_(self.start.float()).mul_(self.scale)
 
     @torch.no_grad()
     def settle(self, codes: torch.Tensor) -> int:
         """Begin anew with `codes` float8_e4m3fn [out, in]; return how many of them are others than before."""
-        values = codes.float()
-        self.spacing.copy_(spacing(values)).mul_(self.scale)
-        values.mul_(self.scale)
-        changed = int((values != self.base).sum())
-        self.base.copy_(values)
-        self.steps.zero_()
+        changed = int((codes.float() != self.start.float()).sum())
+        self.start.copy_(codes)
+        self.restore()
         return changed
 
     def changed(self) -> float:
         """The share of codes that are others than at the beginning."""
-        return float((self.codes().float() * self.scale != self.base).float().mean())
+        return float((self.codes().float() != self.start.float()).float().mean())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out], in x's type."""
         rounded: torch.Tensor = x.float()
         if self.activation is not None:
             rounded = on_grid(rounded, self.input_scale, self.activation)
-        weight = on_grid(self.master_weight(), self.scale)
+        weight = on_grid(self.weight, self.scale)
         y = nn.functional.linear(rounded, weight, self.bias)
         return (y if self.of_gradient is None else round_gradient(y, self.of_gradient)).to(x.dtype)
 

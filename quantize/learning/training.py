@@ -32,7 +32,7 @@ from ...calibrate.ranks.world import World
 from ...options import LearningGradients
 from .curvature import CurvatureSteps, inverse_factors
 from .document import Moment
-from .linear import round_gradients
+from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
 from .watching import Watching
 
@@ -225,7 +225,7 @@ def learn(
     world: World | None = None,
 ) -> list[Moment]:
     """Train the learned parameters of the student toward the teacher, the two `models`; leave those of the best moment
-    in them, or zeros, which change nothing, where none is better.
+    in them, or those of the beginning (an adapter of zeros), where none is better.
 
     `windows`: to train on and held out, int64 [windows, seq_len] each. `folder`: the Trainer's checkpoints, with which
     a killed call goes on to the same bytes. `world`: the ranks that train together, each of which calls this function;
@@ -299,13 +299,22 @@ def _moments(state: TrainerState) -> list[Moment]:
     return [Moment(step=step, kl=kl) for step, kl in sorted(scored.items())]
 
 
+@torch.no_grad()
+def begin_again(student: PreTrainedModel) -> None:
+    """Take the learned weights of `student` back to the codes that they began with, and an adapter to zeros."""
+    if layers := learned_layers(student):
+        for layer in layers.values():
+            layer.restore()
+        return
+    for parameter in student.parameters():
+        if parameter.requires_grad:
+            parameter.zero_()
+
+
 def _take_best(trainer: Trainer, student: PreTrainedModel) -> None:
-    """Put the learned parameters of the best moment into `student`; zeros where none is better."""
+    """Put the learned parameters of the best moment into `student`; those of the beginning where none is better."""
     best = min(_moments(trainer.state), key=lambda moment: moment.kl, default=None)
     if best is None or best.step == 0:
-        with torch.no_grad():
-            for parameter in student.parameters():
-                if parameter.requires_grad:
-                    parameter.zero_()
+        begin_again(student)
     elif trainer.state.best_model_checkpoint is not None:
         load_steps(student, Path(trainer.state.best_model_checkpoint))

@@ -21,7 +21,7 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/attention.md": {"values below 2.2e-6 become 0": "format"},
     "docs/compare.md": {"Intervals are 95 %": "format", "ten times as far as": "limit"},
     "docs/corpora.md": {"more than 32 MB (or 16 bytes for each token": "limit"},
-    "docs/distill.md": {"36 bytes a weight": "arithmetic"},
+    "docs/distill.md": {"30 bytes a weight": "arithmetic"},
     "docs/doctor.md": {
         "E4M3, 2.6 % each, gives 2.6 % · √2": "format",
         "16 tokens, four times at the end": "limit",

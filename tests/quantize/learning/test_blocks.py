@@ -138,7 +138,7 @@ def test_the_factors_are_the_curvature_of_the_error(block: LearningBlock) -> Non
     moments = seen[0].T @ seen[0] / len(seen[0])
     damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(40)
     assert torch.allclose(torch.linalg.inv(inputs), damped, rtol=1e-3, atol=1e-3)
-    assert down.steps.grad is None
+    assert down.weight.grad is None
 
 
 def test_products_of_one_input_share_its_factor() -> None:

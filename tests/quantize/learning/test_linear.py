@@ -8,7 +8,7 @@ from modelopt.torch.quantization.tensor_quant import scaled_e4m3
 
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.learning.linear import LearnedLinear, on_grid, spacing
+from fp8q.quantize.learning.linear import LearnedLinear, on_grid
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import TensorScale
 
@@ -18,9 +18,9 @@ TWO = TensorScale(
 ONE = TWO.model_copy(update={"terms": 1, "sqnr_db": 30.0})
 
 
-def test_the_spacing_of_a_code_is_that_to_the_next_larger_one() -> None:
-    values = torch.tensor([0.0, 2.0**-9, 2.0**-6, 1.0, -1.875, 2.0, 240.0, -448.0])
-    assert spacing(values).tolist() == [2.0**-9, 2.0**-9, 2.0**-9, 0.125, 0.125, 0.25, 16.0, 32.0]
+def spacing(values: torch.Tensor) -> torch.Tensor:
+    """The distance of E4M3 numbers to the next larger magnitude."""
+    return torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(2.0**-6)))) / 8
 
 
 def test_gradients_pass_where_values_have_codes_and_nowhere_else() -> None:
@@ -67,17 +67,23 @@ def test_a_layer_begins_as_the_reference_computes(activation: TensorScale | None
 def test_half_a_spacing_changes_a_code_and_scales_stay() -> None:
     codes = torch.tensor([[1.0, 448.0], [-2.0, 0.0]]).to(torch.float8_e4m3fn)
     layer = LearnedLinear(codes, torch.tensor([0.5, 2.0]), None, None)
-    with torch.no_grad():
-        layer.steps.add_(torch.tensor([[0.6, 0.6], [-0.4, 0.6]]))
+    with torch.no_grad():  # spacings are 0.125 and 32, 0.25 and 2^-9
+        layer.weight.add_(0.6 * torch.tensor([[0.125 * 0.5, 32 * 0.5], [-0.1 * 2.0, 2.0**-9 * 2.0]]))
     assert layer.codes().float().tolist() == [[1.125, 448.0], [-2.0, 2.0**-9]]  # none is beyond the largest
     assert layer.changed() == 0.5
     assert layer.scale.flatten().tolist() == [0.5, 2.0]
+    layer.restore()
+    assert torch.equal(layer.codes(), codes)
+    assert layer.changed() == 0
+    assert layer.settle(torch.tensor([[1.125, 448.0], [-2.0, 0.0]]).to(torch.float8_e4m3fn)) == 1
+    assert layer.weight.tolist() == [[0.5625, 224.0], [-4.0, 0.0]]
+    assert layer.changed() == 0
 
 
-def test_the_gradient_of_a_step_is_that_of_the_weight_times_the_spacing() -> None:
+def test_the_gradient_is_that_of_the_weight_and_nothing_else_is_learned() -> None:
     codes = torch.tensor([[1.0, 4.0]]).to(torch.float8_e4m3fn)
     layer = LearnedLinear(codes, torch.tensor([0.5]), None, None)
     layer(torch.tensor([[3.0, 5.0]])).sum().backward()
-    assert layer.steps.grad is not None
-    assert layer.steps.grad.tolist() == [[3 * 0.125 * 0.5, 5 * 0.5 * 0.5]]
-    assert [name for name, _ in layer.named_parameters()] == ["steps"]
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.tolist() == [[3.0, 5.0]]
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
