@@ -253,6 +253,8 @@ def test_a_part_measured_into_a_finished_run_does_not_pass_for_it(
         assert str(refused.value) == message
 
 
+#: The public functions whose path is that of a training log, and no run.
+OF_A_TRAINING_LOG = (api.inspect_training, api.report_training)
 #: The command line's commands that take a run, and what they are given here beside it.
 OF_A_RUN: dict[str, list[str]] = {
     "export": ["--precision", "bf16"],
@@ -307,7 +309,11 @@ def test_a_graph_is_not_held_against_a_part(part: Measure, demo_run: Run, fp8q: 
 def test_every_public_function_that_takes_a_run_opens_it_where_a_part_is_refused(part: Measure) -> None:
     run = part(0, 2)
     functions = [found for name in api.__all__ if inspect.isfunction(found := getattr(api, name))]
-    of_a_run = [function for function in functions if next(iter(inspect.signature(function).parameters)) == "path"]
+    of_a_run = [
+        function
+        for function in functions
+        if next(iter(inspect.signature(function).parameters)) == "path" and function not in OF_A_TRAINING_LOG
+    ]
     named = {function.__name__.replace("_", "-") for function in of_a_run}
     assert named == {*OF_A_RUN, "lint", "open-run", *REPORTS, "chat", "compare", "compare-answers", "load"}
     for function in of_a_run:

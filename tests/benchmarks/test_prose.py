@@ -21,7 +21,12 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/attention.md": {"values below 2.2e-6 become 0": "format"},
     "docs/compare.md": {"Intervals are 95 %": "format", "ten times as far as": "limit"},
     "docs/corpora.md": {"more than 32 MB (or 16 bytes for each token": "limit"},
-    "docs/distill.md": {"30 bytes a weight": "arithmetic"},
+    "docs/distill.md": {
+        "30 bytes a weight": "arithmetic",
+        "Memory: 12 bytes a weight": "arithmetic",
+        "some 18 bytes a weight": "arithmetic",
+        "are five times those of": "limit",
+    },
     "docs/doctor.md": {
         "E4M3, 2.6 % each, gives 2.6 % · √2": "format",
         "16 tokens, four times at the end": "limit",
@@ -62,6 +67,7 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/report.md": {"95 % interval": "format"},
     "docs/scaling.md": {
         "after 30 s of silence": "limit",
+        "noticed within half an hour": "limit",
         "two minutes where it ends": "limit",
         "2 bytes · 8 · 2,048 · m": "arithmetic",
         "held to 1.2 GB plus three times the largest layer": "limit",
