@@ -4,7 +4,7 @@ The float model and the FP8 one go through memory one layer at a time, as in `we
 model gets the hidden states that the layers before it give, with the codes that those learned, and learns toward the
 hidden states that leave the float layer (`block_training`): so it also makes up for errors of layers before it.
 
-Memory holds the learned state of one layer: some 28 bytes a weight. The hidden states of all windows lie on the disk:
+Memory holds the learned state of one layer: some 18 bytes a weight. The hidden states of all windows lie on the disk:
 those that enter a layer and those that leave it, of both models, 4 · tokens · width bytes each, and on the held-out
 windows those of the FP8 model as it was. From these the divergence of the whole model is known before and after, and
 where it did not fall nothing changes. A killed call goes on at the layer it was in.
