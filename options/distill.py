@@ -34,15 +34,15 @@ class LearningOptions(Options):
 class WeightLearningOptions(LearningOptions):
     """Options of learned weights: how fast they move.
 
-    `stream`: each decoder layer learns by itself, toward the output of the float layer, in steps five times as large.
+    `stream`: each decoder layer learns by itself, toward the output of the float layer.
     """
 
     learning_rate: Annotated[
         float,
-        option(MEASUREMENT, "Of weights: the highest step, as a share of Newton's by the curvature.", "X"),
+        option(MEASUREMENT, "Of weights: Adam's highest step, as a share of a layer's root mean square.", "X"),
         Of("weights"),
         above_zero,
-    ] = 0.004
+    ] = 0.001
     stream: Annotated[
         bool,
         option(MODEL, "Of weights: learn one decoder layer at a time, for models larger than memory.", negative=()),

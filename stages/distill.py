@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
-#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, the last direction and the weight that
-#: the forward pass rounds to; a byte each for its first code and its range; and the inverse factors, of 8 at least.
-BYTES_A_WEIGHT = 30
+#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, Adam's two means and the weight that
+#: the forward pass rounds to; a byte each for its first code and its range.
+BYTES_A_WEIGHT = 26
 #: The float model finds other text than the calibration text this much harder, nats a token, before that is noted.
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from ..calibrate.model.source import Source
     from ..quantize.learning.document import BlockLoss, Distillation
 
-#: The step of a layer that learns by itself, over that of one that learns with all others: K-FAC knows nothing of the
-#: curvature between layers, and of that there is less.
-RATE_OF_A_LAYER = 5.0
-
 
 def learn_blocks(
     run: Run, source: "Source", text: LearningText, options: DistillOptions, folder: Path, notes: Notes
@@ -47,7 +43,7 @@ def learn_blocks(
     stored = open_codes(run.model, "exact", torch.float32, device())
     try:
         learning = BlockLearning(source, stored, load_scales(run).activations, windows, folder)
-        learning.run(BlockSchedule(steps, RATE_OF_A_LAYER * options.learning_rate, seed), notes)
+        learning.run(BlockSchedule(steps, options.learning_rate, seed), notes)
     except NoChainError as error:
         raise InputError(
             f"{error.what}, so it cannot learn layer by layer; give `fp8q distill` memory for the whole of it, without "

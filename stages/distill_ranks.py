@@ -50,8 +50,8 @@ def check_ranks(options: DistillOptions, world: "World") -> None:
     for name in SHARDED:
         if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
             raise InputError(
-                f"{name} is set: a step multiplies the whole gradient of a layer from both sides by its curvature, and "
-                "a rank would have a part of it only; unset it, and start the ranks with torchrun"
+                f"{name} is set: each rank learns on the whole model, and would have a part of it only; unset it, and "
+                "start the ranks with torchrun"
             )
 
 

@@ -20,12 +20,10 @@ from transformers import PreTrainedModel
 
 from ...calibrate.checkpoint.adapter import PREFIX, TENSORS
 from ...calibrate.checkpoint.weights import ADAPTER
-from ...calibrate.ranks.world import World
 from ...core.files import replacing
 from ..reference.fp8_model import experts_around
 from ..scales.decisions import TensorScale
 from .linear import on_grid
-from .training import Schedule
 
 
 class FrozenLinear(nn.Linear):
@@ -97,10 +95,9 @@ def target_names(model: nn.Module, modules: Sequence[str]) -> list[str]:
     return sorted(ends if matched == set(modules) else modules)
 
 
-def adam(student: PreTrainedModel, windows: torch.Tensor, schedule: Schedule, world: World) -> torch.optim.Optimizer:
-    """Make Adam's optimizer of the parameters of `student` that are not frozen; nothing is measured on `windows`."""
-    learned = [parameter for parameter in student.parameters() if parameter.requires_grad]
-    return torch.optim.Adam(learned, schedule.learning_rate)
+def adam(student: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Make Adam's optimizer of the parameters of `student` that are not frozen."""
+    return torch.optim.Adam([each for each in student.parameters() if each.requires_grad], learning_rate)
 
 
 def save_adapter(folder: Path, student: PreTrainedModel, config: dict[str, Any], base: str) -> list[Path]:

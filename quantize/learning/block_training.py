@@ -7,22 +7,20 @@ Of each token t the loss is the squared error of the layer's output over the squ
 since the norm of the next layer divides each token's hidden states by their size: an error counts by its share of it.
 The mean over all squares instead would be that of the few tokens whose hidden states are hundreds of times as large.
 
-Steps are preconditioned as those of the whole model are (`curvature`). B is the curvature of this loss at the output of
-a product, E[Jᵀ J / ‖y‖²] with J the derivative of the layer's output: the mean of g gᵀ over the gradients g of outputs
-weighted by normal numbers. It is exact for the layer, and needs no more passes than the Fisher information.
+Steps are those of the whole model (`steps`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import get_cosine_schedule_with_warmup
 
-from .curvature import DAMPING, CurvatureSteps
-from .linear import LearnedLinear, learned_layers
+from .linear import learned_layers
+from .steps import weight_steps
 
 #: How often the held-out batches are scored in the training of a layer.
 EVALUATIONS = 5
@@ -30,26 +28,17 @@ EVALUATIONS = 5
 WARM_UP = 0.05
 #: A layer that got worse learns anew, at most so often in all, each time in steps so many times smaller.
 ATTEMPTS, SMALLER = 3, 3.0
-#: Batches from which the curvature is measured, at most.
-CURVATURE_BATCHES = 8
 
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """Say how long, and how fast, each layer learns: `steps` of a batch each, the peak `learning_rate` as a share of
-    Newton's step, and the `seed` of the order of batches.
+    """Say how long, and how fast, each layer learns: `steps` of a batch each, the peak `learning_rate` as a share of a
+    product's root mean square, and the `seed` of the order of batches.
     """
 
     steps: int
     learning_rate: float
     seed: int
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, the first being 0: it rises first, and then follows a cosine to zero."""
-        rising = math.ceil(WARM_UP * self.steps)
-        if step < rising:
-            return self.learning_rate * (step + 1) / rising
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, self.steps - rising)))
 
     def order(self, batches: Sequence[int]) -> Iterator[int]:
         """Yield the batch of each step; all batches come by, in another order each time."""
@@ -64,13 +53,12 @@ class LearningBlock:
     """A decoder layer with learned products.
 
     `output` computes its output on a batch, `target` reads that of the float layer, both float32
-    [windows, seq_len, width]; `groups`: the first of the learned products that read the same tensor -> all of them.
+    [windows, seq_len, width].
     """
 
     layer: nn.Module
     output: Callable[[int], torch.Tensor]
     target: Callable[[int], torch.Tensor]
-    groups: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -108,13 +96,13 @@ def learn_block(
     made the layer worse begins anew with smaller steps. A loss that is not finite ends it; the best moment before that
     counts.
     """
-    train, held_out = batches
+    _, held_out = batches
     codes = {name: layer.codes() for name, layer in learned_layers(block.layer).items()}
     before = held_out_error(block, held_out)
     result = BlockResult(before, before, 0, None if math.isfinite(before) else 0)
     if result.stopped is not None:
         return result, codes
-    factors, told = block_factors(block, train[:CURVATURE_BATCHES], schedule.seed), 0
+    told = 0
 
     def tell(step: int) -> None:
         nonlocal told
@@ -124,8 +112,7 @@ def learn_block(
 
     for attempt in range(ATTEMPTS):
         rate = schedule.learning_rate / SMALLER**attempt
-        optimizer = CurvatureSteps(block.layer, factors, rate)
-        found, own = _attempt(block, batches, replace(schedule, learning_rate=rate), optimizer, before, tell)
+        found, own = _attempt(block, batches, replace(schedule, learning_rate=rate), before, tell)
         if found.after < result.after:
             result, codes = found, own
         if not found.worse:
@@ -139,7 +126,6 @@ def _attempt(
     block: LearningBlock,
     batches: tuple[Sequence[int], Sequence[int]],
     schedule: BlockSchedule,
-    optimizer: CurvatureSteps,
     before: float,
     tell: Callable[[int], None],
 ) -> tuple[BlockResult, dict[str, torch.Tensor]]:
@@ -148,14 +134,15 @@ def _attempt(
     """
     train, held_out = batches
     every, codes = math.ceil(schedule.steps / EVALUATIONS), dict[str, torch.Tensor]()
-    result = BlockResult(before, before, 0)
+    result, optimizer = BlockResult(before, before, 0), weight_steps(block.layer, schedule.learning_rate)
+    size = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARM_UP * schedule.steps), schedule.steps)
     for step, batch in enumerate(schedule.order(train)):
         loss = output_error(block.output(batch), block.target(batch))
         if not math.isfinite(float(loss.detach())):
             return replace(result, stopped=step + 1), codes
         loss.backward()
-        optimizer.param_groups[0]["lr"] = schedule.rate(step)
         optimizer.step()
+        size.step()
         optimizer.zero_grad()
         tell(step + 1)
         if (step + 1) % every == 0 or step + 1 == schedule.steps:
@@ -178,81 +165,3 @@ def held_out_error(block: LearningBlock, batches: Sequence[int]) -> float:
         total += float(output_error(block.output(batch), target)) * count
         tokens += count
     return total / tokens
-
-
-def block_factors(
-    block: LearningBlock, batches: Sequence[int], seed: int
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Invert the damped factors of each learned product of `block`: name -> ((A + λ)⁻¹ [in, in], (B + λ)⁻¹ [out, out]),
-    float32; products that read the same tensor share A.
-    """
-    layers, draw, tokens = learned_layers(block.layer), torch.Generator().manual_seed(seed), 0
-    moments = _Moments(layers, block.groups)
-    with moments.recorded():
-        for batch in batches:
-            target, output = block.target(batch), block.output(batch)
-            drawn = torch.randn(output.shape, generator=draw).to(output.device) / _squares(target).sqrt()[..., None]
-            weighted = (output * drawn).sum()
-            if math.isfinite(float(weighted.detach())):  # else the training ends at it, and names its step
-                weighted.backward()
-                tokens += target.shape[:-1].numel()
-    for layer in layers.values():
-        layer.weight.grad = None
-    return moments.inverted(max(tokens, 1))
-
-
-class _Moments:
-    """The sums of x xᵀ of each group's input, and of g gᵀ of each product's output."""
-
-    def __init__(self, layers: Mapping[str, LearnedLinear], groups: Mapping[str, Sequence[str]]):
-        """Begin with zeros for `layers`."""
-        self.layers, self.groups = layers, groups
-
-        def zeros(name: str, axis: int) -> torch.Tensor:
-            weight = layers[name].weight
-            return torch.zeros(weight.shape[axis], weight.shape[axis], device=weight.device)
-
-        self.inputs = {first: zeros(first, 1) for first in groups}
-        self.outputs = {name: zeros(name, 0) for name in layers}
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Add up the tokens that pass, forward and back, in this block."""
-
-        def recorder(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-            def hook(layer: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-                if name in self.inputs:
-                    x = arguments[0].detach().flatten(0, -2).float()
-                    self.inputs[name].addmm_(x.T, x)
-                output.register_hook(backward)
-
-            def backward(gradient: torch.Tensor) -> None:
-                g = gradient.flatten(0, -2).float()
-                self.outputs[name].addmm_(g.T, g)
-
-            return hook
-
-        hooks = [layer.register_forward_hook(recorder(name)) for name, layer in self.layers.items()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def inverted(self, tokens: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The inverses of the factors, as the means over `tokens`; the sums are used up."""
-        inputs = {first: _inverse(self.inputs.pop(first), tokens) for first in self.groups}
-        return {
-            name: (inputs[first], _inverse(self.outputs.pop(name), tokens))
-            for first, members in self.groups.items()
-            for name in members
-        }
-
-
-def _inverse(sums: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Invert a factor after damping it, in FP64, in place."""
-    factor = sums.double().div_(tokens)
-    factor.diagonal().add_(DAMPING * float(factor.diagonal().mean()) or 1.0)
-    torch.linalg.cholesky(factor, out=factor)
-    torch.cholesky_inverse(factor, out=factor)
-    return factor.float()

@@ -194,11 +194,6 @@ class BlockLearning(Chain):
                 layer,
                 partial(run_layer, self.learned[before]),
                 lambda batch: self.float[after].read(batch, self.device),
-                {
-                    found[0].removeprefix(prefix): [name.removeprefix(prefix) for name in found]
-                    for members in self.groups.values()
-                    if (found := [name for name in members if name in layers])
-                },
             )
             result, codes = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
             changed = sum(each.settle(codes[name.removeprefix(prefix)]) for name, each in layers.items())

@@ -3,7 +3,7 @@
     y = x̂ · ŵᵀ + bias        ŵ = code(w / s_w) · s_w
 
 The scales stay as they are. The weight w before it is rounded is the only parameter; it begins at the values of its
-codes, and half a spacing of the grid changes a code. `curvature` takes the steps.
+codes, and half a spacing of the grid changes a code. `steps` moves it.
 
 Rounding has no useful derivative, so its gradient is that of the identity, and zero where a value lies beyond the
 largest code: the straight-through estimator (Bengio et al., 2013, arXiv 1308.3432, section 4), with the clipped range

@@ -2,8 +2,8 @@
 
 The loss is the forward KL divergence from the float model's distribution at temperature 1, in nats a token, over all
 positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). Steps
-are preconditioned by the curvature (`curvature`), or those of the `Schedule`'s own optimizer; their size rises first
-and then follows a cosine to zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of
+are Adam's (`steps`), or those of the `Schedule`'s own optimizer; their size rises first and then follows a cosine to
+zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of
 the best of these moments win, if they are better than those at the beginning.
 
 Several ranks train together by torch's DistributedDataParallel: each takes its share of the windows of a step, and
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -30,43 +31,33 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...calibrate.model.products import routers
 from ...calibrate.ranks.world import World
 from ...options import LearningGradients
-from .curvature import CurvatureSteps, inverse_factors
 from .document import Moment
 from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
+from .steps import weight_steps
 from .watching import Watching
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
-#: Windows from which the curvature is measured, at most.
-CURVATURE_WINDOWS = 32
 METRIC = "eval_loss"
-
-
-def curvature_steps(
-    student: PreTrainedModel, windows: torch.Tensor, schedule: "Schedule", world: World
-) -> torch.optim.Optimizer:
-    """Measure the curvature of the learned layers of `student` on `windows`, and make their optimizer of it."""
-    factors = inverse_factors(student, windows, max(1, schedule.batch_size // world.size), schedule.seed, world)
-    return CurvatureSteps(student, factors, schedule.learning_rate)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Say how long, and how fast, to train: `epochs` over the windows, `batch_size` windows a step of all ranks, the
-    peak `learning_rate` in the unit of the optimizer (a share of Newton's step), and the `seed` of the windows' order.
+    peak `learning_rate` in the unit of the optimizer, and the `seed` of the windows' order.
 
     `gradients`: the format that gradients of the layers' outputs are rounded to. `optimizer`: makes the optimizer of a
-    student, given windows int64 [windows, seq_len] from which it may measure, and the ranks that share them.
+    student at a learning rate.
     """
 
     epochs: float
     batch_size: int
     learning_rate: float
     seed: int
-    optimizer: "Callable[[PreTrainedModel, torch.Tensor, Schedule, World], torch.optim.Optimizer]" = curvature_steps
+    optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = weight_steps
     gradients: LearningGradients = "fp32"
 
 
@@ -234,8 +225,7 @@ def learn(
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
     (teacher, student), (train, held_out), world = models, windows, world or World()
-    sample = torch.from_numpy(train[:: max(1, len(train) // CURVATURE_WINDOWS)]).to(teacher.device)
-    optimizer = schedule.optimizer(student, sample, schedule, world)
+    optimizer = schedule.optimizer(student, schedule.learning_rate)
     round_gradients(student, schedule.gradients)
     arguments = _arguments(len(train), schedule, folder, world, sparse=bool(routers(teacher)))
     trainer = DistillationTrainer(

@@ -22,10 +22,9 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/compare.md": {"Intervals are 95 %": "format", "ten times as far as": "limit"},
     "docs/corpora.md": {"more than 32 MB (or 16 bytes for each token": "limit"},
     "docs/distill.md": {
-        "30 bytes a weight": "arithmetic",
+        "26 bytes a weight": "arithmetic",
         "Memory: 12 bytes a weight": "arithmetic",
-        "some 18 bytes a weight": "arithmetic",
-        "are five times those of": "limit",
+        "some 23 bytes a weight": "arithmetic",
     },
     "docs/doctor.md": {
         "E4M3, 2.6 % each, gives 2.6 % · √2": "format",

@@ -59,6 +59,9 @@ NOT_MEASURED = (
 TO_MEASURE_AGAIN = {
     "accumulator",
     "accuracy",
+    "distill",
+    "distill_memory",
+    "distill_peer",
     "generate",
     "memory",
     "weight_rounding",

@@ -18,7 +18,7 @@ from fp8q.validate.report.drawings import report_plots
 
 from ..conftest import Texts
 
-OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.02)
+OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003)
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from fp8q.stages.distill_ranks import check_ranks
 from ..calibrate.ranks.test_world import HOST, start
 from ..conftest import Texts
 
-OPTIONS = DistillOptions(epochs=1.0, learning_rate=0.01)
-ARGUMENTS = ["--epochs", "1", "--learning-rate", "0.01"]
+OPTIONS = DistillOptions(epochs=1.0, learning_rate=0.003)
+ARGUMENTS = ["--epochs", "1", "--learning-rate", "0.003"]
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +148,6 @@ def test_a_launcher_that_would_split_weights_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(InputError) as refused:
         check_ranks(OPTIONS, World(ProcessRank(0, 2)))
     assert str(refused.value) == (
-        "ACCELERATE_USE_FSDP is set: a step multiplies the whole gradient of a layer from both sides by its curvature, "
-        "and a rank would have a part of it only; unset it, and start the ranks with torchrun"
+        "ACCELERATE_USE_FSDP is set: each rank learns on the whole model, and would have a part of it only; unset it, "
+        "and start the ranks with torchrun"
     )

@@ -27,7 +27,7 @@ from fp8q.stages.shared.sources import source_of
 
 from ..conftest import Texts
 
-OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.01, stream=True)
+OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003, stream=True)
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,7 @@ OLD: dict[str, dict[str, Any]] = {
     "compare": {"url": "http://127.0.0.1:8000", "model": None, "served": None, "windows": None},
     "evaluate": {"tasks": ["hellaswag"], "limit": None, "seeds": 3, "harness": "0.4.13"},
     "distill": {
-        "samples": None, "allow_overlap": False, "epochs": 2.0, "batch_size": 4, "learning_rate": 0.004, "seed": 0,
+        "samples": None, "allow_overlap": False, "epochs": 2.0, "batch_size": 4, "learning_rate": 0.001, "seed": 0,
         "data": "text.txt", "start": "0",
     },
     "adapter": {

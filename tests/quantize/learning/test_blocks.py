@@ -11,12 +11,10 @@ from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.learning.block_training import (
     BlockSchedule,
     LearningBlock,
-    block_factors,
     held_out_error,
     learn_block,
     output_error,
 )
-from fp8q.quantize.learning.curvature import DAMPING
 from fp8q.quantize.learning.linear import LearnedLinear
 
 TRAIN, HELD_OUT = range(12), range(12, 16)
@@ -54,9 +52,7 @@ def block() -> LearningBlock:
     exact.down.weight.copy_(down)  # type: ignore[operator]
     targets = [exact(x) for x in inputs]
     layer = Layer(learned(up), learned(down))
-    return LearningBlock(
-        layer, lambda batch: layer(inputs[batch]), targets.__getitem__, {"up": ["up"], "down": ["down"]}
-    )
+    return LearningBlock(layer, lambda batch: layer(inputs[batch]), targets.__getitem__)
 
 
 def test_the_error_of_a_token_is_a_share_of_its_size() -> None:
@@ -69,7 +65,7 @@ def test_the_error_of_a_token_is_a_share_of_its_size() -> None:
 
 def test_the_error_falls_and_the_codes_are_those_of_the_best_moment(block: LearningBlock) -> None:
     steps = list[int]()
-    result, codes = learn_block(block, (TRAIN, HELD_OUT), BlockSchedule(120, 0.05, 0), steps.append)
+    result, codes = learn_block(block, (TRAIN, HELD_OUT), BlockSchedule(120, 0.005, 0), steps.append)
     assert sum(steps) == 120
     assert result.stopped is None
     assert result.step > 0
@@ -91,9 +87,9 @@ def test_what_gets_worse_keeps_its_codes(block: LearningBlock) -> None:
 
 
 def test_steps_that_are_too_large_are_made_smaller(block: LearningBlock) -> None:
-    """50 and 17 times Newton's step make the layer worse; each training begins with the codes that were there."""
+    """The first training makes the layer worse; each begins with the codes that were there."""
     steps = list[int]()
-    result, codes = learn_block(block, (TRAIN, HELD_OUT), BlockSchedule(10, 50.0, 0), steps.append)
+    result, codes = learn_block(block, (TRAIN, HELD_OUT), BlockSchedule(10, 0.2, 0), steps.append)
     assert 0 < result.after < result.before
     assert 0 < sum(steps) <= 10
     for name, layer in learned_products(block):
@@ -114,52 +110,15 @@ def test_a_loss_that_is_no_number_ends_it(block: LearningBlock, bad: int) -> Non
         found = block.target(batch)
         return found * float("nan") if batch == bad else found
 
-    broken = LearningBlock(block.layer, block.output, target, block.groups)
+    broken = LearningBlock(block.layer, block.output, target)
     result, _ = learn_block(broken, (TRAIN, HELD_OUT), BlockSchedule(12, 0.01, 0), lambda steps: None)
     order = [*BlockSchedule(12, 0.01, 0).order(TRAIN)]
     assert result.stopped == (0 if bad in HELD_OUT else order.index(bad) + 1)
     assert result.step <= (result.stopped or 0)
 
 
-def test_the_factors_are_the_curvature_of_the_error(block: LearningBlock) -> None:
-    """Of the last product of a residual layer J is the identity, so that B is the mean of 1 / ‖y‖² on its diagonal."""
-    inputs, outputs = block_factors(block, [0], seed=0)["down"]
-    target = block.target(0).flatten(0, 1)
-    mean = float((1 / target.square().sum(1)).mean())
-    found = torch.linalg.inv(outputs)
-    share = float(found.diagonal().mean()) / (mean * (1 + DAMPING))
-    assert share == pytest.approx(1, abs=0.15)  # 32 tokens of normal numbers
-    seen: list[torch.Tensor] = []
-    down = block.layer.down
-    assert isinstance(down, LearnedLinear)
-    hook = down.register_forward_hook(lambda layer, given, out: seen.append(given[0].detach().flatten(0, 1)))
-    block.output(0)
-    hook.remove()
-    moments = seen[0].T @ seen[0] / len(seen[0])
-    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(40)
-    assert torch.allclose(torch.linalg.inv(inputs), damped, rtol=1e-3, atol=1e-3)
-    assert down.weight.grad is None
-
-
-def test_products_of_one_input_share_its_factor() -> None:
-    draw = torch.Generator().manual_seed(1)
-    gate, up = (learned(torch.randn(8, 6, generator=draw)) for _ in range(2))
-    x = torch.randn(1, 20, 6, generator=draw)
-    layer = nn.ModuleDict({"gate": gate, "up": up})
-    block = LearningBlock(
-        layer, lambda batch: gate(x) * up(x), lambda batch: torch.ones(1, 20, 8), {"gate": ["gate", "up"]}
-    )
-    factors = block_factors(block, [0], seed=0)
-    assert factors["gate"][0] is factors["up"][0]
-    assert not torch.equal(factors["gate"][1], factors["up"][1])
-
-
-def test_the_rate_rises_and_falls_and_every_batch_comes_by() -> None:
+def test_every_batch_comes_by_in_another_order_each_time() -> None:
     schedule = BlockSchedule(40, 0.1, 3)
-    rates = [schedule.rate(step) for step in range(40)]
-    assert rates[0] == pytest.approx(0.05)
-    assert max(rates) == pytest.approx(0.1)
-    assert rates[-1] < 0.001
     order = [*schedule.order(range(20))]
     assert sorted(order[:20]) == sorted(order[20:]) == [*range(20)]
     assert order[:20] != order[20:]

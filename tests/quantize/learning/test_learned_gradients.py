@@ -16,7 +16,7 @@ from fp8q.quantize.training.training_log import read_log
 from .test_training import TEXT, codes, models
 
 __all__ = ["models"]
-SCHEDULE = Schedule(epochs=2, batch_size=4, learning_rate=0.02, seed=0, gradients="e5m2")
+SCHEDULE = Schedule(epochs=2, batch_size=4, learning_rate=0.005, seed=0, gradients="e5m2")
 
 
 @pytest.mark.parametrize("gradients", ["fp32", "bf16", "e4m3", "e5m2"])

@@ -29,7 +29,7 @@ from fp8q.quantize.weights.sequential import weight_rows
 
 WINDOWS: npt.NDArray[np.int64] = np.random.default_rng(0).integers(3, 60, (30, 24))
 TEXT = WINDOWS[:24], WINDOWS[24:]
-SCHEDULE = Schedule(epochs=4, batch_size=4, learning_rate=0.1, seed=0)
+SCHEDULE = Schedule(epochs=4, batch_size=4, learning_rate=0.01, seed=0)
 
 
 @pytest.fixture

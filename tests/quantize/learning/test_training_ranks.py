@@ -1,30 +1,23 @@
-"""Two ranks that train a small model: the factors of one process, and a loss of one rank that ends both."""
+"""Two ranks that train a small model: a loss of one rank that is no number ends both."""
 
 import json
 from pathlib import Path
 
 import pytest
-import torch
-
-from fp8q.quantize.learning.curvature import inverse_factors
 
 from ...calibrate.ranks.test_world import start
-from .test_training import TEXT, build_models
 
-#: What a rank says: the sum of each of its factors, and how its training ends where token 63 gives NaN.
+#: A rank says how its training ends where token 63 gives NaN.
 CHILD = """
 import json, sys
 from pathlib import Path
 import torch
 from fp8q.calibrate.ranks.world import joined_ranks
-from fp8q.quantize.learning.curvature import inverse_factors
 from fp8q.quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
 from tests.quantize.learning.test_training import TEXT, build_models
 
 teacher, student = build_models()
 with joined_ranks() as world:
-    factors = inverse_factors(student, torch.from_numpy(TEXT[0][:9]), 2, 0, world)
-    torch.save(factors, f"{sys.argv[1]}/{world.rank}.pt")
     windows = TEXT[0].copy()
     windows[8, 3] = 63  # in the share of one rank, at whichever step
     with torch.no_grad():
@@ -39,17 +32,10 @@ with joined_ranks() as world:
 
 
 @pytest.mark.slow
-def test_ranks_have_the_factors_of_one_process_and_end_together_at_a_loss_of_one(tmp_path: Path) -> None:
+def test_ranks_end_together_at_a_loss_of_one(tmp_path: Path) -> None:
     ranks = start(2, "-c", CHILD, str(tmp_path))
     said = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
-    alone = inverse_factors(build_models()[1], torch.from_numpy(TEXT[0][:9]), 4, 0)
-    for rank in range(2):
-        factors = torch.load(tmp_path / f"{rank}.pt")
-        assert factors.keys() == alone.keys()
-        for name, pair in alone.items():
-            for wanted, found in zip(pair, factors[name], strict=True):
-                assert torch.allclose(wanted, found, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
     (message, moments), other = (json.loads(out) for out, _ in said)
     assert other[0] == message
     assert message.startswith("the loss is nan at step ")

@@ -1,0 +1,27 @@
+"""Move the learned weights of a layer by Adam, in steps of a share of their own magnitude.
+
+    W ← W - rate · rms(W) · m̂ / (√v̂ + ε)
+
+m̂ and v̂ are Adam's means of the gradient and of its square (Kingma and Ba 2014, arXiv 1412.6980, algorithm 1). The root
+mean square of a layer's first weights makes one `rate` serve layers and models of any magnitude. A step is the same for
+all weights of a layer: in spacings of the grid, which grow with a weight, it would leave small weights where they are.
+"""
+
+import torch
+from torch import nn
+
+from .linear import learned_layers
+
+#: Far below the gradients of a divergence near zero, so that a step does not depend on their magnitude.
+EPSILON = 1e-15
+
+
+def weight_steps(student: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Make the optimizer of the learned layers of `student`, in the weights that they begin with; `learning_rate`: the
+    step as a share of a layer's root mean square.
+    """
+    groups = [
+        {"params": [layer.weight], "lr": learning_rate * float(layer.weight.detach().square().mean().sqrt())}
+        for layer in learned_layers(student).values()
+    ]
+    return torch.optim.Adam(groups, eps=EPSILON)
