@@ -1,8 +1,9 @@
 """NVIDIA ModelOpt's quantization-aware distillation and `fp8q distill`, from the same text.
 
     python benchmarks/distill_peer.py [MODEL=CALIBRATION,EVALUATION …] [--windows 20] [--context 512] [--learned 160]
+        [--small demo …]
 
-Each learns one pass over the same windows of Python's standard library (`distill.py`), of which one in ten is held out.
+Each learns one pass over the same windows of text of the domain (`distill.py`), of which one in ten is held out.
 ModelOpt begins at its own nearest rounding, E4M3 with a scale a channel of weights and a static scale of each input;
 its quantizers pass gradients straight through, its `LogitsDistillationLoss` is the forward KL, and AdamW moves all
 parameters with warm-up and a cosine, at each of `RATES`: the rate with the least held-out KL counts. fp8q begins at
@@ -25,27 +26,23 @@ from typing import Any
 
 import torch
 from accuracy import kl, logits_of
-from distill import FORMS, LIMIT_RATIO, domain_text
+from distill import FORMS, LIMIT_RATIO, calibrated, divergences, domain_text, evaluations
 from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from torch import nn
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from fp8q import api
-from fp8q.calibrate.model.source import load_model
-from fp8q.calibrate.model.tokenizer import load_tokenizer
-from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
+from fp8q.options import DistillOptions
 from fp8q.quantize.learning.training import forward_kl
-from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.distill import learning_text
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.texts import LearningText
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
+from fp8q.validate.accuracy.perplexity import Evaluation
 
 #: AdamW's peak learning rates that are tried, and the share of steps in which it rises.
 RATES, WARM_UP = (1e-6, 1e-5, 1e-4), 0.05
@@ -124,41 +121,25 @@ def peer(directory: str, run: Run, text: LearningText, evaluation: Evaluation) -
     }
 
 
-def divergence_of(run: Run, evaluation: Evaluation) -> float:
-    """KL of the FP8 reference of `run` from its float model, nats × 10⁶; all in FP32."""
-    source = sources.source_of(run)
-    exact = load_model(source, torch.float32, "cpu")
-    model = load_reference(run.model, "exact", torch.float32).model
-    return kl(evaluation, logits_of(exact), {"fp8": logits_of(model)}, source.text_config.vocab_size)["fp8"]
-
-
 def measure(model: ModelTexts, asked: argparse.Namespace) -> dict[str, Any]:
     """KL before and after learning: fp8q's by form, and ModelOpt's."""
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), dict[str, Any]()
-        tokenizer = load_tokenizer(sources.opened(model.directory))
-        ids = corpus.encode_texts(corpus.load_texts(model.eval_data), tokenizer)[: asked.windows * asked.context]
-        evaluation, data = cut(ids, model.eval_data, asked.context, asked.context), str(domain_text(folder))
+        texts, data = {"own": evaluations(model, asked)["own"]}, domain_text(model, folder)
         options = DistillOptions(samples=asked.learned, epochs=1.0, batch_size=BATCH)
-        for form, terms in FORMS.items():
-            chosen = CalibrateOptions(
-                seq_len=asked.context,
-                weight_rounding="sequential",
-                activation_terms=terms,  # type: ignore[arg-type]
-            )
-            texts, graph = (model.data, folder / form, model.eval_data), ExportOptions(graph=False)
-            run = api.calibrate(model.directory, *texts, chosen, graph, SILENT)
-            before, begun = divergence_of(run, evaluation), time.monotonic()
+        for form in FORMS:
+            run = calibrated(model, form, asked, folder)
+            before, begun = divergences(run, texts)["own"], time.monotonic()
             learned = api.distill(run.root, data, options, SILENT)
             seconds = round(time.monotonic() - begun)
-            after = divergence_of(run, evaluation)
+            after = divergences(run, texts)["own"]
             found[f"fp8q, {form}"] = {
                 "before": before, "after": after, "tokens": learned.tokens, "seconds": seconds,
                 "held_out": [(moment.step, round(1e6 * moment.kl, 1)) for moment in learned.moments],
             }  # fmt: skip
             print(form, found, file=sys.stderr, flush=True)
         text = learning_text(run, sources.source_of(run), data, options, Notes(SILENT))
-        found["ModelOpt, one code"] = peer(model.directory, run, text, evaluation)
+        found["ModelOpt, one code"] = peer(model.directory, run, text, texts["own"])
     return found
 
 
@@ -174,9 +155,11 @@ def missed(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def main() -> int:
     """Run, print, judge."""
-    options = model_arguments(__doc__, windows=20, context=512, learned=160).parse_args()
+    parser = model_arguments(__doc__, windows=20, context=512, learned=160)
+    parser.add_argument("--small", nargs="+", default=["demo"], help="names of small models, where none is given")
+    options = parser.parse_args()
     head = described("distill_peer")
-    results = {model.name: measure(model, options) for model in options.models or small_models("demo")}
+    results = {model.name: measure(model, options) for model in options.models or small_models(*options.small)}
     over = missed(results)
     figures = {"windows": options.windows, "context": options.context, "results": results}
     return publish(head, {**figures, "missed": over, "passed": not over}, options.save)

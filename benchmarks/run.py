@@ -7,8 +7,8 @@ unless `--again`; so the same command goes on after Ctrl-C. A part that misses i
 the others; the exit status is 1 then. Parts of time (the last ones) want a quiet machine. What reads `../shared` leaves
 its models out where they are not.
 
-`BY_HAND` are run when they are named: `distill` and `distill_peer`, which take 25 and 15 minutes, and others by those
-who installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does. `PEERS` also measure
+`BY_HAND` are run when they are named: those of `distill`, which take 10 to 60 minutes, and others by those who
+installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does. `PEERS` also measure
 llm-compressor, from an environment of its own. Without `--llmcompressor` they are passed over, but for `accuracy`,
 which measures its other rows again and says so in the result.
 """
@@ -16,6 +16,7 @@ which measures its other rows again and says so in the result.
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,10 @@ PARTS: Mapping[str, str] = {
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
     "distill": "distill.py",
-    "distill_peer": "distill_peer.py",
+    "distill_all": "distill.py --learned 6400 --forms 'two codes'",
+    "distill_ways": "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' 'an adapter'",
+    "distill_models": "distill.py --small llama qwen2 stories260k --learned 400 --forms 'two codes'",
+    "distill_peer": "distill_peer.py --small demo llama qwen2 stories260k",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
@@ -76,7 +80,7 @@ WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.e
 
 def words_of(part: str, peer: str | None) -> list[str]:
     """Return the command of a part, from the repository's root."""
-    script, *arguments = {**PARTS, **BY_HAND}[part].split()
+    script, *arguments = shlex.split({**PARTS, **BY_HAND}[part])
     if part in PEERS:
         arguments += ["--llmcompressor", peer] if peer else WITHOUT_PEER.get(part, [])
     return [sys.executable, f"benchmarks/{script}", *arguments, "--save", part]

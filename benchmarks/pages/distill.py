@@ -2,32 +2,33 @@
 
 from markdown import gigabytes, load, table
 
+RESULTS = ("distill", "distill_all", "distill_ways", "distill_models")
+
 
 def distill() -> str:
-    """KL before and after learning, on the model's domain and on another."""
+    """KL before and after learning, on the model's domain and on another, the row of most text first."""
     rows = []
-    for name, forms in load("distill")["results"].items():
-        for form, found in forms.items():
-            cells = [f"{found[when][text]:.0f}" for text in found["before"] for when in ("before", "after")]
-            steps, seconds = found["held_out"][-1][0], found["seconds"]
-            rows.append([f"{name}, {form}", *cells, f"{found['tokens']:,}", f"{steps}", f"{seconds / 60:.0f}"])
-    texts = {"own": "own domain", "other": "Wikipedia"}
-    head = [f"{texts[text]}, {when}" for text in found["before"] for when in ("before", "after")]
-    return table(["", *head, "tokens", "steps", "minutes"], rows)
+    for result in map(load, RESULTS):
+        for model, ways in result["results"].items():
+            for way, found in ways.items():
+                cells = [f"{found[when][text]:.0f}" for text in found["before"] for when in ("before", "after")]
+                rows.append([f"{model}, {way}", *cells, f"{found['tokens']:,}", f"{found['seconds'] / 60:.0f}"])
+    head = [f"{text}, {when}" for text in ("own domain", "Wikipedia") for when in ("before", "after")]
+    return table(["", *head, "tokens", "minutes"], rows)
 
 
 def distill_peer() -> str:
     """KL before and after learning the same text: ModelOpt's distillation, and fp8q's by form."""
     rows = [
         [
-            name,
-            begins,
+            f"{model}: {name}",
+            "nearest rounding" if name.startswith("ModelOpt") else "`sequential` rounding",
             f"{found['before']:.0f}",
             f"{found['after']:.0f}",
             f"{found['after'] / found['before'] - 1:+.1%}",
         ]
-        for name, found in load("distill_peer")["results"]["demo"].items()
-        for begins in ["nearest rounding" if name.startswith("ModelOpt") else "`sequential` rounding"]
+        for model, ways in load("distill_peer")["results"].items()
+        for name, found in ways.items()
     ]
     return table(["", "begins at", "before", "after", "change"], rows)
 
