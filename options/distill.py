@@ -9,6 +9,7 @@ from .serve import above_zero
 from .training import LearningGradients
 
 Trained = Literal["weights", "adapter"]
+LearnedScales = Literal["fixed", "learned"]
 #: The largest rank of an adapter that vLLM serves.
 LARGEST_RANK = 512
 
@@ -48,6 +49,11 @@ class WeightLearningOptions(LearningOptions):
         option(MODEL, "Of weights: learn one decoder layer at a time, for models larger than memory.", negative=()),
         Of("weights"),
     ] = False
+    scales: Annotated[
+        LearnedScales,
+        option(MEASUREMENT, "Of weights: let the scale of each output channel learn too, or leave it."),
+        Of("weights"),
+    ] = "fixed"
     gradients: Annotated[
         LearningGradients,
         option(MEASUREMENT, "Of weights: round gradients to it, each by the amax of 16 steps before."),

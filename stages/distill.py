@@ -18,7 +18,7 @@ from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
 from ..options import DistillOptions
-from ..options.distill import LearningOptions, WeightLearningOptions
+from ..options.distill import LearnedScales, LearningOptions, WeightLearningOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
 from .distill_blocks import learn_blocks
@@ -135,7 +135,7 @@ def _take_part(run: Run, world: "World") -> None:
         return
     task, windows = found
     schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed, gradients=task.gradients)
-    teacher, student, _ = _models(run, source_of(run))
+    teacher, student, _ = _models(run, source_of(run), task.scales)
     with quiet_transformers(), suppress(LossIsNotFiniteError):  # rank 0 tells of it
         listener = Listener(lambda steps: None, partial(_blamed, student))
         learn((teacher, student), windows, schedule, run.root / task.folder, listener, world)
@@ -196,7 +196,7 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
     from ..quantize.learning.training import Schedule, planned_steps
 
     begun, options, text = time.monotonic(), what.options, what.text
-    teacher, student, layers = _models(what.run, what.source)
+    teacher, student, layers = _models(what.run, what.source, options.scales)
     schedule = Schedule(
         options.epochs, options.batch_size, options.learning_rate, options.seed, gradients=options.gradients
     )
@@ -219,8 +219,12 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
     )
 
 
-def _models(run: Run, source: "Source") -> "tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]":
-    """Load the float model of `run` and its FP8 model, with the layers of the latter that learn by name."""
+def _models(
+    run: Run, source: "Source", scales: LearnedScales
+) -> "tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]":
+    """Load the float model of `run` and its FP8 model, with the layers of the latter that learn, and whose `scales` may
+    too, by name.
+    """
     import torch
 
     from ..calibrate.model.source import load_model
@@ -229,7 +233,8 @@ def _models(run: Run, source: "Source") -> "tuple[PreTrainedModel, PreTrainedMod
 
     teacher, other = (load_model(source, torch.float32, device()).requires_grad_(False) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32, device())
-    return teacher, *student_of(other, stored, load_scales(run).activations, LearnedLinear)
+    kind = partial(LearnedLinear, learn_scale=scales == "learned")
+    return teacher, *student_of(other, stored, load_scales(run).activations, kind)
 
 
 def train(

@@ -43,7 +43,7 @@ def learn_blocks(
     stored = open_codes(run.model, "exact", torch.float32, device())
     try:
         learning = BlockLearning(source, stored, load_scales(run).activations, windows, folder)
-        learning.run(BlockSchedule(steps, options.learning_rate, seed), notes)
+        learning.run(BlockSchedule(steps, options.learning_rate, seed, options.scales == "learned"), notes)
     except NoChainError as error:
         raise InputError(
             f"{error.what}, so it cannot learn layer by layer; give `fp8q distill` memory for the whole of it, without "

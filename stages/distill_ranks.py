@@ -8,6 +8,7 @@ from ..core.errors import InputError
 from ..core.files import Strict
 from ..core.run import Run
 from ..options import DistillOptions, LearningGradients
+from ..options.distill import LearnedScales
 from .pipeline.stages import QUANTIZE
 from .shared.texts import Tokens
 
@@ -30,6 +31,7 @@ class LearningTask(Strict):
     batch_size: int
     learning_rate: float
     seed: int
+    scales: LearnedScales
     gradients: LearningGradients
 
 
@@ -64,6 +66,7 @@ def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[To
         batch_size=options.batch_size,
         learning_rate=options.learning_rate,
         seed=options.seed,
+        scales=options.scales,
         gradients=options.gradients,
     )
     world.gathered(task.model_dump())

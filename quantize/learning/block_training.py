@@ -22,6 +22,8 @@ from transformers import get_cosine_schedule_with_warmup
 from .linear import learned_layers
 from .steps import weight_steps
 
+#: Codes float8_e4m3fn [out, in] and scale float32 [out].
+Learned = tuple[torch.Tensor, torch.Tensor]
 #: How often the held-out batches are scored in the training of a layer.
 EVALUATIONS = 5
 #: The share of steps in which the learning rate rises.
@@ -33,12 +35,13 @@ ATTEMPTS, SMALLER = 3, 3.0
 @dataclass(frozen=True)
 class BlockSchedule:
     """Say how long, and how fast, each layer learns: `steps` of a batch each, the peak `learning_rate` as a share of a
-    product's root mean square, and the `seed` of the order of batches.
+    product's root mean square, and the `seed` of the order of batches. `scales`: weight scales learn too.
     """
 
     steps: int
     learning_rate: float
     seed: int
+    scales: bool = False
 
     def order(self, batches: Sequence[int]) -> Iterator[int]:
         """Yield the batch of each step; all batches come by, in another order each time."""
@@ -89,15 +92,15 @@ def learn_block(
     batches: tuple[Sequence[int], Sequence[int]],
     schedule: BlockSchedule,
     advance: Callable[[int], None],
-) -> tuple[BlockResult, dict[str, torch.Tensor]]:
-    """Train the learned products of `block`; return its losses and the codes of its best moment, by product.
+) -> tuple[BlockResult, dict[str, Learned]]:
+    """Train the learned products of `block`; return its losses and the codes and scales of its best moment, by product.
 
     `batches`: the numbers of those to train on, and of those held out. `advance` is told of each step. A training that
     made the layer worse begins anew with smaller steps. A loss that is not finite ends it; the best moment before that
     counts.
     """
     _, held_out = batches
-    codes = {name: layer.codes() for name, layer in learned_layers(block.layer).items()}
+    codes = {name: layer.learned() for name, layer in learned_layers(block.layer).items()}
     before = held_out_error(block, held_out)
     result = BlockResult(before, before, 0, None if math.isfinite(before) else 0)
     if result.stopped is not None:
@@ -128,12 +131,12 @@ def _attempt(
     schedule: BlockSchedule,
     before: float,
     tell: Callable[[int], None],
-) -> tuple[BlockResult, dict[str, torch.Tensor]]:
+) -> tuple[BlockResult, dict[str, Learned]]:
     """Train once, from the codes that the layer began with, until the held-out error is above the one `before`; return
     the losses and the codes of the best moment.
     """
     train, held_out = batches
-    every, codes = math.ceil(schedule.steps / EVALUATIONS), dict[str, torch.Tensor]()
+    every, codes = math.ceil(schedule.steps / EVALUATIONS), dict[str, Learned]()
     result, optimizer = BlockResult(before, before, 0), weight_steps(block.layer, schedule.learning_rate)
     size = get_cosine_schedule_with_warmup(optimizer, math.ceil(WARM_UP * schedule.steps), schedule.steps)
     for step, batch in enumerate(schedule.order(train)):
@@ -151,7 +154,7 @@ def _attempt(
                 return replace(result, worse=True), codes
             if error < result.after:
                 result = replace(result, after=error, step=step + 1)
-                codes = {name: layer.codes() for name, layer in learned_layers(block.layer).items()}
+                codes = {name: layer.learned() for name, layer in learned_layers(block.layer).items()}
     return result, codes
 
 

@@ -28,6 +28,7 @@ from ...calibrate.measure.stream import Chain, check_space, going_on
 from ...calibrate.model.decoder import LayerCall
 from ...calibrate.model.products import output_channel_axis
 from ...calibrate.model.source import Source
+from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..codes.encoding import CODE
 from ..reference.fp8_model import StoredCodes
@@ -185,7 +186,7 @@ class BlockLearning(Chain):
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             for batch in self.text.batches:
                 self.float[after].write(batch, run_layer(self.float[before], batch))
-        with self._learning(index) as layers:
+        with self._learning(index, schedule.scales) as layers:
             with torch.inference_mode():
                 for batch in self.text.held_out:
                     self.unlearned[after].write(batch, run_layer(self.unlearned[before], batch))
@@ -195,14 +196,15 @@ class BlockLearning(Chain):
                 partial(run_layer, self.learned[before]),
                 lambda batch: self.float[after].read(batch, self.device),
             )
-            result, codes = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
-            changed = sum(each.settle(codes[name.removeprefix(prefix)]) for name, each in layers.items())
+            result, found = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
+            learned = {name: found[name.removeprefix(prefix)] for name in layers}
+            changed = sum(each.settle(*learned[name]) for name, each in layers.items())
             with torch.inference_mode():
                 for batch in self.text.batches:
                     self.learned[after].write(batch, run_layer(self.learned[before], batch))
-            learned = {name: (codes[name.removeprefix(prefix)], each.scale[:, 0]) for name, each in layers.items()}
+        release_memory()
         self._flush(index + 1)
-        total = sum(each.numel() for each in codes.values())
+        total = sum(codes.numel() for codes, _ in learned.values())
         self.done.end(
             BlockLoss(
                 layer=index,
@@ -217,14 +219,16 @@ class BlockLearning(Chain):
         )
 
     @contextmanager
-    def _learning(self, index: int) -> Iterator[dict[str, LearnedLinear]]:
-        """Fill a layer in this block, with learned products of the stored codes; yield these by name."""
+    def _learning(self, index: int, scales: bool) -> Iterator[dict[str, LearnedLinear]]:
+        """Fill a layer in this block, with learned products of the stored codes, whose `scales` may learn too; yield
+        the products by name.
+        """
         names = [name for name in self.stored.modules if self.layers.index(name) == index]
         products = {name: self.model.get_submodule(name) for name in names}
         layers = {}
         for name in names:
             bias = self.stored.read(f"{name}.bias") if self.stored.has(f"{name}.bias") else None
-            layers[name] = LearnedLinear(*self._codes(name), self.activations.get(name), bias)
+            layers[name] = LearnedLinear(*self._codes(name), self.activations.get(name), bias, scales)
         with self.weights.filled([name for name in self.inside(index) if name not in layers]):
             replace_linears(self.model, layers)
             try:

@@ -27,8 +27,11 @@ class LearnedCodes:
 
 
 def save_codes(file: Path, layers: Mapping[str, LearnedLinear]) -> None:
-    """Write the codes that `layers` learned to `file`."""
-    tensors = {f"{name}.codes": layer.codes().cpu() for name, layer in layers.items()}
-    tensors |= {f"{name}.scale": layer.scale[:, 0].cpu().contiguous() for name, layer in layers.items()}
+    """Write the codes that `layers` learned to `file`, and their scales."""
+    tensors = {
+        f"{name}.{part}": tensor.cpu()
+        for name, layer in layers.items()
+        for part, tensor in zip(("codes", "scale"), layer.learned(), strict=True)
+    }
     with replacing(file) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})

@@ -2,8 +2,14 @@
 
     y = x̂ · ŵᵀ + bias        ŵ = code(w / s_w) · s_w
 
-The scales stay as they are. The weight w before it is rounded is the only parameter; it begins at the values of its
-codes, and half a spacing of the grid changes a code. `steps` moves it.
+The weight w before it is rounded is the parameter; it begins at the values of its codes, and half a spacing of the grid
+changes a code. `steps` moves it. The scales stay as they are, unless they are learned too: then
+
+    ŵ = code(w / s_w) · s'_w        s'_w = bf16(g · s_w)
+
+with a gain g for each output channel, 1 at first, which moves a whole channel where its codes may stay. The derivative
+by s'_w is the code itself. LSQ's (arXiv 1902.08153, section 2.1), code - w / s, is of a scale that leaves w where it
+is: from weights that lie on the grid it is zero.
 
 Rounding has no useful derivative, so its gradient is that of the identity, and zero where a value lies beyond the
 largest code: the straight-through estimator (Bengio et al., 2013, arXiv 1308.3432, section 4), with the clipped range
@@ -58,7 +64,7 @@ def on_grid(x: torch.Tensor, scale: torch.Tensor, activation: TensorScale | None
 class LearnedLinear(nn.Module):
     """A linear layer on E4M3 codes whose weight is learned; all arithmetic is FP32, but for gradients that are rounded.
 
-    Invariant: `start` has the codes of the weight that the layer began with.
+    Invariant: `start` has the codes of the weight that the layer began with, and `scale` the scales.
     """
 
     def __init__(
@@ -67,9 +73,11 @@ class LearnedLinear(nn.Module):
         weight_scale: torch.Tensor,
         activation: TensorScale | None,
         bias: torch.Tensor | None,
+        learn_scale: bool = False,
     ):
         """Begin with `codes` float8_e4m3fn [out, in] under `weight_scale` float32 [out]; `activation`: the scale of the
-        input, None for one that is not quantized; `bias` [out] or None.
+        input, None for one that is not quantized; `bias` [out] or None. `learn_scale`: the weight's scales are learned
+        too, on the grid of BF16 numbers, or of FP32 numbers where they are no BF16 numbers.
         """
         super().__init__()
         scale = weight_scale.float()[:, None]
@@ -80,6 +88,7 @@ class LearnedLinear(nn.Module):
         input_scale = torch.tensor(1.0 if activation is None else activation.scale)
         self.register_buffer("input_scale", input_scale, persistent=False)
         self.weight = nn.Parameter(codes.float() * scale)
+        self.gain = nn.Parameter(torch.ones_like(scale)) if learn_scale else None
         #: Rounds the gradient of the output (`round_gradients`); None: it stays in FP32.
         self.of_gradient: nn.Module | None = None
 
@@ -88,26 +97,38 @@ class LearnedLinear(nn.Module):
     bias: torch.Tensor | None
     input_scale: torch.Tensor
 
-    def codes(self) -> torch.Tensor:
-        """The codes that were learned, float8_e4m3fn [out, in]."""
-        return encode(self.weight.detach(), self.scale)
+    @torch.no_grad()
+    def learned(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes that were learned, float8_e4m3fn [out, in], and their scales, float32 [out]."""
+        return encode(self.weight, self.scale), self._learned_scale()[:, 0].contiguous()
+
+    def _learned_scale(self) -> torch.Tensor:
+        """The learned scale, float32 [out, 1]."""
+        if self.gain is None:
+            return self.scale
+        product, on_bf16 = self.scale * self.gain.detach(), bool((self.scale == self.scale.bfloat16().float()).all())
+        return product.bfloat16().float() if on_bf16 else product
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the weight back to the codes that the layer began with."""
+        """Take the weight, and the gain, back to what the layer began with."""
         self.weight.copy_(self.start.float()).mul_(self.scale)
+        if self.gain is not None:
+            self.gain.fill_(1)
 
     @torch.no_grad()
-    def settle(self, codes: torch.Tensor) -> int:
-        """Begin anew with `codes` float8_e4m3fn [out, in]; return how many of them are others than before."""
+    def settle(self, codes: torch.Tensor, scale: torch.Tensor) -> int:
+        """Begin anew with `codes` float8_e4m3fn [out, in] under `scale` float32 [out]; return how many of the codes are
+        others than before.
+        """
         changed = int((codes.float() != self.start.float()).sum())
-        self.start.copy_(codes)
+        self.start, self.scale = codes, scale[:, None].clone()  # those before may be mapped from a file
         self.restore()
         return changed
 
     def changed(self) -> float:
         """The share of codes that are others than at the beginning."""
-        return float((self.codes().float() != self.start.float()).float().mean())
+        return float((self.learned()[0].float() != self.start.float()).float().mean())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out], in x's type."""
@@ -115,6 +136,9 @@ class LearnedLinear(nn.Module):
         if self.activation is not None:
             rounded = on_grid(rounded, self.input_scale, self.activation)
         weight = on_grid(self.weight, self.scale)
+        if self.gain is not None:
+            rounding = self._learned_scale() / self.scale - self.gain.detach()
+            weight = weight * (self.gain + rounding)  # straight through the rounding of the scale
         y = nn.functional.linear(rounded, weight, self.bias)
         return (y if self.of_gradient is None else round_gradient(y, self.of_gradient)).to(x.dtype)
 

@@ -5,6 +5,7 @@
 m̂ and v̂ are Adam's means of the gradient and of its square (Kingma and Ba 2014, arXiv 1412.6980, algorithm 1). The root
 mean square of a layer's first weights makes one `rate` serve layers and models of any magnitude. A step is the same for
 all weights of a layer: in spacings of the grid, which grow with a weight, it would leave small weights where they are.
+Gains of scales, which are 1 at first, move likewise.
 """
 
 import torch
@@ -18,10 +19,12 @@ EPSILON = 1e-15
 
 def weight_steps(student: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Make the optimizer of the learned layers of `student`, in the weights that they begin with; `learning_rate`: the
-    step as a share of a layer's root mean square.
+    step as a share of the root mean square of a layer's weights.
     """
     groups = [
-        {"params": [layer.weight], "lr": learning_rate * float(layer.weight.detach().square().mean().sqrt())}
+        {"params": [each], "lr": learning_rate * float(each.detach().square().mean().sqrt())}
         for layer in learned_layers(student).values()
+        for each in layer.parameters()
+        if each.requires_grad
     ]
     return torch.optim.Adam(groups, eps=EPSILON)

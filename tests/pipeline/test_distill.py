@@ -103,6 +103,22 @@ def test_other_scales_leave_it_out_and_say_so(
     assert not any("distilled" in name for name in json.loads(copy.record_file.read_text())["stages"]["quantize"])
 
 
+def test_learned_scales_are_in_the_checkpoint(begun: Run, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(begun.root, tmp_path / "run")))
+    options = DistillOptions(epochs=1.0, learning_rate=0.003, scales="learned")
+    found = api.distill(run.root, options=options)
+    assert found.best.kl < 0.99 * found.start.kl
+    stored = load_file(run.distilled)
+    (shard,), (other,) = run.model.glob("*.safetensors"), begun.model.glob("*.safetensors")
+    before, moved = load_file(other), 0
+    for name, scale in load_file(shard).items():
+        if name.endswith("weight_scale"):
+            assert torch.equal(stored[f"{name.removesuffix('.weight_scale')}.scale"], scale.float().flatten())
+            assert torch.equal(scale.float(), scale.bfloat16().float())
+            moved += int((scale != before[name]).sum())
+    assert moved > 100
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [("few words", "of which none can be held out; give text for 10 windows or more with --data"),

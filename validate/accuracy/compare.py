@@ -8,8 +8,6 @@ either. Results are saved after each chunk, and a killed call goes on at the nex
 out, and the others go on.
 """
 
-import ctypes
-import gc
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -24,6 +22,7 @@ import numpy.typing as npt
 
 from ...core.errors import BackendError
 from ...core.files import replacing
+from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ...core.undo import scratch
 from .divergence import REVERSED, Against, Baselines, Found, joined, measure_tokens
@@ -342,15 +341,6 @@ def without_gradients() -> AbstractContextManager[object]:
     """Record no gradients in the block; nothing where torch is not loaded, so that no runtime is of it."""
     torch = sys.modules.get("torch")
     return torch.inference_mode() if torch else nullcontext()
-
-
-def release_memory() -> None:
-    """Give back the memory of a runtime that nobody holds any more, to the system too: glibc keeps what was freed."""
-    gc.collect()
-    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def summarize_tokens(found: Found, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:

@@ -73,17 +73,17 @@ def test_the_error_falls_and_the_codes_are_those_of_the_best_moment(block: Learn
     for name, layer in (("up", block.layer.up), ("down", block.layer.down)):
         assert isinstance(layer, LearnedLinear)
         scale = layer.scale.clone()
-        assert layer.settle(codes[name]) > 0
-        assert torch.equal(layer.codes().view(torch.uint8), codes[name].view(torch.uint8))
+        assert layer.settle(*codes[name]) > 0
+        assert torch.equal(layer.learned()[0].view(torch.uint8), codes[name][0].view(torch.uint8))
         assert torch.equal(layer.scale, scale)
     assert held_out_error(block, HELD_OUT) == pytest.approx(result.after, rel=1e-5)
 
 
 def test_what_gets_worse_keeps_its_codes(block: LearningBlock) -> None:
-    before = {name: each.codes() for name, each in learned_products(block)}
+    before = {name: each.learned()[0] for name, each in learned_products(block)}
     result, codes = learn_block(block, (TRAIN, HELD_OUT), BlockSchedule(10, 1e4, 0), lambda steps: None)
     assert (result.after, result.step) == (result.before, 0)
-    assert all(torch.equal(codes[name].view(torch.uint8), each.view(torch.uint8)) for name, each in before.items())
+    assert all(torch.equal(codes[name][0].view(torch.uint8), each.view(torch.uint8)) for name, each in before.items())
 
 
 def test_steps_that_are_too_large_are_made_smaller(block: LearningBlock) -> None:
@@ -93,7 +93,7 @@ def test_steps_that_are_too_large_are_made_smaller(block: LearningBlock) -> None
     assert 0 < result.after < result.before
     assert 0 < sum(steps) <= 10
     for name, layer in learned_products(block):
-        layer.settle(codes[name])
+        layer.settle(*codes[name])
     assert held_out_error(block, HELD_OUT) == pytest.approx(result.after, rel=1e-5)
 
 
@@ -123,3 +123,17 @@ def test_every_batch_comes_by_in_another_order_each_time() -> None:
     assert sorted(order[:20]) == sorted(order[20:]) == [*range(20)]
     assert order[:20] != order[20:]
     assert order == [*schedule.order(range(20))]
+
+
+def test_learned_scales_are_those_of_the_best_moment(block: LearningBlock) -> None:
+    for name, layer in learned_products(block):
+        codes, scale = layer.learned()
+        setattr(block.layer, name, LearnedLinear(codes, scale.bfloat16().float(), None, None, learn_scale=True))
+    result, found = learn_block(block, (TRAIN, HELD_OUT), BlockSchedule(60, 0.005, 0, scales=True), lambda steps: None)
+    assert 0 < result.after < result.before
+    for name, layer in learned_products(block):
+        before = layer.scale[:, 0].clone()
+        layer.settle(*found[name])
+        assert not torch.equal(layer.scale[:, 0], before)
+        assert torch.equal(layer.scale, layer.scale.bfloat16().float())
+    assert held_out_error(block, HELD_OUT) == pytest.approx(result.after, rel=1e-5)

@@ -60,7 +60,7 @@ def test_a_layer_begins_as_the_reference_computes(activation: TensorScale | None
     given_scale = None if activation is None else torch.tensor(activation.scale)
     reference = FP8Linear(codes, scale, given_scale, bias, "exact", activation.terms if activation else 1)
     assert torch.allclose(learned(x), reference(x), rtol=1e-5, atol=1e-5)
-    assert torch.equal(learned.codes(), codes)
+    assert torch.equal(learned.learned()[0], codes)
     assert learned.changed() == 0
 
 
@@ -69,13 +69,15 @@ def test_half_a_spacing_changes_a_code_and_scales_stay() -> None:
     layer = LearnedLinear(codes, torch.tensor([0.5, 2.0]), None, None)
     with torch.no_grad():  # spacings are 0.125 and 32, 0.25 and 2^-9
         layer.weight.add_(0.6 * torch.tensor([[0.125 * 0.5, 32 * 0.5], [-0.1 * 2.0, 2.0**-9 * 2.0]]))
-    assert layer.codes().float().tolist() == [[1.125, 448.0], [-2.0, 2.0**-9]]  # none is beyond the largest
+    assert layer.learned()[0].float().tolist() == [[1.125, 448.0], [-2.0, 2.0**-9]]  # none is beyond the largest
     assert layer.changed() == 0.5
     assert layer.scale.flatten().tolist() == [0.5, 2.0]
     layer.restore()
-    assert torch.equal(layer.codes(), codes)
+    assert torch.equal(layer.learned()[0], codes)
     assert layer.changed() == 0
-    assert layer.settle(torch.tensor([[1.125, 448.0], [-2.0, 0.0]]).to(torch.float8_e4m3fn)) == 1
+    other = torch.tensor([[1.125, 448.0], [-2.0, 0.0]]).to(torch.float8_e4m3fn)
+    assert layer.settle(other, torch.tensor([0.5, 2.0])) == 1
+    assert codes.tolist() == [[1.0, 448.0], [-2.0, 0.0]]  # a view of a file stays as it is
     assert layer.weight.tolist() == [[0.5625, 224.0], [-4.0, 0.0]]
     assert layer.changed() == 0
 
@@ -87,3 +89,30 @@ def test_the_gradient_is_that_of_the_weight_and_nothing_else_is_learned() -> Non
     assert layer.weight.grad is not None
     assert layer.weight.grad.tolist() == [[3.0, 5.0]]
     assert [name for name, _ in layer.named_parameters()] == ["weight"]
+
+
+def test_a_gain_moves_the_scale_of_its_channel_on_the_grid_of_bf16() -> None:
+    codes = torch.tensor([[1.0, 4.0], [2.0, -8.0]]).to(torch.float8_e4m3fn)
+    layer = LearnedLinear(codes, torch.tensor([0.5, 2.0]), None, None, learn_scale=True)
+    x = torch.tensor([[3.0, 5.0]])
+    assert layer(x).tolist() == [[11.5, -68.0]]
+    layer(x).sum().backward()
+    assert layer.gain is not None
+    assert layer.gain.grad is not None
+    assert layer.gain.grad.tolist() == [[11.5], [-68.0]]  # each channel's codes under its scale, times the input
+    with torch.no_grad():
+        layer.gain.copy_(torch.tensor([[1 + 0.4 * 2**-7], [1 + 0.6 * 2**-7]]))  # of 8 bits: a half is nearer to neither
+    found, scale = layer.learned()
+    assert torch.equal(found, codes)
+    assert scale.tolist() == [0.5, 2.0 + 2**-6]
+    assert torch.allclose(layer(x), torch.tensor([[11.5, -68.0 * (1 + 2**-7)]]), rtol=1e-6)
+    assert layer.settle(found, scale) == 0
+    assert layer.gain.tolist() == [[1.0], [1.0]]
+    assert layer.learned()[1].tolist() == [0.5, 2.0 + 2**-6]
+
+
+def test_scales_that_are_no_bf16_numbers_begin_as_they_are() -> None:
+    codes, scale = torch.tensor([[1.0]]).to(torch.float8_e4m3fn), torch.tensor([0.1])
+    layer = LearnedLinear(codes, scale, None, None, learn_scale=True)
+    assert torch.equal(layer.learned()[1], scale)
+    assert layer(torch.ones(1, 1)).item() == scale.item()

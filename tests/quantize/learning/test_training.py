@@ -68,7 +68,7 @@ def train(
 def codes(student: PreTrainedModel) -> dict[str, bytes]:
     layers = {name: each for name, each in student.named_modules() if isinstance(each, LearnedLinear)}
     assert layers
-    return {name: each.codes().view(torch.uint8).numpy().tobytes() for name, each in layers.items()}
+    return {name: each.learned()[0].view(torch.uint8).numpy().tobytes() for name, each in layers.items()}
 
 
 def loss(models: tuple[PreTrainedModel, PreTrainedModel]) -> float:
