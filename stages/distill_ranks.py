@@ -31,10 +31,11 @@ class LearningTask(Strict):
     learning_rate: float
     seed: int
     gradients: LearningGradients
+    shard: bool
 
 
 def check_ranks(options: DistillOptions, world: "World") -> None:
-    """Raise InputError where ranks cannot share the windows of a step, or a launcher would split the weights."""
+    """Raise InputError where ranks cannot share windows or weights, or where a launcher would split the weights."""
     if options.stream and world.size > 1:
         raise InputError("--stream: layers learn one after the other, in one process; start it without torchrun")
     if options.gradients in ("e5m2", "e4m3") and world.size > 1:
@@ -47,11 +48,16 @@ def check_ranks(options: DistillOptions, world: "World") -> None:
             f"--batch-size {options.batch_size}: is the number of windows a step of all {world.size} ranks, which "
             f"cannot have as many each; give a multiple of {world.size}"
         )
+    if options.shard and world.size == 1:
+        raise InputError(
+            "--shard: shares the models between the ranks of torchrun, and this is one process; start it with torchrun "
+            "--nproc-per-node N -m fp8q distill"
+        )
     for name in SHARDED:
         if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
             raise InputError(
-                f"{name} is set: each rank learns on the whole model, and would have a part of it only; unset it, and "
-                "start the ranks with torchrun"
+                f"{name} is set: fp8q shares a model between ranks itself, by torch's FSDP2; unset it, start the ranks "
+                "with torchrun, and give --shard"
             )
 
 
@@ -65,6 +71,7 @@ def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[To
         learning_rate=options.learning_rate,
         seed=options.seed,
         gradients=options.gradients,
+        shard=options.shard,
     )
     world.gathered(task.model_dump())
     for each in windows:

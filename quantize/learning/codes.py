@@ -26,9 +26,14 @@ class LearnedCodes:
         return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 
-def save_codes(file: Path, layers: Mapping[str, LearnedLinear]) -> None:
-    """Write the codes that `layers` learned to `file`."""
-    tensors = {f"{name}.codes": layer.codes().cpu() for name, layer in layers.items()}
+def learned_codes(layers: Mapping[str, LearnedLinear]) -> dict[str, torch.Tensor]:
+    """Collect the codes that `layers` learned by name, layer by layer; all ranks call this where they share weights."""
+    return {name: layer.codes().cpu() for name, layer in layers.items()}
+
+
+def save_codes(file: Path, layers: Mapping[str, LearnedLinear], codes: Mapping[str, torch.Tensor]) -> None:
+    """Write the `codes` that `layers` learned to `file`, with their scales."""
+    tensors = {f"{name}.codes": each for name, each in codes.items()}
     tensors |= {f"{name}.scale": layer.scale[:, 0].cpu().contiguous() for name, layer in layers.items()}
     with replacing(file) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})

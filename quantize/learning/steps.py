@@ -21,7 +21,7 @@ def weight_steps(student: nn.Module, learning_rate: float) -> torch.optim.Optimi
     step as a share of a layer's root mean square.
     """
     groups = [
-        {"params": [layer.weight], "lr": learning_rate * float(layer.weight.detach().square().mean().sqrt())}
+        {"params": [layer.weight], "lr": learning_rate * float(layer.first_weight().square().mean().sqrt())}
         for layer in learned_layers(student).values()
     ]
     return torch.optim.Adam(groups, eps=EPSILON)
