@@ -104,5 +104,10 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                 )
         if self.stream and (given := first_given(self, ["gradients", "watch"])):
             raise InputError(f"{given}: is for learning end to end, and --stream learns layer by layer; leave one out")
-        if self.shard and (given := first_given(self, ["stream", "watch"])):
+        if self.shard and self.stream:
+            raise InputError(
+                "--stream: learns layer by layer in one process, and --shard shares both models between several; leave "
+                "one out"
+            )
+        if self.shard and (given := first_given(self, ["watch"])):
             raise InputError(f"{given}: is for whole models, of which --shard has a part on each rank; leave one out")

@@ -23,7 +23,7 @@ from ..options.distill import LearningOptions, WeightLearningOptions
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
 from .distill_blocks import learn_blocks
-from .distill_ranks import check_ranks, receive_task, send_nothing, send_task
+from .distill_ranks import bytes_a_weight, check_no_experts, check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
@@ -50,11 +50,6 @@ if TYPE_CHECKING:
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
-#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, Adam's two means and the weight that
-#: the forward pass rounds to; a byte each for its first code and its range.
-BYTES_A_WEIGHT = 26
-#: Those of them that ranks share with --shard: the teacher's and the student's weight, its gradient and the two means.
-SHARED_BYTES = 20
 #: The float model finds other text than the calibration text this much harder, nats a token, before that is noted.
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
@@ -111,9 +106,7 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     if not options.stream:
         if options.shard:
             check_no_experts(source)
-        shared = SHARED_BYTES if options.shard else 0
-        each = BYTES_A_WEIGHT - shared + shared / world.size
-        check_memory(source, "its weights", each, world.process.local_ranks)
+        check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks)
     quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
@@ -136,7 +129,7 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
 def _take_part(run: Run, world: "World") -> None:
     """Learn, as a rank above 0, from the share of the windows that the Trainer assigns; write nothing to the run."""
     from ..calibrate.input.silence import quiet_transformers
-    from ..quantize.learning.codes import learned_codes
+    from ..quantize.learning.codes import gathered_codes
     from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
 
     if (found := receive_task(run, world)) is None:
@@ -148,7 +141,7 @@ def _take_part(run: Run, world: "World") -> None:
         listener = Listener(lambda steps: None, partial(_blamed, student))
         learn((teacher, student), windows, schedule, run.root / task.folder, listener, world)
     if task.shard:
-        learned_codes(layers)  # rank 0 has a part of them only, and writes all
+        gathered_codes(layers)  # rank 0 has a part of them only, and writes all
 
 
 def check_memory(source: "Source", learned: str, bytes_a_weight: float, ranks: int = 1) -> None:
@@ -161,21 +154,7 @@ def check_memory(source: "Source", learned: str, bytes_a_weight: float, ranks: i
     if too_much := beyond(size, ranks):
         raise InputError(
             f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --stream learns weights layer "
-            "by layer"
-        )
-
-
-def check_no_experts(source: "Source") -> None:
-    """Raise InputError for a model with experts: FSDP2 adds up gradients that all ranks have, and a rank whose tokens
-    leave an expert out has none of it.
-    """
-    from ..calibrate.model.products import routers
-    from ..calibrate.model.source import meta_model
-
-    if routers(meta_model(source)):
-        raise InputError(
-            f"--shard: {source.name} has experts, and tokens of one rank may reach others than those of the next; "
-            "leave --shard out, or learn layer by layer with --stream in one process"
+            "by layer, and --shard shares them between the ranks of torchrun"
         )
 
 
@@ -215,7 +194,7 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
 
 def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "World") -> "Distillation":
     """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`."""
-    from ..quantize.learning.codes import learned_codes, save_codes
+    from ..quantize.learning.codes import gathered_codes, save_codes
     from ..quantize.learning.document import Distillation
     from ..quantize.learning.training import Schedule, planned_steps
 
@@ -229,7 +208,7 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
     moments, stopped = train(what, (teacher, student), schedule, folder, notes, world)
     if options.watch:
         notes.note(f"distill: `fp8q inspect {what.run.training}` shows what the training would lose in FP8")
-    codes = learned_codes(layers)
+    codes = gathered_codes(layers)
     save_codes(what.run.distilled, layers, codes)
     changed = sum(layer.changed(codes[name]) * layer.weight.numel() for name, layer in layers.items())
     total = sum(layer.weight.numel() for layer in layers.values())
@@ -254,11 +233,14 @@ def _models(
     """
     import torch
 
+    from ..calibrate.model.memory import return_freed_blocks
     from ..calibrate.model.source import load_model
     from ..quantize.learning.linear import LearnedLinear, student_of
     from ..quantize.learning.sharded_model import shard_model
     from ..quantize.reference.fp8_model import open_codes
 
+    if sharing is not None:
+        return_freed_blocks()
     teacher = load_model(source, torch.float32, device()).requires_grad_(False)
     judge(teacher)
     if sharing is not None:

@@ -26,7 +26,7 @@ class LearnedCodes:
         return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 
-def learned_codes(layers: Mapping[str, LearnedLinear]) -> dict[str, torch.Tensor]:
+def gathered_codes(layers: Mapping[str, LearnedLinear]) -> dict[str, torch.Tensor]:
     """Collect the codes that `layers` learned by name, layer by layer; all ranks call this where they share weights."""
     return {name: layer.codes().cpu() for name, layer in layers.items()}
 

@@ -27,7 +27,7 @@ from ..reference.linear import replace_linears
 from ..scales.decisions import TensorScale
 from ..training.emulation import gradient_rounding, round_gradient
 from ..weights.sequential import product_input
-from .shards import own_part, part_of, whole
+from .shards import gathered_whole, own_part, part_of
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -94,7 +94,7 @@ class LearnedLinear(nn.Module):
 
     def codes(self) -> torch.Tensor:
         """The codes that were learned, float8_e4m3fn [out, in]; all ranks call this where they share the weight."""
-        return encode(whole(self.weight.detach()), self.scale)
+        return encode(gathered_whole(self.weight.detach()), self.scale)
 
     def first_weight(self) -> torch.Tensor:
         """The values of the codes that the layer began with, float32 [out, in]."""

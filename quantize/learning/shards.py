@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered_whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor of which this rank may have a part; all ranks call it then."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
