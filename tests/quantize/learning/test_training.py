@@ -149,6 +149,15 @@ def test_a_checkpoint_that_a_kill_left_half_written_is_passed_over(tmp_path: Pat
     assert last_checkpoint(tmp_path) == "checkpoint-16"
 
 
+def test_a_checkpoint_of_another_number_of_ranks_is_passed_over(tmp_path: Path) -> None:
+    for step, ranks in ((8, 2), (16, 4)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in (f"rank-0-of-{ranks}-model.safetensors", "trainer_state.json"):
+            (tmp_path / f"checkpoint-{step}" / name).touch()
+    assert last_checkpoint(tmp_path, "rank-0-of-2-model.safetensors") == "checkpoint-8"
+    assert last_checkpoint(tmp_path, "model.safetensors") is None
+
+
 def test_the_pace_is_told_once_by_a_real_step(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
     """Of 24 steps, scored every third, two are done when it is told, and the eight evaluations are to come."""
     told = list[StepPace]()
