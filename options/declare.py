@@ -249,11 +249,14 @@ class Options:
 
 
 def first_given(options: Options, names: Iterable[str]) -> str | None:
-    """The first of the fields `names` that is not its default, as on the command line: `--interval 5`; None if
-    all are.
+    """The first of the fields `names` that is not its default, as on the command line: `--interval 5`, or `--stream`;
+    None if all are.
     """
-    changed = (name for name in names if getattr(options, name) != getattr(type(options), name))
-    return next((f"{options.declared()[name].option} {getattr(options, name)}" for name in changed), None)
+    changed = next((name for name in names if getattr(options, name) != getattr(type(options), name)), None)
+    if changed is None:
+        return None
+    flag, value = options.declared()[changed].option, getattr(options, changed)
+    return flag if value is True else f"{flag} {value}"
 
 
 def without(*names: str) -> Parameter:

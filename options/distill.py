@@ -35,7 +35,8 @@ class LearningOptions(Options):
 class WeightLearningOptions(LearningOptions):
     """Options of learned weights: how fast they move.
 
-    `stream`: each decoder layer learns by itself, toward the output of the float layer.
+    `stream`: each decoder layer learns by itself, toward the output of the float layer. `shard`: the ranks of torchrun
+    have a part of both models each.
     """
 
     learning_rate: Annotated[
@@ -47,6 +48,11 @@ class WeightLearningOptions(LearningOptions):
     stream: Annotated[
         bool,
         option(MODEL, "Of weights: learn one decoder layer at a time, for models larger than memory.", negative=()),
+        Of("weights"),
+    ] = False
+    shard: Annotated[
+        bool,
+        option(MODEL, "Of weights: share the models between the ranks of torchrun, which need less each.", negative=()),
         Of("weights"),
     ] = False
     scales: Annotated[
@@ -104,3 +110,10 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                 )
         if self.stream and (given := first_given(self, ["gradients", "watch"])):
             raise InputError(f"{given}: is for learning end to end, and --stream learns layer by layer; leave one out")
+        if self.shard and self.stream:
+            raise InputError(
+                "--stream: learns layer by layer in one process, and --shard shares both models between several; leave "
+                "one out"
+            )
+        if self.shard and (given := first_given(self, ["watch"])):
+            raise InputError(f"{given}: is for whole models, of which --shard has a part on each rank; leave one out")

@@ -5,6 +5,7 @@ Several processes that torchrun started learn together; the first alone reads th
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from ..options.distill import LearnedScales, LearningOptions, WeightLearningOpti
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest, load_tokens, opening_of
 from .distill_blocks import learn_blocks
-from .distill_ranks import check_ranks, receive_task, send_nothing, send_task
+from .distill_ranks import bytes_a_weight, check_no_experts, check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
-#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, Adam's two means and the weight that
-#: the forward pass rounds to; a byte each for its first code and its range.
-BYTES_A_WEIGHT = 26
 #: The float model finds other text than the calibration text this much harder, nats a token, before that is noted.
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
@@ -106,7 +104,9 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
         send_nothing(world)
         return source
     if not options.stream:
-        check_memory(source, "its weights", BYTES_A_WEIGHT, world.process.local_ranks)
+        if options.shard:
+            check_no_experts(source)
+        check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks)
     quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
@@ -129,29 +129,32 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
 def _take_part(run: Run, world: "World") -> None:
     """Learn, as a rank above 0, from the share of the windows that the Trainer assigns; write nothing to the run."""
     from ..calibrate.input.silence import quiet_transformers
+    from ..quantize.learning.codes import gathered_codes
     from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
 
     if (found := receive_task(run, world)) is None:
         return
     task, windows = found
     schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed, gradients=task.gradients)
-    teacher, student, _ = _models(run, source_of(run), task.scales)
+    teacher, student, layers = _models(run, source_of(run), task.scales, world if task.shard else None)
     with quiet_transformers(), suppress(LossIsNotFiniteError):  # rank 0 tells of it
         listener = Listener(lambda steps: None, partial(_blamed, student))
         learn((teacher, student), windows, schedule, run.root / task.folder, listener, world)
+    if task.shard:
+        gathered_codes(layers)  # rank 0 has a part of them only, and writes all
 
 
-def check_memory(source: "Source", learned: str, bytes_a_weight: int, ranks: int = 1) -> None:
+def check_memory(source: "Source", learned: str, bytes_a_weight: float, ranks: int = 1) -> None:
     """Raise InputError for a model of which there is no memory to learn what is `learned`; each of `ranks` on a machine
     needs its own.
     """
     from ..calibrate.model.memory import weight_bytes
 
-    size = weight_bytes(source) // 2 * bytes_a_weight
+    size = round(weight_bytes(source) // 2 * bytes_a_weight)
     if too_much := beyond(size, ranks):
         raise InputError(
             f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --stream learns weights layer "
-            "by layer"
+            "by layer, and --shard shares them between the ranks of torchrun"
         )
 
 
@@ -191,21 +194,27 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
 
 def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "World") -> "Distillation":
     """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`."""
-    from ..quantize.learning.codes import save_codes
+    from ..quantize.learning.codes import gathered_codes, save_codes
     from ..quantize.learning.document import Distillation
     from ..quantize.learning.training import Schedule, planned_steps
 
     begun, options, text = time.monotonic(), what.options, what.text
-    teacher, student, layers = _models(what.run, what.source, options.scales)
     schedule = Schedule(
         options.epochs, options.batch_size, options.learning_rate, options.seed, gradients=options.gradients
     )
-    note_domain(what, teacher, notes)
+    teacher, student, layers = _models(
+        what.run,
+        what.source,
+        options.scales,
+        world if options.shard else None,
+        lambda model: note_domain(what, model, notes),
+    )
     moments, stopped = train(what, (teacher, student), schedule, folder, notes, world)
     if options.watch:
         notes.note(f"distill: `fp8q inspect {what.run.training}` shows what the training would lose in FP8")
-    save_codes(what.run.distilled, layers)
-    changed = sum(layer.changed() * layer.weight.numel() for layer in layers.values())
+    codes = gathered_codes(layers)
+    save_codes(what.run.distilled, codes)
+    changed = sum(layer.changed(codes[name][0]) * layer.weight.numel() for name, layer in layers.items())
     total = sum(layer.weight.numel() for layer in layers.values())
     return Distillation(
         data=text.name,
@@ -220,21 +229,37 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
 
 
 def _models(
-    run: Run, source: "Source", scales: LearnedScales
+    run: Run,
+    source: "Source",
+    scales: LearnedScales,
+    sharing: "World | None",
+    judge: "Callable[[PreTrainedModel], None]" = lambda model: None,
 ) -> "tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]":
     """Load the float model of `run` and its FP8 model, with the layers of the latter that learn, and whose `scales` may
     too, by name.
+
+    `sharing`: the ranks that have a part of both each; None: they are whole. `judge` gets the float model while it is.
     """
     import torch
 
+    from ..calibrate.model.memory import return_freed_blocks
     from ..calibrate.model.source import load_model
     from ..quantize.learning.linear import LearnedLinear, student_of
+    from ..quantize.learning.sharded_model import shard_model
     from ..quantize.reference.fp8_model import open_codes
 
-    teacher, other = (load_model(source, torch.float32, device()).requires_grad_(False) for _ in range(2))
-    stored = open_codes(run.model, "exact", torch.float32, device())
+    if sharing is not None:
+        return_freed_blocks()
+    teacher = load_model(source, torch.float32, device()).requires_grad_(False)
+    judge(teacher)
+    if sharing is not None:
+        shard_model(teacher, sharing)
+    other, stored = load_model(source, torch.float32, device()), open_codes(run.model, "exact", torch.float32, device())
     kind = partial(LearnedLinear, learn_scale=scales == "learned")
-    return teacher, *student_of(other, stored, load_scales(run).activations, kind)
+    student, layers = student_of(other, stored, load_scales(run).activations, kind)
+    if sharing is not None:
+        shard_model(student, sharing)
+    return teacher, student, layers
 
 
 def train(

@@ -13,10 +13,19 @@ from .pipeline.stages import QUANTIZE
 from .shared.texts import Tokens
 
 if TYPE_CHECKING:
+    from ..calibrate.model.source import Source
     from ..calibrate.ranks.world import World
 
 #: Variables by which `accelerate launch` asks for a training in which no rank has a whole weight.
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+
+#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, Adam's two means and the weight that
+#: the forward pass rounds to; a byte each for its first code and its range.
+BYTES_A_WEIGHT = 26
+#: Bytes that ranks share with --shard, the first five of these; of the others the first code alone is kept then.
+SHARED_BYTES, WHOLE_BYTES = 20, 1
+#: Bytes while the student is loaded: the teacher's are shared by then, the student's weight and first code are not yet.
+TEACHER_BYTES, LOADED_BYTES = 4, 5
 
 
 class LearningTask(Strict):
@@ -33,10 +42,11 @@ class LearningTask(Strict):
     seed: int
     scales: LearnedScales
     gradients: LearningGradients
+    shard: bool
 
 
 def check_ranks(options: DistillOptions, world: "World") -> None:
-    """Raise InputError where ranks cannot share the windows of a step, or a launcher would split the weights."""
+    """Raise InputError where ranks cannot share windows or weights, or where a launcher would split the weights."""
     if options.stream and world.size > 1:
         raise InputError("--stream: layers learn one after the other, in one process; start it without torchrun")
     if options.gradients in ("e5m2", "e4m3") and world.size > 1:
@@ -49,12 +59,38 @@ def check_ranks(options: DistillOptions, world: "World") -> None:
             f"--batch-size {options.batch_size}: is the number of windows a step of all {world.size} ranks, which "
             f"cannot have as many each; give a multiple of {world.size}"
         )
+    if options.shard and world.size == 1:
+        raise InputError(
+            "--shard: shares the models between the ranks of torchrun, and this is one process; start it with torchrun "
+            "--nproc-per-node N -m fp8q distill"
+        )
     for name in SHARDED:
         if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
             raise InputError(
-                f"{name} is set: each rank learns on the whole model, and would have a part of it only; unset it, and "
-                "start the ranks with torchrun"
+                f"{name} is set: fp8q shares a model between ranks itself, by torch's FSDP2; unset it, start the ranks "
+                "with torchrun, and give --shard"
             )
+
+
+def check_no_experts(source: "Source") -> None:
+    """Raise InputError for a model with experts: FSDP2 adds up gradients that all ranks have, and a rank whose tokens
+    leave an expert out has none of it.
+    """
+    from ..calibrate.model.products import routers
+    from ..calibrate.model.source import meta_model
+
+    if routers(meta_model(source)):
+        raise InputError(
+            f"--shard: {source.name} has experts, and tokens of one rank may reach others than those of the next; "
+            "leave --shard out, or learn layer by layer with --stream in one process"
+        )
+
+
+def bytes_a_weight(options: DistillOptions, world: "World") -> float:
+    """Return the bytes a weight that learning takes on each rank of `world`."""
+    if not options.shard:
+        return BYTES_A_WEIGHT
+    return max(SHARED_BYTES / world.size + WHOLE_BYTES, TEACHER_BYTES / world.size + LOADED_BYTES)
 
 
 def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[Tokens, Tokens], world: "World") -> None:
@@ -68,6 +104,7 @@ def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[To
         seed=options.seed,
         scales=options.scales,
         gradients=options.gradients,
+        shard=options.shard,
     )
     world.gathered(task.model_dump())
     for each in windows:

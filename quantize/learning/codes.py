@@ -26,12 +26,18 @@ class LearnedCodes:
         return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 
-def save_codes(file: Path, layers: Mapping[str, LearnedLinear]) -> None:
-    """Write the codes that `layers` learned to `file`, and their scales."""
+def gathered_codes(layers: Mapping[str, LearnedLinear]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Collect the codes that `layers` learned, and their scales; all ranks call this where they share weights."""
+    found = {name: layer.learned() for name, layer in layers.items()}
+    return {name: (codes.cpu(), scale.cpu()) for name, (codes, scale) in found.items()}
+
+
+def save_codes(file: Path, codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write learned codes and their scales to `file`."""
     tensors = {
-        f"{name}.{part}": tensor.cpu()
-        for name, layer in layers.items()
-        for part, tensor in zip(("codes", "scale"), layer.learned(), strict=True)
+        f"{name}.{part}": tensor
+        for name, both in codes.items()
+        for part, tensor in zip(("codes", "scale"), both, strict=True)
     }
     with replacing(file) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ...calibrate.model.products import output_channel_axis
@@ -32,6 +33,7 @@ from ..reference.linear import replace_linears
 from ..scales.decisions import TensorScale
 from ..training.emulation import gradient_rounding, round_gradient
 from ..weights.sequential import product_input
+from .shards import gathered_whole, own_part, part_of
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -91,6 +93,8 @@ class LearnedLinear(nn.Module):
         self.gain = nn.Parameter(torch.ones_like(scale)) if learn_scale else None
         #: Rounds the gradient of the output (`round_gradients`); None: it stays in FP32.
         self.of_gradient: nn.Module | None = None
+        #: Rounds input and weight once more for the backward pass, and keeps neither for it (`sharded_model`).
+        self.rounds_again = False
 
     scale: torch.Tensor
     start: torch.Tensor
@@ -99,22 +103,28 @@ class LearnedLinear(nn.Module):
 
     @torch.no_grad()
     def learned(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes that were learned, float8_e4m3fn [out, in], and their scales, float32 [out]."""
-        return encode(self.weight, self.scale), self._learned_scale()[:, 0].contiguous()
+        """The codes that were learned, float8_e4m3fn [out, in], and their scales, float32 [out]; all ranks call this
+        where they share the weight.
+        """
+        return encode(gathered_whole(self.weight.detach()), self.scale), self._learned_scale()[:, 0].contiguous()
 
     def _learned_scale(self) -> torch.Tensor:
         """The learned scale, float32 [out, 1]."""
         if self.gain is None:
             return self.scale
-        product, on_bf16 = self.scale * self.gain.detach(), bool((self.scale == self.scale.bfloat16().float()).all())
-        return product.bfloat16().float() if on_bf16 else product
+        product = self.scale * gathered_whole(self.gain.detach())
+        return product.bfloat16().float() if torch.equal(self.scale, self.scale.bfloat16().float()) else product
+
+    def first_weight(self) -> torch.Tensor:
+        """The values of the codes that the layer began with, float32 [out, in]."""
+        return self.start.float().mul_(self.scale)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Take the weight, and the gain, back to what the layer began with."""
-        self.weight.copy_(self.start.float()).mul_(self.scale)
+        own_part(self.weight).copy_(part_of(self.first_weight(), self.weight))
         if self.gain is not None:
-            self.gain.fill_(1)
+            own_part(self.gain).fill_(1)
 
     @torch.no_grad()
     def settle(self, codes: torch.Tensor, scale: torch.Tensor) -> int:
@@ -126,12 +136,21 @@ class LearnedLinear(nn.Module):
         self.restore()
         return changed
 
-    def changed(self) -> float:
-        """The share of codes that are others than at the beginning."""
-        return float((self.learned()[0].float() != self.start.float()).float().mean())
+    def changed(self, codes: torch.Tensor | None = None) -> float:
+        """The share of codes that are others than at the beginning. `codes`: those that were learned, if known."""
+        learned = self.learned()[0] if codes is None else codes.to(self.start.device)
+        return float((learned.float() != self.start.float()).float().mean())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out], in x's type."""
+        y: torch.Tensor
+        if self.rounds_again and torch.is_grad_enabled():
+            y = checkpoint(self._product, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = self._product(x)
+        return (y if self.of_gradient is None else round_gradient(y, self.of_gradient)).to(x.dtype)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         rounded: torch.Tensor = x.float()
         if self.activation is not None:
             rounded = on_grid(rounded, self.input_scale, self.activation)
@@ -139,8 +158,7 @@ class LearnedLinear(nn.Module):
         if self.gain is not None:
             rounding = self._learned_scale() / self.scale - self.gain.detach()
             weight = weight * (self.gain + rounding)  # straight through the rounding of the scale
-        y = nn.functional.linear(rounded, weight, self.bias)
-        return (y if self.of_gradient is None else round_gradient(y, self.of_gradient)).to(x.dtype)
+        return nn.functional.linear(rounded, weight, self.bias)
 
 
 def student_of(
@@ -155,14 +173,14 @@ def student_of(
     Everything else is frozen.
     """
     layers: dict[str, Layer] = {}
+    teacher.requires_grad_(False)
     for module in stored.modules:
         axis = output_channel_axis(stored.model.get_submodule(module))
         codes = stored.read(f"{module}.weight").movedim(axis, 0).contiguous()
         scale = stored.read(f"{module}.weight_scale").movedim(axis, 0)[:, 0]
         bias = stored.read(f"{module}.bias") if stored.has(f"{module}.bias") else None
         layers[module] = kind(codes.to(CODE), scale, activations.get(module), bias)
-    teacher.requires_grad_(False)
-    replace_linears(teacher, layers)
+        replace_linears(teacher, {module: layers[module]})  # its float weight is let go of before the next is made
     return teacher, layers
 
 

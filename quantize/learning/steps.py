@@ -21,10 +21,10 @@ def weight_steps(student: nn.Module, learning_rate: float) -> torch.optim.Optimi
     """Make the optimizer of the learned layers of `student`, in the weights that they begin with; `learning_rate`: the
     step as a share of the root mean square of a layer's weights.
     """
+    layers = learned_layers(student).values()
     groups = [
-        {"params": [each], "lr": learning_rate * float(each.detach().square().mean().sqrt())}
-        for layer in learned_layers(student).values()
-        for each in layer.parameters()
-        if each.requires_grad
+        {"params": [layer.weight], "lr": learning_rate * float(layer.first_weight().square().mean().sqrt())}
+        for layer in layers
     ]
-    return torch.optim.Adam(groups, eps=EPSILON)
+    gains = [layer.gain for layer in layers if layer.gain is not None]
+    return torch.optim.Adam([*groups, *([{"params": gains, "lr": learning_rate}] if gains else [])], eps=EPSILON)

@@ -8,7 +8,8 @@ the best of these moments win, if they are better than those at the beginning.
 
 Several ranks train together by torch's DistributedDataParallel: each takes its share of the windows of a step, and
 gradients are averaged, so that the result is that of one process but for the order of sums. The optimizer has the
-layers themselves, not their wrapper: every rank takes the same step.
+layers themselves, not their wrapper: every rank takes the same step. Where the models are sharded (`sharded_model`),
+each rank takes the step of its parts, and saves those alone: the same number of ranks goes on with them.
 """
 
 import math
@@ -20,11 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -34,6 +35,8 @@ from ...options import LearningGradients
 from .document import Moment
 from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
+from .sharded_model import ShardedModel, is_sharded
+from .shards import load_own_state, own_part, own_state
 from .steps import weight_steps
 from .watching import Watching
 
@@ -42,6 +45,8 @@ EVALUATIONS = 10
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
 METRIC = "eval_loss"
+#: The learned parameters in a checkpoint of the Trainer.
+PARAMETERS_NAME = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,8 @@ class DistillationTrainer(Trainer):
         """
         super().__init__(**named)
         self.teacher, self.blame, self.world, self.latest = teacher, blame, world, math.nan
+        assert self.model is not None, "a Trainer has its model"
+        self.sharded = ShardedModel(self.model) if is_sharded(self.model) else None
 
     def compute_loss(
         self,
@@ -133,15 +140,15 @@ class DistillationTrainer(Trainer):
         outputs = model(input_ids=ids, use_cache=False)
         loss = forward_kl(wanted, outputs.logits)
         self.latest = float(loss.detach())
-        message = "" if math.isfinite(self.latest) else self._not_finite(self.latest, ids)
-        if first := next(
-            (each["message"] for each in self.world.gathered({"message": message}) if each["message"]), ""
-        ):
-            raise LossIsNotFiniteError(first)
+        finite = [each["finite"] for each in self.world.gathered({"finite": math.isfinite(self.latest)})]
+        if not all(finite):  # all ranks look for the module: a sharded model runs on all of them, or on none
+            messages = [each["message"] for each in self.world.gathered({"message": self._not_finite(ids)})]
+            raise LossIsNotFiniteError(messages[finite.index(False)])
         return (loss, {"loss": loss.detach()[None]}) if return_outputs else loss
 
-    def _not_finite(self, loss: float, ids: torch.Tensor) -> str:
-        return f"the loss is {loss} at step {self.state.global_step + 1} of {self.state.max_steps}{self.blame(ids)}"
+    def _not_finite(self, ids: torch.Tensor) -> str:
+        step = self.state.global_step + 1
+        return f"the loss is {self.latest} at step {step} of {self.state.max_steps}{self.blame(ids)}"
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """All held-out windows, one by one: the ranks' last share is filled up, and what fills it is not counted."""
@@ -160,19 +167,62 @@ class DistillationTrainer(Trainer):
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the parameters that are learned, and nothing that does not change."""
-        from safetensors.torch import save_file
+    def _wrap_model(
+        self, model: torch.nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
+    ) -> torch.nn.Module:
+        """A sharded model stands for itself; accelerate would wrap it in DDP, which has no use for parts."""
+        return self.sharded or super()._wrap_model(model, training, dataloader)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the parameters that are learned, and nothing that does not change: rank 0 all of them, or each rank its
+        parts.
+        """
+        if self.sharded is None and not self.args.should_save:
+            return
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         assert self.model is not None, "a Trainer has its model"
-        save_file(steps_of(self.model), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(steps_of(self.model), folder / self._file(PARAMETERS_NAME), metadata={"format": "pt"})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        trained = model or self.model
-        assert trained is not None, "a Trainer has its model"
-        load_steps(trained, Path(resume_from_checkpoint))
+        self.load_steps(Path(resume_from_checkpoint))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save them; where ranks have parts, each saves its own, and none goes on before all have."""
+        if self.sharded is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        assert self.optimizer is not None, "it is there while the model is trained"
+        assert self.lr_scheduler is not None, "it is there while the model is trained"
+        torch.save(own_state(self.optimizer), Path(output_dir) / self._file(OPTIMIZER_NAME))
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / self._file(SCHEDULER_NAME))
+        self.world.gathered({})  # the state that rank 0 writes last says that the checkpoint is whole
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.sharded is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.optimizer is not None, "it is there while the model is trained"
+        assert self.lr_scheduler is not None, "it is there while the model is trained"
+        moved, rates = (
+            torch.load(Path(checkpoint) / self._file(name), map_location="cpu", weights_only=True)
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        )
+        load_own_state(self.optimizer, moved)
+        self.lr_scheduler.load_state_dict(rates)
+
+    def load_steps(self, checkpoint: Path) -> None:
+        """Read the learned parameters from a checkpoint of this Trainer."""
+        assert self.model is not None, "a Trainer has its model"
+        load_steps(self.model, checkpoint / self._file(PARAMETERS_NAME))
+
+    def last_checkpoint(self) -> str | None:
+        """The name of the last checkpoint that was written to its end, by as many ranks as there are now."""
+        return last_checkpoint(Path(str(self.args.output_dir)), self._file(PARAMETERS_NAME))
+
+    def _file(self, name: str) -> str:
+        """Return the name of the file of this rank that has what is in `name` where one rank has all."""
+        return name if self.sharded is None else f"rank-{self.world.rank}-of-{self.world.size}-{name}"
 
 
 class Progress(TrainerCallback):
@@ -189,22 +239,21 @@ class Progress(TrainerCallback):
 
 
 def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The learned parameters of `model` by name, and the amax histories of rounded gradients."""
+    """The learned parameters of `model` by name, or the parts of them that this rank has, and the amax histories of
+    rounded gradients.
+    """
     histories = {name: each for name, each in model.named_buffers() if name.endswith("of_gradient.amax")}
     return histories | {
-        name: each.detach().contiguous() for name, each in model.named_parameters() if each.requires_grad
+        name: own_part(each.detach()).contiguous() for name, each in model.named_parameters() if each.requires_grad
     }
 
 
-def load_steps(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Read what `steps_of` has of `model` from a checkpoint of the Trainer."""
-    stored, own = (
-        load_file(checkpoint / "model.safetensors"),
-        dict(model.named_parameters()) | dict(model.named_buffers()),
-    )
+def load_steps(model: torch.nn.Module, file: Path) -> None:
+    """Read what `steps_of` has of `model` from the `file` of a checkpoint of the Trainer."""
+    stored, own = load_file(file), dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in stored.items():
-            own[name].copy_(tensor)
+            own_part(own[name]).copy_(tensor)
 
 
 def learn(
@@ -220,7 +269,8 @@ def learn(
 
     `windows`: to train on and held out, int64 [windows, seq_len] each. `folder`: the Trainer's checkpoints, with which
     a killed call goes on to the same bytes. `world`: the ranks that train together, each of which calls this function;
-    rank 0's student alone is left as said. Returns the held-out divergence at the beginning and at every evaluation.
+    rank 0's student alone is left as said, or every rank's part of a sharded one. Returns the held-out divergence at
+    the beginning and at every evaluation.
 
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
@@ -236,26 +286,27 @@ def learn(
     trainer.remove_callback(PrinterCallback)
     watching = Watching(listener.log, lambda: trainer.latest)
     trainer.add_callback(watching)
-    begun = world.gathered({"checkpoint": last_checkpoint(folder)})[0]["checkpoint"]
+    begun = world.gathered({"checkpoint": trainer.last_checkpoint()})[0]["checkpoint"]
     try:
         with world.explaining():
             trainer.train(resume_from_checkpoint=str(folder / begun) if begun else None)
     except LossIsNotFiniteError as error:
         error.moments = _moments(trainer.state)
+        _take_best(trainer, student)
         raise
     finally:
         watching.close()
-        if world.rank == 0:
-            _take_best(trainer, student)
+    _take_best(trainer, student)
     return _moments(trainer.state)
 
 
-def last_checkpoint(folder: Path) -> str | None:
-    """The name of the last checkpoint in `folder` that was written to its end; None where there is none.
+def last_checkpoint(folder: Path, file: str = TRAINER_STATE_NAME) -> str | None:
+    """The name of the last checkpoint in `folder` that has the `file` and was written to its end; None: there is none.
 
     The Trainer's own search would take one that a kill left half-written. Its state is the last file that is written.
     """
-    whole = [path.parent.name for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    whole = [state.parent.name for state in states if (state.parent / file).exists()]
     return max(whole, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
@@ -301,10 +352,15 @@ def begin_again(student: PreTrainedModel) -> None:
             parameter.zero_()
 
 
-def _take_best(trainer: Trainer, student: PreTrainedModel) -> None:
-    """Put the learned parameters of the best moment into `student`; those of the beginning where none is better."""
+def _take_best(trainer: DistillationTrainer, student: PreTrainedModel) -> None:
+    """Put the learned parameters of the best moment into `student`; those of the beginning where none is better.
+
+    Ranks above 0 take their parts of a sharded student, and leave a whole one as it is.
+    """
+    if trainer.sharded is None and trainer.world.rank:
+        return
     best = min(_moments(trainer.state), key=lambda moment: moment.kl, default=None)
     if best is None or best.step == 0:
         begin_again(student)
     elif trainer.state.best_model_checkpoint is not None:
-        load_steps(student, Path(trainer.state.best_model_checkpoint))
+        trainer.load_steps(Path(trainer.state.best_model_checkpoint))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from fp8q import api
+from fp8q.calibrate.model.source import open_source
 from fp8q.calibrate.ranks.torchrun import ProcessRank
 from fp8q.calibrate.ranks.world import World
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
 from fp8q.quantize.learning.document import load_distillation
-from fp8q.stages.distill_ranks import check_ranks
+from fp8q.stages.distill_ranks import bytes_a_weight, check_no_experts, check_ranks
 
 from ..calibrate.ranks.test_world import HOST, start
 from ..conftest import Texts
@@ -71,7 +73,7 @@ def hold_to(alone: Run, run: Run) -> None:
 
     Gradients and factors are sums of the same terms, which FP32 adds in another order: a millionth of them. A weight
     that comes to lie in the very middle between two codes may fall to the other side, which moves the divergence, a
-    mean over the same windows, as little: 3e-7 of it was measured, and no code of 2,949,120.
+    mean over the same windows, as little: one code of 2,949,120 was measured, with whole models and with shared ones.
     """
     one, many = load_distillation(alone), load_distillation(run)
     assert [moment.step for moment in many.moments] == [moment.step for moment in one.moments]
@@ -129,6 +131,32 @@ def test_a_killed_rank_ends_the_other_in_a_line_and_both_go_on_from_there(
     hold_to(alone, run)
 
 
+@pytest.mark.slow
+def test_ranks_that_share_the_models_learn_the_codes_of_one_process_killed_or_not(
+    begun: Run, alone: Run, tmp_path: Path
+) -> None:
+    run = copy(begun, tmp_path / "run")
+    work = run.root / ".distill.work"
+    ranks = start(2, "-m", "fp8q", "distill", str(run.root), *ARGUMENTS, "--shard")
+    while not (work / "checkpoint-3" / "trainer_state.json").exists():
+        assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
+        time.sleep(0.01)
+    ranks[0].kill()
+    out, err = ranks[1].communicate(timeout=60)
+    ranks[0].communicate()
+    assert (ranks[1].returncode, out) == (BackendError.exit_code, "")
+    assert "died without a word" in err.splitlines()[-1]
+    parts = [load_file(work / "checkpoint-3" / f"rank-{rank}-of-2-model.safetensors") for rank in range(2)]
+    assert [sum(each.numel() for each in part.values()) for part in parts] == [
+        sum(each.numel() for each in learned(alone).values()) // 2
+    ] * 2
+    again = start(2, "-m", "fp8q", "distill", str(run.root), *ARGUMENTS, "--shard")
+    said = [rank.communicate(timeout=300) for rank in again]
+    assert [rank.returncode for rank in again] == [0, 0], said
+    assert said[1] == ("", "")
+    hold_to(alone, run)
+
+
 def test_windows_that_ranks_cannot_share_are_refused_in_a_line(begun: Run) -> None:
     ranks = start(2, "-m", "fp8q", "distill", str(begun.root), "--batch-size", "3")
     (out, err), (others, silence) = [rank.communicate(timeout=120) for rank in ranks]
@@ -148,6 +176,49 @@ def test_a_launcher_that_would_split_weights_is_refused(monkeypatch: pytest.Monk
     with pytest.raises(InputError) as refused:
         check_ranks(OPTIONS, World(ProcessRank(0, 2)))
     assert str(refused.value) == (
-        "ACCELERATE_USE_FSDP is set: each rank learns on the whole model, and would have a part of it only; unset it, "
-        "and start the ranks with torchrun"
+        "ACCELERATE_USE_FSDP is set: fp8q shares a model between ranks itself, by torch's FSDP2; unset it, start the "
+        "ranks with torchrun, and give --shard"
     )
+
+
+def test_models_are_shared_between_several_ranks_only_and_in_one_training() -> None:
+    check_ranks(DistillOptions(shard=True), World(ProcessRank(0, 2)))
+    with pytest.raises(InputError) as refused:
+        check_ranks(DistillOptions(shard=True), World())
+    assert str(refused.value) == (
+        "--shard: shares the models between the ranks of torchrun, and this is one process; start it with torchrun "
+        "--nproc-per-node N -m fp8q distill"
+    )
+    with pytest.raises(InputError) as refused:
+        DistillOptions(shard=True, watch=10)
+    assert str(refused.value) == (
+        "--watch 10: is for whole models, of which --shard has a part on each rank; leave one out"
+    )
+    with pytest.raises(InputError) as refused:
+        DistillOptions(shard=True, stream=True)
+    assert str(refused.value) == (
+        "--stream: learns layer by layer in one process, and --shard shares both models between several; leave one out"
+    )
+    with pytest.raises(InputError) as refused:
+        DistillOptions(shard=True, train="adapter")
+    assert str(refused.value) == (
+        "--shard: is for --train weights, and this is --train adapter; choose that one, or leave this out"
+    )
+
+
+def test_a_model_with_experts_is_not_shared(shared_checkpoint: Callable[[str], Path]) -> None:
+    source = open_source(str(shared_checkpoint("mixtral")))
+    with pytest.raises(InputError) as refused:
+        check_no_experts(source)
+    assert str(refused.value) == (
+        f"--shard: {source.name} has experts, and tokens of one rank may reach others than those of the next; leave "
+        "--shard out, or learn layer by layer with --stream in one process"
+    )
+
+
+def test_what_a_rank_needs_falls_with_their_number_until_loading_takes_the_most() -> None:
+    """20 bytes a weight are shared, and one is not; loading takes 5, and the teacher's share of 4."""
+    assert [bytes_a_weight(DistillOptions(shard=True), World(ProcessRank(0, ranks))) for ranks in (2, 4, 8)] == [
+        11.0, 6.0, 5.5,
+    ]  # fmt: skip
+    assert bytes_a_weight(OPTIONS, World(ProcessRank(0, 8))) == 26

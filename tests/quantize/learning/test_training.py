@@ -37,7 +37,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     return build_models()
 
 
-def build_models() -> tuple[PreTrainedModel, PreTrainedModel]:
+def build_models(learn_scales: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A small random Llama, and the same with learned layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -50,7 +50,7 @@ def build_models() -> tuple[PreTrainedModel, PreTrainedModel]:
     for name, module in observed_products(student).items():
         rounded = quantize_weight(weight_rows(module), "amax")
         assert isinstance(rounded, QuantizedWeight)
-        layers[name] = LearnedLinear(rounded.codes, rounded.scale, None, None)
+        layers[name] = LearnedLinear(rounded.codes, rounded.scale, None, None, learn_scales)
     replace_linears(student, layers)
     return teacher, student
 
@@ -147,6 +147,15 @@ def test_a_checkpoint_that_a_kill_left_half_written_is_passed_over(tmp_path: Pat
     for step in (8, 16):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
     assert last_checkpoint(tmp_path) == "checkpoint-16"
+
+
+def test_a_checkpoint_of_another_number_of_ranks_is_passed_over(tmp_path: Path) -> None:
+    for step, ranks in ((8, 2), (16, 4)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in (f"rank-0-of-{ranks}-model.safetensors", "trainer_state.json"):
+            (tmp_path / f"checkpoint-{step}" / name).touch()
+    assert last_checkpoint(tmp_path, "rank-0-of-2-model.safetensors") == "checkpoint-8"
+    assert last_checkpoint(tmp_path, "model.safetensors") is None
 
 
 def test_the_pace_is_told_once_by_a_real_step(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
