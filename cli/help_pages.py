@@ -179,7 +179,6 @@ PAGES: Mapping[str, Page] = {
             ("fp8q distill RUN", "from the text it was calibrated on"),
             ("fp8q distill RUN --data text.jsonl --train adapter", "a LoRA adapter, and the model stays"),
             ("fp8q distill RUN --data text.jsonl --stream", "layer by layer, for models larger than memory"),
-            ("torchrun --nproc-per-node 4 -m fp8q distill RUN --shard", "end to end, shared by four ranks"),
         ),
         (
             "--data", "--samples", "--train", "--stream", "--shard", "--epochs", "--batch-size", "--learning-rate",
