@@ -168,6 +168,6 @@ def test_a_model_too_large_for_memory_is_told_to_stream(
     with pytest.raises(InputError) as refused:
         api.distill(run.root)
     assert str(refused.value).endswith(
-        "checkpoint: learning its weights takes 0.104 GB, and 80% of the memory available is 0.001 GB; --stream learns "
-        "weights layer by layer, and --shard shares them between the ranks of torchrun"
+        "checkpoint: learning its weights takes 0.0904 GB, and 80% of the memory available is 0.001 GB; --stream "
+        "learns weights layer by layer, and --shard shares them between the ranks of torchrun"
     )

@@ -276,6 +276,8 @@ def test_records_of_the_version_before_are_read(stage: Any_Stage, run: Run) -> N
         assert options.bos == "never"
     if stage.name == "sensitivity":
         assert options.stream is False
+    if stage is DISTILL:
+        assert (options.stream, options.shard) == (False, False)
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
