@@ -57,9 +57,9 @@ def block() -> LearningBlock:
 
 def test_the_error_of_a_token_is_a_share_of_its_size() -> None:
     target = torch.tensor([[[3.0, 4.0], [300.0, 400.0]]])
-    output = torch.tensor([[[3.0, 4.5], [300.0, 350.0]]])
-    # 0.25 of 25, and 2,500 of 250,000: the mean of 1 % and 1 %
-    assert float(output_error(output, target)) == pytest.approx(0.01)
+    output = torch.tensor([[[3.0, 4.5], [300.0, 300.0]]])
+    # 0.25 of 25, and 10,000 of 250,000: the mean of 1 % and 4 %
+    assert float(output_error(output, target)) == pytest.approx(0.025)
     assert float(output_error(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))) == 0
 
 

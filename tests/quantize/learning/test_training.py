@@ -95,6 +95,18 @@ def test_the_weights_of_the_best_moment_stay(models: tuple[PreTrainedModel, PreT
     assert loss(models) == pytest.approx(best.kl, rel=1e-3)
 
 
+def test_weights_of_a_moment_before_the_last_stay(
+    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    """Learned from eight windows six times over, the others get better first, and then worse."""
+    schedule = Schedule(epochs=6, batch_size=4, learning_rate=0.01, seed=0)
+    moments = train(models, tmp_path, schedule=schedule, text=(WINDOWS[:8], WINDOWS[24:]))
+    best = min(moments, key=lambda moment: moment.kl)
+    assert 0 < best.step < moments[-1].step
+    assert best.kl < 0.98 * moments[-1].kl
+    assert loss(models) == pytest.approx(best.kl, rel=1e-3)
+
+
 def test_what_gets_worse_changes_nothing(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
     before = codes(models[1])
     moments = train(models, tmp_path, schedule=Schedule(epochs=1, batch_size=4, learning_rate=50.0, seed=0))
