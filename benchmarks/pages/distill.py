@@ -2,7 +2,7 @@
 
 from markdown import gigabytes, load, table
 
-RESULTS = ("distill", "distill_all", "distill_ways", "distill_models")
+RESULTS = ("distill",)
 
 
 def distill() -> str:

@@ -23,6 +23,12 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/corpora.md": {"more than 32 MB (or 16 bytes for each token": "limit"},
     "docs/distill.md": {
         "26 bytes a weight": "arithmetic",
+        "(141 GB, 67 TFLOP/s in FP32": "published",
+        "26 · 8 · 10⁹ bytes = 208 GB": "arithmetic",
+        "23 · 218 · 10⁶ bytes = 5 GB": "arithmetic",
+        "4 · 4 · 786,432 · 4,096 bytes = 52 GB": "arithmetic",
+        "6 · 10¹⁶: half an hour at half of the peak": "arithmetic",
+        "2.5 TB of hidden states at 1.4 GB/s": "arithmetic",
         "Memory: 12 bytes a weight": "arithmetic",
         "some 23 bytes a weight": "arithmetic",
     },
