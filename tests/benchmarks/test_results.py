@@ -61,7 +61,6 @@ TO_MEASURE_AGAIN = {
     "distill_memory",
     "distill_peer",
     "generate",
-    "weight_rounding",
 }
 
 
