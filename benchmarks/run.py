@@ -60,9 +60,7 @@ PARTS: Mapping[str, str] = {
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
     "distill": "distill.py",
-    "distill_all": "distill.py --learned 6400 --forms 'two codes'",
     "distill_ways": "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' 'an adapter'",
-    "distill_models": "distill.py --small llama qwen2 stories260k --learned 400 --forms 'two codes'",
     "distill_peer": "distill_peer.py --small demo llama qwen2 stories260k",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",

@@ -60,7 +60,6 @@ TO_MEASURE_AGAIN = {
     "accuracy",
     "distill_memory",
     "distill_peer",
-    "generate",
 }
 
 
