@@ -5,7 +5,9 @@
 Makes checkpoints of 3 and 11 layers (`synthetic`). A process of its own calibrates each as `--stream --weight-rounding
 sequential` does, and learns its weights layer by layer from the same windows, both without the ONNX export. The peaks
 are those of anonymous memory in each stage. The ceiling beside them, what a layer that learns needs, is the FP32
-weights, their gradient and the last step of one layer alone. Growth is what a layer more adds to the peak of learning.
+weights, their gradient and Adam's two means of one layer alone. Growth is what a layer more adds to the peak of
+learning: its codes, a byte a weight, are the least that it can leave behind, and half of that is beyond what the peaks
+of one depth differ by.
 Prints one JSON line; exit status 1 where learning takes more than calibrating and 30 %, or grows with layers.
 """
 
@@ -17,13 +19,14 @@ from shutil import rmtree
 from typing import Any
 
 import torch
-from memory import GROWTH_BYTES, GROWTH_SHARE
 from result import arguments, described, publish
 from synthetic import DEMO, layer_shapes, sampled, shape, write_checkpoint
 
 RATIO = 1.3
-#: Bytes that no learned weight can do without: the weight, its gradient and the last step, in FP32.
-LEARNED_BYTES = 12
+#: Bytes that no learned weight can do without: the weight, its gradient and Adam's two means, in FP32.
+LEARNED_BYTES = 16
+#: Bytes a weight that a layer may leave behind.
+LEFT_BYTES = 0.5
 #: The width of the checkpoints, and as many tokens as the demo's tokenizer has, so that a layer and not the embedding
 #: takes the memory, as in models of the 8 B Llama's width or more.
 NARROW, VOCABULARY = 1024, 2048
@@ -85,7 +88,7 @@ def main() -> int:
         found = [measure_checkpoint(Path(directory), layers, asked) for layers in asked.layers]
     small, large = (checkpoint["stages"]["distill"]["peak_anonymous_bytes"] for checkpoint in found)
     growth = (large - small) / (asked.layers[1] - asked.layers[0])
-    growth_limit = max(GROWTH_SHARE * 2 * weights, GROWTH_BYTES)
+    growth_limit = LEFT_BYTES * weights
     result = {
         "windows": asked.windows,
         "seq_len": asked.seq_len,

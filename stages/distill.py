@@ -281,7 +281,11 @@ def train(
     steps = planned_steps(len(what.text.windows), schedule)
     with notes.track(f"Learning {what.learned}", steps, "steps") as advance, quiet_transformers():
         listener = Listener(
-            advance, partial(_blamed, models[1]), lambda pace: notes.note(_cost(what, pace)), _log_of(what)
+            advance,
+            partial(_blamed, models[1]),
+            lambda pace: notes.note(_cost(what, pace)),
+            lambda rate: notes.note(f"distill: the held-out KL rose; learning begins anew, in steps of {rate:.2g}"),
+            _log_of(what),
         )
         try:
             return learn(models, windows, schedule, folder, listener, world), None

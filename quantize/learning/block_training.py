@@ -20,7 +20,7 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from .linear import learned_layers
-from .steps import weight_steps
+from .steps import ATTEMPTS, SMALLER, weight_steps
 
 #: Codes float8_e4m3fn [out, in] and scale float32 [out].
 Learned = tuple[torch.Tensor, torch.Tensor]
@@ -28,8 +28,6 @@ Learned = tuple[torch.Tensor, torch.Tensor]
 EVALUATIONS = 5
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
-#: A layer that got worse learns anew, at most so often in all, each time in steps so many times smaller.
-ATTEMPTS, SMALLER = 3, 3.0
 
 
 @dataclass(frozen=True)

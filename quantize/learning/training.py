@@ -3,8 +3,9 @@
 The loss is the forward KL divergence from the float model's distribution at temperature 1, in nats a token, over all
 positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). Steps
 are Adam's (`steps`), or those of the `Schedule`'s own optimizer; their size rises first and then follows a cosine to
-zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of
-the best of these moments win, if they are better than those at the beginning.
+zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of the best of these moments win,
+if they are better than those at the beginning. Where one is much worse, steps are too large for this model, and the
+training begins anew with smaller ones.
 
 Several ranks train together by torch's DistributedDataParallel: each takes its share of the windows of a step, and
 gradients are averaged, so that the result is that of one process but for the order of sums. The optimizer has the
@@ -13,8 +14,8 @@ each rank takes the step of its parts, and saves those alone: the same number of
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -35,16 +36,16 @@ from ...options import LearningGradients
 from .document import Moment
 from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
+from .progress import METRIC, EndWhereItRises, Progress, has_risen, moments_of
 from .sharded_model import ShardedModel, is_sharded
 from .shards import load_own_state, own_part, own_state
-from .steps import weight_steps
+from .steps import ATTEMPTS, SMALLER, weight_steps
 from .watching import Watching
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05
-METRIC = "eval_loss"
 #: The learned parameters in a checkpoint of the Trainer.
 PARAMETERS_NAME = "model.safetensors"
 
@@ -71,13 +72,15 @@ class Listener:
     """The functions that a training calls.
 
     `advance`: with the number of steps since it was called last; `blame`: to name, at the end of a sentence, the module
-    that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known. `log`: the
+    that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known; `anew`:
+    with the learning rate of a training that begins anew. `log`: the
     directory of the log of the training, and at which steps it is written; None: there is none.
     """
 
     advance: Callable[[int], None]
     blame: Callable[[torch.Tensor], str]
     pace: Callable[[StepPace], None] = lambda pace: None
+    anew: Callable[[float], None] = lambda learning_rate: None
     log: tuple[Path, int] | None = None
 
 
@@ -225,19 +228,6 @@ class DistillationTrainer(Trainer):
         return name if self.sharded is None else f"rank-{self.world.rank}-of-{self.world.size}-{name}"
 
 
-class Progress(TrainerCallback):
-    """Tells `advance` of every step."""
-
-    def __init__(self, advance: Callable[[int], None]):
-        """Call `advance` with the number of steps since it was called last."""
-        self.advance, self.step = advance, 0
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Tell of the steps that ended."""
-        self.advance(state.global_step - self.step)
-        self.step = state.global_step
-
-
 def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The learned parameters of `model` by name, or the parts of them that this rank has, and the amax histories of
     rounded gradients.
@@ -274,30 +264,57 @@ def learn(
 
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
-    (teacher, student), (train, held_out), world = models, windows, world or World()
+    world, student = world or World(), models[1]
+    first = {} if learned_layers(student) else {name: each.clone() for name, each in steps_of(student).items()}
+    callbacks = [Progress(listener.advance), PaceTimer(listener.pace), EndWhereItRises()]
+    for attempt in range(ATTEMPTS):
+        smaller = replace(schedule, learning_rate=schedule.learning_rate / SMALLER**attempt)
+        if attempt:
+            listener.anew(smaller.learning_rate)
+            begin_again(student, first)
+        moments = _attempt(models, windows, smaller, folder / f"attempt-{attempt}", (listener, callbacks), world)
+        if not has_risen(moments):
+            break
+    return moments
+
+
+def _attempt(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    windows: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    schedule: Schedule,
+    folder: Path,
+    listening: tuple[Listener, list[TrainerCallback]],
+    world: World,
+) -> list[Moment]:
+    """Train once, from what the student has now, until the end or until its divergence has risen."""
+    (teacher, student), (train, held_out), (listener, callbacks) = models, windows, listening
     optimizer = schedule.optimizer(student, schedule.learning_rate)
     round_gradients(student, schedule.gradients)
     arguments = _arguments(len(train), schedule, folder, world, sparse=bool(routers(teacher)))
     trainer = DistillationTrainer(
-        teacher, listener.blame, world, model=student, args=arguments,
-        train_dataset=WindowDataset(train), eval_dataset=WindowDataset(held_out), optimizers=(optimizer, None),
-        callbacks=[Progress(listener.advance), PaceTimer(listener.pace)],
+        teacher, listener.blame, world, model=student, args=arguments, train_dataset=WindowDataset(train),
+        eval_dataset=WindowDataset(held_out), optimizers=(optimizer, None), callbacks=[*callbacks],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     watching = Watching(listener.log, lambda: trainer.latest)
     trainer.add_callback(watching)
     begun = world.gathered({"checkpoint": trainer.last_checkpoint()})[0]["checkpoint"]
+    if begun:  # by a call that was killed, maybe after this training
+        trainer.state = TrainerState.load_from_json(str(folder / begun / TRAINER_STATE_NAME))
+        if has_risen(moments_of(trainer.state)):
+            _take_best(trainer, student)
+            return moments_of(trainer.state)
     try:
         with world.explaining():
             trainer.train(resume_from_checkpoint=str(folder / begun) if begun else None)
     except LossIsNotFiniteError as error:
-        error.moments = _moments(trainer.state)
+        error.moments = moments_of(trainer.state)
         _take_best(trainer, student)
         raise
     finally:
         watching.close()
     _take_best(trainer, student)
-    return _moments(trainer.state)
+    return moments_of(trainer.state)
 
 
 def last_checkpoint(folder: Path, file: str = TRAINER_STATE_NAME) -> str | None:
@@ -334,21 +351,19 @@ def planned_steps(windows: int, schedule: Schedule) -> int:
     return math.ceil(windows / schedule.batch_size * schedule.epochs)
 
 
-def _moments(state: TrainerState) -> list[Moment]:
-    """The held-out divergence by step, as the Trainer logged it; a step that it logged twice counts once."""
-    scored = {int(line["step"]): float(line[METRIC]) for line in state.log_history if METRIC in line}
-    return [Moment(step=step, kl=kl) for step, kl in sorted(scored.items())]
-
-
 @torch.no_grad()
-def begin_again(student: PreTrainedModel) -> None:
-    """Take the learned weights of `student` back to the codes that they began with, and an adapter to zeros."""
+def begin_again(student: PreTrainedModel, first: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Take the learned weights of `student` back to the codes that they began with, and an adapter to zeros, or to the
+    `first` values of its parameters by name.
+    """
     if layers := learned_layers(student):
         for layer in layers.values():
             layer.restore()
         return
-    for parameter in student.parameters():
-        if parameter.requires_grad:
+    for name, parameter in student.named_parameters():
+        if parameter.requires_grad and first:
+            parameter.copy_(first[name])
+        elif parameter.requires_grad:
             parameter.zero_()
 
 
@@ -359,7 +374,7 @@ def _take_best(trainer: DistillationTrainer, student: PreTrainedModel) -> None:
     """
     if trainer.sharded is None and trainer.world.rank:
         return
-    best = min(_moments(trainer.state), key=lambda moment: moment.kl, default=None)
+    best = min(moments_of(trainer.state), key=lambda moment: moment.kl, default=None)
     if best is None or best.step == 0:
         begin_again(student)
     elif trainer.state.best_model_checkpoint is not None:

@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_other_in_a_line_and_both_go_on_from_there(
 ) -> None:
     run = copy(begun, tmp_path / "run")
     ranks = start(2, "-m", "fp8q", "distill", str(run.root), *ARGUMENTS)
-    while not (run.root / ".distill.work" / "checkpoint-3" / "trainer_state.json").exists():
+    while not (run.root / ".distill.work" / "attempt-0" / "checkpoint-3" / "trainer_state.json").exists():
         assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()
         time.sleep(0.01)
     ranks[1].kill()
@@ -136,7 +136,7 @@ def test_ranks_that_share_the_models_learn_the_codes_of_one_process_killed_or_no
     begun: Run, alone: Run, tmp_path: Path
 ) -> None:
     run = copy(begun, tmp_path / "run")
-    work = run.root / ".distill.work"
+    work = run.root / ".distill.work" / "attempt-0"
     ranks = start(2, "-m", "fp8q", "distill", str(run.root), *ARGUMENTS, "--shard")
     while not (work / "checkpoint-3" / "trainer_state.json").exists():
         assert [rank.poll() for rank in ranks] == [None, None], ranks[0].communicate()

@@ -155,7 +155,7 @@ def test_where_nothing_gets_better_no_adapter_is_there(copied: Run, fp8q: Fp8q) 
     before = contents(copied.model)
     shown = fp8q("distill", copied.root, "--train", "adapter", "--adapter-rate", "5", "--samples", "20")
     assert shown.code == 0, shown.err
-    assert shown.out.startswith("Nothing better was found in 9 steps: the held-out KL is ")
+    assert shown.out.startswith("Nothing better was found in 2 steps: the held-out KL is ")
     assert "nats a token as it was, and no adapter is written." in shown.out
     assert not copied.adapter.exists()
     assert load_adapter_learning(copied).best.step == 0

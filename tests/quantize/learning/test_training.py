@@ -98,13 +98,55 @@ def test_the_weights_of_the_best_moment_stay(models: tuple[PreTrainedModel, PreT
 def test_weights_of_a_moment_before_the_last_stay(
     models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
-    """Learned from eight windows six times over, the others get better first, and then worse."""
-    schedule = Schedule(epochs=6, batch_size=4, learning_rate=0.01, seed=0)
+    """Learned from eight windows twelve times over, the others get better first, and then a little worse."""
+    schedule = Schedule(epochs=12, batch_size=4, learning_rate=0.003, seed=0)
     moments = train(models, tmp_path, schedule=schedule, text=(WINDOWS[:8], WINDOWS[24:]))
     best = min(moments, key=lambda moment: moment.kl)
     assert 0 < best.step < moments[-1].step
     assert best.kl < 0.98 * moments[-1].kl
     assert loss(models) == pytest.approx(best.kl, rel=1e-3)
+
+
+@pytest.mark.parametrize("kill_at", [None, 5, 12], ids=["whole", "killed in the first", "killed in the second"])
+def test_steps_that_are_too_large_are_made_smaller(
+    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, kill_at: int | None
+) -> None:
+    """Of 24 steps at this rate four make it better and six far worse; at a third of it, it gets better."""
+
+    class Killed(BaseException):
+        """A kill."""
+
+    taken, anew = list[int](), list[float]()
+
+    def advance(steps: int) -> None:
+        taken.append(steps)
+
+    def rise(rate: float) -> None:
+        anew.append(rate)
+
+    def train_once(pair: tuple[PreTrainedModel, PreTrainedModel], folder: Path, killed: bool) -> list[Moment]:
+        def step(steps: int) -> None:
+            advance(steps)
+            if killed and sum(taken) == kill_at:
+                raise Killed
+
+        schedule = Schedule(epochs=6, batch_size=4, learning_rate=0.01, seed=0)
+        listener = Listener(step, lambda ids: "", anew=rise)
+        return learn(pair, (WINDOWS[:16], WINDOWS[24:]), schedule, folder, listener)
+
+    begun, again = loss(models), deepcopy(models)
+    whole = train_once(models, tmp_path / "whole", killed=False)
+    assert anew == [pytest.approx(0.01 / 3)]
+    assert sum(taken) == 24
+    best = min(moment.kl for moment in whole)
+    assert best < 0.9 * begun
+    assert loss(models) == pytest.approx(best, rel=1e-3)
+    if kill_at is not None:
+        taken.clear()
+        with pytest.raises(Killed):
+            train_once(deepcopy(again), tmp_path / "killed", killed=True)
+        assert train_once(again, tmp_path / "killed", killed=False) == whole
+        assert codes(again[1]) == codes(models[1])
 
 
 def test_what_gets_worse_changes_nothing(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ with joined_ranks() as world:
             model.get_input_embeddings().weight[63] = float("nan")
     listener = Listener(lambda steps: None, lambda ids: f", by rank {world.rank}")
     try:
-        learn((teacher, student), (windows, TEXT[1]), Schedule(2, 4, 0.1, 0), Path(sys.argv[1]), listener, world)
+        learn((teacher, student), (windows, TEXT[1]), Schedule(2, 4, 0.003, 0), Path(sys.argv[1]), listener, world)
     except LossIsNotFiniteError as error:
         print(json.dumps([str(error), [moment.step for moment in error.moments]]))
 """

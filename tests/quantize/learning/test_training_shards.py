@@ -44,7 +44,7 @@ def train(world, folder, advance=lambda steps: None, nan=False):
         return f", by {first.module}" if first else ""
     moments = message = None
     try:
-        moments = learn((teacher, student), (windows, TEXT[1]), Schedule(2, 4, 0.01, 0), folder,
+        moments = learn((teacher, student), (windows, TEXT[1]), Schedule(2, 4, 0.003, 0), folder,
                         Listener(advance, blame), world)
     except LossIsNotFiniteError as error:
         moments, message = error.moments, str(error)
@@ -82,7 +82,7 @@ def test_two_ranks_of_half_the_model_each_learn_the_codes_of_one_process(tmp_pat
     assert [rank.returncode for rank in ranks] == [0, 0], said
     first, second = (json.loads(out) for out, _ in said)
     models = build_models(learn_scales=True)
-    moments = train(models, tmp_path / "alone", schedule=Schedule(2, 4, 0.01, 0))
+    moments = train(models, tmp_path / "alone", schedule=Schedule(2, 4, 0.003, 0))
     assert first == second
     assert first["again"] == first["whole"]
     _hold_whole(first["whole"], models, [(moment.step, moment.kl) for moment in moments])

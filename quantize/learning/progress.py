@@ -1,0 +1,45 @@
+"""Follow a training of transformers' Trainer: its steps, and the held-out divergence, which may end it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .document import Moment
+
+METRIC = "eval_loss"
+#: A divergence that lies so many times above that at the beginning says that steps are too large.
+RISEN = 1.05
+
+
+def moments_of(state: TrainerState) -> list[Moment]:
+    """The held-out divergence by step, as the Trainer logged it; a step that it logged twice counts once."""
+    scored = {int(line["step"]): float(line[METRIC]) for line in state.log_history if METRIC in line}
+    return [Moment(step=step, kl=kl) for step, kl in sorted(scored.items())]
+
+
+class Progress(TrainerCallback):
+    """Tells `advance` of every step."""
+
+    def __init__(self, advance: Callable[[int], None]):
+        """Call `advance` with the number of steps since it was called last."""
+        self.advance, self.step = advance, 0
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Tell of the steps that ended; those of a training that begins anew are told of once."""
+        if state.global_step > self.step:
+            self.advance(state.global_step - self.step)
+            self.step = state.global_step
+
+
+class EndWhereItRises(TrainerCallback):
+    """Ends a training that made the student much worse."""
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """End it after this evaluation, if it is so."""
+        control.should_training_stop = control.should_training_stop or has_risen(moments_of(state))
+
+
+def has_risen(moments: list[Moment]) -> bool:
+    """Tell whether the last of `moments` is far above the first."""
+    return bool(moments) and moments[-1].kl > RISEN * moments[0].kl
