@@ -61,7 +61,7 @@ PARTS: Mapping[str, str] = {
 BY_HAND: Mapping[str, str] = {
     "distill": "distill.py",
     "distill_ways": "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' 'an adapter'",
-    "distill_peer": "distill_peer.py --small demo llama qwen2 stories260k",
+    "distill_peer": "distill_peer.py --small demo stories260k",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
