@@ -284,7 +284,7 @@ def train(
             advance,
             partial(_blamed, models[1]),
             lambda pace: notes.note(_cost(what, pace)),
-            lambda rate: notes.note(f"distill: the held-out KL rose; learning begins anew, in steps of {rate:.2g}"),
+            lambda rate: notes.note(f"distill: the held-out KL rose; learning begins anew at a rate of {rate:.2g}"),
             _log_of(what),
         )
         try:
