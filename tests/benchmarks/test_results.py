@@ -54,23 +54,8 @@ NOT_MEASURED = (
 )
 
 
-#: Parts that are to be measured again, since an option behind them, or their commit, is of no tree a reader can have.
-#: The list may only shrink: a part that has been measured again fails here until its name is removed.
-TO_MEASURE_AGAIN = {
-    "accuracy",
-}
-
-
 def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def params() -> list[Any]:
-    """Each result; those of `TO_MEASURE_AGAIN` must fail."""
-    waiting = pytest.mark.xfail(strict=True, reason="to be measured again")
-    return [
-        pytest.param(path, id=path.stem, marks=[waiting] if path.stem in TO_MEASURE_AGAIN else []) for path in RESULTS
-    ]
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -79,12 +64,12 @@ def test_a_result_says_of_which_commit_machine_and_versions_it_is(path: Path) ->
     assert path.stem.startswith(result["benchmark"])
     scripts = ROOT / "benchmarks" / f"{result['benchmark']}.py", ROOT / "benchmarks" / result["benchmark"] / "run.py"
     assert any(script.is_file() for script in scripts)
-    assert re.fullmatch(r"[0-9a-f]{7,12}\+?", result["commit"])
+    assert re.fullmatch(r"[0-9a-f]{7,12}", result["commit"])
     assert "core" in result["machine"]
     assert result["versions"]
 
 
-@pytest.mark.parametrize("path", params())
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_can_be_measured_again_and_would_be_the_same(path: Path) -> None:
     """Its commit is one of this history, without changes, and its options are those of today."""
     result = read(path)
@@ -103,7 +88,7 @@ def test_a_result_has_the_command_and_the_seconds_it_took(path: Path) -> None:
     if "options_read_from" in result:  # from before they were recorded
         assert result["options_read_from"] == result["commit"]
         assert all(record["used"] is None for record in result["options"].values())
-    elif path.stem not in TO_MEASURE_AGAIN:
+    else:
         words = ["python", *run.words_of(path.stem, "python" if "--llmcompressor" in result["command"] else None)[1:]]
         assert result["command"] == shlex.join(words)
         assert result["took_seconds"] > 0
