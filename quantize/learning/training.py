@@ -32,6 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...calibrate.model.products import routers
 from ...calibrate.ranks.world import World
+from ...core.memory import release_memory
 from ...options import LearningGradients
 from .document import Moment
 from .linear import learned_layers, round_gradients
@@ -270,6 +271,7 @@ def learn(
     for attempt in range(ATTEMPTS):
         smaller = replace(schedule, learning_rate=schedule.learning_rate / SMALLER**attempt)
         if attempt:
+            release_memory()  # the optimizer of the training before, which its Trainer holds in a circle
             listener.anew(smaller.learning_rate)
             begin_again(student, first)
         moments = _attempt(models, windows, smaller, folder / f"attempt-{attempt}", (listener, callbacks), world)

@@ -1,7 +1,9 @@
 """Learning weights of a small model: better or unchanged, the same after a kill, and ended by a NaN."""
 
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from fp8q.calibrate.model.products import observed_products
 from fp8q.quantize.learning.document import Moment
 from fp8q.quantize.learning.linear import LearnedLinear
 from fp8q.quantize.learning.pace import StepPace
+from fp8q.quantize.learning.steps import weight_steps
 from fp8q.quantize.learning.training import (
     Listener,
     LossIsNotFiniteError,
@@ -30,6 +33,8 @@ from fp8q.quantize.weights.sequential import weight_rows
 WINDOWS: npt.NDArray[np.int64] = np.random.default_rng(0).integers(3, 60, (30, 24))
 TEXT = WINDOWS[:24], WINDOWS[24:]
 SCHEDULE = Schedule(epochs=4, batch_size=4, learning_rate=0.01, seed=0)
+#: From 16 windows it makes the others far worse.
+TOO_LARGE = Schedule(epochs=6, batch_size=4, learning_rate=0.01, seed=0)
 
 
 @pytest.fixture
@@ -118,21 +123,14 @@ def test_steps_that_are_too_large_are_made_smaller(
 
     taken, anew = list[int](), list[float]()
 
-    def advance(steps: int) -> None:
-        taken.append(steps)
-
-    def rise(rate: float) -> None:
-        anew.append(rate)
-
     def train_once(pair: tuple[PreTrainedModel, PreTrainedModel], folder: Path, killed: bool) -> list[Moment]:
         def step(steps: int) -> None:
-            advance(steps)
+            taken.append(steps)
             if killed and sum(taken) == kill_at:
                 raise Killed
 
-        schedule = Schedule(epochs=6, batch_size=4, learning_rate=0.01, seed=0)
-        listener = Listener(step, lambda ids: "", anew=rise)
-        return learn(pair, (WINDOWS[:16], WINDOWS[24:]), schedule, folder, listener)
+        listener = Listener(step, lambda ids: "", anew=anew.append)
+        return learn(pair, (WINDOWS[:16], WINDOWS[24:]), TOO_LARGE, folder, listener)
 
     begun, again = loss(models), deepcopy(models)
     whole = train_once(models, tmp_path / "whole", killed=False)
@@ -147,6 +145,22 @@ def test_steps_that_are_too_large_are_made_smaller(
             train_once(deepcopy(again), tmp_path / "killed", killed=True)
         assert train_once(again, tmp_path / "killed", killed=False) == whole
         assert codes(again[1]) == codes(models[1])
+
+
+def test_the_optimizer_of_a_training_that_made_it_worse_is_gone_when_the_next_begins(
+    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    made, there = list["weakref.ref[torch.optim.Optimizer]"](), list[bool]()
+
+    def steps(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+        optimizer = weight_steps(model, learning_rate)
+        made.append(weakref.ref(optimizer))
+        return optimizer
+
+    schedule = replace(TOO_LARGE, optimizer=steps)
+    listener = Listener(lambda steps: None, lambda ids: "", anew=lambda rate: there.append(made[0]() is not None))
+    learn(models, (WINDOWS[:16], WINDOWS[24:]), schedule, tmp_path, listener)
+    assert there == [False]
 
 
 def test_what_gets_worse_changes_nothing(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
