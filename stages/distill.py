@@ -17,6 +17,7 @@ import numpy as np
 from ..core.columns import duration
 from ..core.errors import InputError
 from ..core.files import remove, write_document
+from ..core.memory import return_freed_blocks
 from ..core.run import Run
 from ..options import DistillOptions
 from ..options.distill import LearnedScales, LearningOptions, WeightLearningOptions
@@ -242,7 +243,6 @@ def _models(
     """
     import torch
 
-    from ..calibrate.model.memory import return_freed_blocks
     from ..calibrate.model.source import load_model
     from ..quantize.learning.linear import LearnedLinear, student_of
     from ..quantize.learning.sharded_model import shard_model

@@ -1,10 +1,7 @@
 """Measure the memory that is left: whether a checkpoint fits, which decides on streaming by default, and whether a GPU
-holds more beside it. Return what was freed.
+holds more beside it.
 """
 
-import ctypes
-import sys
-from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +13,6 @@ if TYPE_CHECKING:
 
 #: The share of the available memory for weights; activations and other processes need the rest.
 SHARE = 0.8
-#: Names the limit to glibc's mallopt (malloc.h).
-M_MMAP_THRESHOLD = -3
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -45,19 +40,6 @@ def has_room(device: "torch.device", size: int) -> bool:
 
     free, whole = torch.cuda.mem_get_info(device)
     return int(free) - size >= (1 - SHARE) * whole
-
-
-def return_freed_blocks() -> None:
-    """Let glibc return every large block to the system when it is freed, for the rest of this process.
-
-    It does so from 128 KiB on, but raises that limit with the blocks that are freed, up to 32 MiB. Tensors of other
-    sizes then fit badly into what it holds: learning sharded weights, it held as much again as they take.
-    """
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        with suppress(AttributeError):  # a C library other than glibc
-            library.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
-            library.malloc_trim(0)
 
 
 def _machine() -> int | None:

@@ -10,7 +10,7 @@ import pytest
 CHILD = """
 import sys
 import torch
-from fp8q.calibrate.model.memory import return_freed_blocks
+from fp8q.core.memory import return_freed_blocks
 
 def held():
     with open("/proc/self/status") as status:
