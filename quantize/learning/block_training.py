@@ -20,14 +20,12 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from .linear import learned_layers
-from .steps import ATTEMPTS, SMALLER, weight_steps
+from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
 
 #: Codes float8_e4m3fn [out, in] and scale float32 [out].
 Learned = tuple[torch.Tensor, torch.Tensor]
 #: How often the held-out batches are scored in the training of a layer.
 EVALUATIONS = 5
-#: The share of steps in which the learning rate rises.
-WARM_UP = 0.05
 
 
 @dataclass(frozen=True)

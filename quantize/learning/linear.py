@@ -91,6 +91,7 @@ class LearnedLinear(nn.Module):
         self.register_buffer("input_scale", input_scale, persistent=False)
         self.weight = nn.Parameter(codes.float() * scale)
         self.gain = nn.Parameter(torch.ones_like(scale)) if learn_scale else None
+        self.scale_on_bf16 = torch.equal(scale, scale.bfloat16().float())
         #: Rounds the gradient of the output (`round_gradients`); None: it stays in FP32.
         self.of_gradient: nn.Module | None = None
         #: Rounds input and weight once more for the backward pass, and keeps neither for it (`sharded_model`).
@@ -113,7 +114,7 @@ class LearnedLinear(nn.Module):
         if self.gain is None:
             return self.scale
         product = self.scale * gathered_whole(self.gain.detach())
-        return product.bfloat16().float() if torch.equal(self.scale, self.scale.bfloat16().float()) else product
+        return product.bfloat16().float() if self.scale_on_bf16 else product
 
     def first_weight(self) -> torch.Tensor:
         """The values of the codes that the layer began with, float32 [out, in]."""

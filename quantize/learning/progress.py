@@ -7,6 +7,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from .document import Moment
 
+#: The name by which the Trainer logs the held-out divergence.
 METRIC = "eval_loss"
 #: A divergence that lies so many times above that at the beginning says that steps are too large.
 RISEN = 1.05

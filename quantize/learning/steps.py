@@ -15,6 +15,8 @@ from .linear import learned_layers
 
 #: Far below the gradients of a divergence near zero, so that a step does not depend on their magnitude.
 EPSILON = 1e-15
+#: The share of steps in which the learning rate rises.
+WARM_UP = 0.05
 #: A training that made the model worse begins anew, at most so often in all, each time in steps so many times smaller.
 ATTEMPTS, SMALLER = 3, 3.0
 

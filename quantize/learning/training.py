@@ -40,13 +40,11 @@ from .pace import PaceTimer, StepPace
 from .progress import METRIC, EndWhereItRises, Progress, has_risen, moments_of
 from .sharded_model import ShardedModel, is_sharded
 from .shards import load_own_state, own_part, own_state
-from .steps import ATTEMPTS, SMALLER, weight_steps
+from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
 from .watching import Watching
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
-#: The share of steps in which the learning rate rises.
-WARM_UP = 0.05
 #: The learned parameters in a checkpoint of the Trainer.
 PARAMETERS_NAME = "model.safetensors"
 
@@ -74,8 +72,8 @@ class Listener:
 
     `advance`: with the number of steps since it was called last; `blame`: to name, at the end of a sentence, the module
     that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known; `anew`:
-    with the learning rate of a training that begins anew. `log`: the
-    directory of the log of the training, and at which steps it is written; None: there is none.
+    with the learning rate of a training that begins anew. `log`: the directory of the log of the training, and at which
+    steps it is written; None: there is none.
     """
 
     advance: Callable[[int], None]
