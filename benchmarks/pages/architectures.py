@@ -45,11 +45,10 @@ def unseen_architectures() -> str:
     reasons: dict[str, list[str]] = {}
     for name, found in results.items():
         if why := found.get("no_graph"):
-            reasons.setdefault(f"a checkpoint, no graph: {_short(why.partition(' ')[2])}", []).append(_name(name))
+            reasons.setdefault(f"a checkpoint, no graph: {_short(_without_name(why))}", []).append(_name(name))
         if "refused" in found:
             reason = found["refused"].partition(", which fp8q does not do")[0].partition(", and fp8q does no other")[0]
-            reason = reason if reason.startswith("model/") else reason.partition(" ")[2]
-            reasons.setdefault(f"refused: {_short(reason)}", []).append(_name(name))
+            reasons.setdefault(f"refused: {_short(_without_name(reason))}", []).append(_name(name))
         if "unmade" in found:
             reasons.setdefault(f"transformers {version} makes no model of its configuration", []).append(_name(name))
     rows = [("the whole way", works), *sorted(reasons.items())]
@@ -58,6 +57,11 @@ def unseen_architectures() -> str:
 
 def _name(configuration: str) -> str:
     return configuration.replace("Config", "")
+
+
+def _without_name(reason: str) -> str:
+    """A reason without the model's name that it begins with, if it does."""
+    return reason if reason.startswith(("model/", "torch ")) else reason.partition(" ")[2]
 
 
 def _short(reason: str) -> str:
