@@ -44,6 +44,7 @@ FORMS: Mapping[str, int] = {"two codes": 2, "one code": 1}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "end to end": {},
     "layer by layer": {"stream": True},
+    "layer by layer, then end to end": {"stream": True, "end_to_end": True},
     "an adapter": {"train": "adapter"},
 }
 

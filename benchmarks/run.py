@@ -60,7 +60,10 @@ PARTS: Mapping[str, str] = {
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
     "distill": "distill.py",
-    "distill_ways": "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' 'an adapter'",
+    "distill_ways": (
+        "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' "
+        "'layer by layer, then end to end' 'an adapter'"
+    ),
     "distill_peer": "distill_peer.py --small demo stories260k",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",

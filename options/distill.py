@@ -35,8 +35,8 @@ class LearningOptions(Options):
 class WeightLearningOptions(LearningOptions):
     """Options of learned weights: how fast they move.
 
-    `stream`: each decoder layer learns by itself, toward the output of the float layer. `shard`: the ranks of torchrun
-    have a part of both models each.
+    `stream`: each decoder layer learns by itself, toward the output of the float layer; with `end_to_end` the whole
+    model learns after that. `shard`: the ranks of torchrun have a part of both models each.
     """
 
     learning_rate: Annotated[
@@ -48,6 +48,11 @@ class WeightLearningOptions(LearningOptions):
     stream: Annotated[
         bool,
         option(MODEL, "Of weights: learn one decoder layer at a time, for models larger than memory.", negative=()),
+        Of("weights"),
+    ] = False
+    end_to_end: Annotated[
+        bool,
+        option(MODEL, "Of weights: learn the whole model too, from what --stream learned, in its memory.", negative=()),
         Of("weights"),
     ] = False
     shard: Annotated[
@@ -108,8 +113,13 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                     f"{given}: is for --train {field.of}, and this is --train {self.train}; choose that one, or leave "
                     "this out"
                 )
-        if self.stream and (given := first_given(self, ["gradients", "watch"])):
-            raise InputError(f"{given}: is for learning end to end, and --stream learns layer by layer; leave one out")
+        if self.end_to_end and not self.stream:
+            raise InputError("--end-to-end: comes after --stream, without which all is learned so; leave it out")
+        if self.stream and not self.end_to_end and (given := first_given(self, ["gradients", "watch"])):
+            raise InputError(
+                f"{given}: is for learning end to end, and --stream learns layer by layer; leave one out, or let "
+                "--end-to-end follow"
+            )
         if self.shard and self.stream:
             raise InputError(
                 "--stream: learns layer by layer in one process, and --shard shares both models between several; leave "

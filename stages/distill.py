@@ -104,7 +104,7 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     if DISTILL.is_current(run, key):
         send_nothing(world)
         return source
-    if not options.stream:
+    if options.end_to_end or not options.stream:
         if options.shard:
             check_no_experts(source)
         check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks)
@@ -112,11 +112,13 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
         _note_one_code(run, notes)
+        found: Distillation | None = None
         if options.stream:
             found = learn_blocks(run, source, text, options, folder, notes)
-        else:
+        if found is None or options.end_to_end:
             send_task(run, options, folder, (text.windows, text.held_out), world)
-            found = _learn(Learning(run, source, text, options), folder, notes, world)
+            whole = _learn(Learning(run, source, text, options), folder, notes, world, found)
+            found = whole if found is None else found.followed_by(whole)
         write_document(run.distillation, found)
         log.outputs.append(run.distillation)
         if found.best.step > 0:
@@ -193,9 +195,14 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
     return LearningText(name, windows[~held_out], windows[held_out])
 
 
-def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "World") -> "Distillation":
-    """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`."""
-    from ..quantize.learning.codes import gathered_codes, save_codes
+def _learn(
+    what: Learning[DistillOptions], folder: Path, notes: Notes, world: "World", before: "Distillation | None" = None
+) -> "Distillation":
+    """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`.
+
+    `before`: the outcome of layers that learned one by one; the model begins with their codes, where these are better.
+    """
+    from ..quantize.learning.codes import LearnedCodes, gathered_codes, save_codes
     from ..quantize.learning.document import Distillation
     from ..quantize.learning.training import Schedule, planned_steps
 
@@ -210,13 +217,17 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
         world if options.shard else None,
         lambda model: note_domain(what, model, notes),
     )
+    rounded = {name: layer.start for name, layer in layers.items()}
+    if before is not None and before.best.step > 0:
+        learned = LearnedCodes(what.run.distilled)
+        for name, layer in layers.items():
+            layer.settle(*learned[name])
     moments, stopped = train(what, (teacher, student), schedule, folder, notes, world)
     if options.watch:
         notes.note(f"distill: `fp8q inspect {what.run.training}` shows what the training would lose in FP8")
     codes = gathered_codes(layers)
     save_codes(what.run.distilled, codes)
-    changed = sum(layer.changed(codes[name][0]) * layer.weight.numel() for name, layer in layers.items())
-    total = sum(layer.weight.numel() for layer in layers.values())
+    changed = sum(int((codes[name][0].float() != start.cpu().float()).sum()) for name, start in rounded.items())
     return Distillation(
         data=text.name,
         tokens=text.windows.size,
@@ -224,7 +235,7 @@ def _learn(what: Learning[DistillOptions], folder: Path, notes: Notes, world: "W
         steps=planned_steps(len(text.windows), schedule),
         seconds=round(time.monotonic() - begun, 1),
         moments=moments,
-        changed=changed / total,
+        changed=changed / sum(start.numel() for start in rounded.values()),
         stopped=stopped,
     )
 

@@ -21,8 +21,10 @@ class LearnedCodes:
 
     def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not learned."""
-        if f"{module}.codes" not in self._names:
-            return None
+        return self[module] if f"{module}.codes" in self._names else None
+
+    def __getitem__(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return those of a `module` that was learned."""
         return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 

@@ -75,6 +75,21 @@ class Distillation(LearningRecord):
         """The outcome in a sentence."""
         return self.outcome("the model is unchanged", f"{self.changed:.1%} of the codes changed")
 
+    def followed_by(self, whole: "Distillation") -> "Distillation":
+        """Join the outcome of layers that learned with that of the `whole` model, which began with their codes, or as
+        they did where these were no better.
+        """
+        later = [Moment(step=self.steps + each.step, kl=each.kl) for each in whole.moments]
+        return whole.model_copy(
+            update={
+                "steps": self.steps + whole.steps,
+                "seconds": round(self.seconds + whole.seconds, 1),
+                "moments": [self.start, *(later if self.best.step else later[1:])],
+                "stopped": self.stopped or whole.stopped,
+                "blocks": self.blocks,
+            }
+        )
+
 
 class AdapterLearning(LearningRecord):
     """The outcome of a learned adapter. `adapter/` has that of the `best` moment, and is not there for step 0."""

@@ -132,15 +132,11 @@ class LearnedLinear(nn.Module):
         """Begin anew with `codes` float8_e4m3fn [out, in] under `scale` float32 [out]; return how many of the codes are
         others than before.
         """
+        codes, scale = codes.to(self.start.device), scale.to(self.start.device)
         changed = int((codes.float() != self.start.float()).sum())
         self.start, self.scale = codes, scale[:, None].clone()  # those before may be mapped from a file
         self.restore()
         return changed
-
-    def changed(self, codes: torch.Tensor | None = None) -> float:
-        """The share of codes that are others than at the beginning. `codes`: those that were learned, if known."""
-        learned = self.learned()[0] if codes is None else codes.to(self.start.device)
-        return float((learned.float() != self.start.float()).float().mean())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out], in x's type."""

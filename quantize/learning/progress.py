@@ -1,9 +1,11 @@
 """Follow a training of transformers' Trainer: its steps, and the held-out divergence, which may end it."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .document import Moment
 
@@ -31,6 +33,11 @@ class Progress(TrainerCallback):
         if state.global_step > self.step:
             self.advance(state.global_step - self.step)
             self.step = state.global_step
+
+
+def moment_checkpoint(moment: Moment, folder: Path) -> Path:
+    """The Trainer's checkpoint of a `moment` after the beginning, in its `folder`."""
+    return folder / f"{PREFIX_CHECKPOINT_DIR}-{moment.step}"
 
 
 class EndWhereItRises(TrainerCallback):

@@ -37,7 +37,7 @@ from ...options import LearningGradients
 from .document import Moment
 from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
-from .progress import METRIC, EndWhereItRises, Progress, has_risen, moments_of
+from .progress import METRIC, EndWhereItRises, Progress, moment_checkpoint, has_risen, moments_of
 from .sharded_model import ShardedModel, is_sharded
 from .shards import load_own_state, own_part, own_state
 from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
@@ -377,5 +377,5 @@ def _take_best(trainer: DistillationTrainer, student: PreTrainedModel) -> None:
     best = min(moments_of(trainer.state), key=lambda moment: moment.kl, default=None)
     if best is None or best.step == 0:
         begin_again(student)
-    elif trainer.state.best_model_checkpoint is not None:
-        trainer.load_steps(Path(trainer.state.best_model_checkpoint))
+    else:
+        trainer.load_steps(moment_checkpoint(best, Path(str(trainer.args.output_dir))))

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fp8q.quantize.learning.block_progress import LearnedBlocks
 from fp8q.quantize.learning.blocks import BlockLearning
 from fp8q.quantize.learning.document import Distillation
 from fp8q.quantize.learning.linear import LearnedLinear, student_of
+from fp8q.quantize.learning.progress import Progress
 from fp8q.quantize.learning.training import forward_kl
 from fp8q.quantize.reference.fp8_model import open_codes
 from fp8q.quantize.scales.decisions import load_scales
@@ -28,6 +30,8 @@ from fp8q.stages.shared.sources import source_of
 from ..conftest import Texts
 
 OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003, stream=True)
+#: The same, and end to end after it.
+WHOLE = replace(OPTIONS, end_to_end=True)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +150,70 @@ def test_a_killed_call_goes_on_at_its_layer_to_the_same_bytes(
     assert begun == [*range(at, 4)]
     assert found.model_copy(update={"seconds": 0}) == learned[1].model_copy(update={"seconds": 0})
     assert run.distilled.read_bytes() == learned[0].distilled.read_bytes()
+
+
+@pytest.fixture(scope="module")
+def went_on(begun: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Distillation]:
+    """A copy of the run whose layers have learned, and then the whole model, and what it found."""
+    run = Run(Path(shutil.copytree(begun.root, tmp_path_factory.mktemp("whole") / "run")))
+    return run, distilled(run, WHOLE)
+
+
+def test_the_whole_model_goes_on_from_what_its_layers_learned(
+    begun: Run, learned: tuple[Run, Distillation], went_on: tuple[Run, Distillation]
+) -> None:
+    (_, layers), (run, found) = learned, went_on
+    assert found.blocks == layers.blocks
+    assert found.start == layers.start
+    assert found.moments[1].step == layers.steps
+    assert found.moments[1].kl == pytest.approx(layers.best.kl, rel=1e-3)
+    assert found.steps == layers.steps + 18
+    assert layers.steps < found.best.step <= found.steps
+    assert found.best.kl < 0.98 * layers.best.kl
+    assert found.best.kl == pytest.approx(divergence(run), rel=1e-3)
+    before, after = tensors(begun), tensors(run)
+    names = [name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn]
+    changed = sum(int((after[name].float() != before[name].float()).sum()) for name in names)
+    assert found.changed == pytest.approx(changed / sum(after[name].numel() for name in names))
+
+
+def test_the_whole_model_begins_as_it_was_where_its_layers_got_no_better(copied: Callable[[str], Run]) -> None:
+    """No layer gets better at this rate; the whole model may, since its first step is a small one."""
+    run = copied("worse")
+    found = distilled(run, replace(WHOLE, epochs=0.5, learning_rate=1e4))
+    assert found.blocks is not None
+    assert {loss.step for loss in found.blocks} == {0}
+    assert [moment.step for moment in found.moments[:2]] == [0, 4 * 4 + 1]
+    assert found.best.kl == pytest.approx(divergence(run), rel=1e-3)
+
+
+@pytest.mark.parametrize("at", [3, 12], ids=["before its first moment", "after some"])
+def test_a_killed_whole_model_goes_on_to_the_same_bytes(
+    at: int, copied: Callable[[str], Run], went_on: tuple[Run, Distillation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, step, taken = copied("killed"), Progress.on_step_end, list[int]()
+
+    def stopping(self: Progress, *arguments: Any, **named: Any) -> None:
+        taken.append(1)
+        if len(taken) == at:
+            raise Killed
+        step(self, *arguments, **named)
+
+    with monkeypatch.context() as once:
+        once.setattr(Progress, "on_step_end", stopping)
+        with pytest.raises(Killed):
+            api.distill(run.root, options=WHOLE)
+    found = api.distill(run.root, options=WHOLE)
+    assert found.model_copy(update={"seconds": 0}) == went_on[1].model_copy(update={"seconds": 0})
+    assert run.distilled.read_bytes() == went_on[0].distilled.read_bytes()
+
+
+def test_the_whole_model_goes_on_after_its_layers_only() -> None:
+    with pytest.raises(InputError, match=r"^--end-to-end: comes after --stream, without which all is learned so"):
+        DistillOptions(end_to_end=True)
+    with pytest.raises(InputError, match=r"^--watch 10: is for learning end to end.* or let --end-to-end follow$"):
+        DistillOptions(stream=True, watch=10)
+    assert DistillOptions(stream=True, end_to_end=True, watch=10).watch == 10
 
 
 def test_where_nothing_gets_better_nothing_changes(begun: Run, copied: Callable[[str], Run]) -> None:

@@ -194,6 +194,18 @@ def test_a_killed_training_goes_on_to_the_same_bytes(
     assert codes(fresh[1]) == codes(models[1])
 
 
+def test_a_training_whose_folder_was_moved_since_keeps_its_best_moment(
+    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    """A kill after the last step leaves all to read: the Trainer names its best checkpoint by the whole path."""
+    again, schedule = deepcopy(models), replace(SCHEDULE, epochs=12, learning_rate=0.003)
+    text = WINDOWS[:8], WINDOWS[24:]  # some way before the last step is the best
+    whole = train(models, tmp_path / "before", schedule=schedule, text=text)
+    (tmp_path / "before").rename(tmp_path / "moved")
+    assert train(again, tmp_path / "moved", schedule=schedule, text=text) == whole
+    assert codes(again[1]) == codes(models[1])
+
+
 def test_a_loss_that_is_no_number_ends_it(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
     bad = WINDOWS.copy()
     bad[:24, 3] = 63
