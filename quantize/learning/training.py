@@ -37,7 +37,7 @@ from ...options import LearningGradients
 from .document import Moment
 from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
-from .progress import METRIC, EndWhereItRises, Progress, moment_checkpoint, has_risen, moments_of
+from .progress import METRIC, EndWhereItRises, Progress, has_risen, moment_checkpoint, moments_of
 from .sharded_model import ShardedModel, is_sharded
 from .shards import load_own_state, own_part, own_state
 from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
