@@ -1,7 +1,10 @@
-"""Two ranks with half of a small model each learn what one process does, killed or not, and end together at NaN."""
+"""Two ranks with half of a small model each learn what one process does, killed or not; they begin anew, and end at NaN,
+together.
+"""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,16 @@ import torch
 from transformers import PreTrainedModel
 
 from fp8q.quantize.learning.linear import learned_layers
-from fp8q.quantize.learning.training import Schedule
+from fp8q.quantize.learning.steps import SMALLER
+from fp8q.quantize.learning.training import Listener, Schedule, learn
 
 from ...calibrate.ranks.test_world import start
-from .test_training import build_models, codes, train
+from .test_training import TEXT, TOO_LARGE, build_models, codes, train
 
-#: A rank says how its trainings end: from beginning to end, killed at step 14 and taken up, and with a token of NaN.
+#: Steps that are too large, and gradients in BF16.
+ANEW = replace(TOO_LARGE, gradients="bf16")
+#: A rank says how its trainings end: from beginning to end, killed at step 8 and taken up, in steps that are too large,
+#: and with a token of NaN.
 CHILD = """
 import json, sys
 from pathlib import Path
@@ -26,13 +33,14 @@ from fp8q.quantize.learning.sharded_model import shard_model
 from fp8q.quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
 from fp8q.validate.accuracy.nonfinite import culprit
 from tests.quantize.learning.test_training import TEXT, build_models, codes
+from tests.quantize.learning.test_training_shards import ANEW
 
 class Killed(BaseException):
     pass
 
-def train(world, folder, advance=lambda steps: None, nan=False):
+def train(world, folder, advance=lambda steps: None, nan=False, schedule=Schedule(2, 4, 0.003, 0), count=24):
     teacher, student = build_models(learn_scales=True)
-    windows = TEXT[0].copy()
+    windows = TEXT[0][:count].copy()
     if nan:
         windows[8, 3] = 63
         with torch.no_grad():
@@ -42,10 +50,10 @@ def train(world, folder, advance=lambda steps: None, nan=False):
     def blame(ids):
         first = culprit(student, lambda: student(input_ids=ids, use_cache=False), 24)
         return f", by {first.module}" if first else ""
-    moments = message = None
+    moments, message, anew = None, None, []
     try:
-        moments = learn((teacher, student), (windows, TEXT[1]), Schedule(2, 4, 0.003, 0), folder,
-                        Listener(advance, blame), world)
+        listener = Listener(advance, blame, anew=anew.append)
+        moments = learn((teacher, student), (windows, TEXT[1]), schedule, folder, listener, world)
     except LossIsNotFiniteError as error:
         moments, message = error.moments, str(error)
     except Killed:
@@ -57,6 +65,7 @@ def train(world, folder, advance=lambda steps: None, nan=False):
         "scales": {name: layer.learned()[1].tolist() for name, layer in learned_layers(student).items()},
         "moments": [(moment.step, moment.kl) for moment in moments],
         "message": message,
+        "anew": anew,
     }
 
 taken = []
@@ -70,8 +79,9 @@ with joined_ranks() as world:
     whole = train(world, folder / "whole")
     train(world, folder / "killed", die)
     again = train(world, folder / "killed")
+    large = train(world, folder / "large", schedule=ANEW, count=16)
     bad = train(world, folder / "bad", nan=True)
-print(json.dumps({"whole": whole, "again": again, "bad": bad}))
+print(json.dumps({"whole": whole, "again": again, "large": large, "bad": bad}))
 """
 
 
@@ -86,6 +96,11 @@ def test_two_ranks_of_half_the_model_each_learn_the_codes_of_one_process(tmp_pat
     assert first == second
     assert first["again"] == first["whole"]
     _hold_whole(first["whole"], models, [(moment.step, moment.kl) for moment in moments])
+    models, anew = build_models(learn_scales=True), list[float]()
+    listener = Listener(lambda steps: None, lambda ids: "", anew=anew.append)
+    moments = learn(models, (TEXT[0][:16], TEXT[1]), ANEW, tmp_path / "large", listener)
+    assert first["large"]["anew"] == anew == [pytest.approx(ANEW.learning_rate / SMALLER)]
+    _hold_whole(first["large"], models, [(moment.step, moment.kl) for moment in moments])
     assert re.fullmatch(r"the loss is nan at step \d+ of 12, by model.embed_tokens", first["bad"]["message"])
     assert first["bad"]["moments"] == first["whole"]["moments"][: len(first["bad"]["moments"])]
 
