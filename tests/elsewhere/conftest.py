@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from environments import UnavailableError
+from safetensors.torch import load_file, save_file
 
 from fp8q import api
 from fp8q.core.run import Run
@@ -80,6 +81,23 @@ def demo_with_an_adapter(
     with without_graphs():
         texts = str(demo_texts.calibration), str(demo_texts.evaluation)
         return api.calibrate(str(demo_checkpoint), texts[0], folder / "run", texts[1], options)
+
+
+@pytest.fixture(scope="session")
+def demo_with_a_learned_adapter(
+    tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts, without_graphs: WithoutGraphs
+) -> Run:
+    """The demo in FP8 with an adapter that learned beside it, its B a hundred times as large, so that it is felt."""
+    options = api.CalibrateOptions(samples=40, seq_len=128)
+    learning = api.DistillOptions(train="adapter", rank=8, adapter_rate=0.0005)
+    texts, folder = (str(demo_texts.calibration), str(demo_texts.evaluation)), tmp_path_factory.mktemp("learned")
+    with without_graphs():
+        run = api.calibrate(str(demo_checkpoint), texts[0], folder / "run", texts[1], options)
+    api.distill(run.root, options=learning)
+    (weights,) = run.adapter.glob("*.safetensors")
+    learned = load_file(weights)
+    save_file({name: each * 100 if "lora_B" in name else each for name, each in learned.items()}, weights)
+    return run
 
 
 @pytest.fixture(scope="session")

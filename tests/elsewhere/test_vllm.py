@@ -8,6 +8,7 @@ a CPU (`vllm_arithmetic`): one term, a cache that rounds toward zero, and expert
 by their codes and scales but in BF16.
 """
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ CONTEXT, WINDOWS, MANY = 64, 6, 24
 MOST = 1.15
 #: Their cache has no place for scales in vLLM, and stays wide.
 WIDE_CACHES = ("gpt_neox",)
+WITH_ADAPTERS = ("adapter", "base of an adapter", "learned adapter", "base of a learned adapter")
 #: The first is trained.
 OF_EXPERTS = {"mixtral": Architecture("mixtral", "experts", "off")} | {
     name: Architecture(
@@ -71,15 +73,15 @@ LLAMA = Architecture(
 
 @dataclass(frozen=True)
 class Asked:
-    """One job: a run, the type of the cache that vLLM is asked for, a checkpoint in the place of the run's, one of the
-    run's adapters, by name, and whether experts are multiplied in BF16.
+    """One job: a run, the type of the cache that vLLM is asked for, a checkpoint in the place of the run's, the
+    directory of one of the run's adapters, and whether experts are multiplied in BF16.
     """
 
     run: Run
     folder: Path
     cache: str = "auto"
     other: Path | None = None
-    adapter: str | None = None
+    adapter: Path | None = None
     wide_experts: bool = False
     windows: int = WINDOWS
 
@@ -92,9 +94,8 @@ class Asked:
         """What `vllm_losses.py` reads."""
         path = self.folder / "exact.npy"
         np.save(path, self.exact)
-        adapter = self.run.model / "adapters" / self.adapter if self.adapter else None
         model = self.other or self.run.model
-        return job(model, self.ids, path, adapter, cache=self.cache, wide_experts=self.wide_experts)
+        return job(model, self.ids, path, self.adapter, cache=self.cache, wide_experts=self.wide_experts)
 
     @cached_property
     def exact(self) -> np.ndarray:
@@ -123,7 +124,7 @@ class Asked:
         """The logits of the source model in `dtype`."""
         model = load_model(source_of(self.run), dtype, "cpu")
         if self.adapter:
-            attach_adapter(model, open_adapter(self.run.model / "adapters" / self.adapter), dtype, "cpu")
+            attach_adapter(model, open_adapter(self.adapter), dtype, "cpu")
         with torch.inference_mode():
             found: torch.Tensor = model(input_ids=torch.from_numpy(self.ids), use_cache=False).logits
         return found
@@ -132,7 +133,7 @@ class Asked:
 @pytest.fixture(scope="session")
 def answered(
     vllm_python: Path, quantized: Callable[..., Run], demo_validated: Run, demo_with_an_adapter: Run,
-    tmp_path_factory: pytest.TempPathFactory,
+    demo_with_a_learned_adapter: Run, tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Asked, dict[str, Any]]]:  # fmt: skip
     """`answered("qwen2")`: what vLLM was asked of it, and its answer; a skip where the checkpoint is not here."""
     asked, absent = dict[str, Asked](), dict[str, str]()
@@ -148,8 +149,11 @@ def answered(
             absent[name] = str(why)
     asked["experts in FP8"] = replace(asked["olmoe"], wide_experts=False)
     asked["part of a group"] = Asked(quantized(LLAMA, ("*.q_proj",)), folder())
-    asked["adapter"] = Asked(demo_with_an_adapter, folder(), adapter="style")
+    style, learned = demo_with_an_adapter.model / "adapters" / "style", demo_with_a_learned_adapter
+    asked["adapter"] = Asked(demo_with_an_adapter, folder(), adapter=style)
     asked["base of an adapter"] = Asked(demo_with_an_adapter, folder())
+    asked["learned adapter"] = Asked(learned, folder(), adapter=learned.adapter)
+    asked["base of a learned adapter"] = Asked(learned, folder())
     asked |= {f"demo, {cache} cache": Asked(demo_validated, folder(), cache) for cache in ("auto", "fp8", "bfloat16")}
     saturating = cache_scales_divided(demo_validated.model, tmp_path_factory.mktemp("saturating") / "model")
     asked["demo, saturating cache"] = Asked(demo_validated, folder(), other=saturating)
@@ -183,7 +187,7 @@ def losses(answer: dict[str, Any]) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "name",
-    [*sorted(CASES.keys() - REFUSED.keys()), *OF_EXPERTS, "demo, auto cache", "adapter", "base of an adapter"],
+    [*sorted(CASES.keys() - REFUSED.keys()), *OF_EXPERTS, "demo, auto cache", *WITH_ADAPTERS],
 )
 def test_it_loses_what_the_reference_loses(name: str, answered: Callable[[str], Any]) -> None:
     """And neither BF16 nor two terms would: their KL is beyond the limit."""
@@ -219,9 +223,10 @@ def test_the_caches_scales_are_the_checkpoints(answered: Callable[[str], Any]) -
     assert saturating.mean() > 1.5 * right.mean()
 
 
-def test_an_adapter_beside_the_base_is_felt(answered: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("base", [name for name in WITH_ADAPTERS if name.startswith("base of ")])
+def test_an_adapter_beside_the_base_is_felt(base: str, answered: Callable[[str], Any]) -> None:
     """Its loss is far from the base's: else that it is the reference's says nothing."""
-    on, off = (losses(answered(name)[1]) for name in ("adapter", "base of an adapter"))
+    on, off = (losses(answered(name)[1]) for name in (re.sub("base of an? ", "", base), base))
     assert abs(on.mean() - off.mean()) > 0.1
 
 

@@ -1,5 +1,5 @@
-"""Two ranks with half of a small model each learn what one process does, killed or not; they begin anew, and end at NaN,
-together.
+"""Two ranks with half of a small model each learn what one process does, killed or not; they begin anew together, and
+end together at NaN.
 """
 
 import json
