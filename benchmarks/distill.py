@@ -46,6 +46,9 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "layer by layer": {"stream": True},
     "layer by layer, then end to end": {"stream": True, "end_to_end": True},
     "an adapter": {"train": "adapter"},
+    "end to end, scales learned too": {"scales": "learned"},
+    "end to end, gradients in E5M2": {"gradients": "e5m2"},
+    "end to end, gradients in E4M3": {"gradients": "e4m3"},
 }
 
 

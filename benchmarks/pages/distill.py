@@ -2,7 +2,8 @@
 
 from markdown import gigabytes, load, table
 
-RESULTS = ("distill", "distill_ways")
+RESULTS = ("distill_most", "distill", "distill_ways", "distill_options")
+PEERS = ("distill_peer", "distill_peer_others")
 
 
 def distill() -> str:
@@ -27,7 +28,8 @@ def distill_peer() -> str:
             f"{found['after']:.0f}",
             f"{found['after'] / found['before'] - 1:+.1%}",
         ]
-        for model, ways in load("distill_peer")["results"].items()
+        for result in map(load, PEERS)
+        for model, ways in result["results"].items()
         for name, found in ways.items()
     ]
     return table(["", "begins at", "before", "after", "change"], rows)
