@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.errors import visible
-from ..core.reporter import minutes
+from ..core.reporter import Standing, minutes
 from . import progress
 
 #: Columns of a table that no terminal bounds.
@@ -69,14 +69,16 @@ class Terminal:
         """Print one line of the result, unwrapped."""
         self.out.print(visible(line), markup=False, soft_wrap=True)
 
-    def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> AbstractContextManager[Callable[[int], None]]:
         """Draw a bar towards `total` units, with the rate and the time left; in a log, a line each minute, and
         one at the end.
         """
         shown = visible(description)
         if self.err.is_terminal:
-            return progress.bar(self.err, shown, total, unit)
-        return minutes(self.note, shown, total, unit)
+            return progress.bar(self.err, shown, total, unit, standing)
+        return minutes(self.note, shown, total, unit, standing)
 
     def table(
         self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[str] = ()

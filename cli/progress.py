@@ -6,11 +6,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..core.reporter import Standing, with_standing
 from .signals import drawing
 
 
 @contextmanager
-def bar(console: Console, description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def bar(
+    console: Console, description: str, total: int, unit: str, standing: Standing | None = None
+) -> Iterator[Callable[[int], None]]:
     """Draw a bar towards `total` units on a terminal; the value of the `with` takes each number of units done."""
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -27,7 +30,8 @@ def bar(console: Console, description: str, total: int, unit: str) -> Iterator[C
         def advance(done: int) -> None:
             progress.advance(task, done)
             speed = progress.tasks[0].speed
-            progress.update(task, rate=f"{speed:,.0f} {unit}/s" if speed and unit in ("tokens", "windows") else "")
+            rate = f"{speed:,.0f} {unit}/s" if speed and unit in ("tokens", "windows") else ""
+            progress.update(task, description=with_standing(description, standing), rate=rate)
 
         try:
             yield advance

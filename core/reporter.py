@@ -17,6 +17,8 @@ from typing import Protocol
 
 from .columns import duration
 
+#: Tells how far work has come in words of its own, such as a loss; empty while there is nothing to tell.
+Standing = Callable[[], str]
 #: Seconds between two lines on the same work.
 EVERY_S = 60.0
 #: Work that took less time is not worth a line, in seconds.
@@ -29,12 +31,18 @@ class Reporter(Protocol):
     def note(self, line: str) -> None:
         """Report one line that the user should read."""
 
-    def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
-        """Report progress towards `total` units; call the yielded function with each number of units done."""
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        """Report progress towards `total` units; call the yielded function with each number of units done. What
+        `standing` tells by then is shown behind the description.
+        """
 
 
 @contextmanager
-def minutes(say: Callable[[str], None], description: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def minutes(
+    say: Callable[[str], None], description: str, total: int, unit: str, standing: Standing | None = None
+) -> Iterator[Callable[[int], None]]:
     """Say each minute how much of the block's work is done, and when it has ended in which time, where that is worth a
     line.
     """
@@ -46,7 +54,7 @@ def minutes(say: Callable[[str], None], description: str, total: int, unit: str)
 
     def tell() -> None:
         while not ended.wait(EVERY_S):
-            say(progress_line(description, done, total, unit, time.monotonic() - start))
+            say(progress_line(with_standing(description, standing), done, total, unit, time.monotonic() - start))
 
     teller = Thread(target=tell, name="fp8q progress", daemon=True)
     teller.start()
@@ -58,6 +66,11 @@ def minutes(say: Callable[[str], None], description: str, total: int, unit: str)
     seconds = time.monotonic() - start
     if seconds > WORTH_A_LINE_S:
         say(f"{description}: {total:,} {unit} in {duration(seconds)}")
+
+
+def with_standing(description: str, standing: Standing | None) -> str:
+    """The description of work, and how far it has come in words of its own."""
+    return f"{description}, {words}" if standing and (words := standing()) else description
 
 
 def progress_line(description: str, done: int, total: int, unit: str, seconds: float) -> str:
@@ -78,9 +91,11 @@ class Logged:
         """Log the line."""
         self.logger.info("%s", line)
 
-    def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> AbstractContextManager[Callable[[int], None]]:
         """Log each minute how much is done."""
-        return minutes(self.note, description, total, unit)
+        return minutes(self.note, description, total, unit, standing)
 
 
 class Silent:
@@ -90,7 +105,9 @@ class Silent:
         """Discard the line."""
 
     @contextmanager
-    def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> Iterator[Callable[[int], None]]:
         """Discard the progress."""
         yield lambda done: None
 

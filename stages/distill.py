@@ -290,12 +290,18 @@ def train(
 
     windows = (what.text.windows, what.text.held_out)
     steps = planned_steps(len(what.text.windows), schedule)
-    with notes.track(f"Learning {what.learned}", steps, "steps") as advance, quiet_transformers():
+    scored = list["Moment"]()
+
+    def standing() -> str:
+        return f"held-out KL {scored[-1].kl:.3e} nats" if scored else ""
+
+    with notes.track(f"Learning {what.learned}", steps, "steps", standing) as advance, quiet_transformers():
         listener = Listener(
             advance,
             partial(_blamed, models[1]),
             lambda pace: notes.note(_cost(what, pace)),
             lambda rate: notes.note(f"distill: the held-out KL rose; learning begins anew at a rate of {rate:.2g}"),
+            scored.append,
             _log_of(what),
         )
         try:

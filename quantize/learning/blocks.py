@@ -110,12 +110,15 @@ class BlockLearning(Chain):
         if begun:
             going_on(report, begun + 1, count)
         calls, remaining = self._calls(), range(begun, count)
-        with report.track(
-            f"Learning {len(remaining)} layers, one by one", len(remaining) * schedule.steps, "steps"
-        ) as advance:
+        what, learned = f"Learning {len(remaining)} layers, one by one", list[BlockLoss]()
+
+        def standing() -> str:
+            return learned[-1].change if learned else ""
+
+        with report.track(what, len(remaining) * schedule.steps, "steps", standing) as advance:
             for index in remaining:
                 started = time.monotonic()
-                self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance)
+                learned.append(self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance))
                 if index == begun and len(remaining) > 1:
                     whole = (time.monotonic() - started) * len(remaining)
                     report.note(f"distill: by what the first layer took, some {whole:,.0f} s here")
@@ -175,8 +178,10 @@ class BlockLearning(Chain):
         for states in (self.float, self.learned, self.unlearned):
             states[index % 2].flush()
 
-    def _layer(self, index: int, calls: Calls, schedule: BlockSchedule, advance: Callable[[int], None]) -> None:
-        """Take the float model past a layer, let the layer of the FP8 model learn, and take that past it too."""
+    def _layer(self, index: int, calls: Calls, schedule: BlockSchedule, advance: Callable[[int], None]) -> BlockLoss:
+        """Take the float model past a layer, let the layer of the FP8 model learn, and take that past it too; return
+        its losses.
+        """
         layer, before, after = self.layers.of(self.model)[index], index % 2, (index + 1) % 2
 
         def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
@@ -205,18 +210,17 @@ class BlockLearning(Chain):
         release_memory()
         self._flush(index + 1)
         total = sum(codes.numel() for codes, _ in learned.values())
-        self.done.end(
-            BlockLoss(
-                layer=index,
-                before=result.before,
-                after=result.after,
-                step=result.step,
-                codes=total,
-                changed=changed,
-                stopped=result.stopped,
-            ),
-            learned,
+        loss = BlockLoss(
+            layer=index,
+            before=result.before,
+            after=result.after,
+            step=result.step,
+            codes=total,
+            changed=changed,
+            stopped=result.stopped,
         )
+        self.done.end(loss, learned)
+        return loss
 
     @contextmanager
     def _learning(self, index: int, scales: bool) -> Iterator[dict[str, LearnedLinear]]:

@@ -26,6 +26,12 @@ class BlockLoss(Strict):
     changed: int = Field(description="the number of codes that are others than rounding gave")
     stopped: int | None = Field(default=None, description="the step at which the loss was NaN or infinite, if any")
 
+    @property
+    def change(self) -> str:
+        """State what learning changed, as a clause."""
+        share = self.after / self.before - 1 if self.before else 0.0
+        return f"layer {self.layer}: held-out error {share:+.0%}"
+
 
 class LearningRecord(Strict):
     """The course of `fp8q distill`: the `best` moment wins; that of step 0 is the model as it was."""

@@ -22,11 +22,15 @@ def moments_of(state: TrainerState) -> list[Moment]:
 
 
 class Progress(TrainerCallback):
-    """Tells `advance` of every step."""
+    """Tells of every step, and of every held-out divergence."""
 
-    def __init__(self, advance: Callable[[int], None]):
-        """Call `advance` with the number of steps since it was called last."""
-        self.advance, self.step = advance, 0
+    def __init__(self, advance: Callable[[int], None], scored: Callable[[Moment], None]):
+        """Call `advance` with the number of steps since it was called last, and `scored` with each divergence."""
+        self.advance, self.scored, self.step = advance, scored, 0
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Tell of the divergence that this evaluation found."""
+        self.scored(moments_of(state)[-1])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Tell of the steps that ended; those of a training that begins anew are told of once."""

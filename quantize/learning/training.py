@@ -72,14 +72,15 @@ class Listener:
 
     `advance`: with the number of steps since it was called last; `blame`: to name, at the end of a sentence, the module
     that gives the first number that is not finite, of token ids; `pace`: once, as soon as the pace is known; `anew`:
-    with the learning rate of a training that begins anew. `log`: the directory of the log of the training, and at which
-    steps it is written; None: there is none.
+    with the learning rate of a training that begins anew; `scored`: with each held-out divergence. `log`: the directory
+    of the log of the training, and at which steps it is written; None: there is none.
     """
 
     advance: Callable[[int], None]
     blame: Callable[[torch.Tensor], str]
     pace: Callable[[StepPace], None] = lambda pace: None
     anew: Callable[[float], None] = lambda learning_rate: None
+    scored: Callable[[Moment], None] = lambda moment: None
     log: tuple[Path, int] | None = None
 
 
@@ -265,7 +266,7 @@ def learn(
     """
     world, student = world or World(), models[1]
     first = {} if learned_layers(student) else {name: each.clone() for name, each in steps_of(student).items()}
-    callbacks = [Progress(listener.advance), PaceTimer(listener.pace), EndWhereItRises()]
+    callbacks = [Progress(listener.advance, listener.scored), PaceTimer(listener.pace), EndWhereItRises()]
     for attempt in range(ATTEMPTS):
         smaller = replace(schedule, learning_rate=schedule.learning_rate / SMALLER**attempt)
         if attempt:

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from fp8q.calibrate.model.source import Source, open_source
-from fp8q.core.reporter import SILENT
+from fp8q.core.reporter import SILENT, Standing
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -29,8 +29,10 @@ class Notebook:
     def note(self, line: str) -> None:
         self.lines.append(line)
 
-    def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
-        return SILENT.track(description, total, unit)
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        return SILENT.track(description, total, unit, standing)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,19 @@ def test_lines_come_while_one_step_lasts_and_end_with_the_block(monkeypatch: pyt
     assert len(said) == lines
 
 
+def test_a_line_says_how_far_work_has_come_in_words_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "EVERY_S", 0.01)
+    said, words = list[str](), [""]
+    with reporter.minutes(said.append, "Learning", 4, "steps", lambda: words[-1]):
+        while not said:
+            time.sleep(0.01)
+        words.append("held-out KL 3.2e-04 nats")
+        while not said[-1].startswith("Learning, "):
+            time.sleep(0.01)
+    assert said[0].startswith("Learning: 0 of 4 steps")
+    assert said[-1].startswith("Learning, held-out KL 3.2e-04 nats: 0 of 4 steps")
+
+
 def test_an_error_ends_the_lines_and_no_work_is_said_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
     said = list[str]()

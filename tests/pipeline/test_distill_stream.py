@@ -1,5 +1,6 @@
 """`fp8q distill --stream` on the demo: each layer learns, a killed call goes on, and only what is better is written."""
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from fp8q import api
 from fp8q.calibrate.model.source import load_model
+from fp8q.core import reporter
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
@@ -112,6 +114,18 @@ def test_the_checkpoint_has_the_codes_and_the_scales_stay(begun: Run, learned: t
     assert changed == sum(loss.changed for loss in found.blocks)
     assert found.changed == pytest.approx(changed / sum(loss.codes for loss in found.blocks))
     assert not any(path.name.endswith(".work") for path in run.root.iterdir())
+
+
+def test_progress_says_what_the_last_layer_and_the_whole_model_came_to(
+    copied: Callable[[str], Run], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter, "EVERY_S", 0.05)
+    with caplog.at_level("INFO", logger="fp8q"):
+        api.distill(copied("told").root, options=replace(WHOLE, epochs=1.0))
+    assert any(
+        re.match(r"Learning 4 layers, one by one, layer 1: held-out error -\d+%: ", line) for line in caplog.messages
+    )
+    assert any(re.match(r"Learning weights, held-out KL \d\.\d{3}e-04 nats: ", line) for line in caplog.messages)
 
 
 class Killed(BaseException):

@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from fp8q.calibrate.measure.statistics import load_record
+from fp8q.core.reporter import Standing
 from fp8q.export.graph.trace import export_graphs, graph_plan, stamped, whole
 from fp8q.export.modules.graph_model import GraphPlan
 from fp8q.export.modules.layer_kinds import NotAlikeError
@@ -92,7 +93,9 @@ class Counting:
         """Notes do not matter here."""
 
     @contextmanager
-    def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> Iterator[Callable[[int], None]]:
         """Keep each number."""
         self.total = (total, unit)
         yield self.told.append

@@ -18,7 +18,7 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text.corpus import encode_texts
 from fp8q.core.errors import InputError
 from fp8q.core.files import read_document
-from fp8q.core.reporter import SILENT
+from fp8q.core.reporter import SILENT, Standing
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.stages import corpus as corpus_stage
@@ -61,8 +61,10 @@ class Corpora:
     def note(self, line: str) -> None:
         self.notes.append(line)
 
-    def track(self, description: str, total: int, unit: str = "steps") -> AbstractContextManager[Callable[[int], None]]:
-        return SILENT.track(description, total, unit)
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> AbstractContextManager[Callable[[int], None]]:
+        return SILENT.track(description, total, unit, standing)
 
 
 @pytest.fixture(scope="module")

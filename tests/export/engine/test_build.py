@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto
 
 from fp8q.core.errors import BackendError, GateError, InputError
 from fp8q.core.files import disk_errors, read_document
-from fp8q.core.reporter import SILENT
+from fp8q.core.reporter import SILENT, Standing
 from fp8q.core.run import Run
 from fp8q.export.engine import build as engine
 from fp8q.export.engine import runtime, targets
@@ -43,7 +43,9 @@ class Heard:
         self.notes.append(line)
 
     @contextmanager
-    def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+    def track(
+        self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+    ) -> Iterator[Callable[[int], None]]:
         self.tracks.append((description, total, unit))
         self.done = 0
 
@@ -273,7 +275,9 @@ def test_ctrl_c_stops_the_builder_and_leaves_nothing(run: tuple[Run, Any]) -> No
 
     class Interrupting(Heard):
         @contextmanager
-        def track(self, description: str, total: int, unit: str = "steps") -> Iterator[Callable[[int], None]]:
+        def track(
+            self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
+        ) -> Iterator[Callable[[int], None]]:
             yield lambda done: self.note("now")
 
         def note(self, line: str) -> None:

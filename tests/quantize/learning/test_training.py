@@ -238,6 +238,13 @@ def test_a_checkpoint_of_another_number_of_ranks_is_passed_over(tmp_path: Path) 
     assert last_checkpoint(tmp_path, "model.safetensors") is None
 
 
+def test_each_held_out_divergence_is_told(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
+    scored = list[Moment]()
+    listener = Listener(lambda steps: None, lambda ids: "", scored=scored.append)
+    moments = learn(models, TEXT, SCHEDULE, tmp_path, listener)
+    assert scored[-len(moments) :] == moments
+
+
 def test_the_pace_is_told_once_by_a_real_step(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
     """Of 24 steps, scored every third, two are done when it is told, and the eight evaluations are to come."""
     told = list[StepPace]()

@@ -12,6 +12,7 @@ from tritonclient.grpc import model_config_pb2
 
 from fp8q import api
 from fp8q.core.errors import InputError
+from fp8q.core.reporter import Standing
 from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
 from fp8q.options import TritonOptions
@@ -32,10 +33,10 @@ class Heard:
     def note(self, line: str) -> None:
         self.lines.append(line)
 
-    def track(self, description: str, total: int, unit: str = "steps") -> Any:
+    def track(self, description: str, total: int, unit: str = "steps", standing: Standing | None = None) -> Any:
         from fp8q.core.reporter import SILENT
 
-        return SILENT.track(description, total, unit)
+        return SILENT.track(description, total, unit, standing)
 
 
 def written(run: Run, options: TritonOptions = TritonOptions()) -> list[str]:

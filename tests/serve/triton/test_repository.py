@@ -11,6 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from fp8q.core.errors import BackendError, InputError
+from fp8q.core.reporter import Standing
 from fp8q.core.run import Run
 from fp8q.options import TritonOptions, model_name
 from fp8q.serve.triton import repository
@@ -26,10 +27,10 @@ class Notes:
     def note(self, line: str) -> None:
         self.lines.append(line)
 
-    def track(self, description: str, total: int, unit: str = "steps") -> Any:
+    def track(self, description: str, total: int, unit: str = "steps", standing: Standing | None = None) -> Any:
         from fp8q.core.reporter import SILENT
 
-        return SILENT.track(description, total, unit)
+        return SILENT.track(description, total, unit, standing)
 
 
 def write(run: Run, options: TritonOptions = TritonOptions()) -> list[str]:
