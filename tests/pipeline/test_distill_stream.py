@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -73,15 +74,19 @@ def tensors(run: Run) -> dict[str, torch.Tensor]:
     return load_file(shard)
 
 
-def divergence(run: Run) -> float:
-    """KL of the run's model, all of it in memory, on the windows that learning holds out."""
+def divergences(run: Run) -> np.ndarray:
+    """KL of the run's model, all of it in memory, on each of the windows that learning holds out."""
     source, held_out = source_of(run), load_tokens(run, run.calibration)[9::10]
     teacher, other = (load_model(source, torch.float32) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32)
     student, _ = student_of(other, stored, load_scales(run).activations, LearnedLinear)
-    ids = torch.from_numpy(held_out.copy())
     with torch.no_grad():
-        return float(forward_kl(teacher(input_ids=ids).logits, student(input_ids=ids).logits))
+        windows = torch.from_numpy(held_out.copy()).split(1)
+        return np.array([forward_kl(teacher(input_ids=ids).logits, student(input_ids=ids).logits) for ids in windows])
+
+
+def divergence(run: Run) -> float:
+    return float(divergences(run).mean())
 
 
 def test_every_layer_gets_better_and_so_does_the_model(begun: Run, learned: tuple[Run, Distillation]) -> None:
@@ -96,6 +101,8 @@ def test_every_layer_gets_better_and_so_does_the_model(begun: Run, learned: tupl
     assert found.start.kl == pytest.approx(divergence(begun), rel=1e-3)
     assert found.best.kl == pytest.approx(divergence(run), rel=1e-3)
     assert found.best.kl < found.start.kl
+    difference = divergences(run) - divergences(begun)
+    assert found.best.error == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-2)
 
 
 def test_the_checkpoint_has_the_codes_and_the_scales_stay(begun: Run, learned: tuple[Run, Distillation]) -> None:
