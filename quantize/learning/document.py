@@ -9,8 +9,8 @@ from pydantic import Field
 from ...core.files import Strict, read_document
 from ...core.run import Run
 
-#: A moment is better than the beginning if it is so by more than so many standard errors. By chance alone a moment is so
-#: with a probability of 0.0062 (normal distribution, one tail), and one of ten moments with 0.062 at most (Bonferroni).
+#: A moment is better than the beginning if it is so by more than so many standard errors. By chance alone a moment is
+#: so with a probability of 0.0062 (normal distribution, one tail), and one of ten with 0.062 at most (Bonferroni).
 CLEARLY = 2.5
 
 

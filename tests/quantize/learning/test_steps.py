@@ -30,6 +30,16 @@ def test_each_layer_has_a_step_of_its_own_magnitude() -> None:
     assert rates == pytest.approx([0.125, 8.0])
 
 
+def test_a_gain_has_a_fourth_of_the_step_whatever_its_channel_weighs() -> None:
+    scale = torch.full((2,), 0.25)
+    layer = LearnedLinear(encode(torch.full((2, 16), 8.0), scale[:, None]), scale, None, None, learn_scale=True)
+    assert layer.gain is not None
+    optimizer = weight_steps(layer, 0.5)
+    layer.weight.grad, layer.gain.grad = torch.zeros(2, 16), torch.tensor([[3.0], [-1e-6]])
+    optimizer.step()
+    assert layer.gain.flatten().tolist() == pytest.approx([1 - 0.125, 1 + 0.125])
+
+
 def test_weights_of_zero_stay() -> None:
     layer = LearnedLinear(encode(torch.zeros(2, 2), torch.tensor(1.0)), torch.ones(2), None, None)
     optimizer = weight_steps(layer, 0.5)
