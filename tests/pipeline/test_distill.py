@@ -105,7 +105,7 @@ def test_other_scales_leave_it_out_and_say_so(
 
 def test_learned_scales_are_in_the_checkpoint(begun: Run, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(begun.root, tmp_path / "run")))
-    options = DistillOptions(epochs=2.0, learning_rate=0.01, scales="learned")
+    options = DistillOptions(epochs=4.0, learning_rate=0.01, scales="learned")
     found = api.distill(run.root, options=options)
     assert found.best.kl < 0.99 * found.start.kl
     stored = load_file(run.distilled)
