@@ -34,8 +34,8 @@ class Reporter(Protocol):
     def track(
         self, description: str, total: int, unit: str = "steps", standing: Standing | None = None
     ) -> AbstractContextManager[Callable[[int], None]]:
-        """Report progress towards `total` units; call the yielded function with each number of units done. What
-        `standing` tells by then is shown behind the description.
+        """Report progress towards `total` units; call the yielded function with each number of units done. Show
+        behind the description what `standing` tells by then.
         """
 
 

@@ -55,6 +55,8 @@ HELD_OUT, MOST_HELD_OUT = 10, 64
 OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
 SAMPLED = 4
+#: What a message says of learning in less memory.
+SMALLER_WAYS = "--stream learns weights layer by layer, and --shard shares them between the ranks of torchrun"
 
 
 LearnedBy = TypeVar("LearnedBy", bound=LearningOptions)
@@ -107,7 +109,8 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     if options.end_to_end or not options.stream:
         if options.shard:
             check_no_experts(source)
-        check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks)
+        other = "leave --end-to-end out" if options.stream else SMALLER_WAYS
+        check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks, other)
     quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
@@ -147,18 +150,17 @@ def _take_part(run: Run, world: "World") -> None:
         gathered_codes(layers)  # rank 0 has a part of them only, and writes all
 
 
-def check_memory(source: "Source", learned: str, bytes_a_weight: float, ranks: int = 1) -> None:
-    """Raise InputError for a model of which there is no memory to learn what is `learned`; each of `ranks` on a machine
-    needs its own.
+def check_memory(
+    source: "Source", learned: str, bytes_a_weight: float, ranks: int = 1, other: str = SMALLER_WAYS
+) -> None:
+    """Raise InputError, naming `other` ways, for a model of which there is no memory to learn what is `learned`; each
+    of `ranks` on a machine needs its own.
     """
     from ..calibrate.model.memory import weight_bytes
 
     size = round(weight_bytes(source) // 2 * bytes_a_weight)
     if too_much := beyond(size, ranks):
-        raise InputError(
-            f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; --stream learns weights layer "
-            "by layer, and --shard shares them between the ranks of torchrun"
-        )
+        raise InputError(f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; {other}")
 
 
 def learning_text(run: Run, source: "Source", data: str | None, options: LearningOptions, notes: Notes) -> LearningText:
@@ -217,7 +219,7 @@ def _learn(
         world if options.shard else None,
         lambda model: note_domain(what, model, notes),
     )
-    rounded = {name: layer.start for name, layer in layers.items()}
+    rounded = {name: layer.start.cpu() for name, layer in layers.items()}
     if before is not None and before.best.step > 0:
         learned = LearnedCodes(what.run.distilled)
         for name, layer in layers.items():
@@ -227,7 +229,7 @@ def _learn(
         notes.note(f"distill: `fp8q inspect {what.run.training}` shows what the training would lose in FP8")
     codes = gathered_codes(layers)
     save_codes(what.run.distilled, codes)
-    changed = sum(int((codes[name][0].float() != start.cpu().float()).sum()) for name, start in rounded.items())
+    changed = sum(int((codes[name][0].float() != start.float()).sum()) for name, start in rounded.items())
     return Distillation(
         data=text.name,
         tokens=text.windows.size,
@@ -307,6 +309,8 @@ def train(
         try:
             return learn(models, windows, schedule, folder, listener, world), None
         except LossIsNotFiniteError as error:
+            if not error.moments:
+                raise InputError(f"distill: {error}: the model is broken before anything is learned") from error
             notes.note(f"distill: {error}; the weights of the best moment before it stay")
             return error.moments, str(error)
 

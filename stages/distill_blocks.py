@@ -30,7 +30,7 @@ def learn_blocks(
     from ..calibrate.model.decoder import NoChainError
     from ..quantize.learning.block_training import BlockSchedule
     from ..quantize.learning.blocks import BlockLearning, BlockText
-    from ..quantize.learning.document import Distillation, Moment, standard_error
+    from ..quantize.learning.document import Distillation, Moment
     from ..quantize.reference.fp8_model import open_codes
 
     begun, seed = time.monotonic(), options.seed
@@ -60,10 +60,7 @@ def learn_blocks(
         held_out=text.held_out.size,
         steps=steps * len(losses),
         seconds=round(time.monotonic() - begun, 1),
-        moments=[
-            Moment(step=0, kl=before.mean()),
-            Moment(step=steps * len(losses), kl=after.mean(), error=standard_error(after - before)),
-        ],
+        moments=[Moment(step=0, kl=before), Moment(step=steps * len(losses), kl=after)],
         changed=sum(loss.changed for loss in losses) / max(1, sum(loss.codes for loss in losses)),
         stopped=stopped,
         blocks=losses,

@@ -123,19 +123,18 @@ class BlockLearning(Chain):
                     whole = (time.monotonic() - started) * len(remaining)
                     report.note(f"distill: by what the first layer took, some {whole:,.0f} s here")
 
-    def divergences(self) -> npt.NDArray[np.float64]:
-        """KL(float || FP8) of each held-out window [2, windows], nats a token, with the codes that the model had, and
-        with those that its layers learned.
+    def divergences(self) -> tuple[float, float]:
+        """KL(float || FP8) on the held-out windows, nats a token, with the codes that the model had, and with those
+        that its layers learned.
         """
         count = self.layers.count
-        found = list[list[float]]()
+        sums, tokens = [0.0, 0.0], sum(ids.size for ids in self.text.held_out.values())
         with self.behind_layers() as logits, torch.inference_mode():
             for batch, ids in self.text.held_out.items():
                 states = [
                     each[count % 2].read(batch, self.device) for each in (self.float, self.unlearned, self.learned)
                 ]
                 for window in range(len(ids)):
-                    sums = [0.0, 0.0]
                     for start in range(0, ids.shape[1], POSITIONS):
                         part = slice(start, start + POSITIONS)
                         wanted, *had = (
@@ -143,8 +142,7 @@ class BlockLearning(Chain):
                         )
                         for number, log_p in enumerate(had):
                             sums[number] += float((wanted.exp() * (wanted - log_p)).sum())
-                    found.append([each / ids.shape[1] for each in sums])
-        return np.array(found).T
+        return sums[0] / tokens, sums[1] / tokens
 
     def outside_codes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """The codes and scales of the products outside the layers, as they were."""

@@ -24,7 +24,7 @@ class LearnedCodes:
         return self[module] if f"{module}.codes" in self._names else None
 
     def __getitem__(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return those of a `module` that was learned."""
+        """Return codes and scale of a `module` that was learned, as `of` does."""
         return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 

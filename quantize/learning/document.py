@@ -1,17 +1,9 @@
 """`distill.json` and `adapter.json`: the held-out divergence while weights or an adapter were learned."""
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
-
-#: A moment is better than the beginning if it is so by more than so many standard errors. By chance alone a moment is
-#: so with a probability of 0.0062 (normal distribution, one tail), and one of ten with 0.062 at most (Bonferroni).
-CLEARLY = 2.5
 
 
 class Moment(Strict):
@@ -19,18 +11,6 @@ class Moment(Strict):
 
     step: int
     kl: float = Field(description="KL(BF16 || FP8) on the held-out windows, nats a token")
-    error: float = Field(default=0.0, description="standard error of its difference from the first moment's")
-
-
-def best_of(moments: Sequence[Moment]) -> Moment:
-    """Choose the moment with the least divergence, if that is clearly below the first one's, or else the first."""
-    begun, least = moments[0], min(moments, key=lambda moment: moment.kl)
-    return least if least.kl + CLEARLY * least.error < begun.kl else begun
-
-
-def standard_error(differences: npt.NDArray[np.float64]) -> float:
-    """The standard error of the mean of `differences` [windows]; 0 where one window does not tell."""
-    return float(differences.std(ddof=1) / len(differences) ** 0.5) if len(differences) > 1 else 0.0
 
 
 class BlockLoss(Strict):
@@ -71,17 +51,16 @@ class LearningRecord(Strict):
 
     @property
     def best(self) -> Moment:
-        """The moment with the least divergence, where that is clearly less than at the start, or else the start."""
-        return best_of(self.moments)
+        """The moment with the least divergence; the earlier of equal ones."""
+        return min(self.moments, key=lambda moment: moment.kl)
 
     def outcome(self, unchanged: str, changed: str) -> str:
         """State the outcome in a sentence that ends with `unchanged` where nothing got better, else with `changed`."""
-        begun, best, least = self.start.kl, self.best, min(moment.kl for moment in self.moments)
+        begun, best = self.start.kl, self.best
         if best.step == 0:
-            chance = f", of which the least, {least:.3e}, differs by chance" if least < begun else ""
             return (
                 f"nothing better was found in {self.moments[-1].step:,} steps: the held-out KL is {begun:.3e} nats a "
-                f"token as it was{chance}, and {unchanged}"
+                f"token as it was, and {unchanged}"
             )
         return (
             f"the held-out KL fell from {begun:.3e} to {best.kl:.3e} nats a token ({best.kl / begun - 1:+.0%}), by "
@@ -106,14 +85,13 @@ class Distillation(LearningRecord):
         """Join the outcome of layers that learned with that of the `whole` model, which began with their codes, or as
         they did where these were no better.
         """
-        before = self.moments if self.best.step else self.moments[:1]
-        later = [each.model_copy(update={"step": self.steps + each.step}) for each in whole.moments[1:]]
+        later = [each.model_copy(update={"step": self.steps + each.step}) for each in whole.moments]
         return whole.model_copy(
             update={
                 "steps": self.steps + whole.steps,
                 "seconds": round(self.seconds + whole.seconds, 1),
-                "moments": [*before, *(later if whole.best.step or not self.best.step else [])],
-                "stopped": self.stopped or whole.stopped,
+                "moments": [self.start, *later] if self.best.step else [whole.start, *later[1:]],
+                "stopped": "; ".join(filter(None, (self.stopped, whole.stopped))) or None,
                 "blocks": self.blocks,
             }
         )

@@ -4,26 +4,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .document import Moment, standard_error
+from .document import Moment
 
-#: The names by which the Trainer logs the held-out divergence, and ours that of each window.
-METRIC, WINDOWS = "eval_loss", "eval_windows"
+#: The name by which the Trainer logs the held-out divergence.
+METRIC = "eval_loss"
 #: A divergence that lies so many times above that at the beginning says that steps are too large.
 RISEN = 1.05
 
 
 def moments_of(state: TrainerState) -> list[Moment]:
-    """The held-out divergence by step, as the Trainer logged it; a step that it logged twice counts once."""
-    scored = sorted({int(line["step"]): line for line in state.log_history if METRIC in line}.items())
-    windows = [np.array(line[WINDOWS]) for _, line in scored]
-    return [
-        Moment(step=step, kl=float(line[METRIC]), error=standard_error(own - windows[0]))
-        for (step, line), own in zip(scored, windows, strict=True)
-    ]
+    """The held-out divergence by step, as the Trainer logged it; of a step that it logged twice the first, by which it
+    chose the checkpoints that it keeps.
+    """
+    scored = dict[int, float]()
+    for line in state.log_history:
+        if METRIC in line:
+            scored.setdefault(int(line["step"]), float(line[METRIC]))
+    return [Moment(step=step, kl=kl) for step, kl in sorted(scored.items())]
 
 
 class Progress(TrainerCallback):

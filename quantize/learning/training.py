@@ -4,8 +4,8 @@ The loss is the forward KL divergence from the float model's distribution at tem
 positions (Hinton et al., 2015, arXiv 1503.02531; ModelOpt's quantization-aware distillation has the same loss). Steps
 are Adam's (`steps`), or those of the `Schedule`'s own optimizer; their size rises first and then follows a cosine to
 zero. The held-out windows are scored as often as `EVALUATIONS` says, and the weights of the best of these moments win,
-if they are clearly better than those at the beginning (`document.best_of`). Where one is much worse, steps are too
-large for this model, and the training begins anew with smaller ones.
+if they are better than those at the beginning. Where one is much worse, steps are too large for this model, and the
+training begins anew with smaller ones.
 
 Several ranks train together by torch's DistributedDataParallel: each takes its share of the windows of a step, and
 gradients are averaged, so that the result is that of one process but for the order of sums. The optimizer has the
@@ -34,10 +34,10 @@ from ...calibrate.model.products import routers
 from ...calibrate.ranks.world import World
 from ...core.memory import release_memory
 from ...options import LearningGradients
-from .document import Moment, best_of
+from .document import Moment
 from .linear import learned_layers, round_gradients
 from .pace import PaceTimer, StepPace
-from .progress import METRIC, WINDOWS, EndWhereItRises, Progress, has_risen, moment_checkpoint, moments_of
+from .progress import METRIC, EndWhereItRises, Progress, has_risen, moment_checkpoint, moments_of
 from .sharded_model import ShardedModel, is_sharded
 from .shards import load_own_state, own_part, own_state
 from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
@@ -122,7 +122,6 @@ class DistillationTrainer(Trainer):
         """
         super().__init__(**named)
         self.teacher, self.blame, self.world, self.latest = teacher, blame, world, math.nan
-        self.windows = list[float]()  # the divergence of each held-out window in this evaluation
         assert self.model is not None, "a Trainer has its model"
         self.sharded = ShardedModel(self.model) if is_sharded(self.model) else None
 
@@ -169,17 +168,7 @@ class DistillationTrainer(Trainer):
     ) -> tuple[torch.Tensor | None, None, None]:
         """The divergence on a batch of held-out windows; logits are let go of."""
         with torch.no_grad():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs)).detach()
-        self.windows += [each["kl"] for each in self.world.gathered({"kl": self.latest})]  # in the order of windows
-        return loss, None, None
-
-    def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:
-        """Keep the divergence of each window beside their mean."""
-        if METRIC in logs:
-            assert isinstance(self.eval_dataset, WindowDataset), "held-out windows are always there"
-            logs = {**logs, WINDOWS: self.windows[: len(self.eval_dataset)]}  # ranks fill up their last share
-            self.windows = []
-        super().log(logs, *arguments, **named)
+            return self.compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     def _wrap_model(
         self, model: torch.nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
@@ -386,8 +375,7 @@ def _take_best(trainer: DistillationTrainer, student: PreTrainedModel) -> None:
     """
     if trainer.sharded is None and trainer.world.rank:
         return
-    moments = moments_of(trainer.state)
-    best = best_of(moments) if moments else None
+    best = min(moments_of(trainer.state), key=lambda moment: moment.kl, default=None)
     if best is None or best.step == 0:
         begin_again(student)
     else:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -74,19 +73,15 @@ def tensors(run: Run) -> dict[str, torch.Tensor]:
     return load_file(shard)
 
 
-def divergences(run: Run) -> np.ndarray:
-    """KL of the run's model, all of it in memory, on each of the windows that learning holds out."""
+def divergence(run: Run) -> float:
+    """KL of the run's model, all of it in memory, on the windows that learning holds out."""
     source, held_out = source_of(run), load_tokens(run, run.calibration)[9::10]
     teacher, other = (load_model(source, torch.float32) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32)
     student, _ = student_of(other, stored, load_scales(run).activations, LearnedLinear)
+    ids = torch.from_numpy(held_out.copy())
     with torch.no_grad():
-        windows = torch.from_numpy(held_out.copy()).split(1)
-        return np.array([forward_kl(teacher(input_ids=ids).logits, student(input_ids=ids).logits) for ids in windows])
-
-
-def divergence(run: Run) -> float:
-    return float(divergences(run).mean())
+        return float(forward_kl(teacher(input_ids=ids).logits, student(input_ids=ids).logits))
 
 
 def test_every_layer_gets_better_and_so_does_the_model(begun: Run, learned: tuple[Run, Distillation]) -> None:
@@ -101,8 +96,6 @@ def test_every_layer_gets_better_and_so_does_the_model(begun: Run, learned: tupl
     assert found.start.kl == pytest.approx(divergence(begun), rel=1e-3)
     assert found.best.kl == pytest.approx(divergence(run), rel=1e-3)
     assert found.best.kl < found.start.kl
-    difference = divergences(run) - divergences(begun)
-    assert found.best.error == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-2)
 
 
 def test_the_checkpoint_has_the_codes_and_the_scales_stay(begun: Run, learned: tuple[Run, Distillation]) -> None:
@@ -198,13 +191,17 @@ def test_the_whole_model_goes_on_from_what_its_layers_learned(
     assert found.changed == pytest.approx(changed / sum(after[name].numel() for name in names))
 
 
-def test_the_whole_model_begins_as_it_was_where_its_layers_got_no_better(copied: Callable[[str], Run]) -> None:
-    """No layer gets better at this rate; the whole model may, since its first step is a small one."""
-    run = copied("worse")
-    found = distilled(run, replace(WHOLE, epochs=0.5, learning_rate=1e4))
+def test_the_whole_model_begins_as_it_was_where_its_layers_made_it_no_better(
+    begun: Run, copied: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the divergence before and that after the layers have learned are taken for each other."""
+    measured, run = BlockLearning.divergences, copied("worse")
+    monkeypatch.setattr(BlockLearning, "divergences", lambda self: measured(self)[::-1])
+    found = distilled(run, replace(WHOLE, epochs=1.0))
     assert found.blocks is not None
-    assert {loss.step for loss in found.blocks} == {0}
-    assert [moment.step for moment in found.moments[:2]] == [0, 4 * 4 + 1]
+    assert all(loss.changed for loss in found.blocks)
+    assert found.start.kl == pytest.approx(divergence(begun), rel=1e-3)
+    assert found.moments[1].step == 4 * 9 + 1
     assert found.best.kl == pytest.approx(divergence(run), rel=1e-3)
 
 
@@ -260,3 +257,5 @@ def test_a_model_too_large_for_memory_is_told_to_stream(
         "checkpoint: learning its weights takes 0.0904 GB, and 80% of the memory available is 0.001 GB; --stream "
         "learns weights layer by layer, and --shard shares them between the ranks of torchrun"
     )
+    with pytest.raises(InputError, match=r"is 0.001 GB; leave --end-to-end out$"):
+        api.distill(run.root, options=WHOLE)

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainerState
 
 from fp8q.calibrate.model.products import observed_products
-from fp8q.quantize.learning import document
 from fp8q.quantize.learning.document import Moment
 from fp8q.quantize.learning.linear import LearnedLinear
 from fp8q.quantize.learning.pace import StepPace
+from fp8q.quantize.learning.progress import moments_of
 from fp8q.quantize.learning.steps import weight_steps
 from fp8q.quantize.learning.training import (
     Listener,
@@ -99,35 +99,6 @@ def test_the_weights_of_the_best_moment_stay(models: tuple[PreTrainedModel, PreT
     assert best.step > 0
     assert best.kl < 0.95 * begun
     assert loss(models) == pytest.approx(best.kl, rel=1e-3)
-
-
-def test_a_moment_has_the_standard_error_of_its_difference_over_held_out_windows(
-    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
-) -> None:
-    def losses() -> npt.NDArray[np.float64]:
-        with torch.no_grad():
-            each = [
-                forward_kl(*(model(torch.from_numpy(window[None])).logits for model in models)) for window in TEXT[1]
-            ]
-        return np.array(each)
-
-    before = losses()
-    moments = train(models, tmp_path)
-    best, difference = min(moments, key=lambda moment: moment.kl), losses() - before
-    assert moments[0].error == 0.0
-    assert best.kl - moments[0].kl == pytest.approx(difference.mean(), rel=1e-3)
-    assert best.error == pytest.approx(difference.std(ddof=1) / len(difference) ** 0.5, rel=1e-3)
-
-
-def test_what_is_better_by_chance_changes_nothing(
-    models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So large a share of chance was not measured: it makes of any moment one that may be chance."""
-    monkeypatch.setattr(document, "CLEARLY", 1e3)
-    before = codes(models[1])
-    moments = train(models, tmp_path)
-    assert min(moments, key=lambda moment: moment.kl).kl < 0.95 * moments[0].kl
-    assert codes(models[1]) == before
 
 
 def test_weights_of_a_moment_before_the_last_stay(
@@ -234,6 +205,13 @@ def test_a_training_whose_folder_was_moved_since_keeps_its_best_moment(
     (tmp_path / "before").rename(tmp_path / "moved")
     assert train(again, tmp_path / "moved", schedule=schedule, text=text) == whole
     assert codes(again[1]) == codes(models[1])
+
+
+def test_of_a_step_that_was_scored_twice_the_first_counts() -> None:
+    """A training that goes on scores the step of its checkpoint again, and the Trainer chose its best before that."""
+    scored = [(0, 3.0), (4, 1.0), (4, 1.5), (8, 1.2)]
+    state = TrainerState(log_history=[{"step": step, "eval_loss": kl} for step, kl in scored])
+    assert [(moment.step, moment.kl) for moment in moments_of(state)] == [(0, 3.0), (4, 1.0), (8, 1.2)]
 
 
 def test_a_loss_that_is_no_number_ends_it(models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
