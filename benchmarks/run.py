@@ -65,6 +65,10 @@ BY_HAND: Mapping[str, str] = {
         "'layer by layer, then end to end' 'an adapter'"
     ),
     "distill_most": "distill.py --learned 3200 --forms 'two codes' --ways 'layer by layer, then end to end'",
+    "distill_options": (
+        "distill.py --learned 400 --forms 'two codes' --ways 'end to end, scales learned too' "
+        "'end to end, gradients in E5M2' 'end to end, gradients in E4M3'"
+    ),
     "distill_peer": "distill_peer.py --small demo stories260k",
     "distill_peer_others": "distill_peer.py --small llama qwen2",
     "accumulator_mmaemu": "accumulator.py --mmaemu",

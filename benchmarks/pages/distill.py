@@ -2,7 +2,7 @@
 
 from markdown import gigabytes, load, table
 
-RESULTS = ("distill_most", "distill", "distill_ways")
+RESULTS = ("distill_most", "distill", "distill_ways", "distill_options")
 PEERS = ("distill_peer", "distill_peer_others")
 
 
