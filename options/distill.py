@@ -52,7 +52,7 @@ class WeightLearningOptions(LearningOptions):
     ] = False
     end_to_end: Annotated[
         bool,
-        option(MODEL, "Of weights: learn the whole model too, from what --stream learned, in its memory.", negative=()),
+        option(MODEL, "Of weights: after --stream learn the whole model too; memory must hold it.", negative=()),
         Of("weights"),
     ] = False
     shard: Annotated[
