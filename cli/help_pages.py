@@ -3,8 +3,10 @@
 cyclopts lays out the panels. A command without a selection here shows all of its options in either help.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 from cyclopts.help import DefaultFormatter
@@ -179,10 +181,11 @@ PAGES: Mapping[str, Page] = {
             ("fp8q distill RUN", "from the text it was calibrated on"),
             ("fp8q distill RUN --data text.jsonl --train adapter", "a LoRA adapter, and the model stays"),
             ("fp8q distill RUN --data text.jsonl --stream", "layer by layer, for models larger than memory"),
+            ("fp8q distill RUN --data text.jsonl --stream --end-to-end", "then all of it: what wins most"),
         ),
         (
-            "--data", "--samples", "--train", "--stream", "--shard", "--epochs", "--batch-size", "--learning-rate",
-            "--rank",
+            "--data", "--samples", "--train", "--stream", "--end-to-end", "--shard", "--epochs", "--batch-size",
+            "--learning-rate", "--rank",
         ),
     ),
     "sensitivity": Page((("fp8q sensitivity RUN", "each tensor's own loss, the worst first"),)),
@@ -239,6 +242,8 @@ def set_help(app: "App", words: Sequence[str]) -> list[str]:
     if words and words[0] in PAGES:
         command, page = app[words[0]], PAGES[words[0]]
         command.help_formatter = HelpFormatter(words[0], whole)
+        paragraphs = re.sub(r"(?<!\n)\n(?=\S)", " ", cleandoc(command.help))
+        command.help = paragraphs  # a terminal breaks lines where it ends
         rest = f"These are the options that are used most. `fp8q {words[0]} {ALL}` shows all."
         command.help_epilogue = rest if page.selection and not whole else None
     return ["--help" if word == ALL else word for word in words]

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -57,3 +58,15 @@ def test_a_narrow_terminal_has_the_purpose_below_each_example(fp8q: Fp8q, monkey
     monkeypatch.setattr(commands.app, "_console", Console(width=80))
     assert "  fp8q lint RUN\n" not in fp8q("lint", "--help").out
     assert "  fp8q tune RUN\n      # the cost of every loss\n" in fp8q("tune", "--help").out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_paragraph_breaks_where_the_terminal_ends(fp8q: Fp8q, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not where the docstring's lines end: the next word would not have fitted."""
+    monkeypatch.setattr(commands.app, "_console", Console(width=80))
+    description = fp8q(command, "--help").out.partition("\n\n")[2].partition("Examples:")[0]
+    lines = description.splitlines()
+    assert lines
+    for line, following in pairwise(lines):
+        if line.strip() and following.strip():
+            assert len(line.rstrip()) + 1 + len(following.split()[0]) > 80, line
