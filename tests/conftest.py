@@ -41,10 +41,7 @@ MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
 WithoutGraphs = Callable[[], AbstractContextManager[None]]
 
-# torch's exporter makes millions of small objects, which the collector by its own measure looks through again and
-# again: an export takes a tenth less of the processor so.
-gc.set_threshold(100_000, 50, 50)
-
+gc.set_threshold(100_000, 50, 50)  # torch's exporter makes millions of objects: it takes a tenth less of the processor
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # some tests import ONNX Runtime themselves
 

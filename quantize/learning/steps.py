@@ -18,8 +18,8 @@ from .linear import learned_layers
 
 #: Far below the gradients of a divergence near zero, so that a step does not depend on their magnitude.
 EPSILON = 1e-15
-#: A gain's part of the rate. The demo in two codes comes from 371 × 10⁻⁶ to 356 with all of it, to 331 with a fourth,
-#: and to 328 with less or none, from 184,320 tokens.
+#: A gain's part of the rate. By hand, the demo in two codes comes from 371 × 10⁻⁶ to 356 with all of it, to 331 with a
+#: fourth, and to 328 with less or none, from 184,320 tokens.
 GAIN_RATE = 0.25
 #: The share of steps in which the learning rate rises.
 WARM_UP = 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -22,14 +23,21 @@ def test_a_line_says_the_share_the_time_and_the_time_left() -> None:
     )
 
 
+def wait_for(met: Callable[[], bool]) -> None:
+    """Wait until the condition is `met`, or fail after half a minute."""
+    end = time.monotonic() + 30
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_lines_come_while_one_step_lasts_and_end_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reporter, "EVERY_S", 0.01)
     monkeypatch.setattr(reporter, "WORTH_A_LINE_S", 0.0)
     said = list[str]()
     with reporter.minutes(said.append, "Measuring", 4, "windows") as advance:
         advance(1)
-        while not said:
-            time.sleep(0.01)
+        wait_for(lambda: bool(said))
     assert said[0].startswith("Measuring: 1 of 4 windows (25%) in 0.")
     assert said[-1].startswith("Measuring: 4 windows in 0.")
     lines = len(said)
@@ -41,11 +49,9 @@ def test_a_line_says_how_far_work_has_come_in_words_of_its_own(monkeypatch: pyte
     monkeypatch.setattr(reporter, "EVERY_S", 0.01)
     said, words = list[str](), [""]
     with reporter.minutes(said.append, "Learning", 4, "steps", lambda: words[-1]):
-        while not said:
-            time.sleep(0.01)
+        wait_for(lambda: bool(said))
         words.append("held-out KL 3.2e-04 nats")
-        while not said[-1].startswith("Learning, "):
-            time.sleep(0.01)
+        wait_for(lambda: said[-1].startswith("Learning, "))
     assert said[0].startswith("Learning: 0 of 4 steps")
     assert said[-1].startswith("Learning, held-out KL 3.2e-04 nats: 0 of 4 steps")
 

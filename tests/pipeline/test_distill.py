@@ -13,6 +13,7 @@ from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
+from fp8q.quantize.learning import training
 from fp8q.quantize.learning.document import Distillation, load_distillation
 from fp8q.validate.report.drawings import report_plots
 
@@ -101,6 +102,17 @@ def test_other_scales_leave_it_out_and_say_so(
     own = codes_of(copy)
     assert any(not torch.equal(own[name], tensor) for name, tensor in codes_of(begun).items())
     assert not any("distilled" in name for name in json.loads(copy.record_file.read_text())["stages"]["quantize"])
+
+
+def test_a_model_whose_first_divergence_is_no_number_is_refused(
+    begun: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(Path(shutil.copytree(begun.root, tmp_path / "run")))
+    monkeypatch.setattr(training, "forward_kl", lambda teacher, student: student.sum() * float("nan"))
+    with pytest.raises(InputError, match=r"^distill: the loss is nan at step 1 of 18: the model is broken before"):
+        api.distill(run.root, options=DistillOptions())
+    assert run.record().stages.get("distill") == begun.record().stages.get("distill")  # what was learned before stays
+    assert not list(run.root.glob(".distill*"))
 
 
 def test_learned_scales_are_in_the_checkpoint(begun: Run, tmp_path: Path) -> None:
