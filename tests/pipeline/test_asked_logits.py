@@ -23,6 +23,8 @@ from fp8q.serve.loop.text import Vocabulary
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.stages import EXPORT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def all_run(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -54,10 +56,11 @@ def dimensions(run: Run) -> dict[str, list[object]]:
 def test_the_last_positions_are_those_of_all(demo_run: Run, all_run: Run, ids: np.ndarray) -> None:
     whole = logits_of(demo_run, ids)
     assert whole.shape == (2, 24, 2048)
-    assert np.array_equal(whole, logits_of(all_run, ids))
+    # the head multiplies other numbers of rows, whose kernels may add in another order
+    np.testing.assert_allclose(logits_of(all_run, ids), whole, rtol=0, atol=1e-4)
     for run in (demo_run, all_run):
-        assert np.array_equal(logits_of(run, ids, 5), whole[:, -5:])
-        assert np.array_equal(logits_of(run, ids, 1), whole[:, -1:])
+        np.testing.assert_allclose(logits_of(run, ids, 5), whole[:, -5:], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(logits_of(run, ids, 1), whole[:, -1:], rtol=0, atol=1e-4)
 
 
 def test_each_row_may_ask_for_positions_of_its_own_in_any_order(demo_run: Run, ids: np.ndarray) -> None:

@@ -92,7 +92,7 @@ def test_generate_reads_a_prompt_and_decodes_as_a_server_does(
     logits = torch.stack(answer.logits, dim=1)
     with torch.inference_mode():
         steps = served(torch_start(reference.model, reference.new_cache), PROMPT)(answer.sequences.numpy())
-    assert torch.equal(logits, steps[:, PROMPT - 1 :])
+    assert distance(logits, steps[:, PROMPT - 1 :]) < SAME  # the head multiplies other numbers of rows
     one_term = at_once(reference, answer.sequences, 0)[:, PROMPT - 1 : -1]
     wide = at_once(reference, answer.sequences, count, DynamicCache())[:, PROMPT - 1 : -1]
     assert distance(logits, at_once(reference, answer.sequences, count)[:, PROMPT - 1 : -1]) < SAME
@@ -121,8 +121,8 @@ def test_a_call_of_a_whole_window_is_one_prompt(model: Any, reference: Reference
             model(windows, past_key_values=DynamicCache()),
             model(windows, torch.ones_like(windows), None, DynamicCache(config=model.config)),
         ]
-    for found in calls:
-        assert torch.equal(found.logits, expected)
+    assert max(distance(call.logits, expected) for call in calls) < SAME
+    assert distance(expected, at_once(reference, windows, CONTEXT)) > OTHER
 
 
 def test_peft_adds_an_adapter_which_no_codes_take_in(run: Run, reference: Reference, windows: torch.Tensor) -> None:
@@ -131,7 +131,7 @@ def test_peft_adds_an_adapter_which_no_codes_take_in(run: Run, reference: Refere
         api.load(run.root, "float32", "exact", "cpu"), peft.LoraConfig(target_modules=["q_proj", "down_proj"])
     ).eval()
     with torch.no_grad():
-        assert torch.equal(adapted(input_ids=windows).logits, at_once(reference, windows, 0))
+        assert distance(adapted(input_ids=windows).logits, at_once(reference, windows, 0)) < SAME
     for safe in (False, True):
         with pytest.raises(InputError, match="^merge: an adapter has no place in FP8 codes; "):
             adapted.merge_adapter(safe_merge=safe)
@@ -161,7 +161,7 @@ def test_as_served_says_how_many_tokens_of_a_window_are_the_prompt(
     model = api.load(run.root, "float32", "exact", as_served=prompt)
     with torch.inference_mode():
         found = model(windows).logits
-    assert torch.equal(found, at_once(reference, windows, max(CONTEXT - prompt, 0)))
+    assert distance(found, at_once(reference, windows, max(CONTEXT - prompt, 0))) < SAME
     if prompt < CONTEXT:
         assert distance(found, at_once(reference, windows, 0)) > OTHER
 
