@@ -1,8 +1,8 @@
 # fp8q in a container: calibrates, proves, serves on a CPU, and builds engines of TensorRT-RTX. Nobody has built this
 # file yet: the machines that fp8q was made on have no Docker engine.
 #
-#   docker build -t fp8q .                                                          PyTorch for CPUs
-#   docker build -t fp8q --build-arg TORCH_INDEX=https://pypi.org/simple .          with CUDA
+#   docker build -t fp8q .                                       with CUDA, as PyPI's PyTorch for Linux has it
+#   docker build -t fp8q --build-arg TORCH_INDEX=ADDRESS .       PyTorch for CPUs: its installation page has the address
 #   docker run --rm -v "$PWD:/work" --user "$(id -u):$(id -g)" fp8q \
 #     run MODEL --data TEXT --out RUN
 #
@@ -15,11 +15,14 @@ RUN pip wheel --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON}-slim
 ARG EXTRAS=all
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX
 COPY --from=wheel /wheels /wheels
 COPY constraints.txt /wheels/
-RUN pip install --no-cache-dir --constraint /wheels/constraints.txt --extra-index-url "$TORCH_INDEX" \
-      "$(ls /wheels/*.whl)[$EXTRAS]" && \
+# The index is asked for PyTorch alone.
+RUN if [ -n "$TORCH_INDEX" ]; then \
+      pip install --no-cache-dir --constraint /wheels/constraints.txt --index-url "$TORCH_INDEX" torch; \
+    fi && \
+    pip install --no-cache-dir --constraint /wheels/constraints.txt "$(ls /wheels/*.whl)[$EXTRAS]" && \
     useradd --create-home fp8q && \
     install --directory --owner fp8q /work
 USER fp8q

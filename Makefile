@@ -1,5 +1,6 @@
 # make demo      set up, then the whole way on the demo checkpoint, into runs/demo
-# make test      set up, then every check and the whole suite (what .ci/run calls)
+# make test      set up, then every check and the tests that are quick: at most ten minutes on two cores
+# make test-all  all tests; make test-slow  those that `make test` leaves out (.ci/run calls both halves)
 # make test-elsewhere   what vLLM and lm-eval make of the output, in environments of their own (docs/elsewhere.md)
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
@@ -17,11 +18,13 @@
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
-# PIP_ARGS=…  for every pip install, such as --extra-index-url https://download.pytorch.org/whl/cpu
+# TORCH_ARGS=… for pip where it installs PyTorch alone: --index-url and the address that pytorch.org gives for "CPU";
+#             without it PyPI's build for CUDA is taken on Linux, some 3 GB more
+# PIP_ARGS=…  for every pip install, such as a mirror or a proxy
 # PARTS=…     which benchmarks; those of time want a quiet machine. AGAIN=1 measures those of today again too
 # LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the parts
 #                  that measure it are passed over
-# ARGS=…      for pytest, such as ARGS='tests/quantize -x'
+# ARGS=…      for pytest, such as ARGS='tests/quantize -x'; where paths are named, what is slow there runs too
 # PORT=…      of `make triton` (8000); gRPC and metrics take the next two
 # WORKERS=…   test files at once (2); 0 for none but this process, as a debugger wants it
 
@@ -31,7 +34,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # ONNX Runtime's wheels report to Microsoft unless told before they are imported.
 export ORT_DISABLE_TELEMETRY := 1
-.PHONY: help demo test suite test-elsewhere fuzz install lint format docs benchmarks clean
+.PHONY: help demo test test-all test-slow suite test-elsewhere fuzz install lint format docs benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -52,6 +55,11 @@ test: install
 
 suite: install
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-slow: install
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not quick" $(ARGS)
+
+test-all: test test-slow
 
 test-elsewhere: install
 	$(BIN)/python -m pytest tests/elsewhere -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
@@ -139,7 +147,7 @@ clean:
 # The link lets type checkers see the package (pyproject, [tool.mypy]). The stamp comes last: an install that was
 # interrupted is taken up again, a finished one is not repeated until what it was made from changes.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
-	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt $(TORCH_ARGS) torch
 	$(PIP) --constraint constraints.txt --editable '.[all,dev]'
 	mkdir -p .venv/typing
 	ln -sfn ../.. .venv/typing/fp8q

@@ -217,3 +217,21 @@ def test_help_loads_no_heavy_library_and_answers_in_half_a_second_of_processor_t
     assert HEAVY.isdisjoint(shown.stderr.split())
     assert "fp8q.cli.commands" in shown.stderr.split()
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_no_address_of_a_package_index_stands_in_the_repository() -> None:
+    """Whoever installs has an index of their own; PyTorch's installation page has those of its builds."""
+    hosts = ("pypi" + ".org", "download.pytorch" + ".org", "pypi.nvidia" + ".com")
+    folders = {*FOLDERS, "benchmarks", "docs", "examples", "integrations", "notebooks", "tests", ".ci"}
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.is_file()]
+    kinds = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".json", ".ipynb", ".j2", ""}
+    texts = [path for path in files if path.suffix in kinds and path.stat().st_size < 2_000_000]
+    assert len(texts) > 800
+    named = [
+        f"{path.relative_to(ROOT)}: {host}"
+        for path in texts
+        for host in hosts
+        if host in path.read_text(encoding="utf-8", errors="ignore")
+    ]
+    assert named == []
