@@ -5,7 +5,6 @@ summed, so that tests see the same values on every machine; and the threads of t
 """
 
 import ctypes
-import fcntl
 import functools
 import gc
 import json
@@ -17,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +28,14 @@ from fp8q.core.run import Run
 
 from .base_install import HIDING, base_distributions
 from .command_result import Result
+from .tiers import mark_slow, pytest_configure, pytest_terminal_summary
+from .traces import cache_of, kept_in, make_once
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from fp8q.core.reporter import Reporter
-    from fp8q.export.modules.graph_model import GraphPlan
+
+__all__ = ["pytest_configure", "pytest_terminal_summary"]  # hooks
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
@@ -66,8 +66,12 @@ LONGEST = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where the driver finds none, and let several workers begin with the longest."""
+    """Mark what is slow, skip what is marked `gpu` where the driver finds none, and let several workers begin with the
+    longest.
+    """
+    mark_slow(items)
     for item in items:
         if item.get_closest_marker("gpu") and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
@@ -253,62 +257,20 @@ def fp8q(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
-    """`made_once("demo", make)`: the folder `demo`, which `make` has filled, in this worker or in another: whoever
-    comes first makes it, and the others wait. All read it, and none changes it.
+    """`made_once("demo", make)`: the folder `demo`, which `make` has filled, in this worker or in another. All read it,
+    and none changes it.
     """
     own = tmp_path_factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-    def made(name: str, make: Callable[[Path], object]) -> Path:
-        folder, done = shared / name, shared / f"{name}.done"
-        with open(shared / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # what a worker left that failed
-                folder.mkdir()
-                make(folder)
-                done.touch()
-        return folder
-
-    return made
+    return functools.partial(make_once, shared)
 
 
 @pytest.fixture(scope="session")
-def keeping_graphs(made_once: MadeOnce) -> KeepingGraphs:
-    """`with keeping_graphs():` graphs that were made so before, by any worker, are taken and not traced again, which
-    takes ten seconds: for tests of what lies around them. They follow from what the key is made of, and no weight
-    (docs/decisions/0008); `pipeline/test_stamped.py` and whoever exports without this hold that.
+def keeping_graphs(pytestconfig: pytest.Config) -> KeepingGraphs:
+    """`with keeping_graphs():` graphs that were traced before, in this session or in an earlier one of the same code,
+    are taken and not traced again: for tests of what lies around them (`traces.py`).
     """
-
-    @functools.cache
-    def tracing() -> Callable[[Path, "GraphPlan", "Reporter"], list[Path]]:
-        from fp8q.export.graph.trace import export_graphs
-
-        return export_graphs
-
-    @contextmanager
-    def keeping() -> Iterator[None]:
-        from fp8q.export.graph import trace
-        from fp8q.export.graph.reuse import layout
-        from fp8q.quantize.reading.run_checkpoint import ADAPTERS
-
-        traced = tracing()  # also where another `with` is within this one
-
-        def export_graphs(directory: Path, plan: "GraphPlan", report: "Reporter") -> list[Path]:
-            planned = [sorted(value) if isinstance(value, frozenset) else value for value in vars(plan).values()]
-            follows = {name: read for name, read in layout(directory).items() if plan.adapter or ADAPTERS not in name}
-            key = sha256(repr([follows, planned]).encode()).hexdigest()
-            kept = made_once(
-                f"graphs-{key}",
-                lambda folder: [shutil.copy(path, folder) for path in traced(directory, plan, report)],
-            )
-            return [Path(shutil.copy(path, directory)) for path in sorted(kept.iterdir(), reverse=True)]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(trace, "export_graphs", export_graphs)
-            yield
-
-    return keeping
+    return functools.partial(kept_in, cache_of(pytestconfig))
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,7 @@ def test_a_text_is_of_held_out_files_and_has_the_tokens_its_readme_says(demo_che
     assert Tokenizer.from_file(str(demo_checkpoint / "tokenizer.json")).decode(ids) == text
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_the_one_its_readme_says(demo_checkpoint: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CHECKPOINT = EXAMPLES / "needles" / "checkpoint"
 
 
+@pytest.mark.slow
 def test_it_finds_nearly_every_needle_of_its_longest_prompts() -> None:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)

@@ -38,6 +38,8 @@ from ..conftest import KeepingGraphs, MadeOnce, Texts
 from ..stand_in.driver import Driver
 from ..stand_in.runtime import machine
 
+pytestmark = pytest.mark.slow
+
 Fp8q = Callable[..., Result]
 #: What the two adapters are of: those of the second are outside the groups of attention.
 TARGETS = {"style": ["q_proj", "v_proj", "down_proj"], "code": ["gate_proj", "o_proj"]}

@@ -35,6 +35,8 @@ from fp8q.validate.accuracy.document import load_accuracy
 
 from .other_models import PROMPTS, SHARE, STEPS, Logits, least_distance, mean_kl, sequences
 
+pytestmark = pytest.mark.slow
+
 #: Two correct implementations differ by this much in a logit, before a code differs; after that see `SHARE`.
 LIMIT = 1e-4
 

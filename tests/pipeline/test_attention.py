@@ -28,6 +28,8 @@ from fp8q.quantize.scales.decisions import AttentionScales, load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 
+pytestmark = pytest.mark.slow
+
 ATTENTION = "model.layers.0.self_attn"
 
 

@@ -35,6 +35,8 @@ from fp8q.validate.report.report import summary_sentences
 from fp8q.validate.report.rows import engine_rows, module_rows
 from fp8q.validate.report.size_rows import size_rows
 
+pytestmark = pytest.mark.slow
+
 MODULES = 7
 RUNTIMES = ("bf16", "reference", "onnxruntime", "onnxruntime-bf16", "onnxruntime-int8")
 

@@ -23,6 +23,8 @@ from tests.stand_in import runtime as stand_in
 from tests.stand_in.driver import Driver
 from tests.stand_in.runtime import Machine, machine
 
+pytestmark = pytest.mark.slow
+
 Fp8q = Callable[..., Any]
 PROMPT = "def read_file(path):\n    "
 

@@ -22,6 +22,8 @@ from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from tests.serve.web.started_server import Thread, in_thread, started
 
+pytestmark = pytest.mark.slow
+
 WINDOWS = 4
 
 

@@ -34,6 +34,8 @@ from ..command_result import Result
 from ..conftest import MadeOnce, Texts
 from .other_models import SHARE, least_distance, mean_kl, other_models, sequences
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "def add(a, b):"
 
 

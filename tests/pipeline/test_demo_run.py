@@ -34,6 +34,8 @@ from fp8q.validate.accuracy.document import load_token_losses as load_nll
 from ..graphs import products_of_the_demo
 from .other_models import SHARE, Logits, mean_kl
 
+pytestmark = pytest.mark.quick
+
 PRODUCTS = 4 * 7
 KINDS = (
     "self_attn.q_proj",

@@ -22,6 +22,8 @@ from fp8q.validate.bench.capacity import product_shapes
 from fp8q.validate.report.gains import gains
 from fp8q.validate.report.size_rows import size_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def copied(demo_run: Run, tmp_path: Path) -> Run:

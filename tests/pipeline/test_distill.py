@@ -19,6 +19,8 @@ from fp8q.validate.report.drawings import report_plots
 
 from ..conftest import Texts
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003)
 
 

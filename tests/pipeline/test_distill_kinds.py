@@ -16,6 +16,8 @@ from fp8q.quantize.learning.document import Distillation
 from ..conftest import Texts
 from ..mixtures import random_mixture
 
+pytestmark = pytest.mark.slow
+
 #: Kind -> options of calibrating.
 KINDS: dict[str, api.CalibrateOptions] = {
     "tails": api.CalibrateOptions(activation_terms="tail", samples=12, seq_len=64),

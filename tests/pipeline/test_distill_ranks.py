@@ -26,6 +26,8 @@ from fp8q.stages.distill_ranks import bytes_a_weight, check_no_experts, check_ra
 from ..calibrate.ranks.test_world import HOST, start
 from ..conftest import Texts
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = DistillOptions(epochs=1.0, learning_rate=0.003)
 ARGUMENTS = ["--epochs", "1", "--learning-rate", "0.003"]
 
@@ -86,7 +88,6 @@ def hold_to(alone: Run, run: Run) -> None:
     assert differing < 1e-3 * one.changed * total
 
 
-@pytest.mark.slow
 def test_two_ranks_of_torchrun_learn_the_codes_of_one_process_and_one_of_them_speaks(
     begun: Run, alone: Run, tmp_path: Path
 ) -> None:
@@ -105,7 +106,6 @@ def test_two_ranks_of_torchrun_learn_the_codes_of_one_process_and_one_of_them_sp
     hold_to(alone, run)
 
 
-@pytest.mark.slow
 def test_a_killed_rank_ends_the_other_in_a_line_and_both_go_on_from_there(
     begun: Run, alone: Run, tmp_path: Path
 ) -> None:
@@ -131,7 +131,6 @@ def test_a_killed_rank_ends_the_other_in_a_line_and_both_go_on_from_there(
     hold_to(alone, run)
 
 
-@pytest.mark.slow
 def test_ranks_that_share_the_models_learn_the_codes_of_one_process_killed_or_not(
     begun: Run, alone: Run, tmp_path: Path
 ) -> None:

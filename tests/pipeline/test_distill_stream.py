@@ -31,6 +31,8 @@ from fp8q.stages.shared.sources import source_of
 
 from ..conftest import Texts
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003, stream=True)
 #: The same, and end to end after it.
 WHOLE = replace(OPTIONS, end_to_end=True)

@@ -23,6 +23,8 @@ from fp8q.export.onnx_file.external import Places, read_tensor
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
 
 TARGETS = ("sm89", "sm120")

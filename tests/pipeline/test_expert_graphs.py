@@ -31,6 +31,8 @@ from ..mixtures import random_mixture
 from .other_models import PROMPTS, SHARE, STEPS, least_distance, mean_kl, other_models, sequences
 from .test_architectures import LIMIT, decode
 
+pytestmark = pytest.mark.slow
+
 #: The trained Mixtral, and random ones: with a shared expert and its gate, with norms of queries and keys.
 CASES = ("mixtral", "qwen2_moe", "qwen3_moe")
 EXPERTS = 4
@@ -38,7 +40,10 @@ EXPERTS = 4
 TRAINED = 64
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=pytest.mark.quick if case == "qwen2_moe" else ()) for case in CASES],
+)
 def run(
     request: pytest.FixtureRequest, made_once: MadeOnce, keeping_graphs: KeepingGraphs, demo_texts: Texts,
     shared_checkpoint: Callable[[str], Path],

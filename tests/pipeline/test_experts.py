@@ -49,6 +49,8 @@ from ..command_result import Result
 from ..conftest import KeepingGraphs, Texts, WithoutGraphs
 from ..mixtures import MIXTURES, random_mixture, starve
 
+pytestmark = pytest.mark.slow
+
 #: Four batches: fewer, and nothing is said of whether the text was enough.
 OPTIONS = CalibrateOptions(samples=16, seq_len=64, batch_size=4)
 EXPERT = "model.layers.1.mlp.experts.2"

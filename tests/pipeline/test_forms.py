@@ -24,6 +24,8 @@ from fp8q.stages.pipeline.stages import EXPORT
 
 from .other_models import SHARE, Logits, least_distance
 
+pytestmark = pytest.mark.slow
+
 #: The difference of a logit, as a share of the largest.
 LIMIT = 1e-6
 TARGETS = ("sm89", "sm120")

@@ -20,6 +20,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 
+pytestmark = pytest.mark.slow
+
 #: Name -> class, fields, the heads of keys, and the file that has the scales where loaders have no place for them.
 CASES: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
     "windows, two query heads to a key head": (

@@ -30,6 +30,8 @@ from ..command_result import Result
 from ..conftest import Texts
 from ..mixtures import random_mixture
 
+pytestmark = pytest.mark.slow
+
 Fp8q = Callable[..., Result]
 OPTIONS = DistillOptions(train="adapter", epochs=2.0, rank=8, alpha=32, adapter_rate=0.0005)
 

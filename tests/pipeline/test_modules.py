@@ -32,6 +32,8 @@ from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.quantize import rescaled
 
+pytestmark = pytest.mark.slow
+
 
 class OddLinear(nn.Linear):
     """A linear layer with a forward of its own, which computes something else."""
@@ -62,7 +64,6 @@ def demo_text(tmp_path_factory: pytest.TempPathFactory, demo_texts: Any) -> Path
     return path
 
 
-@pytest.mark.slow
 def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
     random_checkpoint: Callable[..., Path], demo_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

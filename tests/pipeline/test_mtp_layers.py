@@ -19,6 +19,8 @@ from ..conftest import Texts, WithoutGraphs
 from ..mixtures import DRAFTING, random_drafting
 from ..quantize.reading.fp8_checkpoints import fine_grained
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, torch.Tensor]
 
 

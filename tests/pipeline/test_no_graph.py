@@ -15,6 +15,8 @@ from fp8q.core.run import Run
 from ..command_result import Result
 from ..conftest import KeepingGraphs, MadeOnce, Texts
 
+pytestmark = pytest.mark.slow
+
 Fp8q = Callable[..., Result]
 #: The reason in the record, and in the messages of what needs the graph.
 LEFT_OUT = "--no-graph left it out (`fp8q export` makes it)"

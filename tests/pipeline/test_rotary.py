@@ -19,6 +19,8 @@ from fp8q.serve.loop.text import Vocabulary
 from ..command_result import Result
 from ..conftest import Texts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def unseen() -> ModuleType:

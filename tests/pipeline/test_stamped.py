@@ -20,6 +20,8 @@ from fp8q.quantize.scales.decisions import load_scales
 from ..architectures import ARCHITECTURES
 from .conftest import what_it_is
 
+pytestmark = pytest.mark.slow
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 TINY: dict[str, Any] = {
     "vocab_size": 64,

@@ -27,6 +27,8 @@ from fp8q.validate.report.run_comparison import terms
 
 from .other_models import mean_kl
 
+pytestmark = pytest.mark.slow
+
 TAIL, PROMPT, CONTEXT = 16, 64, 96
 #: The length of the prompt whose operations are counted.
 LONG = 2048

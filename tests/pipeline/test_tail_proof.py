@@ -22,6 +22,8 @@ from fp8q.stages.commands.lint import promise
 from .test_engine_proof import behind, named, shown
 from .test_two_terms_proof import AGAIN, DOWN, TARGETS, Q, constant, unchanged
 
+pytestmark = pytest.mark.slow
+
 TAIL = 16
 FIRST, HALVES = f"{DOWN}.input.first", f"{DOWN}.halves"
 Change = Callable[[ModelProto, Path], None]

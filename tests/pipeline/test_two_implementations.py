@@ -12,6 +12,8 @@ from fp8q.stages.corpus import load_tokens
 
 from .other_models import SHARE
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def windows(demo_run: Run) -> np.ndarray:

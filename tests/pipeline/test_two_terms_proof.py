@@ -26,6 +26,8 @@ from fp8q.stages.commands.lint import promise
 
 from .test_engine_proof import behind, named, shown
 
+pytestmark = pytest.mark.slow
+
 TARGETS = ("sm89", "sm120")
 LAYER = "model.layers.0"
 Q, GATE, DOWN = (f"{LAYER}.{name}" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"))

@@ -12,6 +12,8 @@ import torch
 from fp8q.export.modules import graph_model as graph
 from fp8q.export.modules.attention import attention
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def unseen() -> ModuleType:

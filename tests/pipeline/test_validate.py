@@ -23,6 +23,8 @@ from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, sa
 
 from ..conftest import has_gpu
 
+pytestmark = pytest.mark.slow
+
 SHORT = ("bf16", "reference", "onnxruntime")
 
 

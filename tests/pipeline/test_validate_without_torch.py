@@ -23,6 +23,8 @@ from fp8q.validate.accuracy.top_logits import TOP, load_top_logits
 from fp8q.validate.report.accuracy_rows import accuracy_rows
 from tests.base_install import base_distributions
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 

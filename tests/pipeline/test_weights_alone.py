@@ -28,6 +28,8 @@ from fp8q.validate.report.run_comparison import terms
 
 from ..command_result import Result
 
+pytestmark = pytest.mark.slow
+
 SOME = ("*.up_proj", "*.layers.1.self_attn.o_proj")
 NAMED = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
 #: Logits in FP32 of two implementations of the same numbers, of which no code is rounded on the way.

@@ -18,6 +18,8 @@ from fp8q.validate.accuracy.document import load_accuracy
 from ..command_result import Result
 from ..conftest import MadeOnce, Texts
 
+pytestmark = pytest.mark.slow
+
 Fp8q = Callable[..., Result]
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}

@@ -18,7 +18,11 @@ from fp8q.quantize.reference.attention import attention_on_codes
 
 @pytest.mark.parametrize(
     ("heads", "size", "fused"),
-    [(4, 8, False), (4, 16, True), (4, 256, True), (4, 264, False), (2, 64, False)],
+    [
+        (4, 8, False),
+        (4, 16, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 256, True), (4, 264, False), (2, 64, False)]),
+    ],
     ids=lambda value: str(value).lower(),
 )
 def test_attention_is_fused_where_there_is_a_kernel(heads: int, size: int, fused: bool, tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ def test_attention_in_fp8_caps_its_logits_as_the_reference_does() -> None:
     assert not torch.allclose(module(query, key, value, allowed, 0.25).transpose(1, 2), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("operator", ["Attention", "plain products"])
+@pytest.mark.parametrize("operator", ["Attention", pytest.param("plain products", marks=pytest.mark.slow)])
 def test_gemma_2s_attention_is_plain_products(operator: str, tmp_path: Path) -> None:
     """TensorRT-RTX does not parse `softcap`; without caps there is the operator."""
     config = Gemma2Config(

@@ -89,6 +89,7 @@ def test_a_saturating_cache_is_found_and_the_remedy_repairs_it(fp8q: Fp8q, copie
     assert blamed(examined(fp8q, copied, 0)) == {}
 
 
+@pytest.mark.slow
 def test_outlier_channels_are_found(
     fp8q: Fp8q, demo_checkpoint: Path, demo_texts: Any, keeping_graphs: Any, tmp_path: Path
 ) -> None:

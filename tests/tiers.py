@@ -1,0 +1,44 @@
+"""The two tiers of the suite: `make test` leaves out what is marked `slow`, `make test-all` nothing.
+
+A test is slow by a mark of its own, by its file's (`pytestmark`), or because it needs one of `SLOW_FIXTURES`; the mark
+`quick` on a test or a file keeps it in `make test` all the same: there the demo goes the whole way once, and some tests
+look at its run. Plain `pytest` selects as `make test` does; paths or `-m` on the command line select by themselves.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+#: Each calibrates, exports or builds, which takes ten seconds to minutes.
+SLOW_FIXTURES = frozenset({"attention_run", "built", "deep", "demo_run", "finished", "rescaled", "tritonserver"})
+#: What `make test` selects; `make test-slow` selects the others.
+QUICK = "not slow or quick"
+LONGEST_SHOWN = 10
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out what is slow where neither paths nor marks are asked for."""
+    if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.option.markexpr = QUICK  # pytest-xdist hands it on to its workers
+
+
+def mark_slow(items: Iterable[pytest.Item]) -> None:
+    """Mark `slow` whatever needs a fixture that is."""
+    for item in items:
+        if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what each tier took, and its longest tests, with the fixtures that they were the first to need."""
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                tier = "slow" if "slow" in report.keywords and "quick" not in report.keywords else "quick"
+                seconds[tier][report.nodeid] += report.duration
+    for tier, tests in sorted(seconds.items()):
+        terminalreporter.write_sep("-", f"{tier}: {len(tests)} tests, {sum(tests.values()):.0f} s; the longest")
+        for test, duration in sorted(tests.items(), key=lambda entry: -entry[1])[:LONGEST_SHOWN]:
+            terminalreporter.write_line(f"{duration:6.1f} s  {test}")
