@@ -266,10 +266,12 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 
 @pytest.fixture(scope="session")
-def keeping_graphs(pytestconfig: pytest.Config) -> KeepingGraphs:
+def keeping_graphs(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> KeepingGraphs:
     """`with keeping_graphs():` graphs that were traced before, in this session or in an earlier one of the same code,
     are taken and not traced again: for tests of what lies around them (`traces.py`).
     """
+    if not pytestconfig.pluginmanager.hasplugin("cacheprovider"):
+        return functools.partial(kept_in, tmp_path_factory.mktemp("graphs"))
     return functools.partial(kept_in, cache_of(pytestconfig))
 
 

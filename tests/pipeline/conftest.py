@@ -94,7 +94,7 @@ def what_it_is(case: Architecture) -> str:
 @pytest.fixture(scope="package", params=ARCHITECTURES, ids=what_it_is)
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared_checkpoint: Callable[[str], Path],
-    random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]],
+    random_checkpoint: Callable[..., Path], texts: Callable[[str], tuple[Path, Path]], keeping_graphs: Any,
 ) -> Finished:  # fmt: skip
     """Each architecture in turn, calibrated and exported once for all tests; they change nothing in it."""
     case: Architecture = request.param
@@ -104,9 +104,10 @@ def finished(
     )
     calibration, evaluation = texts(case.text)
     options = api.CalibrateOptions(kv_cache=case.kv_cache, samples=16, seq_len=64, activation_terms=case.terms)
-    run = api.calibrate(
-        str(model), str(calibration), folder / "run", str(evaluation), options, api.ExportOptions(case.dtype)
-    )
+    with keeping_graphs():
+        run = api.calibrate(
+            str(model), str(calibration), folder / "run", str(evaluation), options, api.ExportOptions(case.dtype)
+        )
     return Finished(case, run)
 
 

@@ -38,7 +38,12 @@ def written(model: ir.Model, path: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("finished", [case for case in ARCHITECTURES if case.trained], ids=what_it_is, indirect=True)
+#: Trained, with biases and Conv1D: the layers of the other trained ones have no part that these, or the random ones
+#: below, lack, and a full trace takes half a minute.
+TRACED_IN_FULL = [case for case in ARCHITECTURES if case.name in ("qwen2", "gpt2")]
+
+
+@pytest.mark.parametrize("finished", TRACED_IN_FULL, ids=what_it_is, indirect=True)
 def test_the_graph_of_a_run_is_that_of_a_full_trace(finished: Any, tmp_path: Path) -> None:
     run = finished.run
     plan = graph_plan(load_record(run), load_scales(run), finished.architecture.dtype)

@@ -102,6 +102,7 @@ def test_what_fp8q_writes_comes_back_byte_for_byte(
     assert notes == ["28 of 28 products keep their FP8 codes and scales as they were given"]
 
 
+@pytest.mark.slow
 def test_all_that_follows_works_as_ever(
     demo_run: Run, demo_texts: "Texts", keeping_graphs: "KeepingGraphs", tmp_path: Path
 ) -> None:
@@ -218,8 +219,8 @@ def test_what_is_given_wide_stays_so_unless_it_is_named(
     ("strategy", "options", "method", "rounding"),
     [
         ("channel", {"weight_method": "amax"}, "amax", "nearest"),
-        ("channel", {"weight_rounding": "sequential"}, "mse", "sequential"),
-        ("block", {"weight_rounding": "gptq"}, "mse of 128x128 blocks", "gptq"),
+        pytest.param("channel", {"weight_rounding": "sequential"}, "mse", "sequential", marks=pytest.mark.slow),
+        pytest.param("block", {"weight_rounding": "gptq"}, "mse of 128x128 blocks", "gptq", marks=pytest.mark.slow),
     ],
 )
 def test_a_method_of_ones_own_quantizes_weights_anew(
