@@ -2,6 +2,7 @@
 
     python -m tests.mutants.campaign                      what `make mutants` runs
     python -m tests.mutants.campaign overlap-threshold    these alone, again, whatever is known of them
+    python -m tests.mutants.campaign --quick              by those of its tests alone that `make test` runs
 
 The copy is in a temporary folder; the working tree is never changed. The test that fails runs once more without the
 mutation, since one that fails anyway notices nothing. Verdicts are in `build/mutants.json`, each with a hash of the
@@ -27,15 +28,17 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
+from ..tiers import QUICK
 from .mutation import ROOT, Mutation, mutations
 
-VERDICTS = ROOT / "build" / "mutants.json"
+#: Whether only the quick tests count -> the file of verdicts.
+VERDICTS = {False: ROOT / "build" / "mutants.json", True: ROOT / "build" / "mutants-quick.json"}
 #: Not a part of what is tested; the environment is linked.
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "runs", "__pycache__", ".*_cache", ".hypothesis")
 #: A mutation that makes a test hang is noticed.
 LIFE_S = 600
-#: pytest's exit codes: all passed, some failed.
-PASSED, FAILED = 0, 1
+#: pytest's exit codes: all passed, some failed, none was selected.
+PASSED, FAILED, NONE = 0, 1, 5
 FORKS = get_context("forkserver")
 IMPORTED = ["pytest", "xdist", "hypothesis", "schemathesis.pytest.plugin", "numpy", "torch", "transformers"]
 
@@ -86,8 +89,9 @@ def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
     return process.exitcode, output.read_text(encoding="utf-8", errors="replace")
 
 
-def verdict_of(mutation: Mutation, tree: Path) -> str:
-    """Apply `mutation` to `tree`, run its tests and take it back: `survived`, or `killed by` the test.
+def verdict_of(mutation: Mutation, tree: Path, quick: bool = False) -> str:
+    """Apply `mutation` to `tree`, run its tests (those that are `quick`) and take it back: `survived`, or `killed by` the
+    test.
 
     Raises RuntimeError where the tests do not even run, or the one that failed fails without the mutation.
     """
@@ -95,10 +99,10 @@ def verdict_of(mutation: Mutation, tree: Path) -> str:
     source = path.read_text(encoding="utf-8")
     path.write_text(mutation.applied(source), encoding="utf-8")
     try:
-        code, output = run_tests(tree, mutation.tests, "-x")
+        code, output = run_tests(tree, mutation.tests, "-x", *(("-m", QUICK) if quick else ()))
     finally:
         path.write_text(source, encoding="utf-8")
-    if code == PASSED:
+    if code == PASSED or (quick and code == NONE):
         return "survived"
     if code != FAILED:
         raise RuntimeError(f"{mutation.name}: pytest ended with {code}\n{output}")
@@ -110,26 +114,27 @@ def verdict_of(mutation: Mutation, tree: Path) -> str:
     return f"killed by {test}"
 
 
-def known_verdicts() -> dict[str, dict[str, str]]:
+def known_verdicts(quick: bool) -> dict[str, dict[str, str]]:
     """Read the verdicts of earlier calls: name -> its `key` and `verdict`."""
-    known: dict[str, dict[str, str]] = json.loads(VERDICTS.read_text("utf-8")) if VERDICTS.exists() else {}
+    path = VERDICTS[quick]
+    known: dict[str, dict[str, str]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return known
 
 
-def run_all(wanted: Sequence[Mutation], jobs: int) -> dict[str, str]:
+def run_all(wanted: Sequence[Mutation], jobs: int, quick: bool) -> dict[str, str]:
     """Return the verdict on each of `wanted`, run in as many trees at once as `jobs`; each is saved at once."""
-    known, trees, one_at_a_time = known_verdicts(), SimpleQueue[Path](), Lock()
+    known, trees, one_at_a_time = known_verdicts(quick), SimpleQueue[Path](), Lock()
 
     def run(mutation: Mutation) -> tuple[str, str]:
         tree, begun, key = trees.get(), time.monotonic(), mutation.key(ROOT)
         try:
-            verdict = verdict_of(mutation, tree)
+            verdict = verdict_of(mutation, tree, quick)
         finally:
             trees.put(tree)
         with one_at_a_time:
             known[mutation.name] = {"key": key, "verdict": verdict}
-            VERDICTS.parent.mkdir(exist_ok=True)
-            VERDICTS.write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
+            VERDICTS[quick].parent.mkdir(exist_ok=True)
+            VERDICTS[quick].write_text(json.dumps(known, indent=1, sort_keys=True), encoding="utf-8")
         print(f"{mutation.name}: {verdict} ({time.monotonic() - begun:.0f} s)", flush=True)
         return mutation.name, verdict
 
@@ -141,9 +146,9 @@ def run_all(wanted: Sequence[Mutation], jobs: int) -> dict[str, str]:
             return dict(pool.map(run, wanted))
 
 
-def main(names: Sequence[str], jobs: int) -> int:
+def main(names: Sequence[str], jobs: int, quick: bool = False) -> int:
     """Run the mutations of these `names`, or all that have no verdict yet; return the exit code."""
-    every, known = mutations(), known_verdicts()
+    every, known = mutations(), known_verdicts(quick)
     if unknown := [name for name in names if name not in every]:
         print(f"there is no mutation {unknown[0]}; there are {', '.join(every)}", file=sys.stderr)
         return 2
@@ -153,7 +158,7 @@ def main(names: Sequence[str], jobs: int) -> int:
         if not names and name in known and known[name]["key"] == mutation.key(ROOT)
     }
     if wanted := [mutation for name, mutation in every.items() if name not in verdicts and name in (names or every)]:
-        verdicts |= run_all(wanted, jobs)
+        verdicts |= run_all(wanted, jobs, quick)
     survivors = [name for name, verdict in verdicts.items() if verdict == "survived"]
     print(f"{len(verdicts) - len(survivors)} killed, {len(survivors)} survived: {', '.join(survivors) or 'none'}")
     return 1 if survivors else 0
@@ -163,5 +168,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Tell which mutations no test notices.")
     parser.add_argument("names", nargs="*", help="mutations; all that have no verdict yet by default")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at once")
+    parser.add_argument("--quick", action="store_true", help="only by tests of `make test`")
     asked = parser.parse_args()
-    sys.exit(main(asked.names, asked.jobs))
+    sys.exit(main(asked.names, asked.jobs, asked.quick))
