@@ -1,7 +1,9 @@
 """Options of running the FP8 model: those of `generate`, `serve`, `bench` and `triton`."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -196,9 +198,24 @@ def name_of_a_model(option: str, value: str) -> str:
     return value
 
 
+def gpus_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
+    """The rule of a list of GPUs by their indices, as text separated by commas."""
+    words = [word.strip() for word in (value.split(",") if isinstance(value, str) else map(str, value))]
+    if not words or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words):
+        raise InputError(
+            f"{option} {','.join(words) or '(none)'}: is no list of GPUs by their indices, from 0; give one such as 0,1"
+        )
+    indices = tuple(sorted(map(int, words)))
+    if twice := [first for first, second in pairwise(indices) if first == second]:
+        raise InputError(
+            f"{option} {','.join(words)}: has GPU {twice[0]} twice, and one has one instance; name it once"
+        )
+    return indices
+
+
 @dataclass(frozen=True)
 class TritonOptions(Options):
-    """Options of `fp8q triton`. `out` None: RUN/triton."""
+    """Options of `fp8q triton`. `out` None: RUN/triton. `gpus` None: one instance, on the first GPU."""
 
     out: Annotated[
         Path | None,
@@ -209,6 +226,16 @@ class TritonOptions(Options):
         str | None, option(OPTIONS, "What clients call the model.", "NAME", "that of the source"), name_of_a_model
     ] = None
     max_batch: Annotated[int, option(OPTIONS, "Most requests that are generated together.", "N"), between(1)] = 8
+    gpus: Annotated[
+        tuple[int, ...] | None,
+        option(
+            OPTIONS,
+            "GPUs by their indices, for an instance with an engine on each; separated by commas.",
+            "LIST",
+            "one instance, on the first GPU",
+            gpus_of,
+        ),
+    ] = None
     engine_model: Annotated[
         bool,
         option(

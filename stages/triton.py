@@ -33,6 +33,7 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     from ..serve.triton.repository import write_repository
 
     note_base_alone(run, "the Triton repository serves", notes)
+    refuse_without_engine(run, options)
     inputs = fp8_files(run) | engine_files(run)
     key, out = Key(inputs, options, NO_FACTS), options.out
     if out is not None and out.resolve() != run.triton.resolve():
@@ -49,6 +50,15 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
             engine = plain_engine(run, options.engine_model, notes)
             log.outputs += write_repository(run, replace(options, out=None), notes, engine, own_engines(run))
     return [run.root / name for name in run.record().stages["triton"].outputs]
+
+
+def refuse_without_engine(run: Run, options: TritonOptions) -> None:
+    """Raise InputError for GPUs that the run has no engine for, of any kind."""
+    if options.gpus is not None and not engine_files(run):
+        raise InputError(
+            f"--gpus {','.join(map(str, options.gpus))}: {run.root} has no engine of its graph to run there; build one "
+            f"with `fp8q build-engine {run.root}`, or leave --gpus out"
+        )
 
 
 def engine_files(run: Run) -> dict[str, str]:

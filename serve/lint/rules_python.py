@@ -1,11 +1,13 @@
-"""Rules R106 to R111: Python models, of which Triton starts a process (the stub) that imports `model.py`. Where it
-cannot, a server waits for minutes, so all that can be known beforehand is looked at. No code is run.
+"""Rules R106 to R111, and R121: Python models, of which Triton starts a process (the stub) that imports `model.py`.
+
+Where it cannot, a server waits for minutes, so all that can be known beforehand is looked at. No code is run.
 """
 
 import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ...core.errors import InputError
 from ...core.files import DAMAGE, regular_file
@@ -19,6 +21,7 @@ from ..loop.engine_session import RUNTIMES
 from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
 from ..loop.text import ModelFileError, Vocabulary
 from ..triton.repository import COMPANIONS
+from ..triton.schema import import_schema
 from .folder import ModelFolder, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN
@@ -193,3 +196,26 @@ def batching(model: ModelFolder) -> Broken:
         yield model.place(), f"the model is not decoupled; set model_transaction_policy, or {AGAIN}"
     if model.config.max_batch_size != 1:
         yield model.place(), f"max_batch_size is {model.config.max_batch_size}, and requests are [1, n]; set 1"
+
+
+@model_rule("R121", "instances", "warning", scope="text")
+def instances(model: ModelFolder) -> Broken:
+    """fp8q's Python model has one instance, or one on each GPU that is named: each loads the weights and has a cache of
+    its own, and requests are batched within one. Without a kind Triton makes one for each GPU that the host has.
+    """
+    assert model.config is not None
+    groups, kinds = list(model.config.instance_group), import_schema()[0].ModelInstanceGroup
+    if not groups or any(group.kind == kinds.KIND_AUTO or _on_all(group, kinds) for group in groups):
+        yield (
+            model.place(),
+            (
+                "instance_group names no kind or no GPUs, so each GPU of a host gets an instance; set kind: KIND_CPU "
+                "for one on the first GPU, or KIND_GPU and gpus"
+            ),
+        )
+    if most := max((group.count for group in groups if group.count > 1), default=0):
+        yield model.place(), f"instance_group has count {most}, and each instance loads the weights again; set 1"
+
+
+def _on_all(group: Any, kinds: Any) -> bool:
+    return bool(group.kind == kinds.KIND_GPU and not group.gpus)

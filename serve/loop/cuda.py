@@ -112,23 +112,26 @@ def memcpy_3d(copy: Copy) -> Memcpy3D:
 
 
 class CudaDevice:
-    """The first GPU that CUDA_VISIBLE_DEVICES shows, and one stream on it; see `device.Device` for the methods.
+    """GPU `index` of those that CUDA_VISIBLE_DEVICES shows, and one stream on it; see `device.Device` for the methods.
     `target`: its compute capability, as `sm90`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         """Open the GPU.
 
-        Raises CudaError where there is no driver or no GPU.
+        Raises CudaError where there is no driver or no such GPU.
         """
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaError(f"there is no NVIDIA driver here ({error})") from error
-        device, self._context, stream = ctypes.c_int(), Handle(), Handle()
+        device, count, self._context, stream = ctypes.c_int(), ctypes.c_int(), Handle(), Handle()
         self._entered = threading.local()
         self._check("cuInit", ctypes.c_uint(0))
-        self._check("cuDeviceGet", ctypes.byref(device), ctypes.c_int(0))
+        self._check("cuDeviceGetCount", ctypes.byref(count))
+        if not 0 <= index < count.value:
+            raise CudaError(f"there is no GPU {index} here: CUDA shows {count.value}, numbered from 0")
+        self._check("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
         self.target = f"sm{self._attribute(MAJOR, device)}{self._attribute(MINOR, device)}"
         self._check("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self._call("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(NON_BLOCKING))
@@ -156,11 +159,15 @@ class CudaDevice:
         """The handle of the stream."""
         return int(self._stream.value or 0)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        """Call a function that works on the GPU, which each thread must enter once."""
+    def enter(self) -> None:
+        """Make this GPU the calling thread's: `device.Device`."""
         if not getattr(self._entered, "here", False):
             self._check("cuCtxSetCurrent", self._context)
             self._entered.here = True
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call a function that works on the GPU."""
+        self.enter()
         self._check(name, *arguments)
 
     def _check(self, name: str, *arguments: Any) -> None:

@@ -125,14 +125,14 @@ def _free_all(device: Device, blocks: list[tuple[int, int]]) -> None:
 class EngineSession:
     """A `sessions.Session` on the GPU, and the `device_calls.DeviceProgram` that its batches run."""
 
-    def __init__(self, plan: Path, runtime: EngineRuntime):
-        """Load the engine at `plan`.
+    def __init__(self, plan: Path, runtime: EngineRuntime, gpu: int = 0):
+        """Load the engine at `plan` on the GPU with the index `gpu`, which TensorRT takes from the calling thread.
 
-        Raises SessionError where the runtime is not installed, there is no GPU, or the engine is not for it.
+        Raises SessionError where the runtime is not installed, there is no such GPU, or the engine is not for it.
         """
         self._library = _import(runtime)
         try:
-            self.device = CudaDevice()
+            self.device = CudaDevice(gpu)
         except CudaError as error:
             raise SessionError(
                 f"{runtime}: runs engines on an NVIDIA GPU ({error}); use the runtime onnxruntime"
@@ -218,6 +218,7 @@ class EngineSession:
 
     def context(self, phase: Phase) -> Any:
         """An execution context in the profile of `phase`: `DeviceProgram.context`."""
+        self.device.enter()
         shared = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._kernels is None:
             context = self._engine.create_execution_context(shared)
@@ -233,6 +234,7 @@ class EngineSession:
 
     def bind(self, context: Any, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
         """Point the engine at tensors: `DeviceProgram.bind`."""
+        self.device.enter()
         longest = self._needs(context, phase, input_shapes(self, self._longest)) if phase == "prefill" else 0
         block = self._memory.block(max(self._needs(context, phase, shapes), longest))
         for name, address in addresses.items():

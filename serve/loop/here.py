@@ -24,28 +24,36 @@ def plan_path(version: Path, runtime: EngineRuntime, target: str) -> Path:
     return version / ENGINES / runtime / f"{target}.plan"
 
 
-def open_here(version: Path, weights: str, runtime: str = AUTO) -> Session:
-    """Open the model in the folder `version`, whose graph is in `weights`, on a `runtime`; `auto`: the engine for this
-    machine's GPU, or else ONNX Runtime.
+def open_here(version: Path, weights: str, runtime: str = AUTO, gpu: int | None = None) -> Session:
+    """Open the model in the folder `version`, whose graph is in `weights`, on a `runtime`; `auto`: the engine for the
+    GPU with the index `gpu` (None: for the first, where there is one), or else ONNX Runtime.
 
-    Raises SessionError where the requested runtime, or the engine for this GPU, does not open.
+    Raises SessionError where the requested runtime, or the engine for this GPU, does not open, and where there is no
+    engine for a GPU that was asked for by its index.
     """
     if runtime in RUNTIMES or runtime == AUTO:
         asked = [each for each in RUNTIMES if runtime in (each, AUTO)]
-        gpu = cuda_target() if any((version / ENGINES / each).is_dir() for each in asked) else None
+        built = any((version / ENGINES / each).is_dir() for each in asked)
+        target = cuda_target(gpu) if built else None
         for each in asked:
-            if gpu and (plan := plan_path(version, each, gpu)).is_file():
-                return EngineSession(plan, each)
+            if target and (plan := plan_path(version, each, target)).is_file():
+                return EngineSession(plan, each, gpu or 0)
         if runtime != AUTO:
-            raise SessionError(f"{runtime}: {_missing(version, gpu, asked)}")
-        if gpu:
-            LOG.warning("%s; the model runs on ONNX Runtime, on the CPU", _missing(version, gpu, asked))
+            raise SessionError(f"{runtime}: {_missing(version, target, gpu, asked)}")
+        if target and gpu is not None:
+            raise SessionError(
+                f"{_missing(version, target, gpu, asked)}; build it on that GPU with `fp8q build-engine`, or write the "
+                "repository again without it in --gpus"
+            )
+        if target:
+            LOG.warning("%s; the model runs on ONNX Runtime, on the CPU", _missing(version, target, gpu, asked))
     return open_session(version / weights, ONNX_RUNTIME if runtime == AUTO else runtime)
 
 
-def _missing(version: Path, gpu: str | None, runtimes: list[EngineRuntime]) -> str:
+def _missing(version: Path, target: str | None, gpu: int | None, runtimes: list[EngineRuntime]) -> str:
     there = ", ".join(_targets(version, runtimes)) or "none"
-    return f"there is no engine for {gpu or 'a GPU, which is not here'} in {version / ENGINES} (there are: {there})"
+    what = (target or "a GPU, which is not here") + ("" if gpu is None else f", GPU {gpu},")
+    return f"there is no engine for {what} in {version / ENGINES} (there are: {there})"
 
 
 def _targets(version: Path, runtimes: list[EngineRuntime]) -> Iterator[str]:
@@ -53,9 +61,14 @@ def _targets(version: Path, runtimes: list[EngineRuntime]) -> Iterator[str]:
         yield from (f"{runtime}/{plan.stem}" for plan in sorted((version / ENGINES / runtime).glob("*.plan")))
 
 
-def cuda_target() -> str | None:
-    """The first GPU that CUDA shows, as a target; None where there is none."""
+def cuda_target(gpu: int | None = None) -> str | None:
+    """The GPU with an index as a target; None: the first that CUDA shows, and no target where there is none.
+
+    Raises CudaError where there is no GPU of that index.
+    """
     try:
-        return CudaDevice().target
+        return CudaDevice(gpu or 0).target
     except CudaError:
+        if gpu is not None:
+            raise
         return None

@@ -81,15 +81,16 @@ class TritonPythonModel:
     """
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the engine or graph, and the tokenizer, that config.pbtxt names; Triton shows what is raised as the
-        reason why the model does not load.
+        """Open the engine or graph, and the tokenizer, that config.pbtxt names, on the GPU that Triton made this
+        instance for, if it did; Triton shows what is raised as the reason why the model does not load.
         """
         parameters = {
             name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
         }
         version, weights = Path(__file__).parent, parameters["weights"]
         vocabulary = Vocabulary.read(version / weights)
-        session = open_here(version, weights, parameters["runtime"])
+        gpu = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
+        session = open_here(version, weights, parameters["runtime"], gpu)
         self._service = Service(Generator(session, vocabulary, int(parameters["max_batch"])))
 
     def execute(self, requests: list[Any]) -> None:

@@ -119,17 +119,24 @@ def declared(model: EngineModel) -> Iterator[tuple[str, str, str, list[int]]]:
             yield field, name, TRITON_TYPES[binding.type], dims
 
 
-def engine_config(name: str, model: EngineModel) -> str:
-    """`config.pbtxt` of an engine whose tensors all have a type of Triton's, through Triton's own schema.
+def engine_config(name: str, model: EngineModel, gpus: Sequence[int] | None = None) -> str:
+    """`config.pbtxt` of an engine whose tensors all have a type of Triton's, through Triton's own schema; `gpus`: their
+    indices, for an instance on each.
 
-    No `kind` in the instance group: the backend knows that it runs on a GPU, and a stand-in may not.
+    Without them there is no `kind` in the instance group, which is Triton's default: an instance on each GPU, which the
+    backend opens on its own GPU. A stand-in for the backend may have none.
     """
     config_pb2, text_format = import_schema()
     config = config_pb2.ModelConfig(name=name, platform=PLATFORM, max_batch_size=model.max_batch)
     for field, tensor, kind, dims in declared(model):
         getattr(config, field).add(name=tensor, data_type=config_pb2.DataType.Value(kind), dims=dims)
     config.version_policy.latest.num_versions = 1
-    config.instance_group.add(count=1, profile=[str(index) for index in range(len(model.profiles))])
+    profiles = [str(index) for index in range(len(model.profiles))]
+    if gpus is None:
+        config.instance_group.add(count=1, profile=profiles)
+    for gpu in gpus or ():
+        kind = config_pb2.ModelInstanceGroup.KIND_GPU
+        config.instance_group.add(count=1, kind=kind, gpus=[gpu], profile=profiles)
     for profile in model.profiles:
         warmed = config.model_warmup.add(name=profile.name, batch_size=1)
         for tensor, (kind, dims) in warm_inputs(model, profile).items():

@@ -100,8 +100,8 @@ def write_repository(
     """
     out = options.out or run.triton
     name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
-    config = config_text(name, options.max_batch, AUTO if own_engines else ONNX_RUNTIME)
-    engine_text = engine_config(name + SUFFIX, engine.model) if engine else ""
+    config = config_text(name, options.max_batch, AUTO if own_engines else ONNX_RUNTIME, options.gpus)
+    engine_text = engine_config(name + SUFFIX, engine.model, options.gpus) if engine else ""
     weights = weight_files(run)
     plans = [engine.plan] if engine and engine.plan else []
     with (
@@ -159,6 +159,7 @@ def readme(
         build="" if release_in(image) else " --build-arg TRITON=YY.MM",
         gpus=" --gpus=all" if engine or own_engines else "",
         runs=_runs(own_engines),
+        instances=_instances(options.gpus),
         serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
         serve_bare=alone,
         packages=pinned(PINS | {each.runtime: each.version for each in own_engines}),
@@ -174,6 +175,19 @@ def _runs(engines: Sequence[OwnEngine]) -> str:
     return (
         f"It runs the engine of the GPU that it finds, {there}, with the cache on the GPU, and where there is none for "
         "it ONNX Runtime on the CPU"
+    )
+
+
+def _instances(gpus: Sequence[int] | None) -> str:
+    """Describe in a sentence the instances of the model."""
+    if gpus is None:
+        return (
+            "there is one instance, which takes the first GPU that the server sees, so CUDA_VISIBLE_DEVICES\n"
+            "  chooses it. `fp8q triton RUN --gpus 0,1` writes one for each GPU, and Triton shares the requests out."
+        )
+    return (
+        f"an instance on each of {', '.join(map(str, gpus))}, by CUDA's indices, and Triton shares the requests "
+        "out.\n  A GPU that is not there, or has no engine here, keeps the model from loading."
     )
 
 
@@ -235,10 +249,11 @@ def external_data(graph: Path) -> list[str]:
     return names
 
 
-def config_text(name: str, max_batch: int, runtime: str = ONNX_RUNTIME) -> str:
-    """`config.pbtxt`, through Triton's own schema.
+def config_text(name: str, max_batch: int, runtime: str = ONNX_RUNTIME, gpus: Sequence[int] | None = None) -> str:
+    """`config.pbtxt`, through Triton's own schema; `gpus`: their indices, for an instance on each.
 
-    No `kind` in the instance group: one file for hosts with a GPU and without.
+    Without them there is one instance, which looks for a GPU itself: KIND_CPU is one on every host, where no kind is an
+    instance on each GPU that the host has.
     """
     config_pb2, text_format = import_schema()
     config = config_pb2.ModelConfig(name=name, backend="python", max_batch_size=1)
@@ -247,7 +262,10 @@ def config_text(name: str, max_batch: int, runtime: str = ONNX_RUNTIME) -> str:
     for key, (dtype, length) in OUTPUTS.items():
         config.output.add(name=key, data_type=config_pb2.DataType.Value(dtype), dims=[length])
     config.model_transaction_policy.decoupled = True
-    config.instance_group.add(count=1)
+    if gpus is None:
+        config.instance_group.add(count=1, kind=config_pb2.ModelInstanceGroup.KIND_CPU)
+    for gpu in gpus or ():
+        config.instance_group.add(count=1, kind=config_pb2.ModelInstanceGroup.KIND_GPU, gpus=[gpu])
     for key, value in {"runtime": runtime, "weights": WEIGHTS, "max_batch": str(max_batch)}.items():
         config.parameters[key].string_value = value
     return str(text_format.MessageToString(config))

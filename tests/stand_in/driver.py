@@ -6,6 +6,7 @@ what was queued meanwhile.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +32,13 @@ def memory(address: int, size: int) -> np.ndarray:
 
 
 class Driver:
-    """One GPU of compute capability `major`.`minor` with `total` bytes, under a driver whose newest CUDA is `cuda`."""
+    """GPUs of compute capability `major`.`minor`, one without `gpus`, with `total` bytes together, under a driver whose
+    newest CUDA is `cuda`. `peak`: the most bytes that were allocated.
+    """
 
-    def __init__(self, major: int = 8, minor: int = 9, total: int = 1 << 30, cuda: int = 13040) -> None:
-        self.capability, self.total, self.cuda = (major, minor), total, cuda
+    def __init__(self, major: int = 8, minor: int = 9, total: int = 1 << 30, cuda: int = 13040, gpus: int = 1) -> None:
+        self.capability, self.total, self.cuda, self.gpus = (major, minor), total, cuda, gpus
+        self.entered, self.gpu_of, self.peak = threading.local(), dict[int, int](), 0
         self.held: dict[int, tuple[np.ndarray, int]] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self.queue: list[Callable[[], object]] = []
@@ -51,8 +55,13 @@ class Driver:
         """The bytes that are allocated."""
         return sum(size for _, size in self.held.values())
 
+    @property
+    def current(self) -> int | None:
+        """The GPU that the calling thread has entered."""
+        return getattr(self.entered, "gpu", None)
+
     def inside(self, address: int, size: int) -> bool:
-        """Tell whether memory of the device lies there."""
+        """Tell whether memory of a device lies there."""
         return any(base <= address and address + size <= base + held for base, (_, held) in self.held.items())
 
     # The driver's functions, in the order of `serve/loop/cuda.py`.
@@ -65,11 +74,11 @@ class Driver:
         return SUCCESS
 
     def cuDeviceGet(self, found: Any, index: Any) -> int:
-        found._obj.value = 0
-        return SUCCESS
+        found._obj.value = number(index)
+        return SUCCESS if number(index) < self.gpus else INVALID
 
     def cuDeviceGetCount(self, found: Any) -> int:
-        found._obj.value = 1
+        found._obj.value = self.gpus
         return SUCCESS
 
     def cuDeviceGetAttribute(self, found: Any, which: Any, device: Any) -> int:
@@ -77,11 +86,12 @@ class Driver:
         return SUCCESS
 
     def cuDevicePrimaryCtxRetain(self, found: Any, device: Any) -> int:
-        found._obj.value = 1
+        found._obj.value = 1 + number(device)
         return SUCCESS
 
     def cuCtxSetCurrent(self, context: Any) -> int:
-        return SUCCESS if number(context) == 1 else INVALID
+        self.entered.gpu = number(context) - 1
+        return SUCCESS if 0 <= self.entered.gpu < self.gpus else INVALID
 
     def cuStreamCreate(self, found: Any, flags: Any) -> int:
         found._obj.value = 7
@@ -110,7 +120,9 @@ class Driver:
             return OUT_OF_MEMORY
         whole = np.full(asked + ALIGNMENT, 0xFF, np.uint8)
         address = -(-whole.ctypes.data // ALIGNMENT) * ALIGNMENT
-        self.held[address] = (whole, asked)
+        assert self.current is not None, "the thread has entered a GPU"
+        self.held[address], self.gpu_of[address] = (whole, asked), self.current
+        self.peak = max(self.peak, self.used())
         found._obj.value = address
         return SUCCESS
 

@@ -69,6 +69,7 @@ class Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         assert stream, "work goes to the session's stream"
+        assert self.engine.driver.current == self.engine.gpu, "the thread is on the engine's GPU"
         address, size = self.memory
         assert size >= self.update_device_memory_size_for_shapes(), "the context has its memory"
         assert self.engine.driver.inside(address, size), "the memory of the context was not freed"
@@ -103,6 +104,7 @@ class Engine:
 
     def __init__(self, driver: Driver, graph: Path, profiles: list[Profile]) -> None:
         self.driver, self.session, self.profiles = driver, OnnxRuntimeSession(graph, 1), profiles
+        self.gpu = driver.current
         layout = self.session.layout
         self.dimensions: dict[str, tuple[int | str, ...]] = {
             **dict.fromkeys(TOKEN_INPUTS, ("batch", "seq")),
@@ -142,6 +144,7 @@ class Engine:
         )
 
     def create_execution_context(self, config: Any = None) -> Context:
+        assert self.driver.current == self.gpu, "the thread is on the engine's GPU"
         return Context(self)
 
 

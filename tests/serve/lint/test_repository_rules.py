@@ -282,6 +282,33 @@ def test_profiles_and_batches_are_the_engines(good: Run, found: Found, old: str,
     assert found() == [f"error   R113 profiles: chat_engine/config.pbtxt: {line}" for line in told]
 
 
+NO_KIND = (
+    "instance_group names no kind or no GPUs, so each GPU of a host gets an instance; set kind: KIND_CPU for one on "
+    "the first GPU, or KIND_GPU and gpus"
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [
+        ("instance_group { count: 1 kind: KIND_CPU }", []),
+        ("instance_group { count: 1 kind: KIND_GPU gpus: 1 } instance_group { kind: KIND_GPU gpus: 0 }", []),
+        ("instance_group { count: 1 kind: KIND_GPU }", [NO_KIND]),
+        ("instance_group { count: 1 }", [NO_KIND]),
+        ("", [NO_KIND]),
+        (
+            "instance_group { count: 3 kind: KIND_CPU }",
+            ["instance_group has count 3, and each instance loads the weights again; set 1"],
+        ),
+    ],
+)
+def test_a_text_model_has_one_instance_or_those_of_its_gpus(
+    good: Run, found: Found, group: str, told: list[str]
+) -> None:
+    edit(good.triton / "chat" / "config.pbtxt", "instance_group {\n  count: 1\n  kind: KIND_CPU\n}\n", group)
+    assert found() == [f"warning R121 instances: chat/config.pbtxt: {line}" for line in told]
+
+
 def test_a_warm_up_whose_dimensions_do_not_belong_together(good: Run, found: Found) -> None:
     edit(good.triton / "chat_engine" / "config.pbtxt", "dims: 33", "dims: 34")
     assert found() == [

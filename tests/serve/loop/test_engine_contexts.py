@@ -141,7 +141,7 @@ def open_engine(
             CudaGraphStrategy=SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole", DISABLED="none"),
         )
         monkeypatch.setattr(engine_session, "_import", lambda runtime: library)
-        monkeypatch.setattr(engine_session, "CudaDevice", host_device)
+        monkeypatch.setattr(engine_session, "CudaDevice", lambda gpu: host_device())
         return EngineSession(plan, runtime), engine, plan
 
     return opened

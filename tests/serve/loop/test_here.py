@@ -32,12 +32,12 @@ def version(tmp_path: Path) -> Path:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
     """The engines that are opened, instead of opening them: that takes their GPU."""
     found: list[tuple[Path, str]] = []
-    monkeypatch.setattr(here, "EngineSession", lambda plan, runtime: found.append((plan, runtime)))
+    monkeypatch.setattr(here, "EngineSession", lambda plan, runtime, gpu: found.append((plan, runtime)))
     return found
 
 
 def on(gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "cuda_target", lambda: gpu)
+    monkeypatch.setattr(here, "cuda_target", lambda index: gpu)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_engine_that_does_not_load_is_an_error_and_not_passed_over(
 
 
 def test_a_machine_without_a_driver_has_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> Any:
+    def missing(index: int) -> Any:
         raise CudaError("there is no NVIDIA driver here")
 
     monkeypatch.setattr(here, "CudaDevice", missing)

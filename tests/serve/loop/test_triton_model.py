@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,12 @@ import pytest
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
 
+from fp8q import api
 from fp8q.core.reporter import SILENT
 from fp8q.options import TritonOptions
 from fp8q.serve.triton.repository import write_repository
+from tests.stand_in.driver import Driver
+from tests.stand_in.runtime import machine
 
 if TYPE_CHECKING:
     from fp8q.core.run import Run
@@ -69,34 +73,55 @@ def model_config(text: str) -> str:
     )
 
 
+@contextmanager
+def loaded(home: Path, kind: str = "CPU", device: int = 0) -> Iterator[Served]:
+    """Load the model in the folder `home` as an instance of that kind and device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(STAND_IN))
+        for path in (home / "1", home):  # in this order, at the end of the path: pb_stub.cc, Stub::StubSetup
+            patch.setattr(sys, "path", [*sys.path, str(path)])
+        before = set(sys.modules)
+        model = importlib.import_module("1.model").TritonPythonModel()
+        utilities = importlib.import_module("triton_python_backend_utils")
+        utilities.install()
+        config = (home / "config.pbtxt").read_text()
+        model.initialize(
+            {
+                "model_config": model_config(config),
+                "model_instance_kind": kind,
+                "model_instance_device_id": str(device),
+                "model_name": "demo",
+                "model_version": "1",
+                "model_repository": str(home),
+            }
+        )
+        yield Served(model, utilities, config)
+        model.finalize()
+        assert not model._service.alive
+        for name in set(sys.modules) - before:
+            if name.split(".")[0] in ("1", "triton_python_backend_utils"):
+                del sys.modules[name]
+
+
 @pytest.fixture
-def served(counting_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(counting_run: Run, tmp_path: Path) -> Iterator[Served]:
     write_repository(counting_run, TritonOptions(name="demo", max_batch=2), SILENT)
     home = tmp_path / "models" / "demo"
     shutil.copytree(counting_run.triton / "demo", home)
     shutil.rmtree(counting_run.root)
-    monkeypatch.syspath_prepend(str(STAND_IN))
-    for path in (home / "1", home):  # in this order, at the end of the path: pb_stub.cc, Stub::StubSetup
-        monkeypatch.setattr(sys, "path", [*sys.path, str(path)])
-    before = set(sys.modules)
-    model = importlib.import_module("1.model").TritonPythonModel()
-    utilities = importlib.import_module("triton_python_backend_utils")
-    utilities.install()
-    config = (home / "config.pbtxt").read_text()
-    model.initialize(
-        {
-            "model_config": model_config(config),
-            "model_name": "demo",
-            "model_version": "1",
-            "model_repository": str(home),
-        }
-    )
-    yield Served(model, utilities, config)
-    model.finalize()
-    assert not model._service.alive
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("1", "triton_python_backend_utils"):
-            del sys.modules[name]
+    with loaded(home) as served:
+        yield served
+
+
+@pytest.mark.parametrize(("kind", "device", "gpu"), [("CPU", 0, 0), ("GPU", 0, 0), ("GPU", 1, 1)])
+def test_the_model_opens_the_gpu_of_its_instance(engine_run: Run, kind: str, device: int, gpu: int) -> None:
+    """One that is of a CPU for Triton looks for a GPU itself, and takes the first."""
+    api.triton(engine_run.root, TritonOptions(name="demo"))
+    with machine(Driver(9, 0, gpus=2), "tensorrt") as host:
+        plan = engine_run.engines / "sm90.plan"
+        host.knows(plan, engine_run.model / "model.fp32.onnx")
+        with loaded(engine_run.triton / "demo", kind, device):
+            assert host.driver.current == gpu
 
 
 def test_one_response_without_stream(served: Served) -> None:
@@ -298,7 +323,7 @@ sys.path += [stand_in, home + "/1", home]
 model = importlib.import_module("1.model").TritonPythonModel()
 utilities = importlib.import_module("triton_python_backend_utils")
 utilities.install()
-model.initialize({"model_config": config})
+model.initialize({"model_config": config, "model_instance_kind": "CPU", "model_instance_device_id": "0"})
 request = utilities.InferenceRequest(open(home + "/config.pbtxt").read(), {"text_input": "t3 t1 t4", "max_tokens": 3})
 model.execute([request])
 assert request.sender.done.wait(60)

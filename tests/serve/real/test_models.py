@@ -137,3 +137,22 @@ def test_a_config_that_differs_from_the_graph_does_not_load(triton: Server, http
     with pytest.raises(HTTPStatusError) as raised:
         http.load(engine_model)
     assert "logit: config.pbtxt says ('TYPE_FP32', 3), the graph None" in raised.value.response.text
+
+
+def test_a_gpu_that_the_host_has_not_is_refused_in_one_line(triton: Server, http: Http, tmp_path: Path) -> None:
+    """By Triton itself, before the model is asked; without --gpus the same repository loads."""
+    run = make_wide_run(tmp_path / "run")
+    record_engine(run)
+    api.triton(run.root, api.TritonOptions(name="elsewhere", gpus=(4095,)))
+    shutil.copytree(run.triton / "elsewhere", triton.repository / "elsewhere")
+    with pytest.raises(HTTPStatusError) as raised:
+        http.load("elsewhere")
+    (line,) = raised.value.response.json()["error"].splitlines()
+    assert "instance group elsewhere_0 of model elsewhere has kind KIND_GPU but " in line or (
+        "instance group elsewhere_0 of model elsewhere specifies invalid or unsupported gpu id 4095" in line
+    )
+    api.triton(run.root, api.TritonOptions(name="elsewhere"))
+    config = run.triton / "elsewhere" / "config.pbtxt"
+    shutil.copyfile(config, triton.repository / "elsewhere" / "config.pbtxt")
+    http.load("elsewhere")
+    assert http.text("elsewhere", text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
