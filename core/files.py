@@ -281,10 +281,12 @@ DAMAGE = (
 )  # fmt: skip
 
 
+#: The remedy for a damaged file of a run that no later stage writes again.
+RESTORE = "restore it, or calibrate again into a new directory"
+
+
 @contextmanager
-def reading(
-    path: Path, what: str, remedy: str = "restore it, or calibrate again into a new directory"
-) -> Iterator[None]:
+def reading(path: Path, what: str, remedy: str = RESTORE) -> Iterator[None]:
     """Raise any error of a reader of `path`, which should contain `what`, as InputError that names the file.
 
     For files of a run: although their SHA-256 is in the record, whoever wrote the file could write the record too.

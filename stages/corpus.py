@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import Field
 
+from ..core.arrays import check_array, check_range, read_arrays
 from ..core.errors import InputError
 from ..core.files import Strict, reading, replacing
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
+from ..validate.accuracy.log_probabilities import vocabulary_size
 from .pipeline.stage import Key
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
 from .pipeline.steps import Notes
@@ -204,16 +206,17 @@ def save_tokens(path: Path, tokens: Tokens) -> None:
         np.savez(handle, allow_pickle=False, input_ids=tokens)
 
 
-def load_tokens(run: Run, path: Path) -> Tokens:
+def load_tokens(run: Run, path: Path, vocabulary: int | None = None) -> Tokens:
     """Read the `input_ids` of a file of the stage `corpus`: windows [windows, seq_len], or tokens held out [tokens].
 
-    Raises InputError for a file that is missing, damaged, or has other contents.
+    `vocabulary`: the tokens of the model, where the run has no checkpoint yet that says so. Raises InputError for a
+    file that is missing, damaged, or has other contents.
     """
-    run.require(path, "corpus")
-    with reading(path, "token ids"), open(path, "rb") as handle, np.load(handle, allow_pickle=False) as arrays:
+    arrays = read_arrays(run.require(path, "corpus"), "token ids")
+    if vocabulary is None and (run.model / "config.json").is_file():
+        vocabulary = vocabulary_size(run)
+    with reading(path, "token ids"):
         ids: Tokens = arrays["input_ids"]
-        if ids.dtype != np.int64 or ids.ndim != (2 if path == run.calibration else 1):
-            raise ValueError(f"they are {ids.dtype} in {ids.ndim} dimensions")
-        if ids.size and not 0 <= ids.min() <= ids.max() <= LARGEST_ID:
-            raise ValueError(f"they lie between {ids.min()} and {ids.max()}")
+        check_array("input_ids", ids, "int64", (None, None) if path == run.calibration else (None,))
+        check_range("input_ids", ids, 0, (vocabulary or LARGEST_ID + 1) - 1)
     return ids

@@ -119,7 +119,7 @@ def measure(
     if MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the other ranks have nothing to do
         return
-    windows = load_tokens(run, run.calibration)
+    windows = load_tokens(run, run.calibration, source.text_config.vocab_size)
     stream = streamed(source, options.stream, notes, world.process.local_ranks)
     task = task_of(
         source,

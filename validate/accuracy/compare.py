@@ -20,6 +20,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from ...core.arrays import read_arrays
 from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.memory import release_memory
@@ -29,7 +30,7 @@ from .divergence import REVERSED, Against, Baselines, Found, joined, measure_tok
 from .document import Accuracy, Divergence, RuntimeAccuracy
 from .perplexity import Evaluation
 from .stored_logits import StoredLogits, Writer
-from .top_logits import TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
+from .top_logits import UNFINISHED, TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
 
 if TYPE_CHECKING:
     import torch
@@ -285,8 +286,7 @@ class Turns:
         """Load the saved results of a runtime on a chunk; nothing where it has not run."""
         if not (path := self._file(name, part)).is_file():
             return {}
-        with np.load(path, allow_pickle=False) as arrays:
-            return {field: arrays[field] for field in arrays.files}
+        return read_arrays(path, "results of a runtime", UNFINISHED)
 
     def outcome(self) -> Outcome:
         """The means over all chunks, of the runtimes that ran them all."""

@@ -7,6 +7,7 @@ another.
 
 from collections.abc import Iterable, Mapping
 from html import escape
+from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -15,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from ...core.arrays import check_array, check_range, read_arrays
 from ...core.files import Strict, read_document, reading, replacing, write_document
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE, Bos
+from .log_probabilities import ROUNDING
 
 
 class Protocol(Strict):
@@ -219,6 +222,20 @@ class Accuracy(Strict):
     )
 
     @property
+    def in_part(self) -> set[str]:
+        """The runtimes that have no finite loss for some of the tokens: they ran some windows only, or broke down."""
+        return {
+            name
+            for name, each in self.runtimes.items()
+            if each.sampled or each.not_finite or not isfinite(each.nll_nats)
+        }
+
+    def not_finite(self, adapter: str | None) -> set[str]:
+        """The runtimes whose losses are not finite, with that adapter on."""
+        runtimes = self.runtimes if adapter is None else (self.adapters or {}).get(adapter, {})
+        return {name for name, each in runtimes.items() if each.not_finite or not isfinite(each.nll_nats)}
+
+    @property
     def one_term_cost(self) -> str | None:
         """State KL from BF16 with one code for each activation, and with those of the run; None where either was not
         measured.
@@ -298,10 +315,24 @@ def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
-    path = run.require(run.tokens, "validate")
-    with (
-        reading(path, "losses of tokens", "restore it, or run `fp8q validate` again"),
-        open(path, "rb") as handle,
-        np.load(handle, allow_pickle=False) as arrays,
-    ):
-        return {FORMER.get(name, name): arrays[name] for name in arrays.files}
+    """Read and check `tokens.npz`: every array has the protocol's tokens, in the same places, unless `accuracy.json`
+    says that its runtime ran some windows only, or is not finite.
+    """
+    path, again = run.require(run.tokens, "validate"), "restore it, or run `fp8q validate` again"
+    arrays = read_arrays(path, "losses of tokens", again)
+    held = {FORMER.get(name, name): values for name, values in arrays.items()}
+    accuracy = load_accuracy(run)
+    partial = {f"{name}{what}" for what, each in accuracy.each() for name in each.in_part}
+    with reading(path, "losses of tokens", again):
+        if not held:
+            raise ValueError("it has no runtime")
+        shape = next(iter(held.values())).shape
+        for name, values in held.items():
+            check_array(name, values, "float32", shape if len(shape) == 2 else (None, None))
+            of_broken = name.endswith(KL) and "bf16" in partial  # a divergence from BF16, which has no number there
+            if name.removesuffix(KL) in partial or of_broken:
+                continue
+            check_range(name, values, -ROUNDING, float(np.finfo(np.float32).max))
+            if (scored := int(np.isfinite(values).sum())) != accuracy.protocol.tokens:
+                raise ValueError(f"{name} has {scored:,} losses for {accuracy.protocol.tokens:,} tokens")
+    return held

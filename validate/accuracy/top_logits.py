@@ -11,7 +11,7 @@ Of a whole window these are the last, which have most behind them; of one that i
 since a server that is sent a prompt which ends there computes the same. A runtime takes 1 MB of the file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ...core.errors import InputError
+from ...core.arrays import check_array, check_range, read_arrays
 from ...core.files import reading, replacing
 from ...core.run import Run
-from .document import load_token_losses, of_adapter
+from .document import load_accuracy, load_token_losses, of_adapter
+from .log_probabilities import ROUNDING, check_logprobs, vocabulary_size
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,10 @@ TOP, MOST_TOKENS, MOST_OF_WINDOW = 32, 4096, 256
 TEXT = ("windows", "ids", "kept")
 FIELDS = ("tokens", "logprobs", "rest")
 AGAIN = "restore it, or run `fp8q validate` again"
+#: The remedy for a file of a call that goes on.
+UNFINISHED = "remove its directory, and run the same command again"
+#: The largest id of a token in the files, whose ids are int32.
+MOST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class TopLogits:
 class KeptTokens:
     """The contents of `top_logits.npz`: `windows` int64 [n] of the evaluation, their `ids` int64 [n, context], and the
     positions `kept` bool [n, context], each scored by the logits before it. `runtimes`: a row for each of these, in
-    the order of windows; `nll` float32 [positions], the loss of the token itself in nats.
+    the order of windows; `nll` float32 [positions], the loss of the token itself in nats. `vocabulary`: the tokens that
+    the model has.
     """
 
     windows: npt.NDArray[np.int64]
@@ -64,6 +70,7 @@ class KeptTokens:
     kept: npt.NDArray[np.bool_]
     runtimes: Mapping[str, TopLogits]
     nll: Mapping[str, npt.NDArray[np.float32]]
+    vocabulary: int = MOST_ID + 1
 
 
 def positions_to_keep(evaluation: "Evaluation") -> npt.NDArray[np.bool_]:
@@ -115,7 +122,8 @@ def write_top(path: Path, top: TopLogits) -> None:
 
 def read_top(path: Path) -> TopLogits:
     """Read what `write_top` wrote."""
-    with np.load(path, allow_pickle=False) as arrays:
+    arrays = read_arrays(path, "likeliest tokens", UNFINISHED)
+    with reading(path, "likeliest tokens", UNFINISHED):
         return TopLogits(*(arrays[field] for field in FIELDS))
 
 
@@ -138,30 +146,61 @@ def arrays_of(found: Mapping[str, TopLogits]) -> dict[str, npt.NDArray[Any]]:
 
 def load_top_arrays(run: Run) -> dict[str, npt.NDArray[Any]]:
     """Read all arrays of `top_logits.npz`, by their names in the file; raises InputError as `load_top_logits` does."""
-    path = run.require(run.top_logits, "validate")
-    with (
-        reading(path, "likeliest tokens", AGAIN),
-        open(path, "rb") as handle,
-        np.load(handle, allow_pickle=False) as arrays,
-    ):
-        return {name: arrays[name] for name in arrays.files}
+    return read_arrays(run.require(run.top_logits, "validate"), "likeliest tokens", AGAIN)
 
 
 def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
     """Read `top_logits.npz`, and the losses of its tokens from `tokens.npz`; those with that adapter on.
 
-    Raises InputError where they are missing, as in runs of older versions, or malformed.
+    A runtime whose losses `accuracy.json` calls not finite is left out: nothing has a distance from it. Raises
+    InputError where the files are missing, as in runs of older versions, malformed, or hold what no model can give.
     """
-    held, path = load_top_arrays(run), run.top_logits
-    names = of_adapter([name.removesuffix(".tokens") for name in held if name.endswith(".tokens")], adapter)
-    losses = load_token_losses(run, adapter)
+    arrays, path = load_top_arrays(run), run.top_logits
+    names = of_adapter([name.removesuffix(".tokens") for name in arrays if name.endswith(".tokens")], adapter)
+    losses, broken = load_token_losses(run, adapter), load_accuracy(run).not_finite(adapter)
+    names = {name: stored for name, stored in names.items() if name not in broken}
+    vocabulary = vocabulary_size(run) or MOST_ID + 1
+    with reading(path, "likeliest tokens", AGAIN):
+        if not names:
+            raise ValueError("it has no runtime whose losses are finite")
+        windows, ids, kept = (arrays[name] for name in TEXT)
+        shape = next(iter(losses.values())).shape
+        _check_text((windows, ids, kept), shape, vocabulary)
+        count, nll = int(kept.sum()), {name: losses[name][windows][kept] for name in names}
+        runtimes = {}
+        for name, stored in names.items():
+            runtimes[name] = TopLogits(*(arrays[f"{stored}.{field}"] for field in FIELDS))
+            _check_top(stored, runtimes[name], count, vocabulary)
+            if not np.isfinite(nll[name]).all():
+                raise ValueError(f"{run.tokens.name} has no loss of {stored} at some of its positions")
+    return KeptTokens(windows.astype(np.int64), ids.astype(np.int64), kept, runtimes, nll, vocabulary)
+
+
+def _check_text(text: Sequence[npt.NDArray[Any]], shape: tuple[int, ...], vocabulary: int) -> None:
+    """Raise ValueError unless the `TEXT` of a file is of windows of losses of this `shape` [windows, context]."""
+    windows, ids, kept = text
+    check_array("windows", windows, "int64", (None,))
+    check_range("windows", windows, 0, shape[0] - 1)
+    if (np.diff(windows) <= 0).any():
+        raise ValueError("windows are not in order")
+    check_array("ids", ids, "int32", (len(windows), shape[1]))
+    check_range("ids", ids, 0, vocabulary - 1)
+    check_array("kept", kept, "bool", ids.shape)
+    if not kept.any() or kept[:, 0].any():
+        raise ValueError("kept has no position, or one with nothing before it")
+
+
+def _check_top(name: str, top: TopLogits, count: int, vocabulary: int) -> None:
+    """Raise ValueError for likeliest tokens that no model of `vocabulary` tokens has at `count` positions."""
+    check_array(f"{name}.tokens", top.tokens, "int32", (count, None))
+    check_array(f"{name}.logprobs", top.logprobs, "float32", top.tokens.shape)
+    check_array(f"{name}.rest", top.rest, "float32", (count,))
+    check_range(f"{name}.tokens", top.tokens, 0, vocabulary - 1)
+    if not top.tokens.shape[1] or (np.diff(np.sort(top.tokens, axis=1), axis=1) == 0).any():
+        raise ValueError(f"{name}.tokens has none at a position, or one twice")
     try:
-        windows, ids, kept = (held[name] for name in TEXT)
-        runtimes = {name: TopLogits(*(held[f"{own}.{field}"] for field in FIELDS)) for name, own in names.items()}
-        nll = {name: losses[name][windows][kept] for name in names}
-        sizes = {len(each.rest) for each in runtimes.values()}
-    except (KeyError, IndexError, ValueError) as error:
-        raise InputError(f"{path}: lacks a part ({type(error).__name__}: {error}); {AGAIN}") from None
-    if not names or sizes != {int(kept.sum())}:
-        raise InputError(f"{path}: has {sizes or 'no'} rows of likeliest tokens for {int(kept.sum())}; {AGAIN}")
-    return KeptTokens(windows.astype(np.int64), ids.astype(np.int64), kept, runtimes, nll)
+        check_logprobs(top.logprobs, vocabulary, top.rest)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if (top.logprobs[:, 1:] > top.logprobs[:, :-1] + ROUNDING).any():
+        raise ValueError(f"{name}.logprobs are not in order, the likeliest first")

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ...core.files import replacing
+from ...core.arrays import check_array, read_arrays
+from ...core.files import reading, replacing
 
 #: In the place of a token: nothing is known of it.
 NO_TOKEN = -1
@@ -82,6 +84,14 @@ def save_answers(path: Path, answers: LikelyTokens) -> None:
 
 def load_answers(path: Path) -> LikelyTokens:
     """Read what `save_answers` wrote."""
-    with np.load(path, allow_pickle=False) as arrays:
-        held = {name: arrays[name] for name in arrays.files}
-    return LikelyTokens(**held | {name: int(held[name]) for name in ("sent", "counted")})
+    with reading(path, "answers", remedy := "remove it, and ask again"):
+        arrays = read_arrays(path, "answers", remedy)
+        count = len(arrays["rows"])
+        check_array("tokens", arrays["tokens"], "int64", (count, None))
+        for name, dtype, shape in (
+            ("rows", "int64", (count,)), ("logprobs", "float64", arrays["tokens"].shape), ("nll", "float64", (count,)),
+            ("sent", "int64", ()), ("counted", "int64", ()),
+        ):  # fmt: skip
+            check_array(name, arrays[name], dtype, shape)
+    numbers: dict[str, Any] = {name: int(arrays[name]) for name in ("sent", "counted")}
+    return LikelyTokens(**arrays | numbers)

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
-from ...core.errors import BackendError, InputError
+from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...serve.loop.text import Vocabulary
 from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens, joined_answers, load_answers, save_answers
-from .client import Client, RefusedError
-from .forms import FORMS, TRITON, Endpoint, Question, UnansweredError
+from .client import BUSY, Client, RefusedError
+from .forms import FORMS, TRITON, Endpoint, Question
 from .prompts import Prompt
+from .schema import AnsweredModelList, ListedModel, TritonModel, TritonModels, UnansweredError, read_answer
 
 #: Two answers to one prompt by the same server differ by less, in nats: a batch may add in another order.
 SAME_NATS = 0.01
+#: The most characters of models' names that are repeated.
+MOST_NAMES = 300
 #: The status of a fault in a server.
 FAULT = 500
 
@@ -63,20 +66,26 @@ def find_model(client: Client, served: str | None) -> ServedModel:
             if error.status != 404:
                 raise
             answer, triton = client.post("/v2/repository/index", {"ready": True}), True
-    listed = answer if triton else answer.get("data") if isinstance(answer, dict) else None
-    name = "name" if triton else "id"
-    models = [each for each in listed or [] if isinstance(each, dict) and isinstance(each.get(name), str)]
-    names = [each[name] for each in models]
-    chosen = [each for each in models if served in (None, each[name])]
-    if len(chosen) != 1:
-        option = client.option.replace("url", "served")
+    try:
+        listed = read_answer(TritonModels, answer) if triton else read_answer(AnsweredModelList, answer).data
+    except UnansweredError as error:
+        raise InputError(f"{client.url}: lists no models ({error}); is it the address of a model's server?") from None
+    limits = dict(map(_named, listed))
+    if served not in limits and (served is not None or len(limits) != 1):
+        option, names = client.option.replace("url", "served"), ", ".join(limits)
         raise InputError(
-            f"{client.url}: serves {', '.join(names) or 'no model'}"
+            f"{client.url}: serves {names[:MOST_NAMES] or 'no model'}"
             + (f", and not {option} {served}" if served else "")
             + f"; name one with {option}"
         )
-    limit = chosen[0].get("max_model_len")
-    return ServedModel(chosen[0][name], limit - 1 if isinstance(limit, int) else None, triton)
+    name = served or next(iter(limits))
+    limit = limits[name]
+    return ServedModel(name, None if limit is None else limit - 1, triton)
+
+
+def _named(model: ListedModel | TritonModel) -> tuple[str, int | None]:
+    """The name of a listed model, and the tokens that it takes."""
+    return (model.name, None) if isinstance(model, TritonModel) else (model.id, model.max_model_len)
 
 
 def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int | None, report: Reporter) -> Asked:
@@ -169,8 +178,17 @@ def translated(client: Client) -> Iterator[None]:
     except UnansweredError as error:
         raise InputError(f"{client.url}: answered one prompt and not another ({error}); ask it again") from None
     except RefusedError as error:
-        if error.status in (401, 403):
-            raise InputError(f"{client.url}: wants a key ({error}); set OPENAI_API_KEY") from None
-        if error.status >= 500 or error.status == 429:
-            raise BackendError(f"{client.url}: failed ({error}); see the server's log, and ask again") from None
-        raise InputError(f"{client.url}: refused ({error}); is it the address of a model's server?") from None
+        raise server_refusal(client, error) from None
+
+
+def server_refusal(
+    client: Client, error: RefusedError, what: str = "", remedy: str = "is it the address of a model's server?"
+) -> Fp8qError:
+    """The error for a server that refused `what`, by its status: a key is missing, or it failed or is busy; else the
+    `remedy` is told.
+    """
+    if error.status in (401, 403):
+        return InputError(f"{client.url}: wants a key ({error}); set OPENAI_API_KEY")
+    if error.status >= FAULT or error.status in BUSY:
+        return BackendError(f"{client.url}: failed ({error}); see the server's log, and ask again")
+    return InputError(f"{client.url}: refused{what} ({error}); {remedy}")

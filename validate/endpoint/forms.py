@@ -10,22 +10,27 @@
 
 A text is sent where it is read as the same tokens again by the run's tokenizer, special tokens in front included. A
 token's text may belong to several tokens; those are left out. A server answers a form when the answer has its lists
-in the lengths that belong to the prompt: fewer are an error, since something else was read then.
+in the types of `schema`, and in the lengths that belong to the prompt: fewer are an error, since something else was
+read then, and so are log-probabilities that no model can have.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import numpy as np
 
 from ...core.errors import InputError
 from ...serve.loop.text import Vocabulary
+from ..accuracy.log_probabilities import check_logprobs, within_bounds
 from ..accuracy.top_logits import KeptTokens
 from .answers import NO_TOKEN, LikelyTokens, Position, answers_of
 from .client import Client, RefusedError
 from .prompts import Prompt, evenly
+from .schema import AnsweredCompletion, AnsweredLogprobs, Generated, UnansweredError, read_answer
 
 #: Log-probabilities of a position that are asked for, the first number that is answered; and the fewest that will do.
 ASKED, LEAST = (20, 5), 5
@@ -33,11 +38,9 @@ ASKED, LEAST = (20, 5), 5
 PREFIXES = 8
 #: Statuses of a server that does not know a form; others are faults.
 UNKNOWN = (400, 404, 405, 413, 422, 501)
+#: A token that is named by its id in the place of its text, as `fp8q serve` and vLLM do where asked.
+BY_ID = re.compile(r"token_id:([0-9]{1,9})")
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-
-
-class UnansweredError(Exception):
-    """The server does not answer in this form, for this reason."""
 
 
 @dataclass
@@ -70,7 +73,7 @@ class Endpoint:
 
     def post(self, fields: Mapping[str, Any], chat: bool = False) -> Any:
         """Ask for one greedy token, and `fields`; raises UnansweredError where the server does not know these."""
-        path = CHATS if chat else f"/v2/models/{self.model}/generate" if self.triton else COMPLETIONS
+        path = CHATS if chat else f"/v2/models/{quote(self.model, safe='')}/generate" if self.triton else COMPLETIONS
         model = {} if self.triton else {"model": self.model}
         try:
             return self.client.post(path, {**model, "max_tokens": 1, "temperature": 0, **fields})
@@ -78,6 +81,38 @@ class Endpoint:
             if error.status not in UNKNOWN:
                 raise
             raise UnansweredError(str(error)) from None
+
+    def complete(self, fields: Mapping[str, Any], chat: bool = False) -> AnsweredCompletion:
+        """The completions or, where it is a `chat`, the chat that `fields` are answered with; raises UnansweredError
+        also for an answer of other types.
+        """
+        return read_answer(AnsweredCompletion, self.post(fields, chat))
+
+    def likely(self, logprobs: Mapping[int, float] | Mapping[str, float], of: str) -> None:
+        """Raise InputError for log-probabilities of a position's likeliest tokens that the model cannot have; `of`: the
+        field that they stand in.
+        """
+        check_possible(self.client, [*logprobs.values()], of, self.kept.vocabulary)
+        for token in logprobs:
+            named = BY_ID.fullmatch(token) if isinstance(token, str) else None
+            number = int(named[1]) if named else token
+            if isinstance(number, int) and number >= self.kept.vocabulary:
+                raise InputError(
+                    f"{self.client.url}: gives a log-probability of token {number} ({of}), and the run's model has "
+                    f"{self.kept.vocabulary:,} tokens; it is another model, or has another tokenizer"
+                )
+
+
+def check_possible(client: Client, logprobs: Sequence[float], of: str, vocabulary: int | None = None) -> None:
+    """Raise InputError for log-probabilities of one position that no model of `vocabulary` tokens can have; `of`: the
+    field that they stand in.
+    """
+    try:
+        check_logprobs(np.array([logprobs], np.float64), vocabulary)
+    except ValueError as error:
+        raise InputError(
+            f"{client.url}: gives {of} that no model can: {error}; see the server's log, or ask another server"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -95,48 +130,46 @@ class Question:
 
 def ask_prompt_logprobs(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 1."""
-    answer = server.post({"prompt": list(prompt.ids), "prompt_logprobs": number})
-    (choice,) = choices_of(answer, 1)
-    table = of_length(choice.get("prompt_logprobs"), len(prompt.ids), "prompt_logprobs")
+    answer = server.complete({"prompt": list(prompt.ids), "prompt_logprobs": number})
+    (choice,) = answer.of(1)
+    table = of_length(choice.prompt_logprobs, len(prompt.ids), "prompt_logprobs")
     found = []
     for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
-        entry = table[position] or {}
-        try:
-            best = {int(token): float(each["logprob"]) for token, each in entry.items()}
-        except (TypeError, ValueError, KeyError) as error:
-            raise UnansweredError(f"prompt_logprobs has {str(entry)[:80]} ({type(error).__name__})") from None
+        best = {int(token): entry.logprob for token, entry in (table[position] or {}).items()}
+        server.likely(best, "prompt_logprobs")
         if prompt.ids[position] not in best:
             raise InputError(
                 f"{server.client.url}: read the token {server.text(next(iter(best), 0))!r} where "
                 f"{server.text(prompt.ids[position])!r} was sent; it has another tokenizer, or sets other tokens "
                 "before a prompt"
             )
-        found.append(Position(row, [*best.items()], -best[prompt.ids[position]]))
-    return answers_of(enough(found, server, number), len(prompt.ids), counted(answer))
+        found.append(answered_position(row, best, best[prompt.ids[position]]))
+    return answers_of(enough(found, server, number), len(prompt.ids), answer.counted)
 
 
 def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 2."""
-    answer = server.post({"prompt": list(prompt.ids), "echo": True, "logprobs": number})
-    (choice,) = choices_of(answer, 1)
-    logprobs = choice.get("logprobs") or {}
-    if isinstance(listed := logprobs.get("tokens"), list) and len(listed) <= 1 < len(prompt.ids):
+    answer = server.complete({"prompt": list(prompt.ids), "echo": True, "logprobs": number})
+    (choice,) = answer.of(1)
+    logprobs = choice.logprobs or AnsweredLogprobs()
+    if logprobs.tokens is not None and len(logprobs.tokens) <= 1 < len(prompt.ids):
         raise UnansweredError("lists the token behind the prompt alone")  # TensorRT-LLM, llama.cpp
-    tokens, own, tops = (
-        of_length(logprobs.get(name), len(prompt.ids), f"logprobs.{name}", 1)
-        for name in ("tokens", "token_logprobs", "top_logprobs")
-    )
+    tokens = of_length(logprobs.tokens, len(prompt.ids), "logprobs.tokens", 1)
+    own = of_length(logprobs.token_logprobs, len(prompt.ids), "logprobs.token_logprobs", 1)
+    tops = of_length(logprobs.top_logprobs, len(prompt.ids), "logprobs.top_logprobs", 1)
     found = []
     for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
-        text, sent = str(tokens[position]), prompt.ids[position]
+        text, sent, value = str(tokens[position]), prompt.ids[position], own[position]
         if text not in (server.text(sent), f"token_id:{sent}"):
             raise InputError(
                 f"{server.client.url}: echoes the token {text[:40]!r} where {server.text(sent)!r} was sent; it has "
                 "another tokenizer, or sets other tokens before a prompt"
             )
-        best = dict(by_text(server, row, tops[position])) | {sent: float(own[position])}
-        found.append(Position(row, [*best.items()], -float(own[position])))
-    return answers_of(enough(found, server, number), len(prompt.ids), counted(answer))
+        if value is None:
+            raise UnansweredError(f"no logprobs.token_logprobs of token {position + 1}")
+        check_possible(server.client, [value], "logprobs.token_logprobs")
+        found.append(answered_position(row, by_text(server, row, tops[position]) | {sent: value}, value))
+    return answers_of(enough(found, server, number), len(prompt.ids), answer.counted)
 
 
 def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = False) -> LikelyTokens:
@@ -144,34 +177,32 @@ def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = Fals
     begun = beginnings(server, prompt, evenly(range(len(prompt.rows)), PREFIXES), as_text)
     if not begun:
         return answers_of([], 0, 0)
-    answer = server.post({"prompt": [each.prompt for each in begun], "logprobs": number})
+    answer = server.complete({"prompt": [each.prompt for each in begun], "logprobs": number})
     found = []
-    for index, choice in zip([each.index for each in begun], choices_of(answer, len(begun)), strict=True):
-        tops = of_length((choice.get("logprobs") or {}).get("top_logprobs"), 1, "logprobs.top_logprobs")
+    for index, choice in zip([each.index for each in begun], answer.of(len(begun)), strict=True):
+        tops = of_length((choice.logprobs or AnsweredLogprobs()).top_logprobs, 1, "logprobs.top_logprobs")
         row, own = int(prompt.rows[index]), prompt.ids[prompt.positions[index]]
-        best = dict(by_text(server, row, tops[0]))
-        found.append(Position(row, [*best.items()], -best.get(own, np.nan)))
-    return answers_of(enough(found, server, number), sum(each.tokens for each in begun), counted(answer))
+        best = by_text(server, row, tops[0])
+        found.append(answered_position(row, best, best.get(own, np.nan)))
+    return answers_of(enough(found, server, number), sum(each.tokens for each in begun), answer.counted)
 
 
 def ask_greedy(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 5."""
     begun = beginnings(server, prompt, telling(server, prompt))
-    answer = server.post({"prompt": [each.prompt for each in begun]})
-    texts = [choice.get("text") for choice in choices_of(answer, len(begun))]
+    answer = server.complete({"prompt": [each.prompt for each in begun]})
+    texts = [choice.text for choice in answer.of(len(begun))]
     found = [likeliest(server, int(prompt.rows[each.index]), text) for each, text in zip(begun, texts, strict=True)]
-    return answers_of([each for each in found if each], sum(each.tokens for each in begun), counted(answer))
+    return answers_of([each for each in found if each], sum(each.tokens for each in begun), answer.counted)
 
 
 def ask_generate(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 6."""
     found, sent, total = list[Position](), 0, 0
     for each in beginnings(server, prompt, telling(server, prompt), as_text=True):
-        answer = server.post({"text_input": each.prompt, "return_num_input_tokens": True})
-        if not isinstance(answer, dict) or not isinstance(answer.get("text_output"), str):
-            raise UnansweredError("no text_output")
-        sent, total = sent + each.tokens, total + (number_of(answer, "num_input_tokens") or each.tokens)
-        position = likeliest(server, int(prompt.rows[each.index]), answer["text_output"])
+        answer = read_answer(Generated, server.post({"text_input": each.prompt, "return_num_input_tokens": True}))
+        sent, total = sent + each.tokens, total + (answer.num_input_tokens or each.tokens)
+        position = likeliest(server, int(prompt.rows[each.index]), answer.text_output)
         found += [position] if position else []
     return answers_of(found, sent, total)
 
@@ -221,40 +252,38 @@ def telling(server: Endpoint, prompt: Prompt) -> list[int]:
     return sorted({*differ, *evenly(range(len(prompt.rows)), PREFIXES - len(differ))})
 
 
-def likeliest(server: Endpoint, row: int, text: Any) -> Position | None:
+def likeliest(server: Endpoint, row: int, text: str | None) -> Position | None:
     """The position whose likeliest token has that text; None where the text is empty, as that of half a character."""
-    if not isinstance(text, str):
+    if text is None:
         raise UnansweredError("no text")
     token = server.tokens_of(row).get(text, NO_TOKEN)
     return Position(row, [(token, np.nan)], np.nan) if text else None
 
 
-def by_text(server: Endpoint, row: int, top: Any) -> Iterable[tuple[int, float]]:
-    """The tokens of a list of log-probabilities by text, those that some runtime of the run finds likely there too."""
-    if not isinstance(top, dict):
-        raise UnansweredError(f"top_logprobs has {str(top)[:80]}")
+def by_text(server: Endpoint, row: int, top: Mapping[str, float] | None) -> dict[int, float]:
+    """The tokens of log-probabilities by text, those that some runtime of the run finds likely there too."""
+    if top is None:
+        raise UnansweredError("a position without logprobs.top_logprobs")
+    server.likely(top, "logprobs.top_logprobs")
+    named = {int(match[1]): value for text, value in top.items() if (match := BY_ID.fullmatch(text))}
     known = server.tokens_of(row)
-    for text, logprob in top.items():
-        token = int(text[9:]) if text.startswith("token_id:") and text[9:].isdigit() else known.get(text)
-        if token is not None and isinstance(logprob, int | float):
-            yield token, float(logprob)
+    return {known[text]: value for text, value in top.items() if text in known} | named
 
 
-def choices_of(answer: Any, count: int) -> list[dict[str, Any]]:
-    """The `count` choices of an answer, by index."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
-        raise UnansweredError("no choices")
-    if len(choices) != count:
-        raise UnansweredError(f"{len(choices)} choices for {count} prompts")
-    return sorted(choices, key=lambda choice: choice.get("index", 0))
+def answered_position(row: int, best: Mapping[int, float], own: float) -> Position:
+    """A position with its likeliest tokens, and the log-probability of the text's own; NaN where that is unknown."""
+    bounded = [(token, within_bounds(value)) for token, value in best.items()]
+    return Position(row, bounded, own if np.isnan(own) else -within_bounds(own))
 
 
-def of_length(table: Any, length: int, name: str, more: int = 0) -> list[Any]:
+Item = TypeVar("Item")
+
+
+def of_length(table: list[Item] | None, length: int, name: str, more: int = 0) -> list[Item]:
     """Return a list of the prompt's length; raises UnansweredError where it is missing, InputError for another
     length.
     """
-    if not isinstance(table, list) or not table:
+    if not table:
         raise UnansweredError(f"no {name}")
     if not length <= len(table) <= length + more:
         raise InputError(
@@ -274,14 +303,3 @@ def enough(found: list[Position], server: Endpoint, number: int) -> list[Positio
             f"compare; let it give {least} or more (vLLM: --max-logprobs 20)"
         )
     return found
-
-
-def counted(answer: Any) -> int:
-    """The tokens of the prompts as the server counts them; 0 where it does not."""
-    return number_of(answer.get("usage") or {}, "prompt_tokens")
-
-
-def number_of(fields: Any, name: str) -> int:
-    """A whole number among `fields`; 0 where there is none."""
-    value = fields.get(name) if isinstance(fields, dict) else None
-    return value if isinstance(value, int) else 0

@@ -25,8 +25,9 @@ from ...serve.loop.text import Vocabulary
 from ..accuracy.top_logits import KeptTokens, TopLogits
 from .answers import LikelyTokens
 from .client import RefusedError
-from .forms import Endpoint, UnansweredError, choices_of, counted
+from .forms import Endpoint
 from .prompts import evenly
+from .schema import AnsweredCompletion, AnsweredLogprobs, UnansweredError
 
 #: Texts that are sent, and their lengths in tokens, the first that is read as the same tokens again.
 TEXTS, LENGTHS = 4, (16, 12, 8, 6, 20, 10)
@@ -90,17 +91,17 @@ def bound_of(answers: LikelyTokens, nearest: TopLogits) -> float:
 
 def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
     answer = _posted(server, {"prompt": [each.text for each in readings]})
-    choices = choices_of(answer, len(readings))
+    choices = answer.of(len(readings))
     for each, choice in zip(readings, choices, strict=True):
-        if (ids := _prompt_ids(choice)) is not None and ids != list(each.ids):
+        if (ids := choice.prompt_token_ids) and ids != list(each.ids):
             return f"another tokenizer or BOS: {_difference(server, ids, each.ids, 'a text')}"
-    total, own = counted(answer), sum(len(each.ids) for each in readings)
+    total, own = answer.counted, sum(len(each.ids) for each in readings)
     if total not in (0, own):
         return (
             f"another tokenizer or BOS: it reads {len(readings)} texts as {total:,} tokens, which the run's tokenizer "
             f"reads as {own:,}"
         )
-    if all(_prompt_ids(choice) is not None for choice in choices):
+    if all(choice.prompt_token_ids for choice in choices):
         return None
     return _other_next(server, readings, bound)
 
@@ -127,11 +128,14 @@ def _other_next(server: Endpoint, readings: Sequence[OwnReading], bound: float) 
 
 def _next_of(server: Endpoint, prompts: list[Any]) -> list[dict[str, float]]:
     """The next token's log-probabilities behind each prompt, by the tokens' texts."""
-    choices = choices_of(server.post({"prompt": prompts, "logprobs": NEXT}), len(prompts))
-    tops = [((choice.get("logprobs") or {}).get("top_logprobs") or [None])[0] for choice in choices]
-    if not all(isinstance(top, dict) for top in tops):
+    choices = server.complete({"prompt": prompts, "logprobs": NEXT}).of(len(prompts))
+    tops = [((choice.logprobs or AnsweredLogprobs()).top_logprobs or [None])[0] for choice in choices]
+    found = [top for top in tops if top is not None]
+    if len(found) < len(tops):
         raise UnansweredError("no logprobs.top_logprobs")
-    return [{text: float(value) for text, value in top.items() if isinstance(value, int | float)} for top in tops]
+    for top in found:
+        server.likely(top, "logprobs.top_logprobs")
+    return found
 
 
 def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> str | None:
@@ -142,33 +146,24 @@ def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> st
         return None
     own = server.vocabulary.encode(rendered)
     plain = server.vocabulary.tokenizer.encode(rendered, add_special_tokens=False).ids
-    ids = _prompt_ids(answer)
-    if ids is not None:
+    if ids := answer.prompt_token_ids:
         if ids in (own, plain):
             return None
         return f"another chat template: {_difference(server, ids, plain, 'a chat')}"
-    if counted(answer) in (0, len(own), len(plain)):
+    if answer.counted in (0, len(own), len(plain)):
         return None
     return (
-        f"another chat template: it reads a chat as {counted(answer):,} tokens, which is {len(plain):,} by the run's "
+        f"another chat template: it reads a chat as {answer.counted:,} tokens, which is {len(plain):,} by the run's "
         "template"
     )
 
 
-def _posted(server: Endpoint, fields: dict[str, Any], chat: bool = False) -> Any:
+def _posted(server: Endpoint, fields: dict[str, Any], chat: bool = False) -> AnsweredCompletion:
     """The answer to `fields`, with the prompt's token ids where the server knows the field that asks for them."""
     try:
-        return server.post({**fields, "return_token_ids": True}, chat)
+        return server.complete({**fields, "return_token_ids": True}, chat)
     except UnansweredError:
-        return server.post(fields, chat)
-
-
-def _prompt_ids(answer: Any) -> list[int] | None:
-    """The ids of a prompt's tokens in an answer or a choice of it; None where they are not there."""
-    ids = answer.get("prompt_token_ids") if isinstance(answer, dict) else None
-    if isinstance(ids, list) and ids and all(isinstance(each, int) for each in ids):
-        return ids
-    return None
+        return server.complete(fields, chat)
 
 
 def _difference(server: Endpoint, ids: Sequence[int], own: Sequence[int], what: str) -> str:

@@ -5,17 +5,16 @@ A decode step is bound by the bytes that it reads, a prompt by its operations (`
 ratios bound what FP8 can gain on a GPU that multiplies its codes. They are arithmetic, and said to be.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...calibrate.model.architecture import text_fields
 from ...core.columns import Column, Table, size, text_column
-from ...core.files import read_document, reading
+from ...core.files import read_document
 from ...core.run import Run
 from ...quantize.scales.decisions import load_scales
 from ...quantize.scales.serving_cost import WIDE_BYTES, cost_of
 from ..accuracy.document import load_accuracy
+from ..accuracy.log_probabilities import vocabulary_size
 from ..bench.capacity import cache_of, product_shapes
 from ..bench.document import DIGITS, Bench, times
 from .rows import wrote
@@ -44,14 +43,6 @@ def gains(run: Run) -> list[Gain]:
     before, after = sizes["weights in BF16"], sizes["FP8 checkpoint"]
     rows = [Gain("weights", size(before), size(after), f"{100 * after / before:.0f} % of BF16", "files")]
     return [*rows, *_arithmetic(run), *_measured(run)]
-
-
-def vocabulary_size(run: Run) -> int:
-    """The number of logits, by the checkpoint's config.json; 0 where that does not say."""
-    path = run.model / "config.json"
-    with reading(path, "a configuration"):
-        fields = json.loads(path.read_bytes())
-        return int((text_fields(fields) or fields).get("vocab_size", 0))
 
 
 def _arithmetic(run: Run) -> list[Gain]:

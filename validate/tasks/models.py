@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InputError
-from ..endpoint.asking import find_model
+from ..endpoint.asking import find_model, server_refusal
 from ..endpoint.client import Client, RefusedError
+from ..endpoint.forms import check_possible
+from ..endpoint.schema import AnsweredCompletion, AnsweredLogprobs, UnansweredError, read_answer
 from .harness import quiet_harness
 
 if TYPE_CHECKING:
@@ -51,15 +53,36 @@ def served_model(client: Client, served: str | None, tokenizer: Path, batch_size
         fields = model._create_payload(
             prompt, generate=generate, gen_kwargs=dict(gen_kwargs or {}), seed=model._seed, eos=model.eos_string, **more
         )
-        try:
-            return client.post("/v1/completions", fields)
-        except RefusedError as error:
-            remedy = (
-                "see the server's log"
-                if generate
-                else "likelihoods need `echo` with `logprobs`: vLLM answers them, and fp8q serve with --batch-size 1"
-            )
-            raise InputError(f"{client.url}: refused a question ({error}); {remedy}") from None
+        return completed(client, fields, generate)
 
     model.model_call = post
     return model
+
+
+def completed(client: Client, fields: dict[str, Any], generate: bool) -> Any:
+    """The answer of `client` to `fields`, as lm-eval reads it; `generate`: of a text, and not of likelihoods.
+
+    Raises InputError for a server that refuses, or answers with other types or numbers than a model can give;
+    BackendError for one that fails or is busy.
+    """
+    try:
+        answer = client.post("/v1/completions", fields)
+        prompts = fields["prompt"]
+        many = isinstance(prompts, list) and not isinstance(prompts[0], int)
+        choices = read_answer(AnsweredCompletion, answer).of(len(prompts) if many else 1)
+    except UnansweredError as error:
+        raise InputError(f"{client.url}: gives no answer to a question ({error}); see the server's log") from None
+    except RefusedError as error:
+        remedy = (
+            "see the server's log"
+            if generate
+            else "likelihoods need `echo` with `logprobs`: vLLM answers them, and fp8q serve with --batch-size 1"
+        )
+        raise server_refusal(client, error, " a question", remedy) from None
+    for choice in choices:
+        logprobs = choice.logprobs or AnsweredLogprobs()
+        rows = [[value] for value in logprobs.token_logprobs or [] if value is not None]
+        rows += [[*top.values()] for top in logprobs.top_logprobs or [] if top]
+        for row in rows:
+            check_possible(client, row, "log-probabilities")
+    return answer
