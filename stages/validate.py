@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from .shared.sources import source_of
 from .shared.stored_validation import BesideRun, beside_run, run_beside
 
 if TYPE_CHECKING:
+    from ..calibrate.model.source import Source
     from ..validate.accuracy.adapters import AdapterOutcome
     from ..validate.accuracy.compare import Outcome
     from ..validate.accuracy.document import Accuracy, RuntimeAccuracy
@@ -252,7 +254,7 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
-    made = openers(options.chosen, run, lambda: source_of(run), device(), prompt=options.as_served)
+    made = openers(options.chosen, run, partial(_source, run, notes), device(), prompt=options.as_served)
     found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in found.failed else None
@@ -261,6 +263,17 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
     if not found.nll:
         raise BackendError("; ".join(found.failed.values()))
     return found
+
+
+def _source(run: Run, notes: Notes) -> "Source":
+    """Open the source of `run`; note the tensors that the run has in a narrower type than transformers keeps."""
+    from ..quantize.checkpoint.narrowing import rounded_remark
+
+    source = source_of(run)
+    remark = rounded_remark(source, run.model)
+    if remark is not None and remark not in notes.lines:
+        notes.note(remark)
+    return source
 
 
 def _with_adapters(

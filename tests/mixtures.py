@@ -45,7 +45,7 @@ def random_mixture(path: Path, name: str, save_original_format: bool = True) -> 
     """A checkpoint of `MIXTURES[name]` in BF16, its norms around 1, under the names that files had before transformers
     5, or with all experts of a layer in one tensor.
     """
-    return _random(path, *MIXTURES[name], save_original_format)
+    return random_of(path, *MIXTURES[name], save_original_format)
 
 
 def random_drafting(path: Path, name: str, drafts: bool = True) -> Path:
@@ -53,7 +53,7 @@ def random_drafting(path: Path, name: str, drafts: bool = True) -> Path:
     False; transformers has no such module, so its tensors are added by hand.
     """
     config, fields, start = DRAFTING[name]
-    _random(path, config, fields, True)
+    random_of(path, config, fields)
     if not drafts:
         return path
     file = path / "model.safetensors"
@@ -74,7 +74,8 @@ def random_drafting(path: Path, name: str, drafts: bool = True) -> Path:
     return path
 
 
-def _random(path: Path, config: str, fields: dict[str, Any], save_original_format: bool) -> Path:
+def random_of(path: Path, config: str, fields: dict[str, Any], save_original_format: bool = True) -> Path:
+    """A checkpoint of that configuration of transformers, `SMALL` but for `fields`."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL | fields))
     for parameter in model.parameters():

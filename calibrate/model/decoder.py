@@ -120,7 +120,7 @@ class NoChainError(InputError):
 def find_layers(model: PreTrainedModel, source: Source) -> Layers:
     """Find the decoder layers of `model`: the outermost list of as many modules as its configuration says.
 
-    Raises NoChainError where there is no such list, and where the model keeps some of its modules in FP32.
+    Raises NoChainError where there is no such list.
     """
     count = source.text_config.num_hidden_layers
     modules = language_modules(model)
@@ -129,8 +129,6 @@ def find_layers(model: PreTrainedModel, source: Source) -> Layers:
     )
     if prefix is None:
         raise NoChainError(source, f"has no list of {count} decoder layers")
-    if model._keep_in_fp32_modules_strict:
-        raise NoChainError(source, f"keeps {min(model._keep_in_fp32_modules_strict)} in FP32")
     return Layers(prefix, count)
 
 

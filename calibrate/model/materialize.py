@@ -31,10 +31,13 @@ class Materializer:
         dtype: torch.dtype = torch.bfloat16,
         rounded: bool = True,
     ):
-        """Read the weights of `source` for `model`, onto `device`, as type `dtype`, `rounded` to BF16 or as stored."""
+        """Read the weights of `source` for `model`, onto `device`, as type `dtype`, `rounded` to BF16 or as stored.
+
+        Those that transformers keeps in FP32 stay as they are.
+        """
         self.model, self.weights, self.device, self.dtype = model, source.weights(), device, dtype
         self.first = torch.bfloat16 if rounded else dtype
-        self.name, self.stored = source.name, source.stored
+        self.name, self.stored, self.fp32 = source.name, source.stored, source.fp32
         self.copies, self._coming = copies_of(device), dict[str, Coming]()
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
@@ -94,6 +97,7 @@ class Materializer:
             )
         coming = self._coming.pop(stored, None)
         mapped = coming() if coming else self.weights.tensor(stored)
-        tensor = mapped.to(self.device, self.first).to(self.dtype) if mapped.is_floating_point() else mapped
+        first, dtype = (torch.float32, torch.float32) if stored in self.fp32 else (self.first, self.dtype)
+        tensor = mapped.to(self.device, first).to(dtype) if mapped.is_floating_point() else mapped
         tensor = tensor.to(self.device)
         return tensor.clone() if resident and tensor is mapped and not coming else tensor

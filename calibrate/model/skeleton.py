@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .classes import new_model
 from .expert_modules import unfold
+from .fp32_tensors import hold_in_fp32
 from .latent_attention import cache_heads
 
 #: The values of computed buffers that are always allowed, however small the weights.
@@ -30,6 +31,7 @@ def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("meta"):
         model = new_model(config, dtype)
     unfold(model)
+    hold_in_fp32(model, dtype)
     cache_heads(model)
     model.eval()
     return model

@@ -62,6 +62,10 @@ class Source:
     parts: Mapping[str, TensorPart] = field(default_factory=dict, compare=False)
     # how the names of the tensors of multi-token prediction begin, which transformers makes no modules of
     mtp: tuple[str, ...] = field(default=(), compare=False)
+    # the tensors, by their names in the files, that transformers keeps in FP32 where the model is in BF16
+    fp32: frozenset[str] = field(default=frozenset(), compare=False)
+    # those and the ones that it keeps in FP32 where the model is in FP16: in files that are written, all stay FP32
+    fp32_in_files: frozenset[str] = field(default=frozenset(), compare=False)
     # the adapter that is merged into the weights
     merged: "Adapter | None" = field(default=None, compare=False)
     # the adapters that are served beside the base, and the one that is on
@@ -236,7 +240,9 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     weights = source.weights()
     tensors = {
         # mapped tensors take no memory; dequantized ones are cast at once, so that both types are not held
-        name: weights.tensor(name).to(dtype) if weights.coded(name) else weights.tensor(name)
+        name: weights.tensor(name).to(dtype)
+        if weights.coded(name) and name not in source.fp32
+        else weights.tensor(name)
         for name in weights.names()
         if not name.startswith(source.mtp)
     }
@@ -262,7 +268,10 @@ def _check_model(source: Source) -> Source:
     This finds experts in an unknown form, buffers without finite values, and missing, unexpected and misshapen tensors.
     Returns the source with the names of its tensors and the parts of stored tensors that they are.
     """
+    import torch
+
     from .expert_names import views
+    from .fp32_tensors import fp32_tensors
     from .skeleton import check_buffers
     from .tensor_names import HEADER_TYPE, headers, renamed_tensors
 
@@ -282,7 +291,10 @@ def _check_model(source: Source) -> Source:
         wrong = check_buffers(skeleton, sum(map(prod, shapes.values())))
     if wrong:
         raise InputError(f"{source.path / 'config.json'}: {wrong}; copy or download it again")
-    return replace(source, renamed=renamed_tensors(loaded, stored))
+    renamed = renamed_tensors(loaded, stored)
+    kept = (fp32_tensors(skeleton, weights.names(), renamed, dtype) for dtype in (torch.bfloat16, torch.float16))
+    in_bf16, in_fp16 = kept
+    return replace(source, renamed=renamed, fp32=in_bf16, fp32_in_files=in_bf16 | in_fp16)
 
 
 def _load(

@@ -11,8 +11,6 @@ head, skipped modules and the cache stay in BF16.
 
 from pathlib import Path
 
-import torch
-
 from ...calibrate.checkpoint.weights import INDEX
 from ...calibrate.measure.statistics import Statistics
 from ...calibrate.model.source import Source
@@ -22,15 +20,22 @@ from ...options import Clipping
 from ..codes.formats import INT8
 from ..scales.decisions import Scales, activation_scales
 from ..weights.channels import Rounding
+from .narrowing import CAST, Narrowing
 from .writer import ShardWriter, quantize_checkpoint, write_config
 
 
 def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
-    """Write the weights of `source` in BF16 to `directory` (new): its own files where they are BF16, cast otherwise."""
+    """Write the weights of `source` in BF16 to `directory` (new): its own files where nothing is cast.
+
+    What transformers keeps in FP32 stays so.
+    """
     directory.mkdir(parents=True)
     weights = source.weights()
     write_config(source, directory, None)
-    if source.merged is None and not any(weights.dtype(name) in ("F16", "F32", "F64") for name in weights.names()):
+    narrowing = Narrowing(source, weights)
+    if source.merged is None and not any(
+        weights.dtype(name) in CAST and not narrowing.keeps(name) for name in weights.names()
+    ):
         index = [source.path / INDEX] if len(source.weight_files) > 1 else []
         for file in (*source.weight_files, *index):
             clone_file(file, directory / file.name)
@@ -38,8 +43,7 @@ def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
     writer = ShardWriter(directory)
     with report.track("Casting weights to BF16", len(weights.names()), "tensors") as advance:
         for name in weights.names():
-            tensor = weights.tensor(name)
-            writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+            writer.add(name, narrowing.tensor(name))
             advance(1)
     writer.close()
 

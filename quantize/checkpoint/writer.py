@@ -4,7 +4,8 @@ Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out
 its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1], or [heads, 1, 1]
 where each head has a scale, and `q_scale` where that was asked for, which vLLM alone expects. transformers loads this
 layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into shards
-of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16 under their names in the source.
+of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16, or in FP32 where transformers keeps them
+so (`narrowing`), under their names in the source.
 
 Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q and ONNX. A Conv1D has `weight`
 [in, out] and `weight_scale` [1, out]. Scales of a cache that compressed-tensors cannot describe, or has no module for,
@@ -26,7 +27,7 @@ from safetensors.torch import save_file
 
 from ...calibrate.checkpoint.companions import companions
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
-from ...calibrate.checkpoint.weights import INDEX, Weights
+from ...calibrate.checkpoint.weights import INDEX
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
@@ -40,6 +41,7 @@ from ..scales.decisions import Scales, Skipped, WeightScales
 from ..weights.channels import QuantizedWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
+from .narrowing import Narrowing
 
 SHARD_BYTES = 512 << 20
 #: The products of experts, as a pattern of compressed-tensors.
@@ -72,7 +74,8 @@ def quantize_checkpoint(
     directory.mkdir(parents=True)
     writer = ShardWriter(directory)
     quantizer = ModuleQuantizer(form, scales, rounding)
-    summaries, skipped = _write_tensors(writer, weights, modules, quantizer, report)
+    narrowing = Narrowing(source, weights)
+    summaries, skipped = _write_tensors(writer, narrowing, modules, quantizer, report)
     _write_caches(writer, directory, form, scales)
     writer.close()
     done = Scales(
@@ -90,6 +93,7 @@ def quantize_checkpoint(
         return done
     _write_companions(source, directory, done, form)
     for remark in (
+        narrowing.remark,
         form.remark(source.architecture, done),
         form.heads_remark(done),
         form.query_remark(done),
@@ -103,25 +107,26 @@ def quantize_checkpoint(
 
 def _write_tensors(
     writer: "ShardWriter",
-    weights: Weights,
+    narrowing: Narrowing,
     modules: Mapping[str, str],
     quantizer: "ModuleQuantizer",
     report: Reporter,
 ) -> tuple[dict[str, WeightScales], dict[str, Skipped]]:
-    """Write every tensor of `weights`, those of `modules` (stored name -> module) as codes and scales.
+    """Write every tensor that `narrowing` reads, those of `modules` (stored name -> module) as codes and scales.
 
     Returns the weight scales of the quantized modules, and the reasons of those that stay in BF16.
     """
     summaries: dict[str, WeightScales] = {}
     skipped: dict[str, Skipped] = {}
     expert_scales: dict[str, torch.Tensor] = {}
-    with report.track("Quantizing weights", len(weights.names()), "tensors") as advance:
-        for name in weights.names():
+    names = narrowing.weights.names()
+    with report.track("Quantizing weights", len(names), "tensors") as advance:
+        for name in names:
             if module := modules.get(name):
-                decision = quantizer.tensors(module, partial(weights.tensor, name))
+                decision = quantizer.tensors(module, partial(narrowing.tensor, name))
                 if isinstance(decision, Skipped):
                     skipped[module] = decision
-                    writer.add(name, weights.tensor(name).to(torch.bfloat16))
+                    writer.add(name, narrowing.tensor(name))
                 else:
                     summaries[module], tensors = decision
                     if module in quantizer.layout.experts:
@@ -129,8 +134,7 @@ def _write_tensors(
                     for key, tensor in tensors.items():
                         writer.add(key, tensor)
             else:
-                tensor = weights.tensor(name)
-                writer.add(name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor)
+                writer.add(name, narrowing.tensor(name))
             advance(1)
     if expert_scales:
         save_file(expert_scales, writer.directory / EXPERT_FILE, metadata={"format": "pt"})
@@ -162,13 +166,15 @@ class ModuleQuantizer:
     def tensors(
         self, module: str, weight: Callable[[], torch.Tensor]
     ) -> Skipped | tuple[WeightScales, dict[str, torch.Tensor]]:
-        """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight."""
+        """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight in
+        BF16.
+        """
         axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
         # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
         own = self.rounding.learned is None and inherited is not None and axis == 0
         quantized: QuantizedWeight | Skipped | None = inherited.of(module) if own and inherited else None
         if quantized is None:
-            rows = weight().to(torch.bfloat16).movedim(axis, 0).contiguous()
+            rows = weight().movedim(axis, 0).contiguous()
             quantized = self.rounding.quantized(module, rows, INT8 if self.scales.format == "int8" else E4M3)
         if isinstance(quantized, Skipped):
             return quantized

@@ -158,17 +158,13 @@ def load_reference(
     """Load the checkpoint in `directory` as a torch module, with an `adapter` on: that of a name, or in a directory of
     its own.
 
-    FP8 products compute in `mode` (see `linear`), all else in `dtype`.
+    FP8 products compute in `mode` (see `linear`), all else in `dtype`, or in FP32 where transformers keeps it so.
     """
     codes = open_codes(directory, mode, dtype, device)
     model = codes.model
     replace_linears(model, {module: codes.layer(module) for module in codes.modules})
-    wide = {name: codes.read(name) for name in model.state_dict() if codes.has(name)}
-    model.load_state_dict(
-        {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in wide.items()},
-        strict=False,
-        assign=True,
-    )
+    wide = {name: codes.read(name).to(held.dtype) for name, held in model.state_dict().items() if codes.has(name)}
+    model.load_state_dict(wide, strict=False, assign=True)
     model.tie_weights()
     unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     assert not unset, f"the checkpoint has no {unset[0]}"

@@ -19,7 +19,7 @@ class Products:
 
     `names`: all of them; `head`: the output head; `unknown`: products of a class that cannot be quantized -> the class;
     `wide`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
-    `routers`: the products that choose among experts.
+    `routers`: the products that choose among experts; `fp32`: those that transformers keeps in FP32.
     """
 
     names: tuple[str, ...]
@@ -28,6 +28,7 @@ class Products:
     wide: frozenset[str] = frozenset()
     no_graph: str | None = None
     routers: frozenset[str] = frozenset()
+    fp32: frozenset[str] = frozenset()
 
 
 def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
@@ -46,6 +47,8 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
             skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
         elif name in products.routers:
             skipped[name] = Skipped(reason="router: another choice of experts costs more than its product")
+        elif name in products.fp32:
+            skipped[name] = Skipped(reason="kept in FP32 by transformers, which would read its codes as numbers")
         elif name in products.unknown:
             skipped[name] = Skipped(
                 reason=f"of class {products.unknown[name]}, which does not compute as a linear layer does"

@@ -59,6 +59,7 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
         frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
         unsupported(model),
         frozenset(routers(model)),
+        frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
     )
     check_tail_length(options, source.max_positions)
     attentions = list(attention_modules(model).values())

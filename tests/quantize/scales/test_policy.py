@@ -1,5 +1,6 @@
 """Which products run in FP8, by name: what is asked for, what cannot be, and what a server makes of the choice."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ def reasons(skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str,
 def test_all_linear_layers_but_the_head_run_in_fp8_unless_asked_otherwise() -> None:
     assert select(PRODUCTS, ())[0] == ["l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj"]
     assert reasons() == {"l.0.mlp.conv": CONV, "lm_head": HEAD}
+
+
+def test_what_transformers_keeps_in_fp32_is_not_quantized() -> None:
+    chosen, skipped = select(replace(PRODUCTS, fp32=frozenset({"l.0.attn.k_proj"})), ())
+    assert chosen == ["l.0.attn.q_proj", "l.0.mlp.up_proj"]
+    assert skipped["l.0.attn.k_proj"].reason == ("kept in FP32 by transformers, which would read its codes as numbers")
 
 
 def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
