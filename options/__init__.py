@@ -21,6 +21,7 @@ from .calibrate import (
     ScaleOptions,
     SourceOptions,
     Terms,
+    TokenizerChoice,
     WeightMethod,
     WeightRounding,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "Server",
     "SourceOptions",
     "Terms",
+    "TokenizerChoice",
     "TritonOptions",
     "TuneOptions",
     "ValidateOptions",

@@ -45,14 +45,13 @@ def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> Non
 
 
 def _continued(run: Run, count: int) -> "Continuations":
-    from transformers import AutoTokenizer
-
+    from ..calibrate.model.tokenizer import stored_tokenizer
     from ..validate.accuracy.continuations import Continuation, Continuations
 
     ids = load_tokens(run, run.evaluation)
     length = min(PROMPT_TOKENS, len(ids))
     starts = np.unique(np.linspace(0, len(ids) - length, count + 2).astype(np.int64)[1:-1])
-    tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
+    tokenizer = stored_tokenizer(run.model)
     prompts = [str(tokenizer.decode(ids[start : start + length], skip_special_tokens=True)) for start in starts]
     found = compare_all(run, prompts, GenerateOptions(max_tokens=TOKENS, runtime="reference"))
     return Continuations(

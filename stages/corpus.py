@@ -163,6 +163,7 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
         eval_data=eval_data,
         model=str(source.path.resolve()),
         sources=collected.sources,
+        tokenizer=source.tokenizer,
         prefix=collected.opening.prefix,
         overlap=collected.opening.overlap,
     )
@@ -182,6 +183,7 @@ def save_corpus(
         "path": key.facts.model,
         "revision": source.revision or "",
         "fingerprint": source.fingerprint,
+        "tokenizer": source.tokenizer,
     } | ({"adapter": str(source.merged.path.resolve())} if source.merged else {})
     with CORPUS.writing(run, key, notes, model) as log:
         for path, ids in zip((run.calibration, run.evaluation), tokens, strict=True):

@@ -64,6 +64,7 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> "TaskSco
     Raises InputError for tasks that cannot be asked, BackendError for a server that does not answer; answers that were
     complete before stay in both cases.
     """
+    from ..calibrate.model.tokenizer import stored_tokenizer
     from ..validate.tasks.document import load_evaluation
     from ..validate.tasks.harness import chat_template, open_tasks
     from ..validate.tasks.task_files import check_task_files
@@ -73,7 +74,7 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> "TaskSco
     needs("evaluate", HARNESS_MODULES)
     inputs = loaded_files(run)
     note_base_alone(run, "tasks are answered by", notes)
-    source, tokenizer = source_of(run), _tokenizer(run)
+    source, tokenizer = source_of(run), stored_tokenizer(run.model)
     tasks = open_tasks(options, chat_template(tokenizer) if options.chat else None)
     asked = hashlib.sha256(json.dumps([each.asked for each in tasks.questions]).encode()).hexdigest()
     contestants = _contestants(run, source, tokenizer, options, inputs)
@@ -122,13 +123,6 @@ def _harness() -> str:
     from ..validate.tasks.harness import harness_version
 
     return harness_version()
-
-
-def _tokenizer(run: Run) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
-    return tokenizer
 
 
 def _contestants(

@@ -48,11 +48,10 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
     name, opening = run.facts(CORPUS).eval_data, opening_of(run)
     if data is not None:
-        from transformers import AutoTokenizer
-
+        from ..calibrate.model.tokenizer import stored_tokenizer
         from ..validate.accuracy.runtimes import vocabulary
 
-        tokenizer = AutoTokenizer.from_pretrained(run.model, local_files_only=True)
+        tokenizer = stored_tokenizer(run.model)
         text = read_other(run, data, tokenizer, vocabulary(run.model), report)
         share = check_other(run, text, tokenizer, report, options.allow_overlap)
         name, ids, opening = data, text.ids, opening.model_copy(update={"overlap": share})

@@ -74,7 +74,8 @@ def quantize(
 def rounding_key(run: Run, source: "Source", options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
     """The key of the codes that rounding gives, without any learned ones."""
     batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
-    return Key(_inputs(run, options), options, QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size))
+    facts = QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size, tokenizer=source.tokenizer)
+    return Key(_inputs(run, options), options, facts)
 
 
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:

@@ -27,9 +27,11 @@ COMPANIONS = (
     "*processor_config.json",
     "LICENSE*",
 )
+#: The file that holds all of a tokenizer, and the folder of named chat templates.
+TOKENIZER, TEMPLATES = "tokenizer.json", "additional_chat_templates"
 #: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
 VOCABULARY = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
@@ -47,12 +49,13 @@ REMEDY = "copy the files of the tokenizer it was trained with beside config.json
 
 def companions(path: Path) -> Iterator[Path]:
     """The companion files in a checkpoint's directory, sorted by name, with other things of such a name that are no
-    files. A folder counts only where a file is expected.
+    files, then named chat templates. A folder counts only where a file is expected.
     """
     for name in sorted(os.listdir(path)):
         file = name.endswith((".json", ".jinja", ".model", ".txt"))
         if any(fnmatchcase(name, pattern) for pattern in COMPANIONS) and (file or not (path / name).is_dir()):
             yield path / name
+    yield from sorted((path / TEMPLATES).glob("*.jinja"))
 
 
 def tokenizer_files(path: Path) -> list[Path]:
@@ -78,7 +81,7 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
             f"{name}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the "
             "one it was trained with beside config.json"
         )
-    for file in [*companions(path), *sorted((path / "additional_chat_templates").glob("*.jinja"))]:
+    for file in companions(path):
         if file.suffix == ".json":
             _check_json(file, read_json(file, COMPANION_BYTES, finite=file.name not in VOCABULARY), vocabulary)
         elif regular_file(file, AGAIN) > COMPANION_BYTES:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from ...core.errors import BackendError, InputError
 from ...core.reporter import SILENT, Reporter
-from ..checkpoint.companions import check_companions, tokenizer_digests
+from ...options import TokenizerChoice
+from ..checkpoint.companions import TOKENIZER, check_companions, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.mtp_layers import mtp_prefixes
 from ..checkpoint.recognizer import Recognizer, no_codes
@@ -66,6 +67,8 @@ class Source:
     fp32: frozenset[str] = field(default=frozenset(), compare=False)
     # those and the ones that it keeps in FP32 where the model is in FP16: in files that are written, all stay FP32
     fp32_in_files: frozenset[str] = field(default=frozenset(), compare=False)
+    # what tokenizes its texts
+    tokenizer: TokenizerChoice = field(default="file", compare=False)
     # the adapter that is merged into the weights
     merged: "Adapter | None" = field(default=None, compare=False)
     # the adapters that are served beside the base, and the one that is on
@@ -124,8 +127,12 @@ class Source:
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
-        return _combined(tokenizer_digests(self.path))
+        """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none; another
+        where AutoTokenizer was chosen beside tokenizer.json.
+        """
+        digests = tokenizer_digests(self.path)
+        by_auto = self.tokenizer == "auto" and TOKENIZER in digests
+        return _combined(digests | ({"by": "AutoTokenizer"} if by_auto else {}))
 
 
 def open_source(

@@ -1,10 +1,21 @@
-"""Load the checkpoint's tokenizer, and check that it can tokenize."""
+"""Load the checkpoint's tokenizer, and check that it can tokenize.
 
+A checkpoint has two: tokenizer.json as it is, which every runtime of fp8q serves by, and what transformers'
+AutoTokenizer makes of the files, which vLLM serves by. transformers 5 builds some classes (Qwen2's, GPT-2's,
+GPT-NeoX's) with rules of their own and takes but the vocabulary from the file, so that the two may give other ids for
+one text. What is calibrated, validated and served must be one of them: that of the file, or with `--tokenizer auto` the
+other.
+"""
+
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InputError
-from ..checkpoint.companions import REMEDY
+from ...core.reporter import SILENT, Reporter
+from ...options import TokenizerChoice
+from ..checkpoint.companions import REMEDY, TOKENIZER
 from ..input.silence import muted, quiet_transformers
 from ..input.untrusted import error_text, foreign
 from .source import Source
@@ -14,11 +25,43 @@ if TYPE_CHECKING:
 
 #: Tokenized once as a test: rules that cannot be applied end in a panic at the first letters.
 SAMPLE = "The 2 quick foxes' names: Zoë & 狐.\n\tdef f(x): return x**2  # ok\n"
+#: Texts that rules of tokenizers read in different ways: digits, spaces, contractions, accents in two forms, case.
+SAMPLES = (
+    "1969 twelve",
+    "Hello world",
+    " Hello",
+    "I don't, we'LL",
+    "3.14159 x 1,000,000",
+    "a  b   c",
+    "line\n\n  next\r\n\tlast \n",
+    "Zo\u00eb and Zoe\u0308",
+    "\u72d0\u306f\u8d70\u308b",
+    "caf\u00e9 \uff21\uff22 \U0001f98a\U0001f469\u200d\U0001f4bb",
+    "def f(x):\n        return x**2  # ok",
+    SAMPLE,
+)
+#: What is done where the two differ.
+TAKEN: Mapping[TokenizerChoice, str] = {
+    "file": f"{TOKENIZER} is calibrated, validated and served (--tokenizer auto takes the other)",
+    "auto": f"--tokenizer auto takes the first, and writes it to model/ as {TOKENIZER}",
+}
+#: Characters of an example, and tokens of it that are shown.
+EXAMPLE, SHOWN = 24, 8
 
 
-def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
-    """Load the checkpoint's own tokenizer; raises InputError when its files make none, or one that cannot tokenize."""
-    from transformers import AutoTokenizer
+def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of `source` that its `tokenizer` chooses; note where the other reads a text as other tokens.
+
+    Raises InputError when its files make none, or one that cannot tokenize.
+    """
+    auto = auto_tokenizer(source)
+    if report is not SILENT and (found := difference(source.path, auto)):
+        report.note(f"{source.name}: {found}; {TAKEN[source.tokenizer]}")
+    return chosen(auto, source.path, source.tokenizer)
+
+
+def auto_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
+    """Load what AutoTokenizer makes of the files of `source`; raises InputError as `load_tokenizer` does."""
 
     def refusal(error: BaseException) -> InputError:
         if "trust_remote_code" in str(error):
@@ -29,9 +72,7 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
         return InputError(f"{source.name}: its tokenizer does not load: {error_text(error)}; {REMEDY}")
 
     with foreign(refusal), quiet_transformers(), muted():
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.path, local_files_only=True, trust_remote_code=source.trust_remote_code
-        )
+        tokenizer = auto_of(source.path, source.trust_remote_code)
     with (
         foreign(refusal),
         quiet_transformers(),
@@ -40,3 +81,75 @@ def load_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
     ):  # a vocabulary without these tokens may have those of the text
         tokenizer([SAMPLE], verbose=False)
     return tokenizer
+
+
+def stored_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a checkpoint that fp8q wrote to `directory`: its tokenizer.json is the chosen one."""
+    with quiet_transformers(), muted():
+        return chosen(auto_of(directory), directory, "file")
+
+
+def auto_of(directory: Path, with_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Let AutoTokenizer make a tokenizer of the files in `directory`; `with_code`: also of Python code there."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=with_code
+    )
+    return tokenizer
+
+
+def chosen(auto: "PreTrainedTokenizerBase", directory: Path, choice: TokenizerChoice) -> "PreTrainedTokenizerBase":
+    """Let `auto`, which AutoTokenizer made of the files in `directory`, encode as `choice` has it; returns it.
+
+    By the file, tokenizer.json takes the place of what it was built of; its special tokens and chat template stay.
+    """
+    if choice == "auto" or not (directory / TOKENIZER).is_file():
+        return auto
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer.from_file(str(directory / TOKENIZER))
+    plain.no_truncation()
+    plain.no_padding()
+    if not isinstance(auto, PreTrainedTokenizerFast):
+        return PreTrainedTokenizerFast(
+            tokenizer_object=plain, chat_template=auto.chat_template, **auto.special_tokens_map
+        )
+    held: Any = auto
+    held._tokenizer = plain
+    return auto
+
+
+def encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
+    """A function from a text to its ids by `tokenizer`, with the special tokens around it."""
+    return lambda text: list(tokenizer(text, verbose=False)["input_ids"])
+
+
+def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> str | None:
+    """Show a text that `auto`, made by AutoTokenizer of the files in `directory`, reads as other tokens than
+    tokenizer.json does; None where they agree on all samples, or there is no such file.
+    """
+    if not (directory / TOKENIZER).is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    plain = Tokenizer.from_file(str(directory / TOKENIZER))
+    plain.no_truncation()
+    plain.no_padding()
+    special = [str(token) for token in auto.all_special_tokens]
+    for text in (*SAMPLES, *(f"a{token} b" for token in special)):
+        with suppress(Exception):  # a text that one of them cannot read says nothing
+            theirs, ours = encoder(auto)(text), plain.encode(text).ids
+            if theirs != ours:
+                return (
+                    f"{text[:EXAMPLE]!r} is {_tokens(theirs, auto.convert_ids_to_tokens)} by AutoTokenizer, which vLLM "
+                    f"uses, and {_tokens(ours, lambda ids: [plain.id_to_token(each) for each in ids])} by "
+                    f"{TOKENIZER}"
+                )
+    return None
+
+
+def _tokens(ids: list[int], names: Callable[[list[int]], Any]) -> str:
+    told = " ".join(map(str, names(ids[:SHOWN])))
+    return f"{told} …" if len(ids) > SHOWN else told

@@ -25,7 +25,6 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from ...calibrate.checkpoint.companions import companions
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import INDEX
 from ...calibrate.input.untrusted import read_json
@@ -42,6 +41,7 @@ from ..weights.channels import QuantizedWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
 from .narrowing import Narrowing
+from .tokenizer_files import write_companions
 
 SHARD_BYTES = 512 << 20
 #: The products of experts, as a pattern of compressed-tensors.
@@ -91,9 +91,10 @@ def quantize_checkpoint(
     if scales.format == "int8":
         write_config(source, directory, INTEGERS)
         return done
-    _write_companions(source, directory, done, form)
+    tokenized = _write_companions(source, directory, done, form)
     for remark in (
         narrowing.remark,
+        tokenized,
         form.remark(source.architecture, done),
         form.heads_remark(done),
         form.query_remark(done),
@@ -279,7 +280,8 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout) -> None:
+def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout) -> str | None:
+    """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if scales.tails:
         own["tails"] = scales.tails
@@ -307,8 +309,6 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         else UNLOADABLE,
         **more,
     )
-    for path in companions(source.path):
-        shutil.copyfile(path, directory / path.name)
     for adapter in source.adapters:
         folder = directory / ADAPTERS / adapter.name
         folder.mkdir(parents=True)
@@ -316,3 +316,4 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
             shutil.copyfile(path, folder / path.name)
     card = model_card(source, scales, form, from_fp8=fp8_source(source) is not None)
     (directory / CARD).write_text(card, encoding="utf-8")
+    return write_companions(source, directory)

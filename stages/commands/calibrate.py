@@ -98,7 +98,7 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tupl
     check_experts(source, products, options)
     preflight.check_graph(run, products, later, notes)
     preflight.check_calibrate(source, options, what.options.export)
-    collected = collect(source, load_tokenizer(source), what.data, what.eval_data, options, notes)
+    collected = collect(source, load_tokenizer(source, notes), what.data, what.eval_data, options, notes)
     check_batches(options, len(collected.windows), world)
     if later:
         preflight.check_fit(source, collected, later)

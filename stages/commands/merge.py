@@ -220,6 +220,7 @@ def write_merged(run: Run, source: "Source", merged: Merged, notes: Notes, overl
         data=corpus.name,
         eval_data=" + ".join(sorted({facts.eval_data for _, facts in collected})),
         model=str(source.path.resolve()),
+        tokenizer=source.tokenizer,
         prefix=corpus.prefix,
         overlap=overlap,
         runs=merged.lineage,

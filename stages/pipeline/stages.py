@@ -28,6 +28,7 @@ from ...options import (
     Precision,
     ScaleOptions,
     SensitivityOptions,
+    TokenizerChoice,
     TritonOptions,
     TuneOptions,
     ValidateOptions,
@@ -48,12 +49,13 @@ Overlap = Annotated[
 
 
 class CorpusFacts(Strict):
-    """Facts of the texts that windows were cut from. `runs`: paths of merged runs."""
+    """Facts of the texts that windows were cut from, and what tokenized them. `runs`: paths of merged runs."""
 
     data: str
     eval_data: str
     model: str
     sources: list[TextSource] | None = None
+    tokenizer: TokenizerChoice = "file"
     prefix: Prefix = Field(default=[])
     overlap: Overlap = None
     runs: list[str] | None = None
@@ -69,10 +71,13 @@ class MeasureFacts(Strict):
 
 
 class QuantizeFacts(Strict):
-    """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding."""
+    """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding;
+    `tokenizer`: the one that is written.
+    """
 
     adapters: Fingerprints | None = None
     batch_size: int | None = None
+    tokenizer: TokenizerChoice = "file"
 
 
 class BesideRuntime(Strict):
@@ -137,7 +142,7 @@ CORPUS = Stage(
     inputs=("tokens", "evaluation"),
     outputs=("calibration.npz", "evaluation.npz"),
     code="corpus.write_corpus",
-    older={"bos": "never"},
+    older={"bos": "never", "tokenizer": "auto"},
 )
 #: Runs the float model on the windows.
 MEASURE = Stage(
@@ -174,6 +179,7 @@ QUANTIZE = Stage(
     inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "distilled.safetensors"),
     outputs=("scales.json", "model/*"),
     code="quantize.quantize",
+    older={"tokenizer": "auto"},
 )
 #: Exports both ONNX graphs of the checkpoint.
 EXPORT = Stage(

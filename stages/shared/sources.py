@@ -1,13 +1,14 @@
 """Open the source checkpoint of a run, before calibration and again later, and list its matrix products."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...core.run import Run
-from ...options import ScaleOptions, SourceOptions
+from ...options import ScaleOptions, SourceOptions, TokenizerChoice
 from ...quantize.reading.run_checkpoint import ADAPTERS
 from .adapters import adapters_of
 
@@ -115,6 +116,7 @@ def opened(
     from ...quantize.reading.dequantized import recognize
 
     source = open_source(model, options.revision, options.trust_remote_code, report, fingerprinted, recognize)
+    source = replace(source, tokenizer=options.tokenizer)
     if not options.adapter:
         return source
     from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
@@ -126,11 +128,13 @@ def opened(
 
 
 def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> "Source":
-    """Open the checkpoint `model`, with the adapter that the run's record says is merged into it."""
+    """Open the checkpoint `model`, with the adapter that the run's record says is merged into it, and its tokenizer."""
     merged = identity.get("adapter")
     if merged is not None and not Path(merged).is_dir():
         raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")
-    return opened(model, SourceOptions(adapter=(Path(merged),) if merged is not None else ()), report)
+    tokenizer: TokenizerChoice = "file" if identity.get("tokenizer") == "file" else "auto"  # older runs say nothing
+    adapter = (Path(merged),) if merged is not None else ()
+    return opened(model, SourceOptions(adapter=adapter, tokenizer=tokenizer), report)
 
 
 def source_of(run: Run) -> "Source":

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...calibrate.model.tokenizer import chosen
 from ...core.errors import InputError
 from ..endpoint.asking import find_model, server_refusal
 from ..endpoint.client import Client, RefusedError
@@ -46,6 +47,7 @@ def served_model(client: Client, served: str | None, tokenizer: Path, batch_size
             batch_size=batch_size,
             max_retries=1,
         )
+    model.tokenizer = chosen(model.tokenizer, tokenizer, "file")
 
     def post(messages: Sequence[Any], *, generate: bool = True, gen_kwargs: Any = None, **more: Any) -> Any:
         """Take the place of lm-eval's `model_call`."""

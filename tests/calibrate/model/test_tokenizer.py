@@ -1,0 +1,106 @@
+"""A text is calibrated on the tokens that it is served as, whichever of a checkpoint's two tokenizers that takes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from fp8q.calibrate.model.source import Source
+from fp8q.calibrate.model.tokenizer import auto_of, load_tokenizer, stored_tokenizer
+from fp8q.quantize.checkpoint.tokenizer_files import write_companions
+from fp8q.quantize.checkpoint.writer import write_config
+from tests.calibrate.conftest import Notebook
+from tests.two_tokenizers import two_tokenizers
+
+TEXT = "1969 twelve, 12345 and don't"
+
+Checkpoint = Callable[[str, str], Source]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """`checkpoint("Qwen2Config", "GPT2Tokenizer")`: `two_tokenizers` of these."""
+    return lambda config, kind: two_tokenizers(tmp_path_factory.mktemp("tokens") / "model", config, kind)
+
+
+def by_file(directory: Path) -> list[int]:
+    return list(Tokenizer.from_file(str(directory / "tokenizer.json")).encode(TEXT).ids)
+
+
+def by_auto(directory: Path) -> list[int]:
+    return list(auto_of(directory)(TEXT)["input_ids"])
+
+
+def written(source: Source, directory: Path) -> tuple[Path, str | None]:
+    """A directory with the configuration and the companions of `source`, and what was noted."""
+    directory.mkdir()
+    write_config(source, directory, None)
+    return directory, write_companions(source, directory)
+
+
+def test_the_file_tokenizes_unless_the_other_is_chosen(checkpoint: Checkpoint) -> None:
+    source, notes = checkpoint("Qwen2Config", "PreTrainedTokenizerFast"), Notebook()
+    assert by_auto(source.path) != by_file(source.path)
+    assert load_tokenizer(source, notes)(TEXT)["input_ids"] == by_file(source.path)
+    assert load_tokenizer(replace(source, tokenizer="auto"), notes)(TEXT)["input_ids"] == by_auto(source.path)
+    example = (
+        f"{source.path}: '1969 twelve' is 1 9 6 9 Ġt w e l … by AutoTokenizer, which vLLM uses, and 196 9 Ġt w e l v e "
+        "by tokenizer.json; "
+    )
+    assert notes.lines == [
+        f"{example}tokenizer.json is calibrated, validated and served (--tokenizer auto takes the other)",
+        f"{example}--tokenizer auto takes the first, and writes it to model/ as tokenizer.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [("LlamaConfig", "GPT2Tokenizer"), ("GPTNeoXConfig", "GPTNeoXTokenizer"), ("LlamaConfig", "Qwen2Tokenizer")],
+)
+def test_both_read_what_is_written_as_the_file_has_it(
+    checkpoint: Checkpoint, tmp_path: Path, config: str, kind: str
+) -> None:
+    source = checkpoint(config, kind)
+    assert by_auto(source.path) != by_file(source.path)
+    directory, note = written(source, tmp_path / "model")
+    assert note is None
+    assert by_auto(directory) == by_file(directory) == by_file(source.path)
+
+
+def test_where_transformers_has_its_way_all_the_same_it_is_noted(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = checkpoint("Qwen2Config", "PreTrainedTokenizerFast")
+    directory, note = written(source, tmp_path / "model")
+    assert note == (
+        "model/tokenizer.json: '1969 twelve' is 1 9 6 9 Ġt w e l … by AutoTokenizer, which vLLM uses, and 196 9 Ġt w e "
+        "l v e by tokenizer.json; transformers has rules of its own for this type of model, so that vLLM reads other "
+        "tokens than were calibrated: send it token ids, or calibrate with --tokenizer auto"
+    )
+    config = "tokenizer_config.json"
+    assert (directory / config).read_bytes() == (source.path / config).read_bytes()
+    assert stored_tokenizer(directory)(TEXT)["input_ids"] == by_file(source.path)
+
+
+@pytest.mark.parametrize(("config", "kind"), [("Qwen2Config", "Qwen2Tokenizer"), ("LlamaConfig", "GPT2Tokenizer")])
+def test_the_other_becomes_the_file_where_it_is_chosen(
+    checkpoint: Checkpoint, tmp_path: Path, config: str, kind: str
+) -> None:
+    source = replace(checkpoint(config, kind), tokenizer="auto")
+    directory, note = written(source, tmp_path / "model")
+    assert note is None
+    assert by_auto(directory) == by_file(directory) == by_auto(source.path) != by_file(source.path)
+
+
+def test_where_both_agree_the_files_stay_as_they_are(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, notes = checkpoint("LlamaConfig", "PreTrainedTokenizerFast"), Notebook()
+    load_tokenizer(source, notes)
+    directory, note = written(source, tmp_path / "model")
+    assert (note, notes.lines) == (None, [])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (directory / name).read_bytes() == (source.path / name).read_bytes()
+
+
+def test_statistics_of_one_tokenizer_are_not_those_of_the_other(checkpoint: Checkpoint) -> None:
+    source = checkpoint("Qwen2Config", "Qwen2Tokenizer")
+    assert replace(source, tokenizer="auto").tokenizer_fingerprint != source.tokenizer_fingerprint
