@@ -111,6 +111,7 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
         verdict=judged.verdict,
         arithmetics=judged.arithmetics,
         sentence=judged.sentence,
+        noticed=judged.noticed,
     )
 
 
@@ -153,4 +154,5 @@ def _run(run: Run, kept: "KeptTokens", options: CompareOptions, notes: Reporter)
         verdict=judged.verdict,
         arithmetics=judged.arithmetics,
         sentence=judged.sentence,
+        noticed=judged.noticed,
     )

@@ -1,9 +1,14 @@
-"""KL over the likeliest tokens of a runtime and one rest: what it is at least, and at most.
+"""KL over the likeliest tokens of two models: what it is at least, and at most.
 
-Of p only the likeliest tokens are kept, and the probability of all others together. Those and one rest are a coarser
-partition of the vocabulary, and the KL over a coarser partition is at most the whole KL (data processing). What is lost
-lies within the rest, whose probability says how much that can matter. Rests under `LEAST_REST` count as that: a rest is
-a difference of single-precision numbers near one.
+Of p only the likeliest tokens are kept, and the probability of all others together; of q, where it is a server's, as
+little. Take the tokens that both name, those that p alone names, and all others: a coarser partition of the vocabulary,
+over which KL is at most the whole KL (data processing). Of the second part q is not known, but not more than what q's
+own names leave, nor than the number of its tokens times the last probability that q's list has, since that list has the
+likeliest. KL falls with it until q is divided as p is, so the least KL is there or at that bound. Without the bound two
+models that share no name would be 0 apart.
+
+What is lost lies within the parts, whose probability says how much that can matter. Parts under `LEAST_REST` count as
+that: they are differences of single-precision numbers near one.
 
 Where q is known whole there is a bound from above too. Within the rest KL is a convex function of p, whose values are
 at most that of the last token that is kept, so it is largest where p has that value at the tokens that q finds least
@@ -21,22 +26,51 @@ LEAST_REST = 1e-6
 Values = npt.NDArray[np.float64]
 
 
-def coarse_kl(top: TopLogits, tokens: npt.NDArray[np.int64], logprobs: Values) -> tuple[Values, Values]:
-    """KL(top || answers) in nats of each position of `top`, over the tokens that both have and one rest, and the
-    probability of that rest: float64 [n] each.
+def coarse_kl(
+    top: TopLogits, tokens: npt.NDArray[np.int64], logprobs: Values, unlisted: Values | None = None
+) -> tuple[Values, Values]:
+    """KL(top || answers) in nats of each position of `top`, at least, and the probability of all tokens but those that
+    both name: float64 [n] each.
 
     `tokens` int64 [n, k], `logprobs` float64 [n, k]: the answers' tokens and their log-probabilities, NaN where
-    unknown.
+    unknown; a negative token is listed, and unknown. `unlisted` float64 [n]: the most probability that the answers give
+    to a token that they do not list; None: that is not known.
     """
-    own = top.logprobs.astype(np.float64)
-    same = (tokens[:, :, None] == top.tokens[:, None, :]) & np.isfinite(logprobs)[:, :, None]
+    own, listed = top.logprobs.astype(np.float64), np.isfinite(logprobs)
+    same = (tokens[:, :, None] == top.tokens[:, None, :]) & listed[:, :, None]
     common = same.any(axis=1)
     theirs = np.where(common, np.take_along_axis(np.nan_to_num(logprobs), same.argmax(axis=1), axis=1), 0.0)
     p, q = np.where(common, np.exp(own), 0.0), np.where(common, np.exp(theirs), 0.0)
-    rest = np.exp(top.rest.astype(np.float64)) + np.where(common, 0.0, np.exp(own)).sum(axis=1)
-    p_rest, q_rest = np.maximum(rest, LEAST_REST), np.maximum(1 - q.sum(axis=1), LEAST_REST)
-    kl = (p * np.where(common, own - theirs, 0.0)).sum(axis=1) + p_rest * np.log(p_rest / q_rest)
-    return np.maximum(kl, 0.0), rest
+    alone, unnamed = np.where(common, 0.0, np.exp(own)).sum(axis=1), np.exp(top.rest.astype(np.float64))
+    q_rest = np.maximum(1 - q.sum(axis=1), LEAST_REST)
+    named, nameless = (_sum_of(logprobs, listed & each) for each in (tokens >= 0, tokens < 0))
+    q_alone = 1 - named
+    if unlisted is not None:
+        q_alone = np.minimum(q_alone, (~common).sum(axis=1) * unlisted + nameless)
+    kl = (p * np.where(common, own - theirs, 0.0)).sum(axis=1) + _least_of_two(alone, unnamed, q_alone, q_rest)
+    return np.maximum(kl, 0.0), alone + unnamed
+
+
+def _sum_of(logprobs: Values, some: npt.NDArray[np.bool_]) -> Values:
+    """The probability of `some` of the listed tokens together: float64 [n]."""
+    found: Values = np.exp(np.where(some, logprobs, -np.inf)).sum(axis=1)
+    return found
+
+
+def _least_of_two(first: Values, second: Values, most: Values, whole: Values) -> Values:
+    """Σ p log(p / q) over two sets, at least: p is `first` and `second`, q is at most `most` in the first set and sums
+    to `whole`; float64 [n] each.
+
+    Without that limit the least is where q is divided as p is, which is one set of both. Where the limit is less, the
+    sum falls with the first set's q up to it.
+    """
+    both = np.maximum(first + second, LEAST_REST)
+    free = both * np.log(both / whole)
+    limited = np.maximum(most, LEAST_REST)
+    others = np.maximum(whole - limited, LEAST_REST)
+    first, second = np.maximum(first, LEAST_REST), np.maximum(second, LEAST_REST)
+    bound = first * np.log(first / limited) + second * np.log(second / others)
+    return np.where(limited * both < whole * first, bound, free)
 
 
 def bounded_kl(top: TopLogits, log_q: npt.NDArray[np.float32]) -> tuple[Values, Values, Values]:

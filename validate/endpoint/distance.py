@@ -1,8 +1,12 @@
-"""Distances between two sets of likeliest tokens: a KL that is never more than the whole one, and flips.
+"""Distances between two sets of likeliest tokens: a KL that is never more than the whole one, flips, and losses.
 
-Both sides know only their likeliest tokens, so KL is over those that both know and one rest (`top_divergence`).
+Both sides know only their likeliest tokens. KL is over those that both name, those that only the run's runtime names,
+and the rest of them (`top_divergence`). A token that the answers do not list has at most the probability of the last
+one that they do, so that a model which shares few names with the runtime is far from it, and not near for want of what
+could be compared.
 
-Two of the run's own runtimes are compared by the same sums, so a server's distance stands beside theirs.
+Two of the run's own runtimes are compared by the same sums, over lists as long as the answers', so a server's distance
+stands beside theirs: fewer names make every distance less.
 """
 
 from collections.abc import Mapping
@@ -15,7 +19,7 @@ from ..accuracy.top_divergence import Values, coarse_kl
 from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens
 
-#: Log-probabilities of the run's own runtimes that are taken for a server's.
+#: Log-probabilities that are asked of a server, and taken of a checkpoint.
 SERVED = 20
 
 
@@ -38,9 +42,9 @@ class Distances:
 
 def distances(kept: KeptTokens, answers: LikelyTokens) -> dict[str, Distances]:
     """The distances of `answers` from every runtime of `kept`."""
-    found = {}
+    found, unlisted = {}, most_unlisted(answers, kept.ids[kept.kept][answers.rows])
     for name, top in kept.runtimes.items():
-        kl, rest = coarse_kl(top.at(answers.rows), answers.tokens, answers.logprobs)
+        kl, rest = coarse_kl(top.at(answers.rows), answers.tokens, answers.logprobs, unlisted)
         known = np.isfinite(answers.logprobs).any(axis=1)
         first = answers.tokens[:, 0]
         found[name] = Distances(
@@ -52,13 +56,41 @@ def distances(kept: KeptTokens, answers: LikelyTokens) -> dict[str, Distances]:
     return found
 
 
-def as_answers(kept: KeptTokens, name: str, rows: npt.NDArray[np.int64]) -> LikelyTokens:
-    """A runtime of the run in the place of a server, at `rows`."""
-    top = kept.runtimes[name]
-    tokens, logprobs = top.tokens[rows, :SERVED].astype(np.int64), top.logprobs[rows, :SERVED].astype(np.float64)
-    return LikelyTokens(rows, tokens, logprobs, kept.nll[name][rows].astype(np.float64), 0, 0)
+def most_unlisted(answers: LikelyTokens, own: npt.NDArray[np.int64]) -> Values:
+    """The most probability that `answers` give to a token that they do not list, float64 [n]; `own` int64 [n]: the
+    text's own tokens.
+
+    Servers list the text's own token beside the likeliest, so that it bounds nothing. A list with fewer others than the
+    longest may have lost some, as those of two tokens with one text, and bounds nothing either: 1.
+    """
+    others = np.where(_others(answers, own), answers.logprobs, np.inf)
+    count = np.isfinite(others).sum(axis=1)
+    return np.where(count == count.max(initial=1), np.exp(np.minimum(others.min(axis=1, initial=np.inf), 0.0)), 1.0)
 
 
-def own_distances(kept: KeptTokens, rows: npt.NDArray[np.int64]) -> Mapping[str, dict[str, Distances]]:
-    """`own_distances(kept, rows)[other][runtime]`: the distances of `other` from `runtime`, both of the run."""
-    return {name: distances(kept, as_answers(kept, name, rows)) for name in kept.runtimes}
+def _others(answers: LikelyTokens, own: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """The listed tokens but the text's `own`: bool [n, k]."""
+    others: npt.NDArray[np.bool_] = np.isfinite(answers.logprobs) & (answers.tokens != own[:, None])
+    return others
+
+
+def flip_shares(kept: KeptTokens) -> Mapping[tuple[str, str], float]:
+    """The share of all kept positions at which two runtimes have another likeliest token."""
+    first = {name: top.tokens[:, 0] for name, top in kept.runtimes.items()}
+    return {(r, c): float((first[r] != first[c]).mean()) for r in first for c in first if r != c}
+
+
+def own_distances(kept: KeptTokens, answers: LikelyTokens) -> Mapping[str, dict[str, Distances]]:
+    """`own_distances(kept, answers)[other][runtime]`: the distances of `other` from `runtime`, both of the run, at the
+    positions of `answers` and over as many likeliest tokens.
+    """
+    longest = int(_others(answers, kept.ids[kept.kept][answers.rows]).sum(axis=1).max(initial=0))
+    return {name: distances(kept, _answered_by(kept, name, answers, longest or SERVED)) for name in kept.runtimes}
+
+
+def _answered_by(kept: KeptTokens, name: str, answers: LikelyTokens, number: int) -> LikelyTokens:
+    """A runtime of the run in the place of a server that lists so many tokens, and knows the losses of `answers`."""
+    top = kept.runtimes[name].at(answers.rows)
+    nll = np.where(np.isfinite(answers.nll), kept.nll[name][answers.rows].astype(np.float64), np.nan)
+    tokens, logprobs = top.tokens[:, :number].astype(np.int64), top.logprobs[:, :number].astype(np.float64)
+    return LikelyTokens(answers.rows, tokens, logprobs, nll, 0, 0)

@@ -29,6 +29,21 @@ class RuntimeDistance(Strict):
     perplexity: float | None = Field(default=None, description="of this runtime, on the tokens the answers' is of")
 
 
+class Noticed(Strict):
+    """The power of a comparison: the least differences from what was validated that would not have passed."""
+
+    kl_nats: float | None = None
+    flips: float | None = Field(default=None, description="a share of positions")
+    perplexity: float | None = Field(default=None, description="a relative change")
+
+    def __str__(self) -> str:
+        """Write the differences."""
+        said = [] if self.kl_nats is None else [f"{self.kl_nats:.2g} nats of KL"]
+        said += [] if self.flips is None else [f"{100 * self.flips:.2g}% flips"]
+        said += [] if self.perplexity is None else [f"{100 * self.perplexity:.2g}% of perplexity"]
+        return " or ".join([", ".join(said[:-1]), *said[-1:]] if len(said) > 1 else said)
+
+
 class ModelComparison(Strict):
     """`compare.json`."""
 
@@ -47,6 +62,7 @@ class ModelComparison(Strict):
     verdict: Verdict
     arithmetics: list[str] = Field(default=[], description="that the answers fit, and between which nothing tells")
     sentence: str
+    noticed: Noticed | None = Field(default=None, description="None where the verdict is not by limits")
 
     @property
     def passes(self) -> bool:

@@ -17,19 +17,24 @@ every sixteenth activation into the next code, so that vLLM and the reference, b
 other as one term is from two, and nearness alone tells nothing.
 
 The answers are another arithmetic's where e is clearly (in its interval) more than `SHARE`, and what was validated
-where it is clearly less than `NONE` for every b; in between that cannot be told. Both are held against a size too: the
-answers are at most `FURTHER` times as far from c as its own other runtime is, or as b is; else it is an arithmetic that
-the run has no runtime of. And it is another model beyond `FAR` times the largest distance between any two of the run's
-runtimes, with another likeliest token in a tenth of the positions.
+where it is clearly less than `NONE` for every b; in between that cannot be told. Both are held against a size too, of
+KL, of flips and of loss (`limits`), any of which excludes: the answers are at most `FURTHER` times as far from c as its
+own other runtime is, or as b is; else it is an arithmetic that the run has no runtime of. And it is another model where
+one of the three is beyond `FAR` times the largest between any two of the run's runtimes.
+
+What is nearer than that cannot be told from what was validated, whoever made it: scales of another calibration text, an
+epsilon of another size. So a verdict that passes says which differences would not have passed; where the positions are
+too few to exclude another model, it is `undecided`, and does not pass (docs/decisions/0060-each-measure-suffices.md).
 
 The runtime `bf16` of a model whose weights lose little is little but rounding, of which a server of BF16 shares some
 part, which nobody knows; `fp32` is BF16's arithmetic without it, where e is 0 or 1, and takes its place.
 
 A run with one validated runtime does not say what rounding shares. Then s(c') counts as 0, which is too little, so b is
-excluded below `SHARE`, what was validated from half of b's error on, and its size is the distance from every b.
+excluded below `SHARE`, what was validated from half of b's error on, and its size is the distance from the nearest b.
+One with a single runtime does not say how far any other may be, and nothing passes.
 
 Where only likeliest tokens are known, flips take the place of KL, mostly at positions where the runtimes differ, and
-the nearest runtime is the verdict. They cannot tell an unknown arithmetic from a known one.
+the nearest runtime is the verdict. They hardly tell an unknown arithmetic from a known one.
 """
 
 from collections.abc import Mapping
@@ -44,17 +49,17 @@ from ..accuracy.document import Estimate
 from ..accuracy.top_divergence import Values
 from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens
-from .distance import Distances, distances, own_distances
-from .document import BF16, VALIDATED, RuntimeDistance, Verdict
+from .distance import Distances, distances, flip_shares, own_distances
+from .document import BF16, VALIDATED, Noticed, RuntimeDistance, Verdict
+from .limits import Excess, excesses, noise_of, noticed
 
-#: See above: shares of an error, of them `HALF` with one validated runtime; of distances; and of positions.
+#: See above: shares of an error, of them `HALF` with one validated runtime; and of distances.
 NONE, SHARE, HALF = 0.1, 0.25, 0.5
-FURTHER, FAR, MANY_FLIPS = 2.0, 10.0, 0.1
+FURTHER, FAR = 2.0, 10.0
 #: What the distance must fall to without a BOS, for that to be the reason.
 CLEARLY = 0.25
-#: Flips of the nearest runtime beyond which it is another model, where nothing else is known: at half of these
-#: positions the runtimes themselves differ.
-MOST_ALIKE = 0.5
+#: In the place of an arithmetic: these positions do not exclude it.
+ANOTHER = "another model"
 #: What the arithmetic of a runtime is called that the run is not served by.
 NAMES = dict.fromkeys(("bf16", "fp32", "original", "onnxruntime-bf16"), BF16) | {"onnxruntime-int8": "INT8"}
 NAMES[ONE_TERM_ALONE] = "one term where two were validated"
@@ -62,33 +67,41 @@ NAMES[ONE_TERM_ALONE] = "one term where two were validated"
 
 @dataclass(frozen=True)
 class Judged:
-    """A verdict, its sentence, the arithmetics that fit, and the distances it is by, the nearest runtime first."""
+    """A verdict, its sentence, the arithmetics that fit, and the distances it is by, the nearest runtime first; and the
+    differences that would not have passed, where it is by limits.
+    """
 
     verdict: Verdict
     sentence: str
     arithmetics: list[str]
     runtimes: list[RuntimeDistance]
     perplexity: Estimate | None
+    noticed: Noticed | None = None
 
 
 def judge(kept: KeptTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]) -> Judged:
     """Judge `answers`; `windows` int64 [positions]: the window of each row of `kept`."""
-    found, by_kl = distances(kept, answers), answers.with_logprobs
-    of_runs = own_distances(kept, answers.rows)
-    bootstrap = Bootstrap(windows[answers.rows])
+    found, of_runs = distances(kept, answers), own_distances(kept, answers)
+    first = np.stack([top.tokens[answers.rows, 0] for top in kept.runtimes.values()])
     field = Field(
-        {name: each.compared(by_kl) for name, each in found.items()},
-        {(r, c): of_runs[c][r].compared(by_kl) for r in found for c in found if r != c},
-        bootstrap,
+        found,
+        {(r, c): of_runs[c][r] for r in found for c in found if r != c},
+        flip_shares(kept),
+        len(kept.nll[next(iter(found))]),
+        None if answers.with_logprobs else (first == first[0]).all(axis=0),
+        bootstrap := Bootstrap(windows[answers.rows]),
     )
-    verdict, sentence, arithmetics = _verdict(field, found[field.order[0]], by_kl)
-    if not by_kl:
+    verdict, sentence, arithmetics = _verdict(field)
+    power = noticed(field.excesses_of(field.own[0])) if VALIDATED in arithmetics else None
+    if power and ANOTHER not in arithmetics:
+        sentence += f"; further than {power} would not pass"
+    if not field.by_kl:
         sentence += (
             "; this is by likeliest tokens alone, mostly where the run's runtimes differ in them: an arithmetic that "
             "the run does not have cannot be told from these"
         )
     rows = [_row(name, found[name], kept, answers, bootstrap) for name in field.order]
-    return Judged(verdict, sentence, arithmetics, rows, _perplexity(answers, bootstrap))
+    return Judged(verdict, sentence, arithmetics, rows, _perplexity(answers, bootstrap), power)
 
 
 def arithmetic_of(runtime: str) -> str:
@@ -98,16 +111,32 @@ def arithmetic_of(runtime: str) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """The distances of the answers `to` each runtime, and `between` runtimes (r, c), D(r, c), at every position."""
+    """The distances of the answers `to` each runtime, and `between` runtimes (r, c), of r from c, at every answered
+    position; `shares`: the flips between these, of all `kept` positions.
 
-    to: Mapping[str, Values]
-    between: Mapping[tuple[str, str], Values]
+    `agreed`: where only likeliest tokens are known, the positions at which all runtimes have the same; else None.
+    """
+
+    to: Mapping[str, Distances]
+    between: Mapping[tuple[str, str], Distances]
+    shares: Mapping[tuple[str, str], float]
+    kept: int
+    agreed: npt.NDArray[np.bool_] | None
     bootstrap: Bootstrap
+
+    @property
+    def by_kl(self) -> bool:
+        """Tell whether there are log-probabilities."""
+        return self.agreed is None
+
+    def size(self, found: Distances) -> float:
+        """The mean of what is compared, KL or flips."""
+        return float(np.nanmean(found.compared(self.by_kl)))
 
     @property
     def order(self) -> list[str]:
         """The runtimes, the nearest first."""
-        return sorted(self.to, key=lambda name: float(np.nanmean(self.to[name])))
+        return sorted(self.to, key=lambda name: self.size(self.to[name]))
 
     @property
     def own(self) -> list[str]:
@@ -116,7 +145,8 @@ class Field:
 
     def nearer(self, runtime: str, other: str) -> bool:
         """Tell whether the answers are clearly nearer to `runtime` than to `other`."""
-        return self.bootstrap.interval(self.to[other] - self.to[runtime]).low > 0
+        to, of = (self.to[name].compared(self.by_kl) for name in (other, runtime))
+        return self.bootstrap.interval(to - of).low > 0
 
     def share(self, other: str) -> MeanInterval | None:
         """The share that the answers have of the error of `other`, a runtime of another arithmetic; None where it has
@@ -124,28 +154,40 @@ class Field:
         """
         found = list[tuple[float, Values, Values]]()
         for c in self.own:
-            way = self.between[c, other]
-            shared = (way + self.to[c] - self.to[other]) / 2
-            again = [(way + self.between[c, each] - self.between[other, each]) / 2 for each in self.own if each != c]
+            way = self.between[c, other].kl
+            shared = (way + self.to[c].kl - self.to[other].kl) / 2
+            again = [
+                (way + self.between[c, each].kl - self.between[other, each].kl) / 2 for each in self.own if each != c
+            ]
             rounding = np.mean(again, axis=0) if again else np.zeros_like(way)
             found.append((float(np.nanmean(rounding)), shared - rounding, way - rounding))
-        _, beyond, whole = min(found, key=lambda each: each[0])
-        error = float(np.nanmean(whole))
-        return self.bootstrap.interval(beyond / error) if error > 0 else None
+        _, beyond, error = min(found, key=lambda each: each[0])
+        size = float(np.nanmean(error))
+        return self.bootstrap.interval(beyond / size) if size > 0 else None
 
-    def as_near_as_validated(self) -> bool:
-        """Tell whether the answers are as near to what was validated as an implementation of it is."""
-        nearest, others = self.own[0], [name for name in self.to if arithmetic_of(name) != VALIDATED]
-        if again := [self.between[nearest, each] for each in self.own[1:]]:
-            return self._within(self.to[nearest], max(again, key=lambda each: float(np.nanmean(each))))
-        return all(self._within(self.to[each], self.between[each, nearest]) for each in others)
+    def excesses_of(self, nearest: str) -> list[Excess]:
+        """By how much the answers are further from a runtime than an implementation of its arithmetic may be."""
+        pairs = [(nearest, each) for each in self.own if each != nearest]
+        others = [(each, nearest) for each in self.to if arithmetic_of(each) != VALIDATED]
+        if not pairs and others:
+            pairs = [min(others, key=lambda pair: self.size(self.between[pair]))]
+        return self._excesses(nearest, pairs, FURTHER)
+
+    def far_excesses(self) -> list[Excess]:
+        """By how much the answers are further from the nearest runtime than any arithmetic of the model may be."""
+        return self._excesses(self.order[0], [*self.between], FAR)
+
+    def _excesses(self, runtime: str, pairs: list[tuple[str, str]], factor: float) -> list[Excess]:
+        if not pairs:
+            return []
+        found, shares = [self.between[pair] for pair in pairs], [self.shares[pair] for pair in pairs]
+        noise = noise_of(found, shares, self.kept, self.bootstrap)
+        return excesses(self.to[runtime], noise, factor, self.agreed, self.bootstrap)
 
     def as_near_as(self, other: str) -> bool:
         """Tell whether the answers are as near to what was validated as `other`, of another arithmetic, is."""
-        return any(self._within(self.to[c], self.between[c, other]) for c in self.own)
-
-    def _within(self, distance: Values, limit: Values) -> bool:
-        return not self.bootstrap.interval(distance - FURTHER * limit).low > 0
+        limits = {c: FURTHER * self.between[c, other].kl for c in self.own}
+        return any(not self.bootstrap.interval(self.to[c].kl - limits[c]).low > 0 for c in self.own)
 
 
 @dataclass(frozen=True)
@@ -160,8 +202,11 @@ def _fits(field: Field) -> Fits:
     own = field.own
     if not own:
         return Fits(field.order[:1], [])
+    near = not any(each.sure for each in field.excesses_of(field.own[0]))
+    if not field.by_kl:
+        return Fits([name for name in _nearest(field) if near or arithmetic_of(name) != VALIDATED], [])
     none, limit = (NONE, SHARE) if len(own) > 1 else (SHARE, HALF)
-    validated, sure, unclear = field.as_near_as_validated(), list[str](), list[str]()
+    validated, sure, unclear = near, list[str](), list[str]()
     hidden = {*own, "bf16"} if "fp32" in field.to else {*own}
     for name in (each for each in field.order if each not in hidden):
         share, near = field.share(name), field.as_near_as(name)
@@ -173,14 +218,14 @@ def _fits(field: Field) -> Fits:
     return Fits([*([own[0]] if validated else []), *sure], unclear)
 
 
-def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, str, list[str]]:
-    order = field.order
-    distance, flips = float(np.nanmean(field.to[order[0]])), float(nearest.flips.mean())
-    spread = max((float(np.nanmean(each)) for each in field.between.values()), default=0.0)
-    where = f"{_told(distance, by_kl)} from {order[0]}, the nearest"
-    if flips > MANY_FLIPS and (distance > FAR * spread if by_kl else distance > MOST_ALIKE):
-        return "other-model", f"another model: {where}, and {flips:.0%} of likeliest tokens are others", []
-    fits = _fits(field) if by_kl else Fits(_nearest(field), [])
+def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
+    nearest = field.order[0]
+    where = f"{_told(field.size(field.to[nearest]), field.by_kl)} from {nearest}, the nearest"
+    far = field.far_excesses()
+    if any(each.sure for each in far):
+        alike = not any(each.measure == "flips" and each.sure for each in field.excesses_of(nearest))
+        return "other-model", _told_far(field.to[nearest], far, where, alike), []
+    fits = _fits(field)
     if not fits.sure and not fits.open:
         return (
             "other-arithmetic",
@@ -192,10 +237,12 @@ def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, st
         )
     kinds = list(dict.fromkeys(arithmetic_of(name) for name in [*fits.sure, *fits.open]))
     first = (fits.sure or fits.open)[0]
-    where = f"{_told(float(np.nanmean(field.to[first])), by_kl)} from {first}"
+    where = f"{_told(field.size(field.to[first]), field.by_kl)} from {first}"
+    if VALIDATED in kinds and (not far or any(each.possible for each in far)):
+        return "undecided", _told_open(kinds, where, bool(far)), [*kinds, ANOTHER]
     if len(kinds) > 1:
         bf16 = NAMES["bf16"] in kinds and "fp32" not in field.to
-        remedy = "with the runtime fp32 beside bf16" if bf16 and by_kl else "on a longer text"
+        remedy = "with the runtime fp32 beside bf16" if bf16 and field.by_kl else "on a longer text"
         said = (
             f"{', or '.join(kinds)}: {where}, and these positions do not tell which; send more --windows, or validate "
         )
@@ -203,6 +250,23 @@ def _verdict(field: Field, nearest: Distances, by_kl: bool) -> tuple[Verdict, st
     if kinds != [VALIDATED]:
         return "other-arithmetic", f"the model, but in {kinds[0]}: {where}", kinds
     return "validated", f"the validated model: {where}", kinds
+
+
+def _told_far(found: Distances, far: list[Excess], where: str, alike: bool) -> str:
+    """Tell which measures exclude the model, and where its likeliest tokens are `alike`, why that may be."""
+    limits = ", ".join(f"{each.measure} (at most {each.limit:.2g})" for each in far if each.sure)
+    said = f"another model: {where}, and {found.flips.mean():.0%} of likeliest tokens are others; excluded by {limits}"
+    return f"{said}; not by flips, so that it may be the model at another temperature or softcap" if alike else said
+
+
+def _told_open(kinds: list[str], where: str, limited: bool) -> str:
+    """Tell why another model is not excluded."""
+    if limited:
+        return f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and so few positions do not tell; send more --windows"
+    return (
+        f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and a run of one runtime does not tell how far another "
+        "implementation may be; validate with a second runtime"
+    )
 
 
 def _nearest(field: Field) -> list[str]:

@@ -33,6 +33,8 @@ NEW = table(5, 0.01, TWO_TERMS)
 OTHER_ONE_TERM = table(7, 0.07, table(3, 0.07, TWO_TERMS))
 #: Runtimes that differ often in the likeliest token.
 COARSE = kept_tokens({"bf16": BF16, "reference": TWO_TERMS, "one-term": table(3, 0.4, TWO_TERMS)})
+#: The power of a verdict that passes.
+POWER = r"further than \S+ nats of KL, \S+% flips or \S+% of perplexity would not pass"
 EVERY = ("prompt_logprobs", "echo", "logprobs", "text")
 
 
@@ -167,7 +169,7 @@ def test_a_killed_call_goes_on_and_another_model_is_asked_anew(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("model", "verdict", "words"), [
-    (NEW, "validated", r"the validated model: \S+ nats of KL from reference"),
+    (NEW, "validated", rf"the validated model: \S+ nats of KL from reference; {POWER}"),
     (table(6, 0.01, BF16), "other-arithmetic", r"the model, but in BF16: \S+ nats of KL from bf16"),
     (OTHER_ONE_TERM, "other-arithmetic",
      r"the model, but in one term where two were validated: \S+ nats of KL from one-term"),
@@ -175,7 +177,10 @@ def test_a_killed_call_goes_on_and_another_model_is_asked_anew(tmp_path: Path) -
     # as large an error as one term's in another direction, and one term's own direction four times as far
     (table(8, 0.1, TWO_TERMS), "other-arithmetic", r"the model in an arithmetic that the run does not have .*"),
     (table(3, 0.2, TWO_TERMS), "other-arithmetic", r"the model in an arithmetic that the run does not have .*"),
-    (table(9), "other-model", r"another model: \S+ nats of KL from \S+, the nearest, and 100% of likeliest tokens .*"),
+    (table(9), "other-model", (
+        r"another model: \S+ nats of KL from \S+, the nearest, and 100% of likeliest tokens are others; excluded by KL "
+        r"\(at most \S+\), flips \(at most \S+\)"
+    )),
 ])  # fmt: skip
 def test_models_are_told_apart(model: np.ndarray, verdict: str, words: str, tmp_path: Path) -> None:
     with serving(StandIn(model)) as server:
@@ -204,8 +209,8 @@ def test_two_arithmetics_that_are_alike_are_not_told_apart(tmp_path: Path) -> No
     assert judged.arithmetics == ["as validated", "BF16"]
     words = (
         r"as validated, or BF16: \S+ nats of KL from reference, and these positions do not tell which; send more "
-        r"--windows, or validate with the runtime fp32 beside bf16"
-    )
+        r"--windows, or validate with the runtime fp32 beside bf16; "
+    ) + POWER
     assert re.fullmatch(words, judged.sentence)
 
 
