@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import InputError
 from ..core.record import FP8_STAGES
@@ -80,10 +81,14 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
     return TorchSession(reference.model, reference.new_cache)
 
 
-def asked(prompt: str, options: GenerateOptions) -> Request:
-    """Make the request that `options` describe; raise InputError for values that the generation loop refuses."""
+def asked(prompt: str, options: GenerateOptions, special_tokens: bool = True) -> Request:
+    """Make the request that `options` describe; raise InputError for values that the generation loop refuses.
+
+    `special_tokens`: the tokenizer puts its own around the prompt.
+    """
+    drawn: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
     try:
-        return Request(prompt, options.max_tokens, options.stop, options.temperature, options.top_p, seed=options.seed)
+        return Request(prompt, options.max_tokens, options.stop, special_tokens=special_tokens, **drawn)
     except RequestError as error:
         raise InputError(str(error)) from None
 
@@ -103,7 +108,8 @@ class Chat:
         Raises InputError where the template refuses the conversation, or it no longer fits the model.
         """
         said = [*self.messages, {"role": "user", "content": text}]
-        found = answer_request(self.generator, asked(self.template.render(said), self.options), told)
+        request = asked(self.template.render(said), self.options, special_tokens=False)
+        found = answer_request(self.generator, request, told)
         self.messages = [*said, {"role": "assistant", "content": found.text}]
         return found
 

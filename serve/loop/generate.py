@@ -103,7 +103,8 @@ class Generator:
         ready = request if isinstance(request, TokenizedRequest) else self.prepare(request)
         asked = ready.request
         self._tickets += 1
-        text = TextStream(self.vocabulary.tokenizer, ready.prompt, asked.stop_words, self._lengths)
+        vocabulary = self.vocabulary
+        text = TextStream(vocabulary.tokenizer, ready.prompt, asked.stop_words, self._lengths, vocabulary.special)
         limit = min(asked.max_tokens, self.positions - len(ready.prompt))
         end = frozenset[int]() if asked.ignore_end else self.vocabulary.end
         first = len(ready.prompt) if asked.prompt_logprobs is None else 1

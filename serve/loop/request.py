@@ -44,7 +44,8 @@ class Request:
     other tokens. `logprobs`: the number of best tokens to return with each token, beside its own (None: none).
     `ignore_end`: go on after the end-of-text token, for measurements. `prompt_logprobs`: return each token of the
     prompt but the first too, with so many best tokens (None: not); they are taken in one by one, as tokens that were
-    generated are, so that the logits of one position are all that is held. Raises RequestError for values out of range.
+    generated are, so that the logits of one position are all that is held. `special_tokens`: the tokenizer puts its own
+    around a text; not around a chat, whose template writes them. Raises RequestError for values out of range.
     """
 
     prompt: str | tuple[int, ...]
@@ -58,6 +59,7 @@ class Request:
     logprobs: int | None = None
     ignore_end: bool = False
     prompt_logprobs: int | None = None
+    special_tokens: bool = True
 
     def __post_init__(self) -> None:
         """Check each value; NaN is in no range."""
@@ -100,7 +102,8 @@ class Piece(NamedTuple):
     `length` at max_tokens or the model's last position, `error` when this request failed, for the reason `error`; such
     a piece has no token of its own, and repeats the one before. `output_tokens` were generated so far, this one
     included. `logprob` is the token's own, and `best` the (id, logprob) of the best tokens, both where the request asks
-    for them. `of_prompt`: the token is the prompt's, of a request with `prompt_logprobs`.
+    for them. `of_prompt`: the token is the prompt's, of a request with `prompt_logprobs`. `added`: the token's own
+    text, a possible beginning of a stop word included; a character belongs to the token that completes it.
     """
 
     ticket: int
@@ -113,6 +116,7 @@ class Piece(NamedTuple):
     best: tuple[tuple[int, float], ...] = ()
     error: str | None = None
     of_prompt: bool = False
+    added: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def tokenize_request(request: Request, vocabulary: Vocabulary, positions: int, t
         )
     if isinstance(prompt, str) and not _is_text(prompt):
         raise RequestError("the prompt has half a character (a lone surrogate), which is no text; leave it out")
-    ids = tuple(vocabulary.encode(prompt) if isinstance(prompt, str) else prompt)
+    ids = tuple(vocabulary.encode(prompt, request.special_tokens) if isinstance(prompt, str) else prompt)
     if not ids:
         raise RequestError("the prompt has no tokens; write something to continue")
     if len(ids) >= positions:
@@ -250,6 +254,7 @@ class Row:
         self.counts[token] += 1
         ends = token in self.end
         text = "" if ends else self.text.push(token)
+        added = "" if ends else self.text.added
         reason: FinishReason | None = None
         if ends or self.text.stopped:
             reason = "stop"
@@ -258,4 +263,4 @@ class Row:
         if reason:
             self.ended = True
             text += self.text.flush()
-        return Piece(self.ticket, token, text, reason, *self._lengths, logprob, best)
+        return Piece(self.ticket, token, text, reason, *self._lengths, logprob, best, added=added)

@@ -5,15 +5,19 @@ A token is not a piece of text: a character may take four tokens, and a decoder 
 neighbours. So the stream decodes a short window that begins with tokens whose text is out already, and returns the text
 behind it. A character with missing bytes decodes to U+FFFD, so these are held back at the end. (All of them: a
 byte-fallback decoder turns a whole run of bytes into U+FFFD, good characters too, while the last is incomplete.)
-Possible beginnings of stop words are held back too.
+Possible beginnings of stop words are held back too. Special tokens are no part of the text, but a stop word may be one
+(`<|im_end|>`): they are sought where they stand, and never shown.
 
 Copied unchanged into Triton repositories: imports only tokenizers.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +32,22 @@ POSITIONS = "max_position_embeddings"
 #: What fp8q says of its graphs there: how many positions they serve, where that is fewer.
 OWN = "fp8q"
 MOST_POSITIONS = 2**31 - 1
+#: The bytes of an incomplete character.
+MOST_MISSING = 3
+#: A byte as byte-fallback tokenizers name it.
+BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters for bytes in the vocabularies of GPT-2 and its kind: printable bytes stand for themselves, the
+    others for 256 and up.
+    """
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+ALPHABET = _byte_alphabet()
 
 
 class ModelFileError(ValueError):
@@ -68,14 +88,25 @@ class Vocabulary:
         tails = isinstance(own, dict) and bool(own.get("tails"))
         return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions, tails)
 
-    def encode(self, prompt: str) -> list[int]:
-        """Token ids of `prompt`, with the special tokens that the tokenizer puts around a text.
+    def encode(self, prompt: str, special_tokens: bool = True) -> list[int]:
+        """Token ids of `prompt`, with the `special_tokens` that the tokenizer puts around a text.
 
-        A prompt that begins with the beginning-of-text token itself, as chat templates write it, is not given a second
-        one.
+        A text that begins with the beginning-of-text token itself is not given a second one. A chat's template writes
+        all of its special tokens, and its text gets no others, as transformers' `apply_chat_template` has it.
         """
-        ids: list[int] = self.tokenizer.encode(prompt).ids  # other threads go on meanwhile
-        return ids[1:] if self.begin is not None and ids[:2] == [self.begin] * 2 else ids
+        # other threads go on meanwhile
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=special_tokens).ids
+        return ids[1:] if special_tokens and self.begin is not None and ids[:2] == [self.begin] * 2 else ids
+
+    @cached_property
+    def special(self) -> Mapping[int, str]:
+        """The special tokens, by id, as texts spell them."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {token: each.content for token, each in added.items() if each.special}
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes | None]:
+        return {}
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, special ones too."""
@@ -84,6 +115,46 @@ class Vocabulary:
     def token_text(self, token: int) -> str:
         """The text of one token by itself, as lists of log-probabilities show it; bytes that are no text as U+FFFD."""
         return self.text([token])
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that `token` adds within a text, where a SentencePiece decoder writes the space in front of it.
+
+        None for a special token, which adds none, and where a part of a character is not known by its bytes.
+        """
+        if token not in self._bytes:
+            self._bytes[token] = None if token in self.special else self._bytes_of(token)
+        return self._bytes[token]
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return self.text([token, token])[len(text) :].encode()
+        name = self.tokenizer.id_to_token(token) or ""
+        if BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        return bytes(ALPHABET[each] for each in name) if name and set(name) <= set(ALPHABET) else None
+
+    def offsets_in(self, prompt: str, tokens: Sequence[int]) -> list[int]:
+        """The offset of each of the `tokens` that `prompt` is read as, in characters of it; 0 of a BOS that it lacks.
+
+        Decoding need not give the prompt again (spaces behind special tokens, a normalizer): then the tokenizer tells.
+        """
+        begin = self.text(tokens).find(prompt)
+        if begin >= 0:
+            return [min(max(0, offset - begin), len(prompt)) for offset in self.offsets(tokens)[:-1]]
+        told = [start for start, _ in self.tokenizer.encode(prompt).offsets]
+        return told[len(told) - len(tokens) :]
+
+    def offsets(self, tokens: Sequence[int]) -> list[int]:
+        """The offset of each of `tokens` in `text(tokens)`, in characters; of a part of a character, that of the whole.
+
+        The last number is where a token behind them would begin.
+        """
+        text, found = TextStream(self.tokenizer, (), skip_special_tokens=False), [0]
+        for token in tokens:
+            text.push(token)
+            found.append(text.characters)
+        return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -132,6 +203,8 @@ class TextStream:
     """The text of one request, token by token: the pieces put together are the text, up to the first stop word.
 
     `stopped` becomes true with the token that completes a stop word; neither it nor what follows is part of the text.
+    `added`: the text that the last token added, whether or not it may be the beginning of a stop word; `characters`:
+    the number of characters that all tokens added.
     """
 
     def __init__(
@@ -140,23 +213,41 @@ class TextStream:
         prompt: Sequence[int],
         stop_words: Sequence[str] = (),
         lengths: dict[int, int] | None = None,
+        special: Mapping[int, str] = MappingProxyType({}),
+        skip_special_tokens: bool = True,
     ):
         """Begin after `prompt`, whose text is the neighbour of the first token.
 
         `lengths`: how many characters single tokens are, as far as that is known; the streams of one tokenizer share
-        it, since half of all that is decoded is the last token by itself.
+        it, since half of all that is decoded is the last token by itself. `special`: the texts of special tokens, which
+        stop words may hold; `skip_special_tokens`: they are no part of the text.
         """
-        self.stopped = False
-        self._tokenizer = tokenizer
-        self._stop_words = stop_words
+        self.stopped, self.added, self.characters = False, "", 0
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._stop_words, self._special = stop_words, special
         self._window = neighbours(tokenizer, prompt)
-        self._given = len(self._decode())
+        text = self._decode()
+        self._given, self._broken = len(text), text if text.endswith(REPLACEMENT) else ""
+        self._complete = self._complete_length(text) if self._broken else self._given
         self._lengths = {} if lengths is None else lengths
-        self._fresh: list[int] = []
-        self._pending = ""
+        self._fresh = list(self._window) if self._broken else []
+        self._pending: list[tuple[str, bool]] = []
 
     def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._window))
+        return self._text(self._window)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip))
+
+    def _complete_length(self, text: str) -> int:
+        """Count the characters of the window's `text` that are complete, where it ends within one.
+
+        A byte-fallback decoder turns complete characters into U+FFFD too, as long as a byte behind them is missing:
+        they are counted without the last tokens.
+        """
+        shorter = (self._text(self._window[:-cut]) for cut in range(1, MOST_MISSING + 1))
+        complete = next((each for each in shorter if not each.endswith(REPLACEMENT)), "")
+        return max(len(text.rstrip(REPLACEMENT)), len(complete))
 
     def _length(self) -> int:
         """Return the number of characters of the window."""
@@ -171,34 +262,62 @@ class TextStream:
         """Take the next token; return the text that is certain by now, which may be empty."""
         self._window.append(token)
         self._fresh.append(token)
+        self.added = ""
+        if self._stop_words and token in self._special:
+            return self._until_stop(self._special[token], shown=False)
         text = self._decode()
-        if len(text) <= self._given or text.endswith(REPLACEMENT):
+        start = self._start(text)
+        if len(text) <= start or text.endswith(REPLACEMENT):
             return ""
-        piece = text[self._given :]
-        self._window, self._fresh = self._fresh, []  # the tokens of this piece are the neighbours of the next
+        self.added = text[start:]
+        self.characters += len(self.added)
+        self._window, self._fresh, self._broken = (
+            self._fresh,
+            [],
+            "",
+        )  # this piece's tokens are the next one's neighbours
         self._given = self._length()
-        return self._until_stop(piece)
+        return self._until_stop(self.added)
+
+    def _start(self, text: str) -> int:
+        """Return where the new part of the window's `text` begins: behind what is out, or before the character that the
+        prompt ends within and that is complete now.
+        """
+        return self._complete if self._broken and not text.startswith(self._broken) else self._given
 
     def flush(self) -> str:
         """Return the text that was held back, after the last token."""
         if self.stopped:
             return ""
-        piece = self._until_stop(self._decode()[self._given :]) + self._pending
-        self._pending = ""
-        return piece
+        text = self._decode()
+        piece = self._until_stop(text[self._start(text) :])
+        return piece + self._take(sum(len(text) for text, _ in self._pending))
 
-    def _until_stop(self, piece: str) -> str:
-        """Of the text held back and `piece`, what comes before a stop word and cannot be the beginning of one."""
+    def _until_stop(self, piece: str, shown: bool = True) -> str:
+        """Of the text held back and `piece`, what comes before a stop word and cannot be the beginning of one.
+
+        A `piece` that is not `shown` is sought through alone.
+        """
         if not self._stop_words:
             return piece
-        text = self._pending + piece
+        self._pending.append((piece, shown))
+        text = "".join(part for part, _ in self._pending)
         found = [at for at in (text.find(word) for word in self._stop_words) if at >= 0]
         if found:
-            self.stopped, self._pending = True, ""
-            return text[: min(found)]
+            self.stopped = True
+            return self._take(min(found))
         held = max((beginning(text, word) for word in self._stop_words), default=0)
-        self._pending = text[len(text) - held :]
-        return text[: len(text) - held]
+        return self._take(len(text) - held)
+
+    def _take(self, length: int) -> str:
+        """Let go of the first `length` characters that are held back; return those of them that are shown."""
+        taken, rest = "", []
+        for part, shown in self._pending:
+            taken += part[:length] if shown else ""
+            rest += [(part[length:], shown)] if part[length:] else []
+            length = max(0, length - len(part))
+        self._pending = rest
+        return taken
 
 
 def neighbours(tokenizer: "Tokenizer", prompt: Sequence[int]) -> list[int]:

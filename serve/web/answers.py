@@ -12,7 +12,7 @@ from secrets import token_hex
 from typing import Any, Protocol
 
 from ..loop.request import Piece
-from ..loop.text import REPLACEMENT, Vocabulary
+from ..loop.text import Vocabulary
 
 #: What OpenAI gives for a probability of 0, whose logarithm JSON has no word for.
 LOWEST = -9999.0
@@ -116,13 +116,14 @@ class CompletionForm:
 
     def __init__(
         self, vocabulary: Vocabulary, logprobs: bool, of_prompt: bool = False,
-        echoed: Sequence[str | Sequence[int]] = (),
+        echoed: Sequence[str | Sequence[int]] = (), special_tokens: bool = True,
     ):  # fmt: skip
         """`vocabulary` gives the text of single tokens. `of_prompt`: the prompt's tokens are listed too, by id;
-        `echoed`: the prompts that answers begin with.
+        `echoed`: the prompts that answers begin with, which are tokenized with `special_tokens`.
         """
         self._vocabulary, self._logprobs, self._of_prompt, self._echoed = vocabulary, logprobs, of_prompt, echoed
-        self._offsets: dict[int, int] = {}
+        self._special_tokens = special_tokens
+        self._offsets: dict[int, int] = {}  # where the next token of an answer begins in its text
 
     def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
@@ -135,18 +136,22 @@ class CompletionForm:
 
     def _with_prompt(self, index: int, found: AnswerPart) -> dict[str, Any]:
         """A whole answer behind its prompt. The first token has no log-probability, as vLLM and OpenAI have it."""
-        prompt = self._echoed[index]
-        ids = self._vocabulary.encode(prompt) if isinstance(prompt, str) else prompt
-        text = prompt if isinstance(prompt, str) else self._vocabulary.text(ids)
+        prompt, vocabulary = self._echoed[index], self._vocabulary
+        ids = vocabulary.encode(prompt, self._special_tokens) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            text, offsets = prompt, vocabulary.offsets_in(prompt, ids)
+        else:
+            text, (*offsets, end) = vocabulary.text(ids), vocabulary.offsets(ids)
+            if not vocabulary.text([*ids, *(each.token for each in found.pieces)]).startswith(text):
+                text = text[:end]  # it ends within a character, which the answer has
+        self._offsets[index] = len(text)
         logprobs = self._listed(index, found)
         if logprobs:
-            first = self._vocabulary.token_text(ids[0])
-            logprobs["text_offset"] = [len(first) + offset for offset in logprobs["text_offset"]]
+            logprobs["text_offset"] = offsets + logprobs["text_offset"][len(ids) - 1 :]
             for name, value in (
-                ("tokens", first),
+                ("tokens", vocabulary.token_text(ids[0])),
                 ("token_logprobs", None),
                 ("top_logprobs", None),
-                ("text_offset", 0),
             ):
                 logprobs[name].insert(0, value)
         return {"index": index, "text": text + found.text, "logprobs": logprobs, "finish_reason": found.finish_reason}
@@ -171,18 +176,37 @@ class CompletionForm:
     def _listed(self, index: int, found: AnswerPart) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        text = self._vocabulary.token_text
-        tokens, offsets, offset = [text(piece.token) for piece in found.pieces], [], self._offsets.get(index, 0)
-        for token in tokens:
+        names, offsets, offset = [self._names(piece) for piece in found.pieces], [], self._offsets.get(index, 0)
+        for piece in found.pieces:
             offsets.append(offset)
-            offset += len(token)
+            offset += len(piece.added)
         self._offsets[index] = offset
         return {
-            "tokens": tokens,
+            "tokens": [named[piece.token] for named, piece in zip(names, found.pieces, strict=True)],
             "token_logprobs": [_told(piece.logprob) for piece in found.pieces],
-            "top_logprobs": [{text(token): _told(each) for token, each in piece.best} for piece in found.pieces],
+            "top_logprobs": [
+                {named[token]: _told(logprob) for token, logprob in piece.best}
+                for named, piece in zip(names, found.pieces, strict=True)
+            ],
             "text_offset": offsets,
         }
+
+    def _names(self, piece: Piece) -> dict[int, str]:
+        """The names of a piece's token and of the best ones in its place: their texts.
+
+        Of several with one text (`▁the` and `the` by themselves, parts of characters) the likeliest has it, and the
+        others are `token_id:N`, as vLLM calls tokens by their ids.
+        """
+        names, taken = dict[int, str](), set[str]()
+        for token in (
+            *(token for token, _ in piece.best),
+            piece.token,
+        ):  # one that is not among the best is less likely
+            if token not in names:
+                text = self._vocabulary.token_text(token)
+                names[token] = f"token_id:{token}" if text in taken else text
+                taken.add(text)
+        return names
 
 
 class ChatForm:
@@ -215,15 +239,20 @@ class ChatForm:
         if not self._logprobs:
             return None
         content = [
-            self._one(piece.token, piece.logprob) | {"top_logprobs": [self._one(*each) for each in piece.best]}
+            self._one(piece.token, piece.logprob, piece.added)
+            | {"top_logprobs": [self._one(*each) for each in piece.best]}
             for piece in found.pieces
         ]
         return {"content": content, "refusal": None}
 
-    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self._vocabulary.token_text(token)
-        whole = None if REPLACEMENT in text else list(text.encode())  # of a part of a character the text is not known
-        return {"token": text, "logprob": _told(logprob), "bytes": whole}
+    def _one(self, token: int, logprob: float | None, added: str = "") -> dict[str, Any]:
+        """A token. The bytes of all that were `added`, put together, are the text: the first one of an answer may lack
+        the space that it has within a text.
+        """
+        name, own = self._vocabulary.token_text(token), self._vocabulary.token_bytes(token)
+        if own is not None and added and own.endswith(added.encode()):
+            own = added.encode()
+        return {"token": name, "logprob": _told(logprob), "bytes": None if own is None else list(own)}
 
 
 def _told(logprob: float | None) -> float | None:

@@ -157,7 +157,8 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
             raise Refusal(400, "top_logprobs: needs logprobs; set that to true, or leave this out", "top_logprobs")
         prompt = await serving.render([said.message for said in fields.messages], model.positions)
         most = _most_tokens(fields, model) or model.positions
-        asked = [fields.asked(prompt, most, (fields.top_logprobs or 0) if fields.logprobs else None)]
+        logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+        asked = [fields.asked(prompt, most, logprobs, special_tokens=False)]
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
         told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "messages")
         return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)

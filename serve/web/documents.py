@@ -41,8 +41,9 @@ class Usage(BaseModel):
 
 
 class TokenLists(BaseModel):
-    """Of each token its text, its log-probability, the best ones, and where it begins in the text. The first token of
-    an echoed prompt has no log-probabilities.
+    """Of each token its text, its log-probability, the best ones, and where it begins in the text. Of several tokens
+    with one text the likeliest has it, and the others are `token_id:N`. The first token of an echoed prompt has no
+    log-probabilities.
     """
 
     tokens: list[str]
@@ -72,7 +73,7 @@ class Completion(BaseModel):
 
 
 class OneToken(BaseModel):
-    """A token; `bytes` is null where it is a part of a character."""
+    """A token, and the bytes that it adds to the text; null for a special token, which adds none."""
 
     token: str
     logprob: float

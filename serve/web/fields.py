@@ -94,13 +94,17 @@ class Fields(StrictFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def asked(
-        self, prompt: str | tuple[int, ...], most: int, logprobs: int | None, prompt_logprobs: int | None = None
-    ) -> Request:
-        """Make the request to the loop, at most `most` tokens of it; defaults are OpenAI's."""
+        self, prompt: str | tuple[int, ...], most: int, logprobs: int | None, prompt_logprobs: int | None = None,
+        special_tokens: bool = True,
+    ) -> Request:  # fmt: skip
+        """Make the request to the loop, at most `most` tokens of it; defaults are OpenAI's.
+
+        `special_tokens`: the tokenizer puts its own around a text.
+        """
         words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Request(
             prompt, most, words, _or(self.temperature, 1.0), _or(self.top_p, 1.0), self.frequency_penalty or 0.0,
-            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos), prompt_logprobs,
+            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos), prompt_logprobs, special_tokens,
         )  # fmt: skip
 
 

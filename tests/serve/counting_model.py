@@ -138,8 +138,12 @@ def counting_graph(cache: str, asks: bool) -> onnx.ModelProto:
     return model
 
 
-def write_counting_model(directory: Path, cache: str, positions: int, asks: bool = True) -> None:
-    """Write what a run's `model/` holds for serving; `asks`: its graph is asked for logits."""
+def write_counting_model(
+    directory: Path, cache: str, positions: int, asks: bool = True, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write what a run's `model/` holds for serving; `asks`: its graph is asked for logits; `tokenizer`: another than
+    that of its own words.
+    """
     directory.mkdir(parents=True)
     values = np.arange(16, dtype=np.float32)
     save_file({"vocabulary": values}, directory / WEIGHTS)
@@ -155,11 +159,18 @@ def write_counting_model(directory: Path, cache: str, positions: int, asks: bool
         json.dumps({"max_position_embeddings": positions, "eos_token_id": 3, "model_type": "counting"})
     )
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    if tokenizer is not None:
+        (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    (tokenizer or words_tokenizer()).save(str(directory / "tokenizer.json"))
+
+
+def words_tokenizer() -> Tokenizer:
+    """The words t0 … t14 and `</s>`."""
     words = {f"t{i}": i for i in range(END)} | {"</s>": END}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -192,14 +203,14 @@ class CountingModel:
         return "".join(f" t{token}" for token in tokens if token != END)
 
 
-def make_counting_run(root: Path, positions: int) -> Run:
+def make_counting_run(root: Path, positions: int, tokenizer: Tokenizer | None = None) -> Run:
     """A run at `root` whose checkpoint is the counting model with an FP8 cache, recorded as the stages that write one
     record it.
     """
     run = Run(root)
     model = {"name": "someone/Counting Model", "fingerprint": "0"}
     with run.stage("quantize", {}, {}, model) as log:
-        write_counting_model(run.model, "fp8", positions)
+        write_counting_model(run.model, "fp8", positions, tokenizer=tokenizer)
         log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
     with run.stage("export", {}, {}) as log:
         log.outputs.append(run.onnx_fp32)

@@ -10,8 +10,8 @@ and one as a chat, and the tokens that the server reads are held against the run
   be those behind the run's ids. Two of a server's answers to one prompt differ by no more than the answers do from the
   nearest runtime, so the bound is that distance at 99 % of positions.
 
-A chat is rendered as `fp8q serve` does, whose BOS is the tokenizer's or the template's, and never both; transformers
-and vLLM add none to what a template writes. Either is taken for the run's.
+A chat's BOS is the one that its template writes, or none: neither transformers nor vLLM nor `fp8q serve` has the
+tokenizer put another in front of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,16 +144,13 @@ def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> st
         answer = _posted(server, {"messages": [{"role": "user", "content": text}]}, chat=True)
     except (InputError, UnansweredError):  # the template refuses such a chat; the server takes none
         return None
-    own = server.vocabulary.encode(rendered)
-    plain = server.vocabulary.tokenizer.encode(rendered, add_special_tokens=False).ids
+    expected = server.vocabulary.encode(rendered, special_tokens=False)
     if ids := answer.prompt_token_ids:
-        if ids in (own, plain):
-            return None
-        return f"another chat template: {_difference(server, ids, plain, 'a chat')}"
-    if answer.counted in (0, len(own), len(plain)):
+        return None if ids == expected else f"another chat template: {_difference(server, ids, expected, 'a chat')}"
+    if answer.counted in (0, len(expected)):
         return None
     return (
-        f"another chat template: it reads a chat as {answer.counted:,} tokens, which is {len(plain):,} by the run's "
+        f"another chat template: it reads a chat as {answer.counted:,} tokens, which is {len(expected):,} by the run's "
         "template"
     )
 

@@ -259,9 +259,9 @@ def test_a_request_joins_those_in_flight(counting: CountingModel) -> None:
 def test_every_token_is_a_piece(counting: CountingModel) -> None:
     pieces = list(counting.generator().run([Request("t3 t1 t4", max_tokens=2), Request("t0", max_tokens=1)]))
     assert pieces == [
-        Piece(1, 1, " t1", None, 3, 1),
-        Piece(2, 0, " t0", "length", 1, 1),
-        Piece(1, 2, " t2", "length", 3, 2),
+        Piece(1, 1, " t1", None, 3, 1, added=" t1"),
+        Piece(2, 0, " t0", "length", 1, 1, added=" t0"),
+        Piece(1, 2, " t2", "length", 3, 2, added=" t2"),
     ]
 
 

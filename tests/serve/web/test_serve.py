@@ -86,7 +86,7 @@ def test_log_probabilities_stand_beside_the_tokens(server: Thread) -> None:
     (choice,) = server.post(prompt="t3 t1 t4", max_tokens=2, temperature=0, logprobs=2).json()["choices"]
     found = choice["logprobs"]
     assert found["tokens"] == ["t1", "t2"]
-    assert found["text_offset"] == [0, 2]
+    assert found["text_offset"] == [0, 3]
     # the logits of the counting model are -(distance)^2: the next ones lie 1 below
     first = found["top_logprobs"][0]
     assert found["token_logprobs"][0] == first["t1"]
@@ -130,7 +130,7 @@ def test_an_echoed_prompt_begins_text_and_lists(server: Thread) -> None:
         listed["prompt_logprobs"][1]["1"]["logprob"], listed["prompt_logprobs"][2]["2"]["logprob"],
         *listed["logprobs"]["token_logprobs"],
     ]  # fmt: skip
-    assert logprobs["text_offset"] == [0, 2, 4, 6]
+    assert logprobs["text_offset"] == [0, 2, 5, 8]
     assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
     by_ids = server.post(prompt=[3, 1, 2], max_tokens=1, temperature=0, logprobs=1, echo=True).json()["choices"][0]
     assert by_ids["logprobs"] == logprobs

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from fp8q.core.errors import BackendError, Fp8qError, InputError
 from fp8q.core.reporter import SILENT
@@ -111,6 +112,25 @@ def test_what_a_server_reads_of_texts_and_chats_is_held_against_the_runs_own(cas
         endpoint, _ = find_server(Client(server.url, 5), None, KEPT, vocabulary())
         readings = own_readings(KEPT, vocabulary())
         assert other_reading(endpoint, readings, lambda text: f"t5 {text}", 0.01) == told
+
+
+@pytest.mark.parametrize("returns_ids", [True, False])
+def test_a_chat_gets_no_bos_but_its_templates(returns_ids: bool) -> None:
+    """The run's tokenizer puts `t0` in front of a text, and so does this server in front of what the template wrote."""
+    opening = vocabulary()
+    opening.tokenizer.post_processor = processors.TemplateProcessing(single="t0 $A", special_tokens=[("t0", BOS)])
+    answers = {}
+    for template in ("t5", "t0 t5"):
+        with serving(StandIn(NEW, template=template, returns_ids=returns_ids)) as server:
+            endpoint, _ = find_server(Client(server.url, 5), None, KEPT, opening)
+            readings = own_readings(KEPT, opening)
+            answers[template] = other_reading(endpoint, readings, lambda text: f"t5 {text}", 0.01)
+    assert answers == {
+        "t5": None,
+        "t0 t5": "another chat template: it reads a chat with 't0' as token 1 of 18, where the run has 't5'"
+        if returns_ids
+        else "another chat template: it reads a chat as 18 tokens, which is 17 by the run's template",
+    }
 
 
 def test_another_tokenizer_of_as_many_tokens_is_told_by_what_comes_next(tmp_path: Path) -> None:
