@@ -41,9 +41,15 @@ TEXTS: Mapping[str, str] = {
 }
 
 
+#: The type of an error whose message is such a text: `PydanticCustomError(PLAIN, "must be …")`.
+PLAIN = "plain"
+
+
 def plain_text(error: Mapping[str, Any]) -> str:
     """Return the text of one of pydantic's errors (`ValidationError.errors()`)."""
     text = TEXTS.get(error["type"])
+    if error["type"] == PLAIN:
+        return str(error["msg"])
     if text is None:
         message = str(error["msg"])
         return f"is refused: {message[:1].lower()}{message[1:]}"

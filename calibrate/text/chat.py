@@ -72,7 +72,7 @@ def _message(where: str, value: object) -> Message:
             "content": message.pop("value", None),
             **message,
         }
-    role, content = message.get("role"), message.setdefault("content", None)
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise InputError(f'{where}: its role is {_shown(role)}; it must be a string such as "user" or "assistant"')
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):

@@ -28,7 +28,15 @@ FinishReason = Literal["stop", "length", "error"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be served as it is."""
+    """A request that cannot be served as it is; `code`: a word for the reason that programs know, if there is one."""
+
+    code: str | None = None
+
+
+class TooLongError(RequestError):
+    """A prompt that has more tokens than the model has positions for."""
+
+    code = "context_length_exceeded"
 
 
 class BusyError(RuntimeError):
@@ -145,7 +153,7 @@ def tokenize_request(request: Request, vocabulary: Vocabulary, positions: int, t
     """
     prompt, most = request.prompt, CHARACTERS_A_POSITION * positions
     if isinstance(prompt, str) and len(prompt) > most:
-        raise RequestError(
+        raise TooLongError(
             f"the prompt has {len(prompt):,} characters, more than {most:,}, and the model {positions} positions for "
             "prompt and answer; shorten it"
         )
@@ -155,7 +163,7 @@ def tokenize_request(request: Request, vocabulary: Vocabulary, positions: int, t
     if not ids:
         raise RequestError("the prompt has no tokens; write something to continue")
     if len(ids) >= positions:
-        raise RequestError(
+        raise TooLongError(
             f"the prompt has {len(ids)} tokens and the model {positions} positions for prompt and answer; shorten it "
             f"to {positions - 1} tokens or fewer"
         )

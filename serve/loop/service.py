@@ -30,10 +30,14 @@ MAX_WAITING, RESERVED = 256, 32
 
 @dataclass(frozen=True)
 class Failed:
-    """The reason why a request gets no more pieces: it was refused, its client has gone, or it failed."""
+    """The reason why a request gets no more pieces: it was refused, its client has gone, or it failed.
+
+    `code`: the reason in a word that programs know.
+    """
 
     reason: str
     kind: Literal["refused", "cancelled", "failed"]
+    code: str | None = None
 
 
 Receive = Callable[[Piece | Failed], None]
@@ -154,7 +158,7 @@ class Service:
         try:
             ready = self._generator.prepare(request)
         except RequestError as error:
-            told = Failed(str(error), "refused")
+            told = Failed(str(error), "refused", error.code)
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic, which is no Exception, and the client waits
             told = Failed(f"the prompt cannot be tokenized: {type(error).__name__}: {error}", "refused")
         self.run_between_steps((lambda: self.end(ongoing, told)) if told else (lambda: self._admit(ready, ongoing)))

@@ -31,12 +31,16 @@ class GoneError(Exception):
 
 @dataclass(frozen=True)
 class Told:
-    """The form of the answer, and the name of the request's field in errors."""
+    """The form of the answer, and the name of the request's field in errors.
+
+    `with_usage`: a stream ends with the numbers of tokens; `counting`: each of its chunks has those so far too.
+    """
 
     writer: Writer
     streamed: bool
     with_usage: bool
     param: str
+    counting: bool = False
 
 
 class AnswerResponse(Response):
@@ -97,7 +101,7 @@ class AnswerResponse(Response):
     def _refused(self, failed: Failed) -> Refusal:
         self._counts.ended("refused" if failed.kind == "refused" else "failed", self._open)
         if failed.kind == "refused":
-            return Refusal(400, failed.reason, self._told.param)
+            return Refusal(400, failed.reason, self._told.param, failed.code)
         return Refusal(500, failed.reason)
 
     def _count(self, arrived: Arrived, piece: Piece) -> None:
@@ -125,7 +129,7 @@ class AnswerResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        writer = self._told.writer.stream(self._told.with_usage)
+        writer = self._told.writer.stream(self._told.with_usage, self._told.counting)
         found = await self._fetch()
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})

@@ -68,19 +68,20 @@ class Writer:
         head = {"object": self.form.kind, **self._head}
         return json.dumps(head | {"choices": choices, "usage": usage(last)}).encode()
 
-    def stream(self, with_usage: bool) -> "StreamWriter":
-        """Return a writer of chunks; `with_usage`: the last of them counts tokens."""
+    def stream(self, with_usage: bool, counting: bool) -> "StreamWriter":
+        """Return a writer of chunks; `with_usage`: the last of them counts tokens; `counting`: all do."""
         head = {"object": self.form.chunk_kind, **self._head}
-        return StreamWriter(self.form, json.dumps(head)[:-1], with_usage)
+        return StreamWriter(self.form, json.dumps(head)[:-1], with_usage, counting)
 
 
 class StreamWriter:
     """Writes the events of one stream."""
 
-    def __init__(self, form: Form, head: str, with_usage: bool):
-        """`head`: the JSON that every chunk begins with, its brace open."""
+    def __init__(self, form: Form, head: str, with_usage: bool, counting: bool):
+        """`head`: the JSON that every chunk begins with, its brace open; `counting`: with usage, every chunk has it."""
         self._form, self._before = form, f'data: {head}, "choices": ['
         self._after, self._counts = (', "usage": null}\n\n' if with_usage else "}\n\n"), with_usage
+        self._counting = with_usage and counting
 
     def opening(self, index: int) -> str:
         """The event before all others of an answer; empty where there is none."""
@@ -89,7 +90,8 @@ class StreamWriter:
 
     def chunk(self, index: int, found: AnswerPart) -> str:
         """The event of what an answer has gained."""
-        return f"{self._before}{self._form.chunk(index, found)}]{self._after}"
+        after = f', "usage": {json.dumps(usage(found.pieces[-1:]))}}}\n\n' if self._counting else self._after
+        return f"{self._before}{self._form.chunk(index, found)}]{after}"
 
     def ending(self, last: Sequence[Piece]) -> bytes:
         """The events after all others."""

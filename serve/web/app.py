@@ -3,7 +3,7 @@
 Pages that show that description would load their scripts from elsewhere, so there are none.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -38,6 +38,11 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 STREAMED = {
     "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}}
 }
+
+
+#: Log-probabilities that are kept of several prompts, some 100 bytes each.
+MOST_LISTED = 1_000_000
+Prompts = Sequence[str | tuple[int, ...]]
 
 
 class JsonRequest(Request):
@@ -138,15 +143,18 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         begun, model = perf_counter(), serving.find(fields.model)
         given = prompts(fields.prompt, model.positions)
         of_prompt = fields.prompt_logprobs
-        if of_prompt is not None and (refused := _without_prompt_logprobs(fields, model, len(given))):
+        if of_prompt is not None and (refused := _without_prompt_logprobs(fields, model, given)):
             raise Refusal(400, f"prompt_logprobs: {refused}", "prompt_logprobs")
         if fields.echo:
-            of_prompt = _echoed_logprobs(fields, model, len(given))
+            of_prompt = _echoed_logprobs(fields, model, given)
         most = _most_tokens(fields, model) or 16
         asked = [fields.asked(prompt, most, fields.logprobs, of_prompt) for prompt in given]
         echoed = given if fields.echo else ()
-        form = CompletionForm(model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None, echoed)
-        told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "prompt")
+        form = CompletionForm(
+            model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None, echoed,
+            fields.add_special_tokens is not False,
+        )  # fmt: skip
+        told = _told(fields, Writer(form, model.name), "prompt")
         return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=responses)
@@ -155,13 +163,18 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         begun, model = perf_counter(), serving.find(fields.model)
         if fields.top_logprobs and not fields.logprobs:
             raise Refusal(400, "top_logprobs: needs logprobs; set that to true, or leave this out", "top_logprobs")
-        prompt = await serving.render([said.message for said in fields.messages], model.positions)
+        said = sum(message.characters for message in fields.messages)
+        prompt = await serving.render([message.message for message in fields.messages], said, model.positions)
         most = _most_tokens(fields, model) or model.positions
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         asked = [fields.asked(prompt, most, logprobs, special_tokens=False)]
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
-        told = Told(Writer(form, model.name), bool(fields.stream), fields.usage_wanted, "messages")
+        told = _told(fields, Writer(form, model.name), "messages")
         return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
+
+
+def _told(fields: CompletionFields | ChatFields, writer: Writer, param: str) -> Told:
+    return Told(writer, bool(fields.stream), fields.usage_wanted, param, fields.usage_counting)
 
 
 def _most_tokens(fields: CompletionFields | ChatFields, model: Model) -> int | None:
@@ -180,7 +193,7 @@ def _most_tokens(fields: CompletionFields | ChatFields, model: Model) -> int | N
     return most
 
 
-def _echoed_logprobs(fields: CompletionFields, model: Model, prompts: int) -> int | None:
+def _echoed_logprobs(fields: CompletionFields, model: Model, prompts: Prompts) -> int | None:
     """The number of the best tokens that are listed in place of each of an echoed prompt; None: no logprobs are.
 
     Raises Refusal where the prompt cannot be echoed.
@@ -194,12 +207,19 @@ def _echoed_logprobs(fields: CompletionFields, model: Model, prompts: int) -> in
     return fields.logprobs
 
 
-def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: int) -> str | None:
-    """The reason why a prompt's log-probabilities are not given, if there is one."""
+def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: Prompts) -> str | None:
+    """The reason why the prompts' log-probabilities are not given, if there is one."""
     if fields.stream:
         return "come with a whole answer; leave out stream"
-    if prompts > 1:
-        return f"are kept until an answer is whole, so that one prompt may ask for them, and here are {prompts}"
+    # a text has at most a token for each of its bytes, and one or two that the tokenizer sets
+    sizes = (len(each.encode(errors="replace")) + 2 if isinstance(each, str) else len(each) for each in prompts)
+    each = 1 + max(fields.logprobs or 0, fields.prompt_logprobs or 0)
+    listed = sum(min(size, model.positions) for size in sizes) * each
+    if len(prompts) > 1 and listed > MOST_LISTED:
+        return (
+            f"are kept until all answers are whole, at most {MOST_LISTED:,} of several prompts, and these may have "
+            f"{listed:,}; send fewer prompts in a request"
+        )
     if model.vocabulary.tails:
         return (
             "are of tokens taken in one by one, and this model reads the end of a prompt in another form than the rest "

@@ -10,8 +10,10 @@ tried for every item of each.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError, from_json
 
+from ...core.field_errors import PLAIN
 from ..loop.request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHARACTERS, MOST_STOP_WORDS, Request
 from .refusals import Refusal
 
@@ -58,6 +60,9 @@ class StreamOptions(StrictFields):
     """The options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: each chunk has the tokens so far, as vLLM has it."
+    )
     include_obfuscation: Whatever = None
 
 
@@ -75,6 +80,9 @@ class Fields(StrictFields):
     seed: Annotated[int, Field(ge=0, le=MOST_SEED)] | None = None
     stop: StopWord | Annotated[list[StopWord], Field(max_length=MOST_STOP_WORDS)] | None = None
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token, as measuring wants it.")
+    add_special_tokens: bool | None = Field(
+        None, description="Have the tokenizer put its own around a text: by default for prompts, and not for chats."
+    )
     n: One | None = None
     logit_bias: NoMap | None = None
     top_k: Annotated[int, Field(ge=-1, le=0)] | None = None
@@ -87,6 +95,11 @@ class Fields(StrictFields):
     safety_identifier: Whatever = None
     prompt_cache_key: Whatever = None
     prompt_cache_retention: Whatever = None
+
+    @property
+    def usage_counting(self) -> bool:
+        """Tell whether each chunk of such a stream has them."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def usage_wanted(self) -> bool:
@@ -104,7 +117,8 @@ class Fields(StrictFields):
         words = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return Request(
             prompt, most, words, _or(self.temperature, 1.0), _or(self.top_p, 1.0), self.frequency_penalty or 0.0,
-            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos), prompt_logprobs, special_tokens,
+            self.presence_penalty or 0.0, self.seed, logprobs, bool(self.ignore_eos), prompt_logprobs,
+            special_tokens if self.add_special_tokens is None else self.add_special_tokens,
         )  # fmt: skip
 
 
@@ -129,25 +143,83 @@ class TextPart(StrictFields):
 
     type: Literal["text"]
     text: str
+    cache_control: Whatever = None
+
+
+class CalledFunction(StrictFields):
+    """A function that the model called, with arguments in JSON."""
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _read(cls, text: str) -> str:
+        if not isinstance(_object(text), dict):
+            raise PydanticCustomError(PLAIN, "must be an object in JSON")
+        return text
+
+
+class ToolCall(StrictFields):
+    """A call of a tool in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Whatever = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As templates read it: the arguments are no text but an object, as transformers asks for and vLLM makes it."""
+        function = {"name": self.function.name, "arguments": _object(self.function.arguments)}
+        return {"type": self.type, "function": function} | ({"id": self.id} if self.id is not None else {})
 
 
 class Said(StrictFields):
     """A message; what clients send back of an answer they were given may come with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)]
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None = Field(
+        None, description="May be null beside tool_calls."
+    )
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_MESSAGES)] | None = None
+    tool_call_id: str | None = None
     refusal: None = None
-    tool_calls: Nothing | None = None
     function_call: None = None
     annotations: Nothing | None = None
     audio: None = None
+    provider_specific_fields: Whatever = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "Said":
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError(PLAIN, "must have a text as content, or tool_calls")
+        return self
 
     @property
-    def message(self) -> dict[str, str]:
-        """As the template is told it: parts are lines of their own."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+    def message(self) -> dict[str, Any]:
+        """As the template is told it: parts are lines of their own; what is null is left out, as transformers does."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        calls = [call.message for call in self.tool_calls or ()]
+        more = {"content": content, "tool_calls": calls or None, "name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role} | {name: value for name, value in more.items() if value is not None}
+
+    @property
+    def characters(self) -> int:
+        """The number of characters of what was said, and of the calls."""
+        calls = (len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.message.get("content", "")) + sum(calls)
+
+
+def _object(text: str) -> Any:
+    """The object that calls have as arguments; None for what is no JSON."""
+    try:
+        return from_json(text or "{}", allow_inf_nan=False)
+    except ValueError:
+        return None
 
 
 class TextFormat(StrictFields):

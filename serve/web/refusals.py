@@ -4,6 +4,7 @@ The official client makes its exceptions of the status alone (400 BadRequestErro
 itself after 429 and 5xx, and waits as long as `Retry-After` says.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ from ...core.field_errors import plain_text
 RETRY_AFTER = "1"
 #: The most characters of a message: some repeat what was sent.
 LONGEST = 500
+
+
+#: Errors that are looked at, of a body that may have some for each of its bytes.
+MOST_ERRORS = 100
+#: What pydantic calls the types of a field that may have several.
+BRANCHES = ("str", "list", "int", "float", "bool", "dict")
 
 
 class Fault(BaseModel):
@@ -62,30 +69,39 @@ class Refusal(HTTPException):
 def of_fields(errors: Sequence[Any]) -> Refusal:
     """The refusal of a body with invalid fields; `errors` are pydantic's.
 
-    The first invalid field is named; where several types are allowed, the fault for each of them.
+    The first invalid field is named, as deep as it lies: of a field with several types pydantic tells each type's
+    faults, and those furthest in are of the type that was meant. Where several types are as near, the fault for each.
     """
-    first = _param(errors[0]["loc"])
-    found = [error for error in errors if _param(error["loc"]) == first]
+    errors, first = errors[:MOST_ERRORS], _param(errors[0]) or ""
+    within = [error for error in errors if re.match(rf"{re.escape(first)}(?:$|[.[])", _param(error) or "")]
+    deepest = max(within, key=_depth)
+    name = _param(deepest)
+    found = [error for error in within if _param(error) == name]
     if any(error["type"] == "extra_forbidden" for error in found):
         return Refusal(
             400,
-            f"{first}: is no field that this server knows; leave it out (docs/serve.md lists those it takes)",
-            first,
+            f"{name}: is no field that this server knows; leave it out (docs/serve.md lists those it takes)",
+            name,
         )
     texts = " or ".join(dict.fromkeys(map(plain_text, found[:4])))
-    return Refusal(400, f"{first or 'the body'} {texts}", first)
+    return Refusal(400, f"{name or 'the body'} {texts}", name)
 
 
-def _param(where: Sequence[int | str]) -> str | None:
-    """The name of a field, such as `messages[0].content`; of the branches of a union nothing is said."""
-    name = ""
-    for part in where[1:]:
+def _depth(error: Any) -> int:
+    return len(re.findall(r"[.[]", _param(error) or ""))
+
+
+def _param(error: Any) -> str | None:
+    """The name of the field at fault, such as `messages[0].content`.
+
+    pydantic writes the branches of a union between names (`str`, `list[TextPart]`); these are left out. An unknown
+    field may be called anything.
+    """
+    name, where = "", error["loc"][1:]
+    unknown = len(where) - 1 if error["type"] == "extra_forbidden" else None
+    for index, part in enumerate(where):
         if isinstance(part, int):
             name += f"[{part}]"
-        elif not name:
-            name = part
-        elif name.endswith("]") and part.isidentifier() and part not in ("str", "list"):
-            name += f".{part}"
-        else:
-            break
+        elif index == unknown or (part.isidentifier() and part not in BRANCHES):
+            name += f".{part}" if name else part
     return name or None

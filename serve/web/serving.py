@@ -88,11 +88,13 @@ class Serving:
         """Return the metrics of a model."""
         return self._counts[model.name]
 
-    async def render(self, messages: list[Message], positions: int) -> str:
-        """The prompt that a chat is; raises Refusal for one that is too long or that the template refuses."""
+    async def render(self, messages: list[Message], said: int, positions: int) -> str:
+        """The prompt that a chat of so many characters is; raises Refusal for one that is too long or that the template
+        refuses.
+        """
         if isinstance(self.template, InputError):
             raise Refusal(400, str(self.template), "messages")
-        said, most = sum(len(message["content"]) for message in messages), CHARACTERS_A_POSITION * positions
+        most = CHARACTERS_A_POSITION * positions
         if said > most:
             raise Refusal(
                 400,

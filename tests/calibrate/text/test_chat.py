@@ -96,9 +96,7 @@ def test_chats_in_sharegpts_form_are_renamed(tmp_path: Path, reading: Reading) -
 
 def test_what_else_a_message_holds_goes_to_the_template() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
-    assert messages("here", [call]) == [
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
-    ]
+    assert messages("here", [call]) == [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
 
 
 def test_a_column_of_text_is_read_where_there_are_no_chats(tmp_path: Path, reading: Reading) -> None:

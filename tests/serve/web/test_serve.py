@@ -139,18 +139,11 @@ def test_an_echoed_prompt_begins_text_and_lists(server: Thread) -> None:
     assert [each["logprobs"] for each in plain] == [None, None]
 
 
-KEPT = "are kept until an answer is whole, so that one prompt may ask for them, and here are 2"
-
-
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"stream": True}, "comes with a whole answer; leave out stream"),
         ({"prompt_logprobs": 1}, "lists what prompt_logprobs does, in another form; leave one of them out"),
-        (
-            {"prompt": ["t1", "t2"], "logprobs": 1},
-            f"log-probabilities of a prompt {KEPT}",
-        ),
     ],
 )
 def test_what_cannot_be_echoed_is_refused(server: Thread, fields: dict[str, Any], told: str) -> None:
@@ -159,13 +152,24 @@ def test_what_cannot_be_echoed_is_refused(server: Thread, fields: dict[str, Any]
     assert (refused.status_code, error["message"], error["param"]) == (400, f"echo: {told}", "echo")
 
 
-def test_they_are_of_one_prompt_and_a_whole_answer(server: Thread) -> None:
-    several = server.post(prompt=["t1", "t2"], prompt_logprobs=1)
+def test_those_of_several_prompts_are_those_of_each(server: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a whole answer, and as many as are kept."""
+    prompts: list[list[int]] = [[3, 1, 4], [1, 5], [9]]
+    for more in ({"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}):
+        asked: dict[str, Any] = {"max_tokens": 1, "temperature": 0, **more}
+        together = server.post(prompt=prompts, **asked).json()["choices"]
+        alone = [server.post(prompt=each, **asked).json()["choices"][0] for each in prompts]
+        assert together == [{**each, "index": index} for index, each in enumerate(alone)]
     streamed = server.post(prompt="t1", prompt_logprobs=1, stream=True)
-    assert [each.status_code for each in (several, streamed)] == [400, 400]
-    assert several.json()["error"]["message"] == (f"prompt_logprobs: {KEPT}")
     told = "prompt_logprobs: come with a whole answer; leave out stream"
-    assert (streamed.json()["error"]["message"], streamed.json()["error"]["param"]) == (told, "prompt_logprobs")
+    assert (streamed.status_code, streamed.json()["error"]["message"]) == (400, told)
+    monkeypatch.setattr("fp8q.serve.web.app.MOST_LISTED", 12)
+    assert server.post(prompt=prompts, prompt_logprobs=1).status_code == 200
+    refused = server.post(prompt=[*prompts, [1]], prompt_logprobs=1)
+    assert error_of(refused) == (
+        "prompt_logprobs: are kept until all answers are whole, at most 12 of several prompts, and these may have 14; "
+        "send fewer prompts in a request"
+    )
 
 
 #: Fields (beside a good prompt, where they have none), which of them is at fault, and what is said.
