@@ -91,6 +91,7 @@ def world(made_once: MadeOnce, made_adapter: Callable[..., Path]) -> Path:
     return made_once("world-of-docs", make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run_as_they_stand(
     page: str, fp8q: Fp8q, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeping_graphs: KeepingGraphs

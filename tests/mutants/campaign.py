@@ -90,8 +90,8 @@ def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
 
 
 def verdict_of(mutation: Mutation, tree: Path, quick: bool = False) -> str:
-    """Apply `mutation` to `tree`, run its tests (those that are `quick`) and take it back: `survived`, or `killed by` the
-    test.
+    """Apply `mutation` to `tree`, run its tests (with `quick` those of `make test`) and take it back: `survived`, or
+    `killed by` the test.
 
     Raises RuntimeError where the tests do not even run, or the one that failed fails without the mutation.
     """
