@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 #: Each calibrates, exports or builds, which takes ten seconds to minutes.
-SLOW_FIXTURES = frozenset({"attention_run", "built", "deep", "demo_run", "finished", "rescaled", "tritonserver"})
+SLOW_FIXTURES = frozenset({"attention_run", "demo_run", "finished", "own_triton", "rescaled", "triton"})
 #: What `make test` selects; `make test-slow` selects the others.
 QUICK = "not slow or quick"
 LONGEST_SHOWN = 10

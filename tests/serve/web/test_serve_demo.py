@@ -73,12 +73,14 @@ def alone(generator: Generator, request: Request) -> GeneratedAnswer:
     return found
 
 
+@pytest.mark.quick
 def test_the_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
     with pytest.raises(openai.NotFoundError, match="there is no model other; there is demo"):
         client.completions.create(model="other", prompt=PROMPT)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("drawn", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
 def test_an_answer_is_the_text_that_generate_gives(
     generator: Generator, client: openai.OpenAI, drawn: dict[str, Any]
@@ -106,6 +108,7 @@ def test_penalties_and_stop_words_are_those_of_generate(generator: Generator, cl
         assert (found.choices[0].text, found.choices[0].finish_reason) == (free.text[: free.text.index(word)], "stop")
 
 
+@pytest.mark.quick
 def test_a_chat_is_answered_by_the_models_template(run: Run, generator: Generator, client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "Say <é>"}]
     prompt = template(run).render(messages)
