@@ -158,6 +158,7 @@ for kernel, block, warps in ((k._private, k.BLOCK, 4), (c._shared, c.BLOCKS * k.
 """
 
 
+@pytest.mark.slow
 def test_kernels_that_count_compile_for_hopper_within_its_shared_memory() -> None:
     pytest.importorskip("triton", reason="Triton is not installed (it comes with PyTorch for NVIDIA GPUs)")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
