@@ -69,12 +69,21 @@ REFUSALS = {
 }
 
 
-def refusal(error: OSError | SafetensorError, where: Path | None = None) -> InputError | None:
+#: In the messages of torch's writer, which loses the error of the operating system that stopped it.
+TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
+
+
+def refusal(error: OSError | SafetensorError | RuntimeError, where: Path | None = None) -> InputError | None:
     """Translate an error of the operating system into an InputError that names the file (or else `where`) and the
     remedy.
 
     None for an error that is not in `REFUSALS`.
     """
+    if isinstance(error, RuntimeError):
+        if not any(part in str(error) for part in TORCH_WRITER):
+            return None
+        what = "a file could not be written to its end; free space there, or name another directory"
+        return InputError(f"{where}: {what}" if where else what)
     number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
     if number not in REFUSALS:
         return None
@@ -86,11 +95,11 @@ def refusal(error: OSError | SafetensorError, where: Path | None = None) -> Inpu
 @contextmanager
 def disk_errors(where: Path) -> Iterator[None]:
     """Raise errors of the operating system in this block as InputError that names the file, or else `where`, and the
-    remedy.
+    remedy; those of torch's writer too.
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         if (translated := refusal(error, where)) is None:
             raise
         raise translated from error
@@ -269,7 +278,8 @@ def read_document(path: Path, kind: type[Document]) -> Document:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
+    """SHA-256 of a file's bytes, in hexadecimal; raises InputError for what is no regular file."""
+    regular_file(path)
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

@@ -50,6 +50,8 @@ def _inside(name: str) -> str:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError("names a place outside the run")
+    if not path.parts:
+        raise ValueError("names no file")
     return name
 
 

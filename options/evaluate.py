@@ -35,7 +35,8 @@ class EvaluateOptions(Options):
         tuple[Path, ...],
         option(
             EVALUATION,
-            "A folder of task files (YAML) of your own, which may run Python: give what you trust. Repeatable.",
+            "A folder of task files (YAML) of your own, whose functions, classes and metrics run Python: give what you "
+            "trust. Repeatable.",
             "DIR",
         ),
         Unkeyed("what its tasks ask is an input"),

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 
 from ...core.errors import InputError
 from ...core.files import Strict, replacing, unreadable
@@ -25,13 +25,17 @@ Kind = Literal["input", "weight", "gradient"]
 KINDS: tuple[Kind, ...] = ("input", "weight", "gradient")
 
 
+#: The most steps of a training.
+MOST_STEPS = 2**53
+
+
 class Head(Strict):
     """The first line: what is recorded."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     model: str = Field(description="the class of the model")
-    every: int = Field(ge=1, description="steps from one record to the next")
-    history: int = Field(ge=1, description="records whose amax a scale is made from")
+    every: int = Field(ge=1, le=MOST_STEPS, description="steps from one record to the next")
+    history: int = Field(ge=1, le=MOST_STEPS, description="records whose amax a scale is made from")
     scaling: Scaling
     tensors: list[str] = Field(min_length=1, description="module.input, module.weight or module.gradient")
     columns: list[str]
@@ -42,13 +46,15 @@ class Line(Strict):
     input of a module before it too.
     """
 
-    step: int = Field(ge=0)
-    loss: float | None = Field(description="null where none was given, or it was not finite")
+    step: int = Field(ge=0, le=MOST_STEPS)
+    loss: FiniteFloat | None = Field(description="null where none was given, or it was not finite")
     loss_finite: bool
-    gradient_norm: float | None = Field(description="of all parameters; null where there is none or it is not finite")
+    gradient_norm: FiniteFloat | None = Field(
+        description="of all parameters; null where there is none or it is not finite"
+    )
     gradient_finite: bool
-    seconds: float = Field(ge=0, description="since recording began")
-    rows: list[list[float | None] | None]
+    seconds: FiniteFloat = Field(ge=0, description="since recording began")
+    rows: list[list[FiniteFloat | None] | None]
 
 
 @dataclass(frozen=True)
@@ -124,11 +130,19 @@ def read_lines(path: Path) -> tuple[Head, list[Line]]:
         raise InputError(f"{path}: line 1 is no head of a training log that fp8q.api.watch writes") from None
     for number, text in enumerate(texts[1:], 2):
         try:
-            records.append(Line.model_validate_json(text))
+            line = Line.model_validate_json(text)
         except ValidationError:
             if number == len(texts) and not _whole(text):
                 break  # the run ended while it was written
             raise InputError(f"{path}: line {number} is no record of a training step") from None
+        if len(line.rows) != len(head.tensors) or any(
+            row is not None and len(row) != len(head.columns) for row in line.rows
+        ):
+            raise InputError(
+                f"{path}: line {number} has other rows than the {len(head.columns)} columns of {len(head.tensors)} "
+                "tensors that line 1 names"
+            )
+        records.append(line)
     return head, records
 
 
@@ -159,7 +173,7 @@ def read_log(path: Path) -> TrainingLog:
     head, lines = read_lines(path)
     if not lines:
         raise InputError(f"{path}: has no recorded step yet; train on, and call watch.step() once a step")
-    if list(head.columns) != list(COLUMNS) or any(len(line.rows) != len(head.tensors) for line in lines):
+    if list(head.columns) != list(COLUMNS):
         raise InputError(f"{path}: has other columns than this version of fp8q writes")
     empty = [None] * len(COLUMNS)
     values = np.array([[row or empty for row in line.rows] for line in lines], np.float64)

@@ -1,6 +1,8 @@
 """Watch a training run: at every Nth step the exact histogram of each linear layer's input, weight and output gradient.
 
-The hooks are attached at a step that is recorded, and removed after it, so the other steps cost nothing. At a recorded
+The hooks are attached at a step that is recorded, and removed after it, so the other steps cost nothing. They are
+torch's hooks of all modules, which pass over those that are not watched: a hook of a module itself would go into every
+copy of it (an average of weights, `copy.deepcopy`), stay there, and keep the copy from being pickled. At a recorded
 step each value is read once more, rounded to BF16, and counted by its bit pattern (`calibrate.measure.counting`). The
 gradient is that of the layer's output, which the backward pass multiplies with weight and input: in FP8 training it is
 the tensor in E5M2 (Micikevicius et al. 2022, arXiv 2209.05433, section 3). Nothing of the model is changed.
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from ...calibrate.measure.counting import count_patterns
@@ -69,7 +72,7 @@ class StepCounts:
 class TrainingRecorder:
     """The recorder of a training run. Call `step` once after each backward pass; `fp8q.api.watch` makes and ends it.
 
-    Invariant: hooks are attached while a step that is recorded is under way, and at no other time.
+    Invariant: hooks are attached while a step that is recorded is under way, and at no other time; none after `close`.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class TrainingRecorder:
         self.tensors = [f"{name}.{kind}" for name in self.modules for kind in KINDS]
         self._amax = {tensor: deque[float](maxlen=options.history) for tensor in self.tensors}
         self._recorded: StepCounts | None = None
+        self._closed = False
         self._hooks, self._started = ExitStack(), time.monotonic()
         with disk_errors(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -101,10 +105,13 @@ class TrainingRecorder:
         self._attach()
 
     def step(self, loss: torch.Tensor | float | None = None) -> None:
-        """End a training step, whose `loss` joins the record; call it after the backward pass, once a step.
+        """End a training step, whose `loss` joins the record; call it after the backward pass, once a step. Nothing is
+        recorded after `close`.
 
         Raises InputError where a recorded step ran none of the layers, as a compiled model's hooks never run.
         """
+        if self._closed:
+            return
         if self._recorded is not None:
             self._hooks.close()
             self._write(self._recorded, loss)
@@ -114,7 +121,7 @@ class TrainingRecorder:
     def close(self) -> None:
         """Remove the hooks; a step that has not ended is not recorded."""
         self._hooks.close()
-        self._recorded = None
+        self._recorded, self._closed = None, True
 
     def _attach(self) -> None:
         """Attach the hooks where the current step is one to record."""
@@ -122,12 +129,12 @@ class TrainingRecorder:
         if self.current % self.options.every:
             return
         step = self._recorded = StepCounts()
-        for name, module in self.modules.items():
-            for handle in (
-                module.register_forward_pre_hook(_input_hook(step, name)),
-                module.register_forward_hook(_output_hook(step, name)),
-            ):
-                self._hooks.callback(handle.remove)
+        watched = {id(module): name for name, module in self.modules.items()}  # alive as long as the recorder
+        for handle in (
+            register_module_forward_pre_hook(_input_hook(step, watched)),
+            register_module_forward_hook(_output_hook(step, watched)),
+        ):
+            self._hooks.callback(handle.remove)
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 self._hooks.callback(parameter.register_post_accumulate_grad_hook(_norm_hook(step)).remove)
@@ -165,26 +172,36 @@ class TrainingRecorder:
             append_line(self.path, line)
 
 
-def _input_hook(step: StepCounts, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _input_hook(step: StepCounts, watched: Mapping[int, str]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled():  # an evaluation, or the first pass of a checkpointed layer, which comes again
+        name = watched.get(id(module))
+        # without gradients it is an evaluation, or the first pass of a checkpointed layer, which comes again
+        if name is None or not torch.is_grad_enabled():
             return
-        if inputs and step.is_new(inputs[0]):
-            step.add(f"{name}.input", inputs[0])
-        if f"{name}.weight" not in step.counts:
-            weight = module.weight
-            assert isinstance(weight, torch.Tensor), "a linear layer has a weight"
+        x = _first_tensor(inputs)
+        if x is not None and step.is_new(x):
+            step.add(f"{name}.input", x)
+        weight = getattr(module, "weight", None)
+        if f"{name}.weight" not in step.counts and isinstance(weight, torch.Tensor):
             step.add(f"{name}.weight", weight)
 
     return hook
 
 
-def _output_hook(step: StepCounts, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+def _output_hook(step: StepCounts, watched: Mapping[int, str]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.requires_grad:
+        name = watched.get(id(module))
+        if name is not None and isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: step.add(f"{name}.gradient", gradient))
 
     return hook
+
+
+def _first_tensor(inputs: Any) -> torch.Tensor | None:
+    """The first tensor of floats among a module's arguments, which may be tuples of tensors; None where none is."""
+    if isinstance(inputs, tuple | list):
+        return next((found for each in inputs if (found := _first_tensor(each)) is not None), None)
+    return inputs if isinstance(inputs, torch.Tensor) and inputs.is_floating_point() else None
 
 
 def _norm_hook(step: StepCounts) -> Callable[[torch.Tensor], None]:

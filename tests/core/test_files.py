@@ -14,7 +14,7 @@ import pytest
 from safetensors import SafetensorError
 
 from fp8q.core.errors import InputError
-from fp8q.core.files import FICLONE, Strict, clone_file, read_document, reading, regular_file
+from fp8q.core.files import FICLONE, Strict, clone_file, disk_errors, read_document, reading, regular_file
 
 CONTENT = bytes(range(256)) * 100
 
@@ -120,3 +120,16 @@ def test_what_a_reader_raises_is_said_of_its_file_in_one_line(error: Exception, 
 def test_what_fp8q_refuses_while_it_reads_is_said_as_it_is() -> None:
     with pytest.raises(InputError, match="^no$"), reading(Path("run"), "anything"):
         raise InputError("no")
+
+
+def test_a_disk_that_is_full_while_torch_writes_is_named(tmp_path: Path) -> None:
+    """torch's writer loses the error of the operating system, and raises a RuntimeError of its own."""
+    import torch
+
+    with pytest.raises(InputError) as refused, disk_errors(tmp_path):
+        torch.save({"a": torch.zeros(100_000)}, "/dev/full")
+    assert str(refused.value) == (
+        f"{tmp_path}: a file could not be written to its end; free space there, or name another directory"
+    )
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), disk_errors(tmp_path):
+        raise RuntimeError("out of memory")

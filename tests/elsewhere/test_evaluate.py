@@ -150,6 +150,21 @@ def test_a_task_that_runs_the_models_code_is_refused(harness: Harness, run: Run)
     )
 
 
+def test_a_template_reaches_its_document_alone(harness: Harness, run: Run) -> None:
+    """In lm-eval's own environment of Jinja this template would write the file."""
+    reached = "{{ cycler.__init__.__globals__.os.system('touch reached') }}"
+    (folder := harness.folder / "template").mkdir()
+    text = (harness.tasks / "word.yaml").read_text(encoding="utf-8").replace("task: word", "task: reaches")
+    lines = [line for line in text.splitlines() if not line.startswith("doc_to_text")]
+    (folder / "reaches.yaml").write_text("\n".join([*lines, f'doc_to_text: "{reached}"', ""]), encoding="utf-8")
+    for file in harness.tasks.glob("*.jsonl"):
+        shutil.copy(file, folder)
+    assert harness.complaint(run, "reaches", "--include-path", folder) == (
+        "--tasks reaches: its questions cannot be built (access to attribute '__init__' of 'type' object is unsafe.)"
+    )
+    assert not (harness.folder / "reached").exists()
+
+
 def test_a_task_whose_file_is_gone_is_named(harness: Harness, run: Run) -> None:
     folder = harness.folder / "gone"
     folder.mkdir()

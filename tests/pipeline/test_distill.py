@@ -2,7 +2,9 @@
 
 import json
 import logging
+import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,24 @@ def test_a_model_whose_first_divergence_is_no_number_is_refused(
         api.distill(run.root, options=DistillOptions())
     assert run.record().stages.get("distill") == begun.record().stages.get("distill")  # what was learned before stays
     assert not list(run.root.glob(".distill*"))
+
+
+def test_a_full_disk_is_named_and_leaves_the_run_as_it_was(begun: Run, tmp_path: Path) -> None:
+    """The state of the optimizer, 24 MB, finds no room; torch's writer says so in words of its own."""
+    run = Run(Path(shutil.copytree(begun.root, tmp_path / "run")))
+    before = {path: path.read_bytes() for path in run.model.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (18 << 20, hard))
+    try:
+        with pytest.raises(InputError) as refused:
+            api.distill(run.root, options=replace(OPTIONS, seed=5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(refused.value) == (
+        f"{run.root}: a file could not be written to its end; free space there, or name another directory"
+    )
+    assert not (run.root / ".distill.work").exists()
+    assert {path: path.read_bytes() for path in run.model.iterdir()} == before
 
 
 def test_learned_scales_are_in_the_checkpoint(begun: Run, tmp_path: Path) -> None:

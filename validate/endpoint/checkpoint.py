@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...calibrate.input.silence import muted, quiet_transformers
-from ...core.errors import BackendError, InputError
+from ...calibrate.input.untrusted import error_text, foreign
+from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...serve.loop.text import ModelFileError, Vocabulary
+from ..accuracy.log_probabilities import check_logprobs
 from ..accuracy.top_logits import top_of
 from .answers import LikelyTokens, joined_answers
 from .distance import SERVED
@@ -17,6 +19,9 @@ from .prompts import Prompt
 
 if TYPE_CHECKING:
     import torch
+
+#: The remedy for a checkpoint that cannot be loaded.
+AGAIN = "copy or download it again, or name another directory"
 
 
 def run_checkpoint(
@@ -35,12 +40,15 @@ def run_checkpoint(
     with torch.inference_mode(), report.track(f"Running {directory}", len(prompts), "windows") as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=device)
-            try:
+            with foreign(lambda error: BackendError(f"{directory}: failed on a window ({_told(error)})")):
                 logits = model(input_ids=ids, use_cache=False).logits[0, prompt.positions - 1].float()
-            except (RuntimeError, IndexError) as error:
-                told = f"{type(error).__name__}: {str(error)[:200]}"
-                raise BackendError(f"{directory}: failed on a window ({told})") from None
             top = top_of(logits)
+            try:
+                check_logprobs(top.logprobs, logits.shape[-1], top.rest)
+            except ValueError as error:
+                raise BackendError(
+                    f"{directory}: gives log-probabilities that no model can ({error}); mend its weights"
+                ) from None
             targets = ids[0, torch.from_numpy(prompt.positions).to(device)]
             nll = -torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].double().cpu().numpy()
             tokens, logprobs = top.tokens[:, :SERVED].astype(np.int64), top.logprobs[:, :SERVED].astype(np.float64)
@@ -51,19 +59,28 @@ def run_checkpoint(
 
 def loaded_checkpoint(directory: Path) -> "torch.nn.Module":
     """The checkpoint as transformers loads it, in its own type; raises InputError where it cannot."""
+    import torch
     from transformers import AutoModelForCausalLM
 
-    try:
-        with quiet_transformers(), muted():
-            loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                directory, dtype="auto", local_files_only=True, trust_remote_code=False
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"--model {directory}: transformers cannot load it ({told}); name a checkpoint's directory"
-        ) from None
+    def fault(error: BaseException) -> Fp8qError:
+        if isinstance(error, ImportError):  # of a quantizer that its config.json names
+            return BackendError(f"--model {directory}: needs what is not installed here ({_told(error)})")
+        return InputError(f"--model {directory}: transformers cannot load it ({_told(error)}); {AGAIN}")
+
+    with quiet_transformers(), muted(), foreign(fault):
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+        )
+    loaded, report = result
+    if missing := sorted(report["missing_keys"]):
+        more = f", nor {len(missing) - 1:,} more tensors" if len(missing) > 1 else ""
+        raise InputError(f"--model {directory}: has no {missing[0]}{more}, and would run with random weights; {AGAIN}")
+    assert isinstance(loaded, torch.nn.Module), "a model of transformers is a module"
     return loaded.eval()
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error_text(error)}"
 
 
 def check_tokens(directory: Path, own: Path, prompts: Sequence[Prompt]) -> None:

@@ -92,7 +92,7 @@ def open_tasks(options: EvaluateOptions, template: Template | None) -> Tasks:
     """
     from lm_eval.tasks import TaskManager  # its modules are there before their bars are silenced
 
-    with quiet_harness():
+    with quiet_harness(), sandboxed_templates():
         manager = TaskManager(include_path=[str(path) for path in options.include_path] or None)
         for name in options.tasks:
             check_name(name, manager.all_tasks)
@@ -106,6 +106,26 @@ def open_tasks(options: EvaluateOptions, template: Template | None) -> Tasks:
             if name in loaded.get("groups", {}):
                 groups[name] = list(tasks)
     return Tasks(list(questions.values()), groups)
+
+
+@contextmanager
+def sandboxed_templates() -> Iterator[None]:
+    """Let the Jinja templates of task files reach their documents alone, in this block: lm-eval's own environment lets
+    a template call anything in Python (`''.__class__.__mro__ ...`).
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from lm_eval import utils
+
+    before = utils.env
+    sandbox = ImmutableSandboxedEnvironment(
+        loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
+    )
+    sandbox.filters.update(before.filters)
+    utils.env = sandbox
+    try:
+        yield
+    finally:
+        utils.env = before
 
 
 def check_name(name: str, known: Sequence[str]) -> None:
@@ -189,7 +209,7 @@ def ask(
     drawn = FIXED_SEED if seed is None else seed
     if hasattr(model, "_seed"):  # of a server, which draws by itself
         model._seed = drawn
-    with quiet_harness(advance, question.requests), foreign(fault):
+    with quiet_harness(advance, question.requests), sandboxed_templates(), foreign(fault):
         question.task.set_fewshot_seed(seed=FIXED_SEED)
         _seed(drawn)
         results = evaluate(

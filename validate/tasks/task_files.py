@@ -1,34 +1,70 @@
 """Check the folders of task files that the user gives, before lm-eval indexes them.
 
 lm-eval passes over a file that does not parse without a word, and then has no task of its name. A task file may name
-Python functions (`!function module.name`), which lm-eval imports: such a folder is code. Here no function is imported.
+Python functions (`!function module.name`) or a `class`, which lm-eval imports: such a folder is code. Here nothing is
+imported. Of two files with one name lm-eval takes the first.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from ...calibrate.input.untrusted import error_text, read_bytes
 from ...core.errors import InputError
+from ...core.field_errors import plain_text
 
 #: Bytes that a task file may have; those of lm-eval have less than 100 kB.
 MOST_BYTES = 8 << 20
+#: The folders that lm-eval passes over.
+IGNORED = ("__pycache__", ".ipynb_checkpoints")
+
+
+class TaskFile(BaseModel):
+    """What lm-eval's index reads of a task file: a file with a `class` or `task` is a task, and one with a `group` a
+    group of the tasks that `task` lists; one with neither is included by others.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    task: str | list[Any] | None = None
+    group: str | None = None
+    tag: str | list[str] | None = None
+    class_: Any = Field(default=None, alias="class")
+
+    @property
+    def name(self) -> str | None:
+        """The name that a task or group is asked by; None for a file that others include."""
+        if self.group is not None and self.class_ is None:
+            return self.group
+        return self.task if isinstance(self.task, str) else None
 
 
 def check_task_files(folders: Sequence[Path]) -> None:
-    """Raise InputError for a folder that is not there or has no task file, and for a file in it that is no YAML."""
+    """Raise InputError for a folder that is not there or has no task file, for a file in it that is no task file, and
+    for two files that name one task.
+    """
+    named = dict[str, Path]()
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"--include-path {folder}: there is no such folder; give one that has task files (YAML)")
-        files = sorted(folder.rglob("*.yaml"))
+        files = sorted(file for file in folder.rglob("*.yaml") if not {*IGNORED} & {*file.parts})
         if not files:
             raise InputError(f"--include-path {folder}: holds no task file (*.yaml); give a folder that does")
         for file in files:
-            check_task_file(file)
+            name = check_task_file(file)
+            if name is not None and named.setdefault(name, file) != file:
+                raise InputError(
+                    f"{file}: names the task {name}, as {named[name]} does; name each task once, or take one of the "
+                    "files out of --include-path"
+                )
 
 
-def check_task_file(file: Path) -> None:
-    """Raise InputError, with the place, for a task file that is no YAML or no mapping."""
+def check_task_file(file: Path) -> str | None:
+    """Return the name of a file's task or group; raise InputError, with the place, where it is no YAML, no mapping, or
+    names a task by something else than text.
+    """
     import yaml
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
@@ -44,3 +80,8 @@ def check_task_file(file: Path) -> None:
         raise InputError(f"{file}: is no YAML: {error_text(error)}; {remedy}") from None
     if not isinstance(content, dict):
         raise InputError(f"{file}: is no task file, which has `task: NAME` and more such lines; {remedy}")
+    try:
+        return TaskFile.model_validate(content).name
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise InputError(f"{file}: `{first['loc'][0]}` {plain_text(first)}; {remedy}") from None

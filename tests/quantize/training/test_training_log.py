@@ -53,6 +53,22 @@ def test_a_last_line_that_was_cut_short_is_left_out(log: Path) -> None:
         (lambda text: text.replace('"step":0', '"stp":0'), "line 2 is no record of a training step"),
         (lambda text: text.replace('"step":10', '"stp":10'), "line 3 is no record of a training step"),
         (lambda text: text.split("\n")[0] + "\n", "has no recorded step yet; train on, and call watch.step() once"),
+        (lambda text: text.replace('"step":10', f'"step":{10**30}'), "line 3 is no record of a training step"),
+        (lambda text: text.replace('"step":10', '"step":-10'), "line 3 is no record of a training step"),
+        (lambda text: text.replace('"loss":1.5', '"loss":1e999'), "line 2 is no record of a training step"),
+        (
+            lambda text: text.replace('"rows":[[1.0,', '"rows":[['),
+            f"line 2 has other rows than the {len(COLUMNS)} columns of 2 tensors that line 1 names",
+        ),
+        (
+            lambda text: text.replace("],null]}", "],[]]}"),
+            f"line 2 has other rows than the {len(COLUMNS)} columns of 2 tensors that line 1 names",
+        ),
+        (
+            lambda text: text.replace("],null]}", "]]}"),
+            f"line 2 has other rows than the {len(COLUMNS)} columns of 2 tensors that line 1 names",
+        ),
+        (lambda text: text.replace('"history":16', f'"history":{10**30}'), "line 1 is no head of a training log"),
         (lambda text: text.replace("e4m3_lost", "e4m3_gone"), "has other columns than this version of fp8q writes"),
     ],
 )

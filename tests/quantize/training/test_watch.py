@@ -1,5 +1,7 @@
 """Watching a training: every number against torch's own tensors, and a training that stays as it was."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,7 +87,7 @@ def test_training_is_the_same_and_hooks_are_there_at_recorded_steps_alone(tmp_pa
     with api.watch(watched, tmp_path, WatchOptions(every=3)) as log:
 
         def each(loss: torch.Tensor) -> None:
-            hooked.append(bool(watched[0]._forward_hooks or watched[0]._forward_pre_hooks))
+            hooked.append(hooks_of(watched) > 0)
             log.step(loss)
 
         train(watched, 7, each)
@@ -94,7 +96,7 @@ def test_training_is_the_same_and_hooks_are_there_at_recorded_steps_alone(tmp_pa
     for own, other in zip(alone.parameters(), watched.parameters(), strict=True):
         assert torch.equal(own, other)
         assert not other._post_accumulate_grad_hooks
-    assert not watched[0]._forward_hooks
+    assert hooks_of(watched) == 0
 
 
 def test_layers_that_share_an_input_record_it_once(tmp_path: Path) -> None:
@@ -206,3 +208,66 @@ def test_a_model_without_a_linear_layer_and_layers_that_do_not_run_are_refused(t
         api.watch(two_layers(), tmp_path / "other", EVERY_STEP) as log,
     ):
         log.step()
+
+
+class Pair(nn.Linear):
+    """A linear layer that is called with a tuple."""
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(both[0]) + both[1]
+
+
+class OfPairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.last = Pair(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.pair((x, x)))
+        return found
+
+
+def test_a_layer_that_is_called_with_a_tuple_gives_what_it_gave(tmp_path: Path) -> None:
+    """Its input is the tuple's first tensor."""
+    torch.manual_seed(0)
+    model, x = OfPairs(), torch.tensor([[1.0, -8.0, 2.0, 0.5]])
+    wanted = model(x)
+    with api.watch(model, tmp_path, WatchOptions(every=1)) as log:
+        loss = model(x).sum()
+        loss.backward()
+        log.step(loss)
+    assert torch.equal(model(x), wanted)
+    found = read_log(tmp_path)
+    assert found.column("amax")[0, found.tensors.index("pair.input")] == 8
+
+
+def hooks_of(model: nn.Module) -> int:
+    """The hooks that a model's modules and torch itself hold."""
+    everywhere = torch.nn.modules.module
+    own = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+    return own + len(everywhere._global_forward_hooks) + len(everywhere._global_forward_pre_hooks)
+
+
+def test_a_copy_of_the_model_has_no_hooks_and_is_not_counted(tmp_path: Path) -> None:
+    """A copy that is made at a recorded step, as of averaged weights, and trained on its own."""
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.tensor([[1.0, 2.0]])
+    with api.watch(model, tmp_path, WatchOptions(every=1)) as log:
+        loss = model(x).sum()
+        loss.backward()
+        copied = copy.deepcopy(model)
+        pickle.dumps(copied)
+        copied(torch.tensor([[400.0, 1.0]])).sum().backward()
+        log.step(loss)
+    assert hooks_of(copied) == hooks_of(model) == 0
+    assert read_log(tmp_path).column("amax")[0, 0] == 2
+
+
+def test_a_step_after_the_end_records_nothing_and_leaves_no_hooks(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.tensor([[1.0, 2.0]])
+    with api.watch(model, tmp_path, WatchOptions(every=1)) as log:
+        model(x).sum().backward()
+        log.step(1.0)
+    for _ in range(3):
+        log.step(2.0)
+    assert hooks_of(model) == 0
+    assert read_log(tmp_path).steps.tolist() == [0]

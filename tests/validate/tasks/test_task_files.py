@@ -34,6 +34,12 @@ UNKNOWN_TAG = "could not determine a constructor for the tag 'tag:yaml.org,2002:
     ("task: a\n\ttag: b\n", "is no YAML: found character '\\t' that cannot start any token at line 2, column 1"),
     ("just words", "is no task file, which has `task: NAME` and more such lines"),
     ("", "is no task file, which has `task: NAME` and more such lines"),
+    ("task: 5", "`task` must be text"),
+    ("task: {a: b}", "`task` must be text"),
+    ("task: [a]\ngroup: 5", "`group` must be text"),
+    ("task: a\ngroup: [b]", "`group` must be text"),
+    ("task: a\ntag: 5", "`tag` must be text"),
+    ("task: a\ntag: [b, 5]", "`tag` must be text"),
     ("a: !!python/name:os x", f"is no YAML: {UNKNOWN_TAG}"),
 ])  # fmt: skip
 def test_a_file_that_is_no_task_is_named_with_the_place(tmp_path: Path, text: str, fault: str) -> None:
@@ -53,3 +59,20 @@ def test_functions_of_a_task_file_are_read_as_names_and_not_imported(tmp_path: P
     (tmp_path / "utils.py").write_text("raise SystemExit('imported')")
     (tmp_path / "task.yaml").write_text("task: mine\nprocess_docs: !function utils.process\n")
     check_task_files([tmp_path])
+
+
+@pytest.mark.parametrize("text", ["task: mine", "group: mine\ntask: [other]", "task: mine\nclass: !function own.Task"])
+def test_two_files_of_one_name_are_both_named(text: str, tmp_path: Path) -> None:
+    """lm-eval takes the first of a folder, and of two folders the last, without a word."""
+    (first := tmp_path / "a").mkdir()
+    (second := tmp_path / "b").mkdir()
+    (first / "task.yaml").write_text("task: mine\n")
+    (second / "copy.yaml").write_text(text)
+    (second / "included.yaml").write_text("dataset_path: json\n")
+    with pytest.raises(InputError) as refused:
+        check_task_files([first, second])
+    assert str(refused.value) == (
+        f"{second / 'copy.yaml'}: names the task mine, as {first / 'task.yaml'} does; name each task once, or take one "
+        "of the files out of --include-path"
+    )
+    check_task_files([first, first])
