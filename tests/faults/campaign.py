@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -46,6 +46,7 @@ from findings import Findings, table
 from kills import kill_cases
 from options_drawn import names
 from oracle import Result, Snapshot, Verdict, judge, result, snapshot
+from served import serve
 
 #: A case that takes longer hangs.
 HANG_S = 60.0
@@ -66,6 +67,7 @@ class Campaign:
         self.root, self.world = root, (kept or root / "world") / "w"
         self.hang_s, self.stopped = hang_s, False
         self.modules = self.world.with_name("modules")
+        self.server = 0
         self.bases: dict[tuple[str, ...], Result | None] = {}
         self.known: dict[str, tuple[str, ...]] = {}
 
@@ -81,8 +83,16 @@ class Campaign:
             os.chdir(here)
             made |= dict.fromkeys(sys.modules)
             self.modules.write_text("\n".join(made), encoding="utf-8")
+        self.server, port = serve(self.root)
+        (self.root / "port").write_text(str(port), encoding="utf-8")
         for name in {argv[0] for argv, _ in ON_A_RUN}:
             self.known[name] = names(self.run(Start([name, "--help"], self.fresh("help"))).out)
+
+    def end_server(self) -> None:
+        """End the server of the cases, where it was started."""
+        if self.server:
+            os.kill(self.server, signal.SIGKILL)
+            os.waitpid(self.server, 0)
 
     def child(self, name: str, work: "object") -> None:
         """Do something in a fork, so that this process stays as it is but for what it imports."""
@@ -249,9 +259,10 @@ def main() -> int:
     """Run what was asked for; whether anything was found."""
     asked = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the world is cleared away then too
-    root = Path(tempfile.mkdtemp(prefix="fp8q-faults-"))
+    root, ending = Path(tempfile.mkdtemp(prefix="fp8q-faults-")), ExitStack()
     try:
         campaign, begun = Campaign(root, asked.world, asked.hang, asked.subject), time.monotonic()
+        ending.callback(campaign.end_server)
         campaign.make_world()
         if asked.case:
             return show(campaign, asked.case)
@@ -284,6 +295,7 @@ def main() -> int:
             )
         return bool(findings.faults or counts["kills_with_faults"])
     finally:
+        ending.close()
         if not asked.keep:
             shutil.rmtree(root, ignore_errors=True)
 

@@ -65,7 +65,7 @@ def calibrate(model: str = "tiny", *more: str, text: tuple[str, ...] = TEXT) -> 
 
 
 #: Commands that write into the run that is their argument.
-IN_PLACE = ("scales", "export", "build-engine", "validate", "triton", "report")
+IN_PLACE = ("scales", "export", "build-engine", "validate", "triton", "report", "compare", "evaluate", "distill")
 ENGINE = ("--runtime", "tensorrt-rtx", "--target", TARGET, "--max-batch", "2")
 VALIDATE = ("validate", "run", "--runtimes", "bf16,reference")
 #: A few tokens after a prompt, in every way.
@@ -74,6 +74,11 @@ GENERATE = tuple(
     ("generate", "run", *WORDS, *more)
     for more in ((), ("--runtime", "reference"), ("--runtime", "bf16"), ("--compare",), ("--chat",))
 )
+#: Another checkpoint beside the run's runtimes, tasks of a folder, codes that learn, and the log of a training.
+COMPARE = ("compare", "run", "--model", "tiny", "--windows", "2", "--json")
+EVALUATE = ("evaluate", "run", "--tasks", "word", "--include-path", "tasks", "--limit", "2")
+DISTILL = ("distill", "run", "--data", "texts/text.txt", "--allow-overlap", "--epochs", "0.1", "--samples", "10")
+LOG = ("inspect", "log", "--json")
 ON_A_RUN: tuple[tuple[list[str], int], ...] = (
     (["scales", "run", "--method", "mse"], 5),
     (["inspect", "run", "--json"], 4),
@@ -85,6 +90,10 @@ ON_A_RUN: tuple[tuple[list[str], int], ...] = (
     (["merge", "part-0", "part-1", "--out", "run", "--kv-cache", "fp8", "--method", "percentile"], 4),
     (["calibrate", "tiny", *TEXT, "--out", "run", "--kv-cache", "fp8", *SHORT], 3),
     (list(GENERATE[0]), 3),
+    (list(COMPARE), 4),
+    (list(EVALUATE), 2),
+    (list(DISTILL), 2),
+    (list(LOG), 0),
     (["report", "run"], 0),
 )
 

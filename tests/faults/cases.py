@@ -5,13 +5,16 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from case import ON_A_RUN, TEXT, VALIDATE, Case, calibrate, change, copy_world, rewrite
+from case import COMPARE, EVALUATE, LOG, ON_A_RUN, TEXT, VALIDATE, Case, calibrate, change, copy_world, rewrite
 from case_generate import of_generate
 from mutate_files import PLACES, mutate_place
+from mutate_json import mutate_json
 from mutate_onnx import mutate_onnx
 from mutate_text import MUST_BE_SAID, mutate_saved
 from mutate_toml import mutate_toml
+from mutate_yaml import mutate_yaml
 from options_drawn import mutate_options
+from served import draw_served
 from world import TARGET, WEIGHTS
 
 #: The parts of the world that cases of a subject need; the others need all.
@@ -19,15 +22,19 @@ PARTS = {
     "checkpoint": ("run",),
     "model": ("tiny", "sharded", "texts", "run"),
     "text": ("tiny", "texts", "run"),
-    "run": ("tiny", "texts", "run", "part-0", "part-1"),
+    "run": ("tiny", "texts", "run", "part-0", "part-1", "tasks"),
     "onnx": ("run", "alone"),
     "config": ("tiny", "texts", "run", "options"),
     "generate": ("tiny", "texts", "run"),
+    "server": ("run",),
+    "compared": ("tiny", "run"),
+    "tasks": ("tiny", "run", "tasks"),
+    "log": ("log",),
 }
 #: Subjects, and how often each is drawn.
 SUBJECTS = {
     "model": 26, "text": 16, "run": 24, "onnx": 12, "options": 10, "config": 5, "files": 8, "environment": 4,
-    "generate": 6, "checkpoint": 4,
+    "generate": 6, "checkpoint": 4, "server": 16, "compared": 6, "tasks": 4, "log": 4,
 }  # fmt: skip
 
 
@@ -113,6 +120,53 @@ def of_checkpoint(draw: random.Random, case: Case, known: dict[str, tuple[str, .
     case.base = tuple(case.argv)
     name = draw.choice(["config.json", "config.json", "model.safetensors.index.json", WEIGHTS, WEIGHTS])
     case.what = change(draw, case.folder / "run" / "model" / name)
+    return case
+
+
+def of_server(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """Answers of a server that `compare` asks."""
+    port = (case.folder.parent / "port").read_text(encoding="utf-8")
+    case.what = draw_served(draw, case.folder)
+    url = f"http://127.0.0.1:{port}/{case.folder.name}"
+    case.argv = ["compare", "run", "--url", url, "--windows", draw.choice(["1", "2"]), "--timeout", "2", "--json"]
+    return case
+
+
+def of_compared(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """A checkpoint in the place of a server, or the numbers that it is held against."""
+    case.argv, case.base = list(COMPARE), COMPARE
+    if draw.random() < 0.5:
+        name = draw.choice(["top_logits.npz", "tokens.npz", "accuracy.json", "scales.json"])
+        case.what = rewrite(draw, case.folder / "run" / name, case.folder / "run" / "run.json")
+    else:
+        name = draw.choice(
+            ["config.json", "config.json", "tokenizer.json", "generation_config.json", "model.safetensors"]
+        )
+        case.what = change(draw, case.folder / "tiny" / name)
+    return case
+
+
+def of_tasks(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """A file of lm-eval's tasks, or of their questions."""
+    name = draw.choice(["word.yaml", "word.yaml", "next_line.yaml", "word_sampled.yaml", "word.jsonl"])
+    case.argv, case.base = list(EVALUATE), EVALUATE
+    path = case.folder / "tasks" / name
+    case.what = change(draw, path, mutate_yaml) if name.endswith(".yaml") else change(draw, path)
+    return case
+
+
+def of_log(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """The log of a training: a line of it, or its bytes."""
+    case.argv, case.base = list(LOG), LOG
+    path = case.folder / "log" / "training.jsonl"
+    if draw.random() < 0.3:
+        case.what = change(draw, path)
+        return case
+    lines = path.read_bytes().splitlines()
+    at = draw.randrange(len(lines))
+    what, lines[at] = mutate_json(draw, lines[at])
+    path.write_bytes(b"\n".join([*lines, b""]))
+    case.what = f"line {at} {what}"
     return case
 
 
@@ -209,4 +263,8 @@ DRAWN: dict[str, Callable[[random.Random, Case, dict[str, tuple[str, ...]]], Cas
     "files": of_files,
     "environment": of_environment,
     "generate": of_generate,
+    "server": of_server,
+    "compared": of_compared,
+    "tasks": of_tasks,
+    "log": of_log,
 }

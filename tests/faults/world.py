@@ -109,6 +109,28 @@ def make_options(folder: Path) -> None:
     (folder / "scales.toml").write_text('method = "percentile"\npercentile = 99.9\nmargin = 1\n')
 
 
+def make_tasks(folder: Path, text: Path) -> None:
+    """Tasks of a text, for lm-eval."""
+    from fp8q.examples.demo.tasks import write_tasks
+
+    write_tasks(folder, text.read_text(encoding="utf-8"), 4)
+
+
+def make_log(folder: Path) -> None:
+    """The log of a training of four steps."""
+    import torch
+
+    from fp8q import api
+
+    torch.manual_seed(0)
+    model, values = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), torch.ones(3, 4)
+    with api.watch(model, folder, api.WatchOptions(every=1)) as log:
+        for _ in range(4):
+            loss = model(values).square().sum()
+            loss.backward()
+            log.step(loss)
+
+
 def make_inputs(root: Path) -> None:
     """What there is before any command: models, texts and a configuration."""
     root.mkdir(parents=True, exist_ok=True)
@@ -116,6 +138,8 @@ def make_inputs(root: Path) -> None:
     shard(root / "tiny", root / "sharded")
     make_texts(root / "texts")
     make_options(root / "options")
+    make_tasks(root / "tasks", root / "texts" / "text.txt")
+    make_log(root / "log")
 
 
 def make_runs(fp8q: Command) -> None:

@@ -22,7 +22,7 @@ IGNORED = ("__pycache__", ".ipynb_checkpoints")
 
 
 class TaskFile(BaseModel):
-    """What lm-eval's index reads of a task file: a file with a `class` or `task` is a task, and one with a `group` a
+    """A task file, as lm-eval's index reads it: a file with a `class` or `task` is a task, and one with a `group` a
     group of the tasks that `task` lists; one with neither is included by others.
     """
 
