@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: PEFT's file of an adapter's tensors, what their names begin with, and how those of a module end.
 TENSORS, PREFIX, ENDS = "adapter_model.safetensors", "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+#: How the name of a whole weight ends, and what PEFT puts before the end where the module has an A and a B.
+WEIGHT, UNDER = ".weight", ".base_layer"
 #: The supported types of tensors.
 TYPES = ("F32", "F16", "BF16")
 #: The supported initializations of an adapter; others change the base's weights too, also when they are loaded.
@@ -117,7 +119,11 @@ class LoraPart:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A checked adapter; `parts` by module. `name`: the last part of its path."""
+    """A checked adapter; `parts` by module. `name`: the last part of its path.
+
+    `copies`: module -> its whole weight in the file, which the base has too: PEFT saves those of embedding and output
+    head.
+    """
 
     path: Path
     name: str
@@ -125,6 +131,7 @@ class Adapter:
     parts: Mapping[str, LoraPart]
     headers: Mapping[str, TensorHeader]
     fingerprint: str
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> tuple[Path, Path]:
@@ -138,10 +145,15 @@ class Adapter:
 
     def read(self, module: str) -> "tuple[torch.Tensor, torch.Tensor]":
         """Read A [rank, in] and B [out, rank] of `module`, in their stored type."""
+        return self.tensor(self.parts[module].a), self.tensor(self.parts[module].b)
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """Read the tensor `name` of the adapter's file."""
         from safetensors import safe_open
 
         with safe_open(self.path / TENSORS, framework="pt") as opened:
-            return opened.get_tensor(self.parts[module].a), opened.get_tensor(self.parts[module].b)
+            found: torch.Tensor = opened.get_tensor(name)
+        return found
 
     def added(self, module: str) -> "torch.Tensor":
         """Compute s · B A of `module`, float32 [out, in]."""
@@ -168,7 +180,9 @@ def open_adapter(directory: str | Path) -> Adapter:
             f"--adapter {directory}: has no {TENSORS}{found}; load it with PEFT where you trust it, and save_pretrained"
         )
     headers = read_headers((path / TENSORS,))
-    adapter = Adapter(path, path.resolve().name, config, _parts(path, config, headers), headers, _fingerprint(path))
+    copies = _copies(headers)
+    parts = _parts(path, config, {name: headers[name] for name in headers if name not in copies.values()})
+    adapter = Adapter(path, path.resolve().name, config, parts, headers, _fingerprint(path), copies)
     _check_values(adapter)
     return adapter
 
@@ -216,6 +230,12 @@ def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> Non
             f"{file}: was begun from the base's weights (init_lora_weights is {config.init_lora_weights!r}), which "
             "changes them too; convert it with PEFT's path_initial_model_for_weight_conversion, or " + MERGE_YOURSELF
         )
+
+
+def _copies(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Map modules to their whole weights among the adapter's tensors."""
+    whole = [name for name in headers if name.startswith(PREFIX) and name.endswith(WEIGHT) and "lora_" not in name]
+    return {name.removeprefix(PREFIX).removesuffix(WEIGHT).removesuffix(UNDER): name for name in whole}
 
 
 def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) -> dict[str, LoraPart]:

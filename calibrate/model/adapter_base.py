@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.errors import InputError
-from ..checkpoint.adapter import TENSORS, Adapter, check_names, open_adapter
+from ..checkpoint.adapter import MERGE_YOURSELF, TENSORS, Adapter, check_names, open_adapter
 from ..checkpoint.weights import TensorHeader
 from .products import matrix_products, output_channel_axis, output_head
 from .source import Source, meta_model
@@ -103,12 +103,34 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
                 f"{adapter.path / TENSORS}: adapts {module} of {found[1]} inputs and {found[0]} outputs, which "
                 f"here has {width} and {out}: {other}"
             )
+    _check_copies(adapter, source, model)
     head = output_head(model) or ""
     if source.text_config.tie_word_embeddings and head in adapter.parts:
         raise InputError(
             f"{adapter.path / TENSORS}: adapts {head}, whose weight is the embedding's too; untie them in the base "
             "first"
         )
+
+
+def _check_copies(adapter: Adapter, source: Source, model: PreTrainedModel) -> None:
+    """Raise InputError where a whole weight in the adapter's file is another than the base's.
+
+    PEFT's save_pretrained writes those of embedding and output head, where these are adapted or where it is asked to;
+    loading the adapter puts them in the place of the base's.
+    """
+    weights, own = source.weights(), model.state_dict().keys()
+    for module, name in adapter.copies.items():
+        file, stored = adapter.path / TENSORS, source.stored(f"{module}.weight")
+        if f"{module}.weight" not in own or stored not in weights.names():
+            raise InputError(
+                f"{file}: {name} is none of a linear layer's A and B, and plain LoRA alone is read; {MERGE_YOURSELF}"
+            )
+        given, base = adapter.tensor(name), weights.tensor(stored)
+        if given.shape != base.shape or not torch.equal(base.to(given.dtype), given):
+            raise InputError(
+                f"{file}: {name} {list(given.shape)} is not the weight of {module} {list(base.shape)} in "
+                f"{source.name}, so that the adapter has a whole module of its own; {MERGE_YOURSELF}"
+            )
 
 
 def adapter_remarks(source: Source) -> list[str]:
@@ -118,12 +140,18 @@ def adapter_remarks(source: Source) -> list[str]:
     """
     of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     found = [remark for adapter in of if (remark := foreign_base(adapter, source))]
-    return found + [
-        f"--adapter {adapter.path}: gives single modules a rank or an alpha of their own, which vLLM does not read: "
-        "there some would be scaled by another factor"
-        for adapter in source.adapters
-        if adapter.patterned
-    ]
+    for adapter in source.adapters:
+        if adapter.patterned:
+            found.append(
+                f"--adapter {adapter.path}: gives single modules a rank or an alpha of their own, which vLLM does not "
+                "read: there some would be scaled by another factor"
+            )
+        if adapter.copies:
+            found.append(
+                f"--adapter {adapter.path}: holds the base's {next(iter(adapter.copies))} too, for which vLLM refuses "
+                "it; save it with PEFT's save_pretrained(…, save_embedding_layers=False) for vLLM"
+            )
+    return found
 
 
 def foreign_base(adapter: Adapter, source: Source) -> str | None:

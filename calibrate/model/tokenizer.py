@@ -18,6 +18,7 @@ from ...options import TokenizerChoice
 from ..checkpoint.companions import REMEDY, TOKENIZER
 from ..input.silence import muted, quiet_transformers
 from ..input.untrusted import error_text, foreign
+from ..text.template_files import DEFAULT, templates_in
 from .source import Source
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ def auto_of(directory: Path, with_code: bool = False) -> "PreTrainedTokenizerBas
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=with_code
     )
+    if not tokenizer.chat_template:  # chat_template.json is read by processors alone
+        tokenizer.chat_template = templates_in(directory).get(DEFAULT)
     return tokenizer
 
 

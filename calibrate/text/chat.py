@@ -13,6 +13,7 @@ from ...core.errors import InputError
 from ..input.untrusted import error_text
 from .rows import Render, fault
 from .template import Template, TemplateError
+from .template_files import without_default
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,9 +34,10 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
     try:
         source = tokenizer.get_chat_template()
     except ValueError:
+        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
         raise InputError(
-            f"{name}: its tokenizer has no chat template of its own; put the one it was trained with beside "
-            "config.json as chat_template.jinja, or give text instead of chats"
+            f"{name}: its tokenizer has {without_default(named)}; put the one it was trained with beside config.json "
+            "as chat_template.jinja, or give text instead of chats"
         ) from None
     template = Template(source, {key: str(token) for key, token in tokenizer.special_tokens_map.items()})
 

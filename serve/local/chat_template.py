@@ -1,10 +1,9 @@
 """Read the chat template beside a model without transformers, for `fp8q generate --chat` and servers.
 
-It is `chat_template.jinja`, or else `chat_template` in tokenizer_config.json, which may be a list of named templates;
-its special tokens are there too. It runs in a sandbox (`calibrate.text.template`).
+`calibrate.text.template_files` finds it; its special tokens are in tokenizer_config.json. It runs in a sandbox
+(`calibrate.text.template`).
 """
 
-import json
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from ...calibrate.input.untrusted import read_bytes
 from ...calibrate.text.template import Template, TemplateError
+from ...calibrate.text.template_files import DEFAULT, read_fields, templates_in, without_default
 from ...core.errors import BackendError, InputError
 
 #: The special tokens that templates are told, by their names in tokenizer_config.json.
@@ -34,17 +34,14 @@ class ChatTemplate:
 
         Raises InputError where there is none, BackendError where the package that renders it is not installed.
         """
-        config = _read(directory / "tokenizer_config.json")
-        own = directory / "chat_template.jinja"
-        if file is not None:
-            source: str | None = read_template(file)
-        else:
-            source = _text(own) if own.is_file() else _default(config.get("chat_template"))
-        if source is None:
+        config = read_fields(directory / "tokenizer_config.json")
+        templates = templates_in(directory) if file is None else {DEFAULT: read_template(file)}
+        if DEFAULT not in templates:
             raise InputError(
-                f"{directory}: its tokenizer has no chat template; give the one that the model was trained with as "
-                "--template FILE, or generate without a chat"
+                f"{directory}: its tokenizer has {without_default(templates)}; give the one that the model was trained "
+                "with as --template FILE, or generate without a chat"
             )
+        source = templates[DEFAULT]
         if not any(find_spec(name) for name in ("transformers", "jinja2")):
             raise BackendError(
                 "jinja2 is not installed and a chat template needs it; install it with `pip install 'fp8q[serve]'`"
@@ -70,29 +67,6 @@ def read_template(file: Path) -> str:
         return read_bytes(file, TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise InputError(f"--template {file}: is no text in UTF-8 ({error}); give a template in Jinja") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is no text in UTF-8 ({error}); copy it again from the model") from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:  # brackets without end
-        raise InputError(f"{path}: is not JSON ({error}); copy it again from the model") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _default(given: object) -> str | None:
-    """The template of tokenizer_config.json: the only one, or the one called default."""
-    if isinstance(given, list):
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
 
 
 def _token(given: object) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fp8q.calibrate.checkpoint.adapter import LoraConfig, check_names, open_adapter
 from fp8q.calibrate.model.adapter_base import adapter_remarks, with_adapters
-from fp8q.calibrate.model.source import Source
+from fp8q.calibrate.model.source import Source, open_source
 from fp8q.core.errors import InputError
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -193,8 +195,52 @@ def test_tensors_of_other_kinds_are_refused(adapter: Path, tensors: Callable[...
         f"{file}: base_model.model.model.embed_tokens.lora_embedding_A is an embedding's, {only}"
     )
     tensors(lambda found: found.pop("base_model.model.model.embed_tokens.lora_embedding_A"))
-    tensors(lambda found: found.update({"base_model.model.lm_head.weight": torch.zeros(2, 4)}))
-    assert refusal(adapter) == (f"{file}: base_model.model.lm_head.weight is none of a linear layer's A and B, {only}")
+    norm = "base_model.model.model.norm.bias"
+    tensors(lambda found: found.update({norm: torch.zeros(2, 4)}))
+    assert refusal(adapter) == (f"{file}: {norm} is none of a linear layer's A and B, {only}")
+
+
+def untied(path: Path, demo_checkpoint: Path) -> Source:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(path)
+    shutil.copyfile(demo_checkpoint / "tokenizer.json", path / "tokenizer.json")
+    return open_source(str(path))
+
+
+def test_the_base_weight_that_peft_saves_beside_an_adapted_head_is_left_aside(
+    tmp_path: Path, demo_checkpoint: Path, made_adapter: Callable[..., Path]
+) -> None:
+    source, targets = untied(tmp_path / "base", demo_checkpoint), ["q_proj", "lm_head"]
+    with pytest.warns(UserWarning, match="Setting `save_embedding_layers` to `True`"):
+        path = made_adapter(tmp_path / "base", tmp_path / "style", r=2, lora_alpha=4, target_modules=targets)
+    copy = "base_model.model.lm_head.base_layer.weight"
+    assert copy in load_file(path / "adapter_model.safetensors")
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32), path
+    )
+    merged = theirs.merge_and_unload().state_dict()["lm_head.weight"].bfloat16()
+    assert torch.equal(with_adapters(source, [path], "merge").weights().tensor("lm_head.weight"), merged)
+    (remark,) = adapter_remarks(with_adapters(source, [path], "beside"))
+    assert remark == (
+        f"--adapter {path}: holds the base's lm_head too, for which vLLM refuses it; save it with PEFT's "
+        "save_pretrained(…, save_embedding_layers=False) for vLLM"
+    )
+
+    file = path / "adapter_model.safetensors"
+    save_file({**load_file(file), copy: torch.zeros(2048, 32, dtype=torch.bfloat16)}, file)
+    assert unfit(source, path) == (
+        f"{file}: {copy} [2048, 32] is not the weight of lm_head [2048, 32] in {source.name}, so that the "
+        f"adapter has a whole module of its own; {MERGE}"
+    )
+    renamed = copy.replace("lm_head", "score")
+    save_file({renamed if name == copy else name: tensor for name, tensor in load_file(file).items()}, file)
+    assert unfit(source, path) == (
+        f"{file}: {renamed} is none of a linear layer's A and B, and plain LoRA alone is read; {MERGE}"
+    )
 
 
 def test_an_a_without_its_b_and_another_rank_than_the_configurations(

@@ -138,8 +138,19 @@ def test_a_tokenizer_without_a_template_is_refused(demo_checkpoint: Path) -> Non
     with pytest.raises(InputError) as refused:
         renderer(AutoTokenizer.from_pretrained(demo_checkpoint), "demo")
     assert str(refused.value) == (
-        "demo: its tokenizer has no chat template of its own; put the one it was trained with beside config.json as "
+        "demo: its tokenizer has no chat template; put the one it was trained with beside config.json as "
         "chat_template.jinja, or give text instead of chats"
+    )
+
+
+def test_named_templates_without_a_default_are_named(demo_checkpoint: Path, tmp_path: Path) -> None:
+    tokenizer = with_template(demo_checkpoint, tmp_path, "")
+    tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
+    with pytest.raises(InputError) as refused:
+        renderer(tokenizer, "demo")
+    assert str(refused.value) == (
+        "demo: its tokenizer has the chat templates rag, tool_use, and none that is called default; put the one it was "
+        "trained with beside config.json as chat_template.jinja, or give text instead of chats"
     )
 
 

@@ -75,7 +75,7 @@ def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
     assert str(raised.value) == "the chat template refuses these messages: only users"
 
 
-@pytest.mark.parametrize("given", [None, 7, [{"name": "tool_use", "template": "x"}], ["x"]])
+@pytest.mark.parametrize("given", [None, 7, [], ["x"]])
 def test_no_template_is_said(tmp_path: Path, given: object) -> None:
     with pytest.raises(InputError) as raised:
         write(tmp_path, chat_template=given)
@@ -83,3 +83,25 @@ def test_no_template_is_said(tmp_path: Path, given: object) -> None:
         f"{tmp_path}: its tokenizer has no chat template; give the one that the model was trained with as "
         "--template FILE, or generate without a chat"
     )
+
+
+def test_named_templates_without_a_default_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as raised:
+        write(tmp_path, chat_template=[{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "y"}])
+    assert str(raised.value) == (
+        f"{tmp_path}: its tokenizer has the chat templates rag, tool_use, and none that is called default; give the "
+        "one that the model was trained with as --template FILE, or generate without a chat"
+    )
+
+
+def test_templates_lie_in_files_in_a_list_or_in_a_processors_file(tmp_path: Path) -> None:
+    """In the order in which transformers looks; the last is of processors of images."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert write(tmp_path).render(MESSAGES) == "of a processor"
+    listed = [{"name": "rag", "template": "x"}, {"name": "default", "template": "listed"}]
+    assert write(tmp_path, chat_template=listed).render(MESSAGES) == "listed"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("named")
+    (tmp_path / "chat_template.jinja").write_text("a file")
+    assert ChatTemplate(tmp_path).render(MESSAGES) == "a file"
+    assert ChatTemplate(tmp_path, tmp_path / "additional_chat_templates" / "rag.jinja").render(MESSAGES) == "named"

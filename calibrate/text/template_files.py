@@ -1,0 +1,57 @@
+"""Find the chat templates beside a model, by name, as transformers finds them; without transformers.
+
+`chat_template.jinja` is the default, and files in `additional_chat_templates` have others under their names. Without
+both, `chat_template` in tokenizer_config.json is one template or a list of named ones, and without that
+chat_template.json has the default, which processors of images were saved with.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import InputError
+from ..checkpoint.companions import TEMPLATES
+
+#: The name of the template that is used where none is named.
+DEFAULT = "default"
+
+
+def templates_in(directory: Path) -> dict[str, str]:
+    """Name -> source of the chat templates in `directory`; raises InputError for a file that does not read."""
+    own = directory / "chat_template.jinja"
+    found = {path.stem: _text(path) for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
+    found |= {DEFAULT: _text(own)} if own.is_file() else {}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = found or _named(read_fields(directory / name).get("chat_template"))
+    return found
+
+
+def without_default(templates: dict[str, str]) -> str:
+    """Describe `templates` among which none is the default, as the object of `has`; or that there are none."""
+    if not templates:
+        return "no chat template"
+    return f"the chat templates {', '.join(sorted(templates))}, and none that is called {DEFAULT}"
+
+
+def _named(given: object) -> dict[str, str]:
+    """The templates in a field of JSON: one, or a list of named ones."""
+    if isinstance(given, list):
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        return {str(name): text for name, text in named.items() if isinstance(text, str)}
+    return {DEFAULT: given} if isinstance(given, str) else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: is no text in UTF-8 ({error}); copy it again from the model") from None
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file; none where it is not there, or holds no object. Raises InputError where it is none."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:  # brackets without end
+        raise InputError(f"{path}: is not JSON ({error}); copy it again from the model") from None
+    return content if isinstance(content, dict) else {}
