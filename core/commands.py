@@ -16,6 +16,7 @@ COMMANDS = {
     "queries": "export --attention fp8",
     "adapter": "distill --train adapter",
     "needles": "validate --needles LENGTHS",
+    "continue": "report",
 } | {
     f"{stage}-{precision}": f"{stage} --precision {precision}"
     for stage in ("export", "build-engine")

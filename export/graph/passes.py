@@ -38,6 +38,13 @@ ELEMENT_TYPES = {
     "I32": ir.DataType.INT32,
     "BOOL": ir.DataType.BOOL,
 }
+#: What a caller has to know beside names and shapes of inputs; it is in the graph's `doc_string`.
+INTERFACE = (
+    "Slot j of past_key_values holds position j of its row, whatever the attention mask says. Batches are padded on "
+    "the left: give a padded token the position of its row's first token and the mask 0, and keep its new keys and "
+    "values nowhere. A loop that appends the new keys and values of a padded call as they are puts the row's tokens at "
+    "other slots than their positions, and then decodes other tokens, without an error."
+)
 #: The version of ONNX's file format that came with opset 23.
 IR_VERSION = 11
 
@@ -293,5 +300,5 @@ def strip(model: ir.Model) -> None:
         node.doc_string = None
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
-    model.producer_name = "fp8q"
+    model.producer_name, model.doc_string = "fp8q", INTERFACE
     model.ir_version = IR_VERSION

@@ -1,4 +1,4 @@
-"""Rules F305 to F308 and F318: names, inputs and outputs as DESIGN's section "The ONNX graph" fixes them."""
+"""Rules F305 to F308 and F318: names, inputs and outputs as `modules.graph_model` traces them."""
 
 import re
 

@@ -44,7 +44,11 @@ ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes 
 
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = onnxruntime.InferenceSession("model.fp32.onnx", options)"""
+    session = onnxruntime.InferenceSession("model.fp32.onnx", options)
+
+**Slot j of the cache holds position j of its row.** In a batch padded on the left, padded tokens have the position of
+their row's first token and the mask 0, and their new keys and values are kept nowhere. A loop that appends them as they
+are, as is usual elsewhere, decodes other tokens for the shorter rows, without an error."""
 #: The paragraph where there are no graphs.
 NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime reference` runs it."
 #: The paragraph on activations in two terms.

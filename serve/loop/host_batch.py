@@ -63,7 +63,7 @@ def next_capacity(held: int, needed: int, most: int, whole: Callable[[int], int]
 
 
 class Forward(Protocol):
-    """A graph with the interface of DESIGN section 7, run as it is."""
+    """A graph with the inputs and outputs that `fp8q export` gives it (docs/engines.md), run as it is."""
 
     layout: CacheLayout
 

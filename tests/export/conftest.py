@@ -284,7 +284,7 @@ class Writer:
         )
 
     def interface(self) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
-        """Inputs and outputs of DESIGN's section 7."""
+        """The inputs and outputs of a graph that fp8q exports."""
         options, describe = self.options, helper.make_tensor_value_info
         inputs = [
             describe(name, TensorProto.INT64, ["batch", size])

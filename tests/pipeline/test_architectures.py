@@ -3,7 +3,7 @@ code that wrote it.
 
 Three implementations run the same codes: the exact reference in torch, ONNX Runtime, and ONNX's own reference evaluator
 in NumPy. They agree to rounding until a value lies so near to a midpoint that it takes another code in one of them; so
-logits are compared before that (DESIGN section 4).
+logits are compared before that.
 """
 
 import json

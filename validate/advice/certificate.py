@@ -28,15 +28,15 @@ import numpy.typing as npt
 from ...calibrate.measure.statistics import Corpus, Statistics
 from ...calibrate.text.mixture import interleave
 from ...core.columns import Column, Table, count, magnitude, number_column, share, text_column
+from ...options import Method
 from ...quantize.scales.decisions import Scales, TensorScale
 from ...quantize.scales.delayed import measured
-from ...quantize.scales.expert_scales import BORROWED
 from .findings import chosen_scales
 
 #: Batches that are too few to tell anything.
 FEWEST = 4
-#: The methods whose clip follows from the whole histogram.
-OF_THE_HISTOGRAM = ("percentile", "mse", "entropy")
+#: The methods whose clip follows from the amax of batches, which is kept of each.
+OF_BATCHES: tuple[Method, ...] = ("amax", "delayed")
 #: Octaves beyond the clip that cost no more than rounding (1/17 of the value), and that cost half of the value.
 HARMLESS, LARGE = log2(17 / 16), 1.0
 #: How often a tensor may be exceeded harmfully, and by an octave, by the next batch: `good` up to the first, `bad`
@@ -156,9 +156,8 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
         if name in statistics.tensors
     }
     batches, windows = len(statistics.batches_measured), statistics.record.corpus.windows
-    # an expert that saw too little has another's amax
-    own = {name: scale for name, scale in chosen.items() if not scale.method.startswith(BORROWED)}
-    by_amax = {name: scale for name, scale in own.items() if scale.method not in OF_THE_HISTOGRAM}
+    # an expert that saw too little has another's amax, by a method of its own name
+    by_amax = {name: scale for name, scale in chosen.items() if scale.method in OF_BATCHES}
     if why := _untold(chosen, by_amax, batches):
         return Certificate("unknown", f"Cannot be told: {why}.", windows, batches)
     found = _records(statistics, by_amax)
@@ -194,7 +193,7 @@ def _untold(chosen: Mapping[str, TensorScale], by_amax: Mapping[str, TensorScale
         return "no tensor has a scale"
     if not by_amax:
         method = next(iter(chosen.values())).method
-        return f"--method {method} clips by the whole histogram, and of each batch the amax alone is kept"
+        return f"a clip by {method} is not the amax of batches, and of each batch that alone is kept"
     if batches < FEWEST:
         return f"the text was measured in {batches} {'batch' if batches == 1 else 'batches'}, and {FEWEST} are needed"
     return None

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import pytest
 
-from fp8q.export.graph.passes import merge_constants, state_heads
+from fp8q.export.graph.passes import merge_constants, state_heads, strip
 
 Values = npt.NDArray[np.generic]
 
@@ -70,3 +70,15 @@ def value_of(part: ir.Value | None) -> int:
     tensor = part.const_value if made is None else made.attributes["value"].as_tensor()
     assert tensor is not None
     return int(tensor.numpy().item())
+
+
+def test_the_graph_says_how_a_padded_batch_fills_the_cache() -> None:
+    """What no input's name or shape tells, and what decodes other tokens without an error."""
+    model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="g"), ir_version=11, doc_string="torch's")
+    strip(model)
+    assert ir.serde.serialize_model(model).doc_string == (
+        "Slot j of past_key_values holds position j of its row, whatever the attention mask says. Batches are padded "
+        "on the left: give a padded token the position of its row's first token and the mask 0, and keep its new keys "
+        "and values nowhere. A loop that appends the new keys and values of a padded call as they are puts the row's "
+        "tokens at other slots than their positions, and then decodes other tokens, without an error."
+    )

@@ -135,7 +135,19 @@ def test_nothing_is_said_of_a_clip_that_needs_the_whole_histogram(method: Any) -
     found = certified(statistics(corpus(8), a=[224] * 7 + [448]), Clipping(method))
     assert (found.verdict, found.harmful, found.records) == ("unknown", None, ())
     assert found.sentence == (
-        f"Cannot be told: --method {method} clips by the whole histogram, and of each batch the amax alone is kept."
+        f"Cannot be told: a clip by {method} is not the amax of batches, and of each batch that alone is kept."
+    )
+
+
+def test_nothing_is_said_of_a_method_that_is_not_known_here() -> None:
+    """As of scales that another quantizer chose, or of a method that is added later."""
+    measured = statistics(corpus(8), a=[224] * 7 + [448])
+    activations, _ = activation_scales(measured, measured.record.groups, Clipping())
+    inherited = {name: scale.model_copy(update={"method": "inherited"}) for name, scale in activations.items()}
+    found = certificate(measured, Scales(weights={}, activations=inherited, skipped={}))
+    assert (found.verdict, found.sentence) == (
+        "unknown",
+        "Cannot be told: a clip by inherited is not the amax of batches, and of each batch that alone is kept.",
     )
 
 
