@@ -183,7 +183,23 @@ def one_frequency(text: "PreTrainedConfig") -> int | None:
 
     None where it has one set. `dynamic` frequencies change beyond the model's own number of positions.
     """
-    kinds = getattr(text, "rope_parameters", None) or {}
-    parts = [kinds, *(each for each in kinds.values() if isinstance(each, dict))]
+    parts = _rotary(text)
     lengths = [part.get("original_max_position_embeddings") for part in parts if part.get("rope_type") == "longrope"]
     return min((length for length in lengths if isinstance(length, int)), default=None)
+
+
+def unknown_rotary(config: "PreTrainedConfig") -> str | None:
+    """The kind of rotary frequencies (`rope_type`) in a configuration that transformers does not know, if there is one.
+
+    A class that has no rotary positions does not mind, so that it is asked for where a model could not be made.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kinds = [part["rope_type"] for part in _rotary(config.get_text_config()) if "rope_type" in part]
+    return next((str(kind) for kind in kinds if kind != "default" and kind not in ROPE_INIT_FUNCTIONS), None)
+
+
+def _rotary(text: "PreTrainedConfig") -> list[dict[str, Any]]:
+    """The parameters of a language model's rotary frequencies: one set, or one for each kind of layer."""
+    kinds = getattr(text, "rope_parameters", None) or {}
+    return [kinds, *(each for each in kinds.values() if isinstance(each, dict))]

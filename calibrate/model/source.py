@@ -29,7 +29,15 @@ from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read
 from ..input.hub import fetch_model, is_hub_name
 from ..input.silence import quiet_transformers
 from ..input.untrusted import error_text, foreign, local_path
-from .architecture import load_config, max_positions, one_frequency, read_config, refuse_experts, text_fields
+from .architecture import (
+    load_config,
+    max_positions,
+    one_frequency,
+    read_config,
+    refuse_experts,
+    text_fields,
+    unknown_rotary,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -229,6 +237,13 @@ def meta_model(source: Source) -> "PreTrainedModel":
 
 def no_model(source: Source, error: BaseException) -> InputError:
     """Turn an exception of transformers, raised while it makes a model of config.json, into an InputError."""
+    if (kind := unknown_rotary(source.config)) is not None:
+        from transformers import __version__
+
+        return InputError(
+            f"{source.path / 'config.json'}: its rope_type {kind[:60]} is unknown to transformers {__version__}; a "
+            "newer transformers may know it"
+        )
     return InputError(
         f"{source.path / 'config.json'}: does not make a {source.architecture}: {error_text(error)}; copy or download "
         "it again"

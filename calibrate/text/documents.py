@@ -104,7 +104,7 @@ def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documen
     kinds = column_kinds(row for _, row in _parsed(path, lines))
     if not kinds and not any(True for _ in _parsed(path, lines)):
         return Documents([])
-    return documents(spec, _parsed(path, lines), choose_column(spec, kinds, reading), reading)
+    return documents(spec, _parsed(path, lines), choose_column(spec, kinds, reading), reading, None, report)
 
 
 def _lines(path: Path, spec: str, reading: Reading, report: Reporter) -> list[tuple[str, str]]:

@@ -121,13 +121,14 @@ def documents(
 ) -> Documents:
     """The documents under `column` of `rows`, each with its place for messages ("line 3"); missing ones are left out.
 
-    Reading stops at `limit` characters, with a note to `report`. Raises InputError for a value that is no text, or no
-    chat.
+    Reading stops at `limit` characters; `report` is told so, and the number of rows that miss theirs. Raises InputError
+    for a value that is no text, or no chat.
     """
-    texts, characters = list[str](), 0
+    texts, characters, missing = list[str](), 0, 0
     for where, row in rows:
         value = row.get(column.name)
         if value is None:
+            missing += 1
             continue
         if column.chat:
             assert reading.render is not None, "chats are chosen where they can be rendered"
@@ -138,6 +139,8 @@ def documents(
         if limit is not None and characters >= limit:
             report.note(f"{spec}: only its first {limit:,} characters are read")
             break
+    if missing:
+        report.note(f"{spec}: {missing:,} of {missing + len(texts):,} rows have no `{column.name}` and are left out")
     return Documents(texts, column.chat)
 
 

@@ -120,7 +120,8 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
         chosen = range(0, len(saved), every)
         if every > 1:
             report.note(excerpt_note(spec, len(chosen), len(saved), "rows"))
-        return documents(spec, ((f"row {number + 1:,}", saved[number]) for number in chosen), column, reading)
+        numbered = ((f"row {number + 1:,}", saved[number]) for number in chosen)
+        return documents(spec, numbered, column, reading, None, report)
 
 
 def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:

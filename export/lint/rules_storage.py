@@ -43,13 +43,14 @@ def external_location(graph: Indexed) -> Broken:
         yield name, f"its place {error}; {AGAIN}"
     for name, _, where, place in graph.storage.external:
         if Path(where.location).is_absolute() or not place.inside:
-            yield (
-                name,
-                (
-                    f"its data lie in {where.location or 'no file'}, outside the graph's directory; put the file "
-                    "beside the graph"
-                ),
-            )
+            lie = f"its data lie in {where.location or 'no file'}"
+            if place.linked:  # as a hub's cache has its files
+                yield (
+                    name,
+                    f"{lie}, a link that leads outside the graph's directory; put a copy of the file in its place",
+                )
+            else:
+                yield name, f"{lie}, outside the graph's directory; put the file beside the graph"
 
 
 @rule("F402", "external-missing")

@@ -59,13 +59,14 @@ class Place:
     """A file that is declared to hold external data.
 
     `inside`: whether it is in the graph's directory or below. `size` in bytes; None where there is no such file, and
-    `why` says so, as "is missing".
+    `why` says so, as "is missing". `linked`: its name is in the directory, and a link leads out.
     """
 
     path: Path
     inside: bool
     size: int | None
     why: str = ""
+    linked: bool = False
 
 
 class Places:
@@ -88,7 +89,10 @@ class Places:
             inside = bool(location) and Path(os.path.realpath(path)).is_relative_to(self._root)
             if inside and not os.path.lexists(path):
                 return Place(path, True, None, "is missing")
-            return Place(path, inside, regular_file(path) if inside else None)
+            linked = bool(location) and Path(os.path.normpath(os.path.join(self._root, location))).is_relative_to(
+                self._root
+            )
+            return Place(path, inside, regular_file(path) if inside else None, linked=linked and not inside)
         except InputError as error:
             return Place(path, True, None, str(error).removeprefix(f"{path}: ").partition(";")[0])
         except (OSError, ValueError) as error:

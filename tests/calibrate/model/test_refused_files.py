@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from fp8q.calibrate.checkpoint.weights import check_finite
-from fp8q.calibrate.model.source import Source, load_model, open_source
+from fp8q.calibrate.model.architecture import unknown_rotary
+from fp8q.calibrate.model.source import Source, load_model, meta_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.errors import InputError
 
@@ -88,6 +90,27 @@ def test_a_config_whose_values_make_no_model(damaged: Path) -> None:
     assert found.endswith("; copy or download it again")
     assert "attention_bias" in found
     assert "\n" not in found
+
+
+def test_rotary_frequencies_that_transformers_does_not_know_are_named(damaged: Path) -> None:
+    """Of all layers, or of a kind of them."""
+    foo = {"rope_type": "foo", "rope_theta": 10000.0, "factor": 2.0}
+    configure(damaged, rope_parameters=foo)
+    with pytest.raises(InputError) as refused:
+        meta_model(open_source(str(damaged)))
+    assert str(refused.value) == (
+        f"{damaged}/config.json: its rope_type foo is unknown to transformers {transformers.__version__}; a newer "
+        "transformers may know it"
+    )
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    for sliding, unknown in ((foo, "foo"), (plain, None)):
+        config = transformers.Gemma3TextConfig(
+            rope_parameters={
+                "full_attention": plain | {"rope_type": "linear", "factor": 2.0},
+                "sliding_attention": sliding,
+            }
+        )
+        assert unknown_rotary(config) == unknown
 
 
 def test_no_weights(damaged: Path) -> None:

@@ -243,6 +243,25 @@ def test_a_hub_data_set_is_streamed(hub_data: "Hub", tmp_path: Path, capfd: pyte
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved"])
+def test_rows_without_a_chat_or_text_are_counted_in_a_note(tmp_path: Path, report: "Notebook", form: str) -> None:
+    said = [{"role": "user", "content": "a"}]
+    for column, value, reading in (
+        ("messages", said, Reading(render=lambda where, chat: "a")),
+        ("text", "a", Reading()),
+    ):
+        rows, path = [{column: each} for each in (None, value, None, value, None)], tmp_path / f"{column}.{form}"
+        if form == "jsonl":
+            jsonl(path, *rows)
+        elif form == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            datasets.Dataset.from_list(rows).save_to_disk(str(path))
+        assert load_texts(str(path), reading, report) == ["a", "a"]
+        assert report.lines == [f"{path}: 3 of 5 rows have no `{column}` and are left out"]
+        report.lines.clear()
+
+
 def test_a_hub_data_set_is_read_up_to_a_limit(hub_data: "Hub", report: "Notebook") -> None:
     assert load_texts("acme/poems", Reading(limit=30), report) == DOCUMENTS[:1]
     assert report.lines == ["acme/poems: only its first 30 characters are read"]

@@ -23,6 +23,7 @@ from fp8q.validate.accuracy.session_logits import session
 
 MISSING = "F402 external-missing: s: its file"
 COPY = "(tensors in it: 1); copy the graph's whole directory again"
+LINKED = "a link that leads outside the graph's directory; put a copy of the file in its place"
 BESIDE = "outside the graph's directory; put the file beside the graph"
 
 
@@ -80,8 +81,8 @@ def scaled(*tensors: TensorProto, change: Callable[[ModelProto], Any] = lambda m
     [
         ("../secret", f"F401 external-location: s: its data lie in ../secret, {BESIDE}"),
         ("folder/../../secret", f"F401 external-location: s: its data lie in folder/../../secret, {BESIDE}"),
-        ("out", f"F401 external-location: s: its data lie in out, {BESIDE}"),
-        ("device", f"F401 external-location: s: its data lie in device, {BESIDE}"),
+        ("out", f"F401 external-location: s: its data lie in out, {LINKED}"),
+        ("device", f"F401 external-location: s: its data lie in device, {LINKED}"),
         ("/dev/zero", f"F401 external-location: s: its data lie in /dev/zero, {BESIDE}"),
         ("", f"F401 external-location: s: its data lie in no file, {BESIDE}"),
         ("pipe", f"{MISSING} pipe is a pipe {COPY}"),
