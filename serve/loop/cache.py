@@ -9,7 +9,7 @@ uninitialized memory: a masked slot weighs 0 in the softmax, and 0 × NaN is NaN
 Copied unchanged into Triton repositories: imports only NumPy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,14 +41,11 @@ class HostCache:
         self.layout = layout
         self.rows = rows
         self.capacity = capacity
-        self._buffers = self._zeros(capacity)
+        self._buffers = list(self._zeros(capacity))
 
-    def _zeros(self, capacity: int) -> list[NDArray[Any]]:
-        layout = self.layout
-        return [
-            np.zeros((self.rows, heads, capacity, size), dtype)
-            for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)
-        ]
+    def _zeros(self, capacity: int) -> Iterator[NDArray[Any]]:
+        for (heads, size), dtype in zip(self.layout.shapes, self.layout.dtypes, strict=True):
+            yield np.zeros((self.rows, heads, capacity, size), dtype)
 
     def past(self, first: int, count: int) -> KeyValues:
         """The buffers of `count` rows from `first`: views, not copies."""
@@ -72,8 +69,8 @@ class HostCache:
 
     def resize(self, capacity: int, count: int) -> None:
         """Have room for `capacity` positions; what the first `count` rows store there stays."""
-        old, self._buffers = self._buffers, self._zeros(capacity)
         kept = min(capacity, self.capacity)
-        for before, after in zip(old, self._buffers, strict=True):
-            after[:count, :, :kept] = before[:count, :, :kept]
+        for index, after in enumerate(self._zeros(capacity)):  # tensor by tensor, or memory would have to hold both
+            after[:count, :, :kept] = self._buffers[index][:count, :, :kept]
+            self._buffers[index] = after
         self.capacity = capacity

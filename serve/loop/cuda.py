@@ -223,9 +223,13 @@ class CudaDevice:
         """Copy on the GPU, later."""
         self._call("cuMemcpy3DAsync_v2", ctypes.byref(memcpy_3d(copy)), self._stream)
 
-    def zero(self, address: int, size: int) -> None:
+    def zero(self, address: int, width: int, lines: int = 1, line: int = 0) -> None:
         """Write zeros, later."""
-        self._call("cuMemsetD8Async", Address(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), self._stream)
+        self._call(
+            "cuMemsetD2D8Async",
+            Address(address), ctypes.c_size_t(line or width), ctypes.c_ubyte(0), ctypes.c_size_t(width),
+            ctypes.c_size_t(lines), self._stream,
+        )  # fmt: skip
 
     def wait(self) -> None:
         """Until the stream is empty."""

@@ -10,6 +10,11 @@ line is the new positions of one head, lines repeat over heads, blocks of them o
 are copied together. Each tensor begins at a multiple of `ALIGNMENT`, and so does every row of the past, since the
 engine gets the rows of a prompt by the address of the first.
 
+The past has its memory at once, for all slots that its rows may fill, since a server that runs out of it later loses
+the requests in flight. Of that memory only a beginning is in use: the lines, of one head each, lie as close as the
+capacity allows, since attention reads every slot. Another capacity moves them apart, or together, where they are
+(`moves`), so that growing takes no memory.
+
 Nothing here depends on CUDA: addresses are numbers. Imports only the cache, as it is copied into Triton repositories.
 """
 
@@ -69,8 +74,8 @@ class Device(Protocol):
     def copy(self, copy: Copy) -> None:
         """Copy on the device."""
 
-    def zero(self, address: int, size: int) -> None:
-        """Write zeros."""
+    def zero(self, address: int, width: int, lines: int = 1, line: int = 0) -> None:
+        """Write zeros: `lines` times `width` bytes, which begin `line` bytes apart."""
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """Capture `work`, without doing it, as a function that repeats it with the addresses that it has now. The
@@ -123,15 +128,70 @@ def bucket_of(count: int, most: int) -> int:
     return min(1 << (count - 1).bit_length(), most)
 
 
-class DeviceCache:
-    """The past of `rows` sequences in slots `capacity`, on a device."""
+def cache_bytes(layout: CacheLayout, rows: int, slots: int) -> int:
+    """The bytes of the past of `rows` sequences with so many `slots` each."""
+    return sum(rows * _lines(group) * slots * group.size for group in groups_of(layout))
 
-    def __init__(self, device: Device, layout: CacheLayout, rows: int, capacity: int):
-        """Make zeroed buffers: a slot that a mask hides weighs 0, and 0 × NaN is NaN."""
-        self.device, self.groups, self.rows, self.capacity = device, groups_of(layout), rows, capacity
-        self.bases = [device.allocate(len(group.tensors) * self._block(group)) for group in self.groups]
+
+def _lines(group: CacheGroup) -> int:
+    return len(group.tensors) * group.heads
+
+
+def moves(count: int, before: int, after: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the copies, in order, that move `count` lines from `before` bytes apart to `after` bytes apart: the first
+    line, the number of lines, and which bytes of them, the first and how many.
+
+    No copy reads what it writes, and none writes over what a later one reads. Lines that go apart are moved from the
+    last on, as many at once as come to lie behind all that are not moved yet; a line that is moved by less than its
+    length is moved in parts. Line 0 stays where it is.
+    """
+    width, step, apart = min(before, after), abs(after - before), after > before
+    first, end = (count, count) if apart else (1, 1)
+    while step and (first > 1 if apart else end < count):
+        if apart:
+            first, end = max(1, -(-first * before // after)), first
+        else:
+            first, end = end, min(count, end * before // after)
+        if first < end:
+            yield first, end - first, 0, width
+            continue
+        first, end = (end - 1, end) if apart else (first, first + 1)
+        parts = [(begin, min(first * step, width - begin)) for begin in range(0, width, first * step)]
+        yield from ((first, 1, *part) for part in (reversed(parts) if apart else parts))
+
+
+class DeviceCache:
+    """The past of `rows` sequences on a device, with memory for `slots` each, of which `capacity` are in use."""
+
+    def __init__(self, device: Device, layout: CacheLayout, rows: int, slots: int):
+        """Take the memory; no slot is in use."""
+        self.device, self.groups, self.rows, self.capacity = device, groups_of(layout), rows, 0
+        self.bases = [device.allocate(rows * _lines(group) * slots * group.size) for group in self.groups]
+
+    def resize(self, capacity: int) -> None:
+        """Use so many slots of each row; what the lesser number of them holds stays.
+
+        New slots are zeros: one that a mask hides weighs 0, and 0 × NaN is NaN.
+        """
         for group, base in zip(self.groups, self.bases, strict=True):
-            device.zero(base, len(group.tensors) * self._block(group))
+            count, before, after = self.rows * _lines(group), self.capacity * group.size, capacity * group.size
+            for first, lines, begin, width in moves(count, before, after) if before else ():
+                self.device.copy(
+                    Copy(
+                        source=base + first * before + begin,
+                        target=base + first * after + begin,
+                        width=width,
+                        lines=lines,
+                        blocks=1,
+                        source_line=before,
+                        source_block=lines * before,
+                        target_line=after,
+                        target_block=lines * after,
+                    )
+                )
+            if after > before:
+                self.device.zero(base + before, after - before, count, after)
+        self.capacity = capacity
 
     def _row(self, group: CacheGroup) -> int:
         return group.heads * self.capacity * group.size
@@ -169,24 +229,21 @@ class DeviceCache:
                 )
             )
 
-    def copy_rows(self, other: "DeviceCache", rows: tuple[int, int], count: int, filled: int) -> None:
-        """Copy the `filled` first positions of `count` rows of `other`; `rows`: the first row there, and the first row
-        here.
-        """
-        if not count or not filled:
-            return
-        for group, base, source in zip(self.groups, self.bases, other.bases, strict=True):
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Let row `target` hold the `filled` first positions of row `source`."""
+        for group, base in zip(self.groups, self.bases, strict=True) if filled else ():
+            line, block = self.capacity * group.size, self._block(group)
             self.device.copy(
                 Copy(
-                    source=source + rows[0] * other._row(group),
-                    target=base + rows[1] * self._row(group),
+                    source=base + source * self._row(group),
+                    target=base + target * self._row(group),
                     width=filled * group.size,
-                    lines=count * group.heads,
+                    lines=group.heads,
                     blocks=len(group.tensors),
-                    source_line=other.capacity * group.size,
-                    source_block=other._block(group),
-                    target_line=self.capacity * group.size,
-                    target_block=self._block(group),
+                    source_line=line,
+                    source_block=block,
+                    target_line=line,
+                    target_block=block,
                 )
             )
 

@@ -4,7 +4,8 @@ A decode step is captured once for each number of rows (powers of two; surplus r
 alone) and each capacity: upload tokens, positions and mask, run the engine, download logits, in one launch. The new
 keys and values are then copied to their slots, with one copy for all rows at one position; the host waits once, at the
 end. The capacity grows by doubling, as in host memory (`host_batch`), since attention reads every slot; it shrinks only
-after a while, for all steps are captured again then. While nothing is in flight all is kept for the next request.
+after a while, for all steps are captured again then. Memory is taken when a batch is opened, for the largest capacity
+and the largest chunk of a prompt (`take`), and while nothing is in flight all is kept for the next request.
 
 A captured step is trusted after `CHECKED` calls in which it gave the logits that the engine gave uncaptured; one that
 does not ends all capturing, with a warning. Chunks of prompts vary in shape and are not captured.
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .device import CaptureError, Device, DeviceCache, bucket_of, runs, slot_step
-from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, float_logits
+from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, call_layout, float_logits
 from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
 
 LOG = logging.getLogger("fp8q")
@@ -51,7 +52,7 @@ class DeviceBatch:
     """A `sessions.Batch`; see there for what each method does."""
 
     def __init__(self, program: DeviceProgram, device: Device, rows: int, positions: int):
-        """Room for `rows` sequences of at most `positions`; memory is taken as it is needed."""
+        """Room for `rows` sequences of at most `positions`; `take` takes the memory."""
         self._program, self._device, self._rows = program, device, rows
         step = slot_step(program.layout)
         self._positions, self._step = positions // step * step, step
@@ -61,6 +62,32 @@ class DeviceBatch:
         self._captures, self._wasted = program.captures, 0
         # by the rows of a step; 0: of prompts, whose want of memory is to show at once
         self._contexts: dict[int, Any] = {0: program.context("prefill")}
+
+    @property
+    def context(self) -> Any:
+        """The engine's context for prompts."""
+        return self._context(0)
+
+    def call_bytes(self, chunk: int) -> int:
+        """The memory of what calls read and write beside the past: of chunks of prompts, one of so many positions in
+        all rows together, and of the steps of all numbers of rows, behind the longest past.
+        """
+        calls = (call_layout(self._program, shape).device for shape in self._shapes(chunk))
+        steps = {bucket_of(count, self._rows) for count in range(1, self._rows + 1)}
+        asked = 1 if self._program.asks else None
+        shapes = (CallShape(count, 1, self._positions, asked) for count in steps)
+        return max(calls) + sum(call_layout(self._program, shape).device for shape in shapes)
+
+    def take(self, chunk: int) -> None:
+        """Take the memory of the past, and of chunks of so many positions of prompts."""
+        self._cache = DeviceCache(self._device, self._program.layout, self._rows, self._positions)
+        for shape in self._shapes(chunk):
+            self._prompts.hold(call_layout(self._program, shape))
+
+    def _shapes(self, chunk: int) -> list[CallShape]:
+        """The longest chunks of prompts: of one row, and of all rows, whose mask is the largest."""
+        asked = 1 if self._program.asks else None
+        return [CallShape(count, max(chunk // count, 1), self._positions, asked) for count in (1, self._rows)]
 
     @property
     def capacity(self) -> int:
@@ -75,12 +102,11 @@ class DeviceBatch:
         self._wasted += 1
         if capacity < self.capacity and self._wasted < PATIENCE:
             return
-        before, held, self._wasted = self._cache, self.capacity, 0
+        self._wasted = 0
         self._forget_steps()
-        self._cache = DeviceCache(self._device, self._program.layout, self._rows, capacity)
-        if before:
-            self._cache.copy_rows(before, (0, 0), rows, min(held, capacity))
-            before.free()
+        if self._cache is None:
+            self._cache = DeviceCache(self._device, self._program.layout, self._rows, self._positions)
+        self._cache.resize(capacity)
 
     def _whole(self, positions: int) -> int:
         unit = -(-CAPACITY_STEP // self._step) * self._step
@@ -202,7 +228,7 @@ class DeviceBatch:
 
     def move(self, source: int, target: int, filled: int) -> None:
         """Let row `target` hold the `filled` first positions of row `source`."""
-        self._held().copy_rows(self._held(), (source, target), 1, filled)
+        self._held().move(source, target, filled)
 
     def wipe(self, row: int) -> None:
         """Let a row hold zeros."""

@@ -4,8 +4,8 @@ An engine has a profile for prompts and one for one token a row (`export.engine.
 of tokens; their bounds are the session's. Each captured step has an execution context of its own, since changing the
 context's shapes would invalidate its CUDA graph (TensorRT's documentation, "CUDA Graphs"). All contexts work in memory
 that they share (`ExecutionContextAllocationStrategy.USER_MANAGED`), for they run one after the other on one stream: one
-block, of the size that the longest chunk of a prompt needs behind the longest past, which no step of eight or so rows
-exceeds. A context with memory of its own takes as much as the largest call of its profile.
+block, of the size that the longest chunk of a prompt needs behind the longest past, or the largest step, taken when a
+batch is opened. A context with memory of its own takes as much as the largest call of its profile.
 
 TensorRT-RTX captures by itself, since its kernels change while it runs (`IRuntimeConfig.cuda_graph_strategy`), so
 nothing is captured around it; its kernels are compiled here, and stored beside the plan for the next start.
@@ -33,7 +33,7 @@ import numpy as np
 
 from .cache import CacheLayout
 from .cuda import CudaDevice, CudaError, DeviceMemoryError, memory_text
-from .device import Device, slot_step
+from .device import Device, cache_bytes, slot_step
 from .device_batch import DeviceBatch
 from .device_calls import CallShape, Phase, Shapes, input_shapes
 from .host_batch import LOGITS_INDICES
@@ -109,12 +109,15 @@ class SharedMemory:
 
     def block(self, needed: int) -> tuple[int, int]:
         """Return address and size of a block of `needed` bytes or more."""
-        for address, size in self._blocks:
-            if size >= needed:
-                return address, size
-        size = max(needed, 1, 2 * self._blocks[-1][1] if self._blocks else 0)
-        self._blocks.append((self._device.allocate(size), size))
-        return self._blocks[-1]
+        if size := self.lacking(needed):
+            self._blocks.append((self._device.allocate(size), size))
+        return next(block for block in self._blocks if block[1] >= needed)
+
+    def lacking(self, needed: int) -> int:
+        """The bytes that a block of `needed` or more would take, 0 where there is one."""
+        if any(size >= needed for _, size in self._blocks):
+            return 0
+        return max(needed, 1, 2 * self._blocks[-1][1] if self._blocks else 0)
 
 
 def _free_all(device: Device, blocks: list[tuple[int, int]]) -> None:
@@ -153,7 +156,7 @@ class EngineSession:
             )
         self._branches = has_branches(plan)
         self.captures = runtime == "tensorrt" and not self._branches
-        self._memory, self._longest = SharedMemory(self.device), CallShape(1, 1, 0)
+        self._memory = SharedMemory(self.device)
         self._kernels = Kernels(plan.with_suffix(KERNELS), self._engine) if runtime == "tensorrt-rtx" else None
         self._read(plan)
 
@@ -191,26 +194,43 @@ class EngineSession:
         return np.dtype(DTYPES[kind])
 
     def open_batch(self, rows: int, positions: int) -> DeviceBatch:
-        """Make room on the GPU, for `positions` rounded up to whole steps of slots: `Session.open_batch`.
+        """Take the memory on the GPU, for `positions` rounded up to whole steps of slots: `Session.open_batch`.
 
-        Raises DeviceMemoryError, saying what fits, where the GPU's free memory cannot hold the cache that is asked
-        for. It is taken as the sequences grow, and a server that finds out then loses the requests in flight.
+        Raises DeviceMemoryError, saying what fits, where the GPU's free memory does not hold the cache that is asked
+        for beside what the longest call works in: a server that found out later would lose the requests in flight.
         """
-        layout, free, step = self.layout, self.device.free_memory(), slot_step(self.layout)
+        step, chunk = slot_step(self.layout), self.pace.chunk
         positions = min(-(-positions // step) * step, self.most_positions or positions)
-        position = sum(
-            heads * size * dtype.itemsize for (heads, size), dtype in zip(layout.shapes, layout.dtypes, strict=True)
+        batch = DeviceBatch(self, self.device, rows, positions)
+        works = self._longest_needs(batch.context, CallShape(1, chunk, positions, 1 if self.asks else None))
+        calls, free = batch.call_bytes(chunk) + self._memory.lacking(works), self.device.free_memory()
+        if cache_bytes(self.layout, rows, positions) + calls > free:
+            raise self._no_room(rows, positions, calls, free)
+        self._memory.block(works)
+        batch.take(chunk)
+        return batch
+
+    def _longest_needs(self, prompts: Any, longest: CallShape) -> int:
+        """The bytes that contexts work in: for the `longest` chunk of a prompt in the context of `prompts`, and for the
+        largest step of the engine's profile of them.
+        """
+        needed = self._needs(prompts, "prefill", input_shapes(self, longest))
+        if self._profiles["decode"] == self._profiles["prefill"]:
+            return needed
+        return max(needed, int(self._engine.get_device_memory_size_for_profile_v2(self._profiles["decode"])))
+
+    def _no_room(self, rows: int, positions: int, calls: int, free: int) -> DeviceMemoryError:
+        """The error for a cache that the `free` bytes do not hold beside those of the `calls`."""
+        row, room = cache_bytes(self.layout, 1, positions), max(free - calls, 0)
+        fit, longest = room // row, room // cache_bytes(self.layout, 1, 1)
+        remedy = f"build an engine with --max-seq-len {longest} or less" if longest else "end what else runs there"
+        return DeviceMemoryError(
+            f"a cache of {rows} sequence{'s' if rows > 1 else ''} of {positions:,} positions takes "
+            f"{memory_text(rows * row)} and the engine {memory_text(calls)} to work in, and this GPU has "
+            f"{memory_text(free)} free, room for "
+            + (f"{fit} of them" if fit else f"{longest:,} positions of one" if longest else "no position of one"),
+            f"take --max-batch {fit}" if fit else remedy,
         )
-        if (needed := rows * positions * position) > free:
-            fit, longest = free // (positions * position), free // position
-            raise DeviceMemoryError(
-                f"a cache of {rows} sequence{'s' if rows > 1 else ''} of {positions:,} positions takes "
-                f"{memory_text(needed)}, and this GPU has {memory_text(free)} free, room for "
-                + (f"{fit} of them" if fit else f"{longest:,} positions of one"),
-                f"take --max-batch {fit}" if fit else f"build an engine with --max-seq-len {longest} or less",
-            )
-        self._longest = CallShape(1, self.pace.chunk, positions, 1 if self.asks else None)
-        return DeviceBatch(self, self.device, rows, positions)
 
     def names(self, kind: Literal["past", "new"]) -> Sequence[str]:
         """Tensors of the cache: `Program.names`."""
@@ -235,8 +255,7 @@ class EngineSession:
     def bind(self, context: Any, phase: Phase, shapes: Shapes, addresses: Mapping[str, int]) -> Callable[[], None]:
         """Point the engine at tensors: `DeviceProgram.bind`."""
         self.device.enter()
-        longest = self._needs(context, phase, input_shapes(self, self._longest)) if phase == "prefill" else 0
-        block = self._memory.block(max(self._needs(context, phase, shapes), longest))
+        block = self._memory.block(self._needs(context, phase, shapes))
         for name, address in addresses.items():
             if not context.set_tensor_address(name, address):
                 raise SessionError(f"{name}: the engine takes no tensor at {address:#x}")

@@ -78,10 +78,14 @@ class HostDevice:
 
         memcpy_3d(copy)  # asserts what the driver asks for
         target = lines(copy.target, copy.target_line, copy.target_block)
-        target[:] = lines(copy.source, copy.source_line, copy.source_block)
+        source = lines(copy.source, copy.source_line, copy.source_block)
+        assert not np.shares_memory(source, target), "what a copy reads while it writes it is not defined"
+        target[:] = source
 
-    def zero(self, address: int, size: int) -> None:
-        self.queue.append(lambda: self.bytes_at(address, size).fill(0))
+    def zero(self, address: int, width: int, lines: int = 1, line: int = 0) -> None:
+        whole = self.bytes_at(address, (lines - 1) * line + width)
+        written = np.lib.stride_tricks.as_strided(whole, (lines, width), (line, 1))
+        self.queue.append(lambda: written.fill(0))
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """As CUDA does it: what `work` asks for is kept, with its addresses, and not done."""

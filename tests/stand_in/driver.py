@@ -40,6 +40,7 @@ class Driver:
         self.capability, self.total, self.cuda, self.gpus = (major, minor), total, cuda, gpus
         self.entered, self.gpu_of, self.peak = threading.local(), dict[int, int](), 0
         self.held: dict[int, tuple[np.ndarray, int]] = {}
+        self.freed = set[int]()
         self.pinned: dict[int, np.ndarray] = {}
         self.queue: list[Callable[[], object]] = []
         self.capturing: list[Callable[[], object]] | None = None
@@ -52,8 +53,8 @@ class Driver:
         return SUCCESS
 
     def used(self) -> int:
-        """The bytes that are allocated."""
-        return sum(size for _, size in self.held.values())
+        """The bytes that are allocated; what is freed in the order of the stream is there for what comes after it."""
+        return sum(size for address, (_, size) in self.held.items() if address not in self.freed)
 
     @property
     def current(self) -> int | None:
@@ -128,7 +129,14 @@ class Driver:
 
     def cuMemFreeAsync(self, address: Any, stream: Any) -> int:
         where = number(address)
-        return self.enqueue(lambda: self.held.pop(where)) if where in self.held else INVALID
+        if where not in self.held or where in self.freed:
+            return INVALID
+        self.freed.add(where)
+        return self.enqueue(lambda: self._gone(where))
+
+    def _gone(self, address: int) -> None:
+        self.freed.discard(address)
+        del self.held[address]
 
     def cuMemHostAlloc(self, found: Any, size: Any, flags: Any) -> int:
         whole = np.full(max(number(size), 1), 0xFF, np.uint8)
@@ -168,11 +176,17 @@ class Driver:
             return np.lib.stride_tricks.as_strided(flat, (blocks, lines, width), (height * pitch, pitch, 1))
 
         source = view(told["srcDevice"], told["srcPitch"], told["srcHeight"])
-        view(told["dstDevice"], told["dstPitch"], told["dstHeight"])[:] = source
+        target = view(told["dstDevice"], told["dstPitch"], told["dstHeight"])
+        assert not np.shares_memory(source, target), "what a copy reads while it writes it is not defined"
+        target[:] = source
 
-    def cuMemsetD8Async(self, address: Any, value: Any, size: Any, stream: Any) -> int:
-        where, count, byte = number(address), number(size), number(value)
-        return self.enqueue(lambda: memory(where, count).fill(byte)) if self.inside(where, count) else INVALID
+    def cuMemsetD2D8Async(self, address: Any, pitch: Any, value: Any, width: Any, height: Any, stream: Any) -> int:
+        where, line, byte, wide, lines = (number(each) for each in (address, pitch, value, width, height))
+        if line < wide or not self.inside(where, (lines - 1) * line + wide):
+            return INVALID
+        whole = memory(where, (lines - 1) * line + wide)
+        written = np.lib.stride_tricks.as_strided(whole, (lines, wide), (line, 1))
+        return self.enqueue(lambda: written.fill(byte))
 
     def cuStreamSynchronize(self, stream: Any) -> int:
         assert self.capturing is None, "a stream that is captured cannot be waited for"

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,19 @@ def test_growing_keeps_the_rows_in_use(count: int) -> None:
         np.testing.assert_array_equal(buffer[:count, :, :2], values[:count])
         assert not buffer[count:].any()
         assert not buffer[:, :, 2:].any()
+
+
+def test_growing_holds_one_tensor_twice_and_not_the_cache() -> None:
+    """Eight tensors of 1 MB become eight of 2 MB: 16 MB, and beside them one that is copied from."""
+    megabyte, tensors = 1 << 20, 8
+    layout = CacheLayout(tuple(map(str, range(tensors))), ((1, megabyte),) * tensors, (np.dtype(np.uint8),) * tensors)
+    tracemalloc.start()
+    try:
+        cache = HostCache(layout, rows=1, capacity=1)
+        cache.resize(2, 1)
+        assert tracemalloc.get_traced_memory()[1] < 18 * megabyte
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_smaller_cache_keeps_what_fits() -> None:

@@ -23,8 +23,11 @@ from fp8q.serve.loop.device import (
     CacheGroup,
     CaptureError,
     Copy,
+    DeviceCache,
     bucket_of,
+    cache_bytes,
     groups_of,
+    moves,
     new_block,
     runs,
     slot_step,
@@ -305,6 +308,52 @@ def test_every_row_and_every_tensor_begins_where_the_engine_takes_it(
         block = new_block(group, rows, seq)
         assert block >= rows * group.heads * seq * group.size
         assert block % ALIGNMENT == block % (seq * group.size) == 0
+
+
+@given(st.integers(1, 30), st.integers(1, 40), st.integers(1, 40))
+def test_lines_are_moved_where_they_are(count: int, before: int, after: int) -> None:
+    """No copy overlaps itself, and what is moved is what lay there."""
+    memory = np.full(count * max(before, after), -1)
+    memory[: count * before] = np.arange(count * before)
+    for first, lines, begin, width in moves(count, before, after):
+        assert 0 <= begin < begin + width <= min(before, after)
+        at_source, at_target = (
+            (first + np.arange(lines))[:, None] * line + begin + np.arange(width) for line in (before, after)
+        )
+        assert not np.intersect1d(at_source, at_target).size
+        memory[at_target] = memory[at_source].copy()
+    width = min(before, after)
+    found = memory[(np.arange(count) * after)[:, None] + np.arange(width)]
+    np.testing.assert_array_equal(found, (np.arange(count) * before)[:, None] + np.arange(width))
+
+
+def test_twice_the_capacity_takes_a_copy_for_each_halving_of_the_lines() -> None:
+    assert list(moves(8, 4, 8)) == [(4, 4, 0, 4), (2, 2, 0, 4), (1, 1, 0, 4)]
+    assert list(moves(8, 8, 4)) == [(1, 1, 0, 4), (2, 2, 0, 4), (4, 4, 0, 4)]
+    assert list(moves(3, 2, 3)) == [(2, 1, 0, 2), (1, 1, 1, 1), (1, 1, 0, 1)]  # the second by 1, less than its length
+    assert list(moves(9, 4, 4)) == []
+
+
+@pytest.mark.parametrize("capacities", [(1, 3, 5), (5, 2, 4), (4, 4), (2, 8, 3, 7)])
+def test_a_resized_cache_has_what_it_held_and_zeros_behind(capacities: Sequence[int], host_device: Any) -> None:
+    """Two tensors alike and one of another size, three rows; each new slot is written before the next resize."""
+    layout = CacheLayout(("0.key", "0.value", "1.key"), ((2, 64), (2, 64), (1, 32)), (np.dtype(np.uint8),) * 3)
+    device = host_device()
+    cache = DeviceCache(device, layout, 3, 8)
+    taken = set(device.memory)
+    expected = [np.zeros((3, heads, 0, size), np.uint8) for heads, size in layout.shapes]
+    for number, capacity in enumerate(capacities):
+        cache.resize(capacity)
+        device.wait()
+        for index, (heads, size) in enumerate(layout.shapes):
+            there = at(cache.addresses(0)[index], np.uint8, 3, heads, capacity, size)
+            held = min(capacity, expected[index].shape[2])
+            np.testing.assert_array_equal(there[:, :, :held], expected[index][:, :, :held])
+            assert not there[:, :, held:].any()
+            there[:] = np.random.default_rng(10 * number + index).integers(1, 255, there.shape, np.uint8)
+            expected[index] = there.copy()
+    assert set(device.memory) == taken
+    assert sum(size for _, size in device.memory.values()) == cache_bytes(layout, 3, 8) == 3 * 8 * (2 * 128 + 32)
 
 
 def test_a_block_of_new_values_is_worked_out_by_hand() -> None:

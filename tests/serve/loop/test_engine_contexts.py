@@ -108,6 +108,9 @@ class Engine:
         most = MOST[profile]["past" if name.startswith("past") else name]
         return [most, most, most]
 
+    def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+        return 1000 * int(np.prod(MOST[profile]["input_ids"]))
+
     def create_runtime_config(self) -> Config:
         return Config()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8q.core.errors import BackendError
-from fp8q.serve.loop.cuda import CudaDevice, CudaError
+from fp8q.serve.loop.cuda import CudaDevice, CudaError, DeviceMemoryError
 from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
@@ -94,6 +94,7 @@ def test_windows_longer_than_the_slots_are_refused(counting: CountingModel, open
     [
         (24, "room for 2 of them; take --max-batch 2"),
         (4, "room for 80 positions of one; build an engine with --max-seq-len 80 or less"),
+        (0, "room for no position of one; end what else runs there"),
     ],
 )
 def test_a_cache_that_the_gpu_has_no_room_for_is_refused_and_what_fits_is_said(
@@ -102,15 +103,59 @@ def test_a_cache_that_the_gpu_has_no_room_for_is_refused_and_what_fits_is_said(
     """`free` in units of 20 positions: eight sequences of 192 take 77 of them."""
     position = {"off": 64, "v": 40, "fp8": 16}[counting.cache]
     session = open_engine(counting, "tensorrt")
-    gpu.driver.total = free * 20 * position
+    batch = session.open_batch(8, 192)
+    batch.clear()
+    calls = batch.call_bytes(session.pace.chunk)
+    gpu.driver.cuStreamSynchronize(0)
+    gpu.driver.total = gpu.driver.used() + calls + free * 20 * position
     with pytest.raises(SessionError) as refused:
         session.open_batch(8, 192)
-    takes, has = (f"{size * position / 1e3:.3g} kB" for size in (8 * 192, free * 20))
+    takes, works, has = (f"{size / 1e3:.3g} kB" for size in (8 * 192 * position, calls, calls + free * 20 * position))
     assert str(refused.value) == (
-        f"a cache of 8 sequences of 192 positions takes {takes}, and this GPU has {has} free, {fits}"
+        f"a cache of 8 sequences of 192 positions takes {takes} and the engine {works} to work in, and this GPU has "
+        f"{has} free, {fits}"
     )
-    session.open_batch(1, 64)
-    assert gpu.driver.held == {}
+    assert held_beside_contexts(gpu, session) == set()
+
+
+def open_batch_in(total: int, session: EngineSession, gpu: Machine, rows: int, positions: int) -> bool:
+    """Tell whether a GPU of so many bytes admits a batch."""
+    gpu.driver.total = total
+    try:
+        session.open_batch(rows, positions).clear()
+    except DeviceMemoryError:
+        return False
+    finally:
+        gpu.driver.cuStreamSynchronize(0)
+        gpu.driver.total = 1 << 30
+    return True
+
+
+@each_runtime
+def test_what_is_admitted_can_grow_to_its_end(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    """On the smallest GPU that admits four rows, all four grow to the model's last position and go on answering.
+
+    Their cache doubles from 64 slots, and prompts in several rows and in one are read meanwhile.
+    """
+    least, most = 0, 1 << 20
+    while most - least > 1:
+        middle = (least + most) // 2
+        admitted = open_batch_in(middle, open_engine(counting, runtime), gpu, 4, counting.positions)
+        least, most = (least, middle) if admitted else (middle, most)
+    session = open_engine(counting, runtime)
+    gpu.driver.cuStreamSynchronize(0)
+    gpu.driver.total, gpu.driver.peak = most, 0
+    generator = Generator(session, Vocabulary.read(counting.directory), 4)
+    prompts = ["t3 t1 t4", "t9 t2", "t2 t6 t5 " * 40, "t1 t1 t1 t2", "t8 t4 " * 60, "t7"]
+    answers = complete(generator, [Request(prompt.strip(), 200, ignore_end=True) for prompt in prompts])
+    assert [answer.input_tokens + len(answer.tokens) for answer in answers] == [generator.positions] * len(prompts)
+    assert generator.positions >= 192
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ended = counting.answer(prompt.strip(), len(answer.tokens))  # up to the end that is ignored
+        assert list(answer.tokens)[: len(ended)] == ended
+    assert gpu.driver.peak <= most
 
 
 def test_an_engine_that_the_runtime_does_not_load_is_named(gpu: Machine, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ HOSTS = [(), (0,), tuple(range(8))]
 
 def instances(config: Any, host: Collection[int]) -> list[tuple[str, int]]:
     """The kind and device of each instance on a host with these GPUs; raises ValueError where Triton refuses."""
-    made = []
+    made: list[tuple[str, int]] = []
     for number, group in enumerate(config.instance_group):
         kind, gpus = group.kind, list(group.gpus)
         if kind == Kind.KIND_AUTO:
