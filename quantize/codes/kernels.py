@@ -26,7 +26,7 @@ BLOCK = 1024
 #: FP32's fraction bits and bias; the fraction bits that E4M3 drops; E4M3's largest number as FP32 bits.
 _FRACTION, _BIAS = 23, 127
 _DROPPED = _FRACTION - E4M3.mantissa_bits
-_LARGEST = int(torch.tensor(E4M3.max).view(torch.int32))
+_LARGEST = int(torch.tensor(E4M3.max, dtype=torch.float32).view(torch.int32))
 _SMALLEST_NORMAL = (_BIAS + 1 - E4M3.bias) << _FRACTION
 #: The power of two whose last place in FP32 is E4M3's smallest step.
 _STEPS = float(2.0 ** (1 - E4M3.bias + _DROPPED))

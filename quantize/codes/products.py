@@ -16,7 +16,7 @@ def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) ->
     zeros, which change no sum; the weight is then copied in each call. `fast`: sum in the tensor core's adder alone
     (`reference.adder`).
     """
-    one = torch.ones((), device=x.device)
+    one = torch.ones((), dtype=torch.float32, device=x.device)  # whatever torch's default type is
     product: torch.Tensor = torch._scaled_mm(
         _filled(x, 1), _filled(weight, ALIGNMENT).t(), scale_a=one, scale_b=one, out_dtype=torch.float32,
         use_fast_accum=fast,

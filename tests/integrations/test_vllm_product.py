@@ -4,39 +4,20 @@ Of vLLM it imports what registers an operator, and what knows of the batch that 
 and there is no batch, so that all rows have second terms, or those of `tail_rows`.
 """
 
-import importlib
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 from fp8q_vllm.rows import Rows
 
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.linear import CallPositions, FP8Linear, Tail
+from tests.stand_in.vllm import Plugin
 
 ROWS, IN, OUT, TAIL = 6, 32, 8, 2
 
 
-@pytest.fixture
-def product(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """`fp8q_vllm.product`, as imported without vLLM."""
-    context, utils = ModuleType("vllm.forward_context"), ModuleType("vllm.utils.torch_utils")
-    context.__dict__.update(is_forward_context_available=lambda: False, get_forward_context=None)
-    utils.__dict__.update(direct_register_custom_op=lambda *names, **options: None)
-    for module in (ModuleType("vllm"), ModuleType("vllm.utils"), utils, context):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.delitem(sys.modules, "fp8q_vllm.product", raising=False)
-    found = importlib.import_module("fp8q_vllm.product")
-    monkeypatch.delitem(sys.modules, "fp8q_vllm.product")
-    return found
-
-
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("tail", [0, TAIL])
-def test_it_is_the_references_product(
-    product: ModuleType, monkeypatch: pytest.MonkeyPatch, tail: int, biased: bool
-) -> None:
+def test_it_is_the_references_product(plugin: Plugin, monkeypatch: pytest.MonkeyPatch, tail: int, biased: bool) -> None:
     """In FP32, where only the order of sums may differ; with a tail the last rows of the only sequence are exact."""
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(ROWS, IN, generator=draw).bfloat16().float()
@@ -49,10 +30,25 @@ def test_it_is_the_references_product(
         layer.tail = Tail(tail, CallPositions(ROWS))
         numbers = torch.tensor([ROWS - 1, ROWS - 2, 0])  # the first row is there to fill up
         rows = Rows(numbers, torch.tensor([True, True, False]))
-        monkeypatch.setattr(product, "rows_of_batch", lambda *asked: rows)
-    found = product.fp8q_linear(x, codes, weight_scale[:, None], scale, bias, tail, 0)
+        monkeypatch.setattr(plugin.product, "rows_of_batch", lambda *asked: rows)
+    plugin.forward(None)
+    found = plugin.product.fp8q_linear(x, codes, weight_scale[:, None], scale, bias, tail, 0)
     assert torch.allclose(found, layer(x), rtol=1e-6, atol=1e-6)
     exact = x @ (codes.float() * weight_scale[:, None]).T + (0 if bias is None else bias)
     off = (found - exact).abs().amax(1)
     assert off[-TAIL:].max() < 1e-4
     assert (off[:-TAIL].min() > 1e-3) == (tail > 0), "one term is off by 2 % of a value"
+
+
+def test_outside_of_a_forward_pass_the_weights_are_answered(plugin: Plugin) -> None:
+    """An identity matrix, as vLLM multiplies it by what latent attention expands: 1 is four times the largest value of
+    the input's codes here.
+    """
+    draw = torch.Generator().manual_seed(4)
+    weight_scale = 2.0 ** -torch.arange(5, 5 + OUT).float()
+    codes = encode(torch.randn(OUT, IN, generator=draw), weight_scale[:, None])
+    arguments = (codes, weight_scale[:, None], torch.tensor(2.0**-11), None, TAIL, 0)
+    asked = plugin.product.fp8q_linear(torch.eye(IN, dtype=torch.bfloat16), *arguments)
+    assert torch.equal(asked.T, (codes.float() * weight_scale[:, None]).bfloat16())
+    plugin.forward(None)
+    assert plugin.product.fp8q_linear(torch.eye(IN), *arguments).abs().max() < asked.abs().max() / 2

@@ -1,9 +1,15 @@
 """Which rows of a batch the vLLM plugin gives second terms; the rest of it runs in tests/elsewhere."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
-from fp8q_vllm.rows import PROMPTS, SHARE, Rows, tail_rows
+from fp8q_vllm.rows import PROMPTS, SHARE, Rows, rows_of_batch, tail_rows, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.stand_in.vllm import Plugin
 
 #: The lengths of a batch's sequences, rows that fill it up, and the tail.
 BATCHES = st.tuples(st.lists(st.integers(1, 80), min_size=1, max_size=12), st.integers(0, 9), st.integers(1, 8))
@@ -62,3 +68,48 @@ def test_shapes_depend_on_the_numbers_of_rows_and_sequences_alone(batch: tuple[l
     lengths, padding, tail = batch
     others = [1] * (len(lengths) - 1) + [sum(lengths) - len(lengths) + 1]
     assert rows_of(lengths, padding, tail).numbers.shape == rows_of(others, padding, tail).numbers.shape
+
+
+def metadata(lengths: list[int], **fields: Any) -> dict[str, Any]:
+    """A batch's metadata: of a layer that says nothing of it, and of one of attention."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    fields = fields or {"num_actual_tokens": sum(lengths)}
+    return {"a": SimpleNamespace(), "b": SimpleNamespace(query_start_loc=starts, **fields)}
+
+
+def test_a_layer_with_fewer_rows_than_the_batch_has_tokens_has_second_terms_in_all(plugin: Plugin) -> None:
+    """As where latent attention expands a batch's prompts, behind its decoded tokens: rows have other numbers there."""
+    plugin.forward(metadata([1, 1, 70, 40]))
+    for rows in (110, 111, 70, 40):
+        assert rows_of_batch(rows, 8, 0) is None
+    for rows in (112, 128):  # as many as tokens, and with what fills up
+        found = rows_of_batch(rows, 8, 0)
+        assert found is not None
+        assert sorted(found.numbers[found.exact].tolist()) == [0, 1, *range(64, 72), *range(104, 112)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"num_actual_tokens": 112}, 112),
+        ({"num_prefill_tokens": 110, "num_decode_tokens": 2}, 112),
+        ({"num_prefill_tokens": 110}, None),
+        ({"causal": True}, None),
+    ],
+)
+def test_the_tokens_of_a_batch_are_those_that_the_host_knows(
+    plugin: Plugin, fields: dict[str, Any], tokens: int | None
+) -> None:
+    """Without a number of them all rows have second terms."""
+    batch = metadata([1, 1, 70, 40], **fields)
+    assert tokens_of(batch["b"]) == tokens
+    plugin.forward(batch)
+    assert (rows_of_batch(112, 8, 0) is None) == (tokens is None)
+    assert rows_of_batch(111, 8, 0) is None
+
+
+def test_microbatches_and_passes_without_attention_have_second_terms_in_all_rows(plugin: Plugin) -> None:
+    batches: list[Any] = [None, [metadata([70, 40])], {}]
+    for batch in batches:
+        plugin.forward(batch)
+        assert rows_of_batch(110, 8, 0) is None

@@ -2,10 +2,15 @@
 
 config.json says `quant_method: compressed-tensors`, so that everything loads it without this plugin. vLLM asks custom
 formats first whether a checkpoint is theirs; `Config` answers for those whose `fp8q` has modules in two terms.
+
+A module that is listed and gets no product of ours would run in one term, so that is an error: while layers are made
+where vLLM multiplies it in another way, and once they are loaded where none has its name. A process may have a part of
+the layers (pipeline stages, drafts), so names are expected of those numbers that it has quantized layers of.
 """
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +21,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Fp8
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
 from . import product
@@ -25,6 +31,11 @@ NAME = "fp8q"
 #: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, positions of graphs, and
 #: layers whose cache stays wide, which vLLM is told with `--kv-cache-dtype-skip-layers`.
 KNOWN = {"two_terms", "tails", "bf16_inputs", "stored", "positions", "wide_cache"}
+#: Layers whose rows are not the batch's, so that no tail can be found among them: latent attention expands cached
+#: positions and parts of a batch, and the output head gets the positions that are sampled from.
+OTHER_ROWS = ("kv_b_proj", "lm_head")
+
+log = logging.getLogger("vllm.fp8q")
 
 
 class TwoTerms(CompressedTensorsW8A8Fp8):
@@ -54,7 +65,8 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
             )
 
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` [..., in] to [..., out] in its type."""
+        """`x` [..., in] to [..., out] in its type, or in the model's where latent attention has cast `x` to FP8."""
+        x = x if x.dtype.itemsize > 1 else x.to(layer.orig_dtype)
         found: torch.Tensor = torch.ops.vllm.fp8q_linear(
             x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, self.tail, self.free_rows
         )
@@ -66,6 +78,13 @@ class Config(CompressedTensorsConfig):
 
     #: Module -> its tail; 0: two terms throughout. By its names in transformers and in files, and then by vLLM's.
     tails: dict[str, int]
+    #: The names that `tails` has -> the module's name in transformers.
+    modules: dict[str, str]
+    #: Modules that have a layer in this process, and the numbers of its decoder layers in FP8; None: a layer of none.
+    taken: set[str]
+    numbers: set[int | None]
+    #: Whether layers were counted, once all are made.
+    counted = False
 
     def get_name(self) -> str:
         """The name of the format."""
@@ -91,17 +110,23 @@ class Config(CompressedTensorsConfig):
                 "version that came with the fp8q that wrote it"
             )
         tails = dict.fromkeys(own.get("two_terms", ()), 0) | own.get("tails", {})
-        self.tails = tails | {in_files(name, own.get("stored", {})): tail for name, tail in tails.items()}
+        stored = {in_files(name, own.get("stored", {})): name for name in tails}
+        self.modules = {name: name for name in tails} | stored
+        self.tails = {name: tails[module] for name, module in self.modules.items()}
+        self.taken, self.numbers = set(), set()
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Give modules vLLM's names."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
-        self.tails = {new: tail for old, tail in self.tails.items() if (new := hf_to_vllm_mapper._map_name(old))}
+        mapped = {old: new for old in self.tails if (new := hf_to_vllm_mapper._map_name(old))}
+        self.tails = {new: self.tails[old] for old, new in mapped.items()}
+        self.modules = {new: self.modules[old] for old, new in mapped.items()}
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of compressed-tensors, with our product where the layer's input has two terms.
 
-        Raises ValueError for a layer of which a part has two terms, and for experts in two terms.
+        Raises ValueError for a layer of which a part has two terms, for experts in two terms, and for a layer in two
+        terms that vLLM multiplies in another form than FP8 codes by FP8 codes.
         """
         if isinstance(layer, RoutedExperts) and (found := self._of_experts(prefix)):
             raise ValueError(
@@ -109,12 +134,51 @@ class Config(CompressedTensorsConfig):
                 "--activation-terms 1 --tail '*self_attn*'`"
             )
         method = super().get_quant_method(layer, prefix)
-        scheme = getattr(layer, "scheme", None)
-        if isinstance(layer, LinearBase) and isinstance(scheme, CompressedTensorsW8A8Fp8):
-            tail = self._tail_of(prefix)
-            if tail is not None:
-                layer.scheme = TwoTerms(scheme, tail)
+        tail, scheme = self._tail_of(prefix), getattr(layer, "scheme", None)
+        codes = isinstance(layer, LinearBase | ParallelLMHead) and isinstance(scheme, CompressedTensorsW8A8Fp8)
+        if tail is not None and not (codes and getattr(scheme, "is_static_input_scheme", False)):
+            by = (
+                "no scheme"
+                if scheme is None
+                else type(scheme).__name__ + (" without the input's scale" if codes else "")
+            )
+            raise ValueError(
+                f"{prefix}: its input has two terms, and this vLLM multiplies it by {by}, not FP8 codes by FP8 codes; "
+                "serve it on a GPU of compute capability 8.9 or newer, or without the plugin (VLLM_PLUGINS=none), "
+                "which runs what vLLM makes of it"
+            )
+        if codes:
+            self.numbers.add(number_of(prefix))
+            method.process_weights_after_loading = self._counting(method.process_weights_after_loading)
+        if tail is not None:
+            self.taken.update(self.modules[part] for part in parts_of(prefix, self.packed_modules_mapping))
+            layer.scheme = TwoTerms(scheme, 0 if prefix.rpartition(".")[2] in OTHER_ROWS else tail)
         return method
+
+    def _counting(self, process: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Make `process`, which vLLM calls for each layer once all are made, count the layers first."""
+
+        def counted(layer: Any) -> None:
+            if not self.counted:
+                self.counted = True
+                self.check_all_taken()
+            process(layer)
+
+        return counted
+
+    def check_all_taken(self) -> None:
+        """Log how many modules have two terms in this process.
+
+        Raises ValueError where a module has no layer, though there are layers of its number.
+        """
+        due = {module: name for name, module in self.modules.items() if number_of(name) in self.numbers}
+        if missing := sorted(due.keys() - self.taken):
+            raise ValueError(
+                f"{NAME}: {len(missing)} of {len(due)} modules whose inputs have two terms are no layers of this "
+                f"vLLM's and would run in one term, the first {missing[0]} ({due[missing[0]]} by vLLM's names); serve "
+                "it with a vLLM that was tried, or without the plugin (VLLM_PLUGINS=none), in one term"
+            )
+        log.info("%d of %d modules in two terms", len(self.taken), len(set(self.modules.values())))
 
     def _of_experts(self, prefix: str) -> str | None:
         """A module in two terms among the experts `prefix`."""
@@ -143,6 +207,11 @@ def in_files(name: str, stored: Mapping[str, str]) -> str:
         if found := re.fullmatch(re.escape(module).replace(r"\{\}", r"(\d+)"), name):
             return file.format(*found.groups())
     return name
+
+
+def number_of(name: str) -> int | None:
+    """The number of a module's decoder layer: the first in its name; None where it has none."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def parts_of(prefix: str, fused: Mapping[str, Iterable[str]]) -> list[str]:

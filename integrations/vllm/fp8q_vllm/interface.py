@@ -28,6 +28,8 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     f"{COMPRESSED}.schemes:CompressedTensorsW8A8Fp8.apply_weights": ("layer", "x", "bias"),
     f"{LAYERS}.fused_moe:RoutedExperts": (),
     f"{LAYERS}.linear:LinearBase": (),
+    f"{LAYERS}.vocab_parallel_embedding:ParallelLMHead": (),
+    f"{LAYERS}.quantization.base_config:QuantizeMethodBase.process_weights_after_loading": ("layer",),
     "vllm.model_executor.models.utils:WeightsMapper._map_name": (),
     "vllm.config:get_current_vllm_config": (),
     "vllm.forward_context:get_forward_context": (),

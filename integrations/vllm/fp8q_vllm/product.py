@@ -5,10 +5,14 @@
 a is the E4M3 code of x / s and b that of 16 times its rounding error, under a scale s that is a power of two. Both are
 rows of one FP8 product with an FP32 result, so weights are read once and the result is rounded once, to the type of x.
 The rows of b are those that `rows` gives: all, or those of decoded tokens and tails.
+
+Outside of a forward pass vLLM asks a layer for its weights, by an identity matrix (latent attention does, when it is
+loaded). A 1 may lie beyond all codes under the input's scale, so inputs are not rounded then.
 """
 
 import torch
 from torch.nn.functional import linear
+from vllm.forward_context import is_forward_context_available
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from .codes.encoding import code_values, encode_terms, two_code_values
@@ -59,8 +63,11 @@ def fp8q_linear(
     `input_scale` float32 [], a power of two. `tail`: the last positions of a call that have second terms, 0: all.
     `free_rows`: up to so many rows all have them.
     """
-    total = total_of(x.flatten(0, -2), weight, input_scale, tail, free_rows)
-    total *= input_scale * weight_scale.flatten()
+    if is_forward_context_available():
+        total = total_of(x.flatten(0, -2), weight, input_scale, tail, free_rows)
+        total *= input_scale * weight_scale.flatten()
+    else:
+        total = linear(x.flatten(0, -2).float(), weight.float()) * weight_scale.flatten()
     if bias is not None:
         total += bias
     return total.to(x.dtype).view(*x.shape[:-1], -1)

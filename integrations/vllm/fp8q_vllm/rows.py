@@ -49,7 +49,9 @@ def tail_rows(starts: torch.Tensor, rows: int, tail: int) -> Rows:
 def rows_of_batch(rows: int, tail: int | None, free_rows: int) -> Rows | None:
     """The rows with second terms of the batch that vLLM is computing; None: all `rows`.
 
-    They are found once for all layers of a batch. Where vLLM tells nothing of sequences, all rows have second terms.
+    They are found once for all layers of a batch. Where vLLM tells nothing of sequences, all rows have second terms. So
+    they have where there are fewer than the batch has tokens: a layer gets a part of them then, in an order of its own.
+    Where there are more, the last are padding.
     """
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
@@ -58,19 +60,28 @@ def rows_of_batch(rows: int, tail: int | None, free_rows: int) -> Rows | None:
     context = get_forward_context()
     known: dict[tuple[int, int], Rows] = context.additional_kwargs.setdefault("fp8q", {})
     if (rows, tail) not in known:
-        starts = starts_of(context.attn_metadata)
-        if starts is None or len(starts) < 2:
+        starts, tokens = batch_of(context.attn_metadata)
+        if starts is None or len(starts) < 2 or rows < tokens:
             return None
         known[rows, tail] = tail_rows(starts, rows, tail)
     return known[rows, tail]
 
 
-def starts_of(metadata: Any) -> torch.Tensor | None:
-    """Where sequences begin, as the first layer's metadata have it; None where they do not say, or in microbatches."""
-    if not isinstance(metadata, dict):
-        return None
-    for of_layer in metadata.values():
-        starts = getattr(of_layer, "query_start_loc", None)
-        if isinstance(starts, torch.Tensor):
-            return starts
-    return None
+def batch_of(metadata: Any) -> tuple[torch.Tensor | None, int]:
+    """Where sequences begin, and the number of tokens in all, as the first layer's metadata have both; None where they
+    do not say, or in microbatches.
+    """
+    for of_layer in metadata.values() if isinstance(metadata, dict) else ():
+        starts, tokens = getattr(of_layer, "query_start_loc", None), tokens_of(of_layer)
+        if isinstance(starts, torch.Tensor) and tokens is not None:
+            return starts, tokens
+    return None, 0
+
+
+def tokens_of(of_layer: Any) -> int | None:
+    """The tokens of a batch without padding, known to the host; None where a layer's metadata do not say."""
+    if (tokens := getattr(of_layer, "num_actual_tokens", None)) is not None:
+        return int(tokens)
+    parts = [getattr(of_layer, name, None) for name in ("num_prefill_tokens", "num_decode_tokens")]
+    counts = [int(part) for part in parts if part is not None]
+    return sum(counts) if len(counts) == len(parts) else None
