@@ -60,7 +60,7 @@ def code_digest() -> str:
 
 def cache_of(config: pytest.Config) -> Path:
     """The folder of this code's graphs in pytest's cache; folders that got no graph for a day are removed."""
-    graphs = Path(config.cache.mkdir("graphs"))  # type: ignore[union-attr]
+    graphs = Path(config.cache.mkdir("graphs"))
     current = graphs / code_digest()
     current.mkdir(exist_ok=True)
     for folder in graphs.iterdir():
