@@ -19,7 +19,7 @@
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
 # TORCH_ARGS=… for pip where it installs PyTorch alone: --index-url and the address that pytorch.org gives for "CPU";
-#             without it PyPI's build for CUDA is taken on Linux, some 3 GB more
+#             without it PyPI's build for CUDA is taken on Linux, gigabytes more
 # PIP_ARGS=…  for every pip install, such as a mirror or a proxy
 # PARTS=…     which benchmarks; those of time want a quiet machine. AGAIN=1 measures those of today again too
 # LLMCOMPRESSOR=…  the interpreter of an environment that has llm-compressor, for `make benchmarks`: without it the parts

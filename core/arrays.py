@@ -53,4 +53,6 @@ def check_range(name: str, values: npt.NDArray[Any], least: float, most: float) 
         return
     low, high = np.nanmin(values), np.nanmax(values)
     if not least <= low <= high <= most:
-        raise ValueError(f"{name} lies between {low:g} and {high:g}, and not between {least:g} and {most:g}")
+        form = ",d" if values.dtype.kind in "iu" else "g"
+        first, last, lower, upper = (format(bound, form) for bound in (low, high, least, most))
+        raise ValueError(f"{name} lies between {first} and {last}, and not between {lower} and {upper}")

@@ -15,6 +15,8 @@ SLOW_FIXTURES = frozenset({"attention_run", "demo_run", "finished", "own_triton"
 #: What `make test` selects; `make test-slow` selects the others.
 QUICK = "not slow or quick"
 LONGEST_SHOWN = 10
+#: The property of a report that has the tier of its test.
+TIER = "tier"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,10 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark `slow` whatever needs a fixture that is."""
+    """Mark `slow` whatever needs a fixture that is, and let each test's reports say its tier."""
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
+        slow = item.get_closest_marker("slow") and not item.get_closest_marker("quick")
+        item.user_properties.append((TIER, "slow" if slow else "quick"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -36,8 +40,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                tier = "slow" if "slow" in report.keywords and "quick" not in report.keywords else "quick"
-                seconds[tier][report.nodeid] += report.duration
+                seconds[str(dict(report.user_properties)[TIER])][report.nodeid] += report.duration
     for tier, tests in sorted(seconds.items()):
         terminalreporter.write_sep("-", f"{tier}: {len(tests)} tests, {sum(tests.values()):.0f} s; the longest")
         for test, duration in sorted(tests.items(), key=lambda entry: -entry[1])[:LONGEST_SHOWN]:

@@ -278,6 +278,8 @@ def test_engines_of_other_gpus_meet_no_target(engines_on: Callable[..., Any]) ->
 
 
 def test_the_head_of_a_gpus_results() -> None:
+    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode != 0:
+        pytest.skip("there is no git history here, and results name their commit")
     with torch_cuda.cuda():
         head = script.head(dry=False)
     assert head["gpu"]["name"] == torch_cuda.NAME

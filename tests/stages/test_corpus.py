@@ -284,10 +284,18 @@ def test_what_was_calibrated_on_is_no_evaluation_text(run: Run, made: Corpora, t
 
 def test_a_token_the_embedding_lacks_is_refused_in_other_text_too(run: Run, made: Corpora, tmp_path: Path) -> None:
     copy = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
-    config = copy.model / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 100}))
-    with pytest.raises(InputError, match=r"and the model's embedding ends at 99: it is not this model's tokenizer; "):
-        other_text.evaluation(copy, made.path("other.txt"), ValidateOptions(), made)
+    tokenizer, config = load_tokenizer(made.source), copy.model / "config.json"
+    largest = max(int(corpus_stage.load_tokens(run, path).max()) for path in (run.calibration, run.evaluation))
+    lacking = next(
+        text
+        for token in range(largest + 1, 2048)
+        if (encode_texts([text := tokenizer.decode([token])], tokenizer) == token).any()
+    )
+    (tmp_path / "other.txt").write_text(lacking * 2_000, encoding="utf-8")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": largest + 1}))
+    ends = rf"and the model's embedding ends at {largest:,}: it is not this model's tokenizer; "
+    with pytest.raises(InputError, match=ends):
+        other_text.evaluation(copy, str(tmp_path / "other.txt"), ValidateOptions(), made)
 
 
 def test_the_positions_are_read_from_the_checkpoint_by_any_name(tmp_path: Path) -> None:
@@ -315,13 +323,13 @@ def test_a_configuration_that_does_not_parse_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "No data left in file"),
+        (b"", "File is not a zip file"),
         (b"PK\x03\x04", "File is not a zip file"),
-        (np.zeros(4, np.float32), "they are float32 in 1 dimensions"),
-        (np.zeros((1, 1, 1), np.int64), "they are int64 in 3 dimensions"),
-        (np.zeros(12, np.int64), "they are int64 in 1 dimensions"),
-        (np.array([[7, -1]]), "they lie between -1 and 7"),
-        (np.array([[0, 2**40]]), "they lie between 0 and 1099511627776"),
+        (np.zeros(4, np.float32), "input_ids is float32 [4] and not int64 [any, any]"),
+        (np.zeros((1, 1, 1), np.int64), "input_ids is int64 [1, 1, 1] and not int64 [any, any]"),
+        (np.zeros(12, np.int64), "input_ids is int64 [12] and not int64 [any, any]"),
+        (np.array([[7, -1]]), "input_ids lies between -1 and 7, and not between 0 and 4,294,967,295"),
+        (np.array([[0, 2**40]]), "input_ids lies between 0 and 1,099,511,627,776, and not between 0 and 4,294,967,295"),
     ],
 )
 def test_tokens_that_are_none_are_refused_though_the_record_knows_them(
