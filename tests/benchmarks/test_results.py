@@ -54,6 +54,15 @@ NOT_MEASURED = (
 )
 
 
+#: Results that `make benchmarks` has to measure again: those of Qwen2, whose tokens were AutoTokenizer's, and are those of
+#: tokenizer.json by default since.
+OTHER_TOKENS = {
+    "accumulator", "accuracy", "architectures", "as_served", "culprit_proof", "distill_peer_others", "doctor",
+    "exact_answers", "fp8_input", "kv_cache", "sensitivity", "top_logits", "tune", "two_implementations",
+    "vllm_plugin", "weight_rounding",
+}  # fmt: skip
+
+
 def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -74,6 +83,10 @@ def test_a_result_can_be_measured_again_and_would_be_the_same(path: Path) -> Non
     """Its commit is one of this history, without changes, and its options are those of today."""
     result = read(path)
     reasons = stale.stale_options(result)
+    if path.stem in OTHER_TOKENS:
+        expected = "CalibrateOptions.tokenizer is new; without it auto was run, and today's default is file"
+        assert reasons == [expected], f"{path.name}: it was measured again; take it from OTHER_TOKENS"
+        reasons = []
     try:
         reasons += stale.stale_commit(result)
     except stale.HistoryError as error:
