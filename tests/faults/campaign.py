@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
@@ -59,11 +59,13 @@ TOLD_EVERY = 500
 class Campaign:
     """A world, what is known of its commands, and the cases drawn from it."""
 
-    def __init__(self, root: Path, kept: Path | None = None, hang_s: float = HANG_S, subject: str | None = None):
-        """Work in `root`; the world is made there, or in `kept`, where it is found again. All cases are of `subject`,
-        where it is given.
+    def __init__(
+        self, root: Path, kept: Path | None = None, hang_s: float = HANG_S, subjects: Sequence[str] | None = None
+    ):
+        """Work in `root`; the world is made there, or in `kept`, where it is found again. All cases are of `subjects`,
+        where there are any.
         """
-        self.subjects = {subject: 1} if subject else SUBJECTS
+        self.subjects = {name: SUBJECTS[name] for name in subjects or SUBJECTS}
         self.root, self.world = root, (kept or root / "world") / "w"
         self.hang_s, self.stopped = hang_s, False
         self.modules = self.world.with_name("modules")
@@ -232,7 +234,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--least", type=int, default=0, help="so many cases however long they take")
     parser.add_argument("--first", type=int, default=0, help="index of the first case")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--subject", choices=SUBJECTS, help="cases of this one alone; so --case wants it again")
+    parser.add_argument(
+        "--subject", action="append", choices=SUBJECTS, help="cases of this one alone, or of several; so --case wants "
+        "it again",
+    )  # fmt: skip
     parser.add_argument("--hang", type=float, default=HANG_S, help="seconds after which a case hangs")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once")
     parser.add_argument("--kills", type=int, default=0, help="how many calibrations to kill and finish")

@@ -53,10 +53,11 @@ def draw_served(draw: random.Random, folder: Path) -> str:
     """Say in `folder` what its server changes; a description."""
     kind = draw.choices(list(CHANGED), list(CHANGED.values()))[0]
     name = draw.choice(list(RAW)) if kind == "raw" else draw.choice(STATUSES) if kind == "status" else ""
-    change = {"kind": kind, "name": name, "seed": draw.randrange(1 << 30), "from": draw.choice([0, 0, 0, 1, 2])}
-    change["forms"] = draw.choice([["prompt_logprobs"], ["echo"], ["logprobs"], ["text"], ["prompt_logprobs", "text"]])
+    forms = draw.choice([["prompt_logprobs"], ["echo"], ["logprobs"], ["text"], ["prompt_logprobs", "text"]])
+    seed, begins = draw.randrange(1 << 30), draw.choice([0, 0, 0, 1, 2])
+    change = {"kind": kind, "name": name, "seed": seed, "from": begins, "forms": forms}
     (folder / "served.json").write_text(json.dumps(change), encoding="utf-8")
-    return f"a server with {kind} {name} changed, forms {', '.join(change['forms'])}"
+    return f"a server with {kind} {name} changed, forms {', '.join(forms)}"
 
 
 def serve(root: Path) -> tuple[int, int]:
