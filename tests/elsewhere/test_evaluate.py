@@ -160,7 +160,7 @@ def test_a_template_reaches_its_document_alone(harness: Harness, run: Run) -> No
     for file in harness.tasks.glob("*.jsonl"):
         shutil.copy(file, folder)
     assert harness.complaint(run, "reaches", "--include-path", folder) == (
-        "--tasks reaches: its questions cannot be built (access to attribute '__init__' of 'type' object is unsafe.)"
+        "--tasks reaches: cannot be loaded (SecurityError: access to attribute '__init__' of 'type' object is unsafe.)"
     )
     assert not (harness.folder / "reached").exists()
 

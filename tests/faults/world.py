@@ -114,6 +114,8 @@ def make_tasks(folder: Path, text: Path) -> None:
     from fp8q.examples.demo.tasks import write_tasks
 
     write_tasks(folder, text.read_text(encoding="utf-8"), 4)
+    for file in folder.glob("*.yaml"):  # read from the folder that a case runs in
+        file.write_text(file.read_text(encoding="utf-8").replace(str(folder), folder.name), encoding="utf-8")
 
 
 def make_log(folder: Path) -> None:
