@@ -5,7 +5,7 @@ They are checked before any library opens them, and copied unchanged into the FP
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ COMPANIONS = (
 )
 #: The file that holds all of a tokenizer, and the folder of named chat templates.
 TOKENIZER, TEMPLATES = "tokenizer.json", "additional_chat_templates"
+#: The file of settings of generation, such as the tokens that end a text.
+GENERATION = "generation_config.json"
 #: Files that hold a vocabulary; the first is all of a tokenizer, the others are the older forms.
 VOCABULARY = (
     TOKENIZER,
@@ -58,15 +60,45 @@ def companions(path: Path) -> Iterator[Path]:
     yield from sorted((path / TEMPLATES).glob("*.jinja"))
 
 
+def companion_files(path: Path, adapter: Path | None = None) -> dict[str, Path]:
+    """Name -> file of the companions of the checkpoint in `path`; those in the directory of an `adapter` that is merged
+    into it take their places.
+
+    An adapter with a vocabulary brings a whole tokenizer, one with chat templates alone all templates.
+    """
+    found = {str(file.relative_to(path)): file for file in companions(path)}
+    if adapter is None:
+        return found
+    own = {str(file.relative_to(adapter)): file for file in companions(adapter) if not file.match("LICENSE*")}
+    config = own.get("tokenizer_config.json")
+    templates = any(map(_is_template, own)) or (config is not None and "chat_template" in read_json(config))
+    whole = any(name in VOCABULARY for name in own)
+    if not whole:  # a configuration without its tokenizer says nothing of the base's
+        own = {name: file for name, file in own.items() if _is_template(name) or name == GENERATION}
+
+    def replaced(name: str) -> bool:
+        if _is_template(name):
+            return templates
+        return whole and name != GENERATION and not fnmatchcase(name, "LICENSE*") and "processor" not in name
+
+    return {name: file for name, file in found.items() if not replaced(name)} | own
+
+
+def _is_template(name: str) -> bool:
+    return name.startswith(("chat_template", f"{TEMPLATES}/"))
+
+
 def tokenizer_files(path: Path) -> list[Path]:
     """List the vocabulary files in a checkpoint's directory, tokenizer.json first."""
     return [path / name for name in VOCABULARY if exists(path / name)]
 
 
-def tokenizer_digests(path: Path) -> dict[str, str]:
-    """File name -> SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none."""
-    files = tokenizer_files(path)
-    return {file.name: sha256_file(file) for file in (files[:1] if files[0].name == VOCABULARY[0] else files)}
+def tokenizer_digests(files: Mapping[str, Path]) -> dict[str, str]:
+    """File name -> SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none, of
+    the companion `files`.
+    """
+    names = [TOKENIZER] if TOKENIZER in files else [name for name in VOCABULARY if name in files]
+    return {name: sha256_file(files[name]) for name in names}
 
 
 def check_companions(path: Path, name: str, vocabulary: int) -> None:
@@ -81,7 +113,12 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
             f"{name}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the "
             "one it was trained with beside config.json"
         )
-    for file in companions(path):
+    check_files(companions(path), vocabulary)
+
+
+def check_files(files: Iterable[Path], vocabulary: int) -> None:
+    """Check companion `files` as `check_companions` does."""
+    for file in files:
         if file.suffix == ".json":
             _check_json(file, read_json(file, COMPANION_BYTES, finite=file.name not in VOCABULARY), vocabulary)
         elif regular_file(file, AGAIN) > COMPANION_BYTES:
@@ -91,7 +128,7 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
 def _check_json(file: Path, content: Any, vocabulary: int) -> None:
     if not isinstance(content, dict):
         raise InputError(f"{file}: holds no JSON object but {abbreviated(content)}; {REMEDY}")
-    if file.name == "generation_config.json":
+    if file.name == GENERATION:
         check_token_ids(file, content)
     if content.get("fast_tokenizer_files"):
         raise InputError(

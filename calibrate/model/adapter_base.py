@@ -18,6 +18,7 @@ from ..checkpoint.adapter import MERGE_YOURSELF, TENSORS, Adapter, check_names, 
 from ..checkpoint.weights import TensorHeader
 from .products import matrix_products, output_channel_axis, output_head
 from .source import Source, meta_model
+from .tokenizer import own_of_adapter
 
 Mode = Literal["merge", "beside"]
 
@@ -140,6 +141,15 @@ def adapter_remarks(source: Source) -> list[str]:
     """
     of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     found = [remark for adapter in of if (remark := foreign_base(adapter, source))]
+    for adapter in of:
+        own, merged = own_of_adapter(source, adapter), adapter is source.merged
+        if own and merged:
+            found.append(f"--adapter {adapter.path}: its own {' and '.join(own)} is taken, which is not the base's")
+        elif own:
+            found.append(
+                f"--adapter {adapter.path}: has a {' and '.join(own)} of its own, which is left aside: base and "
+                "adapters are served by the base's"
+            )
     for adapter in source.adapters:
         if adapter.patterned:
             found.append(

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.errors import BackendError, InputError
+from ...core.files import sha256_file
 from ...core.reporter import SILENT, Reporter
 from ...options import TokenizerChoice
-from ..checkpoint.companions import TOKENIZER, check_companions, tokenizer_digests
+from ..checkpoint.companions import TOKENIZER, check_companions, companion_files, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.mtp_layers import mtp_prefixes
 from ..checkpoint.recognizer import Recognizer, no_codes
@@ -123,11 +124,20 @@ class Source:
         beside = {f"adapter {adapter.name}": adapter.fingerprint for adapter in self.adapters}
         return _combined({"base": self.fingerprint, **beside})
 
+    @property
+    def companions(self) -> dict[str, Path]:
+        """Name -> file of what lies beside the weights: the base's, or a merged adapter's in its place."""
+        return companion_files(self.path, self.merged.path if self.merged else None)
+
     def merged_with(self, adapter: "Adapter", coding: Coding) -> "Source":
-        """This source with `adapter` merged into its weights by `coding`."""
+        """This source with `adapter` merged into its weights by `coding`, and the adapter's own tokenizer and chat
+        template, if any.
+        """
+        merged = replace(self, merged=adapter, coding=coding)
+        own = {name: file for name, file in merged.companions.items() if file.is_relative_to(adapter.path)}
         both = {"base": self.fingerprint, "adapter": adapter.fingerprint}
-        fingerprint = _combined(both) if self.fingerprint else ""
-        return replace(self, merged=adapter, coding=coding, fingerprint=fingerprint)
+        both |= {f"adapter's {name}": sha256_file(file) for name, file in own.items()}
+        return replace(merged, fingerprint=_combined(both) if self.fingerprint else "")
 
     def weights(self) -> Weights:
         """Open the tensors, dequantized."""
@@ -138,7 +148,7 @@ class Source:
         """SHA-256, in hexadecimal, of tokenizer.json, or of the older vocabulary files where there is none; another
         where AutoTokenizer was chosen beside tokenizer.json.
         """
-        digests = tokenizer_digests(self.path)
+        digests = tokenizer_digests(self.companions)
         by_auto = self.tokenizer == "auto" and TOKENIZER in digests
         return _combined(digests | ({"by": "AutoTokenizer"} if by_auto else {}))
 

@@ -7,15 +7,18 @@ one text. What is calibrated, validated and served must be one of them: that of 
 other.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...options import TokenizerChoice
-from ..checkpoint.companions import REMEDY, TOKENIZER
+from ..checkpoint.adapter import Adapter
+from ..checkpoint.companions import REMEDY, TOKENIZER, check_files
 from ..input.silence import muted, quiet_transformers
 from ..input.untrusted import error_text, foreign
 from ..text.template_files import DEFAULT, templates_in
@@ -55,14 +58,34 @@ def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedToke
 
     Raises InputError when its files make none, or one that cannot tokenize.
     """
-    auto = auto_tokenizer(source)
-    if report is not SILENT and (found := difference(source.path, auto)):
-        report.note(f"{source.name}: {found}; {TAKEN[source.tokenizer]}")
-    return chosen(auto, source.path, source.tokenizer)
+    with companion_directory(source) as directory:
+        auto = auto_tokenizer(source, directory)
+        if report is not SILENT and (found := difference(directory, auto)):
+            report.note(f"{source.name}: {found}; {TAKEN[source.tokenizer]}")
+        return chosen(auto, directory, source.tokenizer)
 
 
-def auto_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
-    """Load what AutoTokenizer makes of the files of `source`; raises InputError as `load_tokenizer` does."""
+@contextmanager
+def companion_directory(source: Source) -> Iterator[Path]:
+    """A directory with the companions of `source`: its own, or one for a while, of links to them, where some are a
+    merged adapter's.
+    """
+    files = source.companions
+    if all(file.is_relative_to(source.path) for file in files.values()):
+        yield source.path
+        return
+    with TemporaryDirectory() as made:
+        for name, file in ({"config.json": source.path / "config.json"} | files).items():
+            (Path(made) / name).parent.mkdir(exist_ok=True)
+            (Path(made) / name).symlink_to(file.resolve())
+        yield Path(made)
+
+
+def auto_tokenizer(source: Source, directory: Path) -> "PreTrainedTokenizerBase":
+    """Load what AutoTokenizer makes of the companions of `source`, which are in `directory`.
+
+    Raises InputError as `load_tokenizer` does.
+    """
 
     def refusal(error: BaseException) -> InputError:
         if "trust_remote_code" in str(error):
@@ -73,7 +96,7 @@ def auto_tokenizer(source: Source) -> "PreTrainedTokenizerBase":
         return InputError(f"{source.name}: its tokenizer does not load: {error_text(error)}; {REMEDY}")
 
     with foreign(refusal), quiet_transformers(), muted():
-        tokenizer = auto_of(source.path, source.trust_remote_code)
+        tokenizer = auto_of(directory, source.trust_remote_code)
     with (
         foreign(refusal),
         quiet_transformers(),
@@ -156,3 +179,27 @@ def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> str | None:
 def _tokens(ids: list[int], names: Callable[[list[int]], Any]) -> str:
     told = " ".join(map(str, names(ids[:SHOWN])))
     return f"{told} …" if len(ids) > SHOWN else told
+
+
+def own_of_adapter(source: Source, adapter: Adapter) -> list[str]:
+    """List what `adapter` has of its own beside its matrices, and other than the base in `source`: a tokenizer, a chat
+    template, a token that ends a text.
+
+    Raises InputError for files that do not read.
+    """
+    base = replace(source, merged=None)
+    changed = replace(source, merged=adapter)
+    own = [file for file in changed.companions.values() if not file.is_relative_to(source.path)]
+    if not own:
+        return []
+    check_files(own, source.text_config.vocab_size)
+    (before, templates), (after, own_templates) = (_read(each) for each in (base, changed))
+    texts = [encoder(each) for each in (before, after)]
+    found = ["tokenizer"] if any(texts[0](text) != texts[1](text) for text in SAMPLES) else []
+    found += ["chat template"] if templates != own_templates else []
+    return found + ([f"end of a text ({after.eos_token})"] if before.eos_token_id != after.eos_token_id else [])
+
+
+def _read(source: Source) -> tuple["PreTrainedTokenizerBase", dict[str, str]]:
+    with companion_directory(source) as directory:
+        return chosen(auto_tokenizer(source, directory), directory, source.tokenizer), templates_in(directory)

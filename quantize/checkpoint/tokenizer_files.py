@@ -12,11 +12,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ...calibrate.checkpoint.companions import TOKENIZER, companions
+from ...calibrate.checkpoint.companions import GENERATION, TOKENIZER
 from ...calibrate.model.source import Source
-from ...calibrate.model.tokenizer import auto_of, auto_tokenizer, difference
+from ...calibrate.model.tokenizer import auto_of, auto_tokenizer, companion_directory, difference
 
 CONFIG = "tokenizer_config.json"
+#: The field of the tokens that end a text.
+END = "eos_token_id"
 #: The class of transformers that takes tokenizer.json as it is, by the name that all versions know.
 PLAIN = "PreTrainedTokenizerFast"
 #: Fields by which AutoTokenizer chooses another class, or changes what the file puts around a text.
@@ -29,11 +31,15 @@ def write_companions(source: Source, directory: Path) -> str | None:
 
     Returns a note where AutoTokenizer reads texts in another way all the same; None otherwise.
     """
-    for path in companions(source.path):
-        copy = directory / path.relative_to(source.path)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, copy)
-    if not (source.path / TOKENIZER).is_file() or difference(source.path, auto := auto_tokenizer(source)) is None:
+    for name, file in source.companions.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, directory / name)
+    with companion_directory(source) as where:
+        auto = auto_tokenizer(source, where)
+        agree = not (where / TOKENIZER).is_file() or difference(where, auto) is None
+    if source.merged:
+        _end_as(directory, auto.eos_token_id)
+    if agree:
         return None
     if source.tokenizer == "auto":
         if (made := getattr(auto, "backend_tokenizer", None)) is None:
@@ -45,6 +51,19 @@ def write_companions(source: Source, directory: Path) -> str | None:
     else:
         _read_as_it_is(directory)
     return _remaining(directory)
+
+
+def _end_as(directory: Path, end: int | None) -> None:
+    """Let a text end at the token `end` too, by generation_config.json in `directory`: the tokenizer of an adapter may
+    have another one than its base.
+    """
+    file = directory / GENERATION
+    fields = json.loads(file.read_bytes()) if file.is_file() else {}
+    config = json.loads((directory / "config.json").read_bytes())
+    given = fields.get(END, (config.get("text_config", {}) | config).get(END))
+    known = given if isinstance(given, list) else [] if given is None else [given]
+    if end is not None and end not in known:
+        file.write_text(json.dumps(fields | {END: [*known, end]}, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_as_it_is(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """A text is calibrated on the tokens that it is served as, whichever of a checkpoint's two tokenizers that takes."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from fp8q.calibrate.model.adapter_base import adapter_remarks, with_adapters
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import auto_of, load_tokenizer, stored_tokenizer
 from fp8q.quantize.checkpoint.tokenizer_files import write_companions
 from fp8q.quantize.checkpoint.writer import write_config
+from fp8q.serve.loop.text import Vocabulary
 from tests.calibrate.conftest import Notebook
 from tests.two_tokenizers import two_tokenizers
 
@@ -104,3 +107,54 @@ def test_where_both_agree_the_files_stay_as_they_are(checkpoint: Checkpoint, tmp
 def test_statistics_of_one_tokenizer_are_not_those_of_the_other(checkpoint: Checkpoint) -> None:
     source = checkpoint("Qwen2Config", "Qwen2Tokenizer")
     assert replace(source, tokenizer="auto").tokenizer_fingerprint != source.tokenizer_fingerprint
+
+
+@pytest.fixture
+def adapted(checkpoint: Checkpoint, tmp_path: Path, made_adapter: Callable[..., Path]) -> tuple[Source, Path]:
+    """A model with a template and a licence, and an adapter of it that was trained with one token, </s>, less."""
+    source = checkpoint("LlamaConfig", "PreTrainedTokenizerFast")
+    (source.path / "chat_template.jinja").write_text("base")
+    (source.path / "LICENSE").write_text("of the base")
+    return source, made_adapter(source.path, tmp_path / "style", r=2, lora_alpha=4, target_modules=["q_proj"])
+
+
+def test_a_merged_adapters_tokenizer_template_and_end_of_a_text_are_taken(
+    adapted: tuple[Source, Path], tmp_path: Path
+) -> None:
+    source, adapter = adapted
+    assert adapter_remarks(with_adapters(source, [adapter], "merge")) == []
+    tokenizer = load_tokenizer(source)
+    tokenizer.add_special_tokens({"eos_token": "line"})
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(adapter)
+    (adapter / "LICENSE").write_text("of the adapter")
+    merged = with_adapters(source, [adapter], "merge")
+    assert adapter_remarks(merged) == [
+        f"--adapter {adapter}: its own chat template and end of a text (line) is taken, which is not the base's"
+    ]
+    assert load_tokenizer(merged).get_chat_template() == "{{ messages }}"
+    directory, _ = written(merged, tmp_path / "model")
+    assert (directory / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (directory / "LICENSE").read_text() == "of the base"
+    end = Tokenizer.from_file(str(adapter / "tokenizer.json")).token_to_id("line")
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [1, end]
+    assert Vocabulary.read(directory).end == {1, end}
+    beside = with_adapters(source, [adapter], "beside")
+    (remark,) = adapter_remarks(beside)
+    assert remark == (
+        f"--adapter {adapter}: has a chat template and end of a text (line) of its own, which is left aside: base and "
+        "adapters are served by the base's"
+    )
+    assert load_tokenizer(beside).get_chat_template() == "base"
+
+
+def test_an_adapters_template_alone_is_taken_too(adapted: tuple[Source, Path], tmp_path: Path) -> None:
+    source, adapter = adapted
+    before = with_adapters(source, [adapter], "merge").fingerprint
+    (adapter / "chat_template.jinja").write_text("of the adapter")
+    merged = with_adapters(source, [adapter], "merge")
+    assert merged.fingerprint != before
+    assert load_tokenizer(merged).get_chat_template() == "of the adapter"
+    directory, _ = written(merged, tmp_path / "model")
+    assert (directory / "chat_template.jinja").read_text() == "of the adapter"
+    assert (directory / "tokenizer.json").read_bytes() == (source.path / "tokenizer.json").read_bytes()
