@@ -21,6 +21,7 @@ from ..codes.formats import INT8
 from ..scales.decisions import Scales, activation_scales
 from ..weights.channels import Rounding
 from .narrowing import CAST, Narrowing
+from .ties import ties_of
 from .writer import ShardWriter, quantize_checkpoint, write_config
 
 
@@ -31,16 +32,16 @@ def write_bf16(source: Source, directory: Path, report: Reporter) -> None:
     """
     directory.mkdir(parents=True)
     weights = source.weights()
-    write_config(source, directory, None)
+    ties = ties_of(source)
+    write_config(source, directory, None, ties)
     narrowing = Narrowing(source, weights)
-    if source.merged is None and not any(
-        weights.dtype(name) in CAST and not narrowing.keeps(name) for name in weights.names()
-    ):
+    cast = any(weights.dtype(name) in CAST and not narrowing.keeps(name) for name in weights.names())
+    if source.merged is None and not cast and not ties.renamed:
         index = [source.path / INDEX] if len(source.weight_files) > 1 else []
         for file in (*source.weight_files, *index):
             clone_file(file, directory / file.name)
         return
-    writer = ShardWriter(directory)
+    writer = ShardWriter(directory, ties.renamed)
     with report.track("Casting weights to BF16", len(weights.names()), "tensors") as advance:
         for name in weights.names():
             writer.add(name, narrowing.tensor(name))

@@ -41,6 +41,7 @@ from ..weights.channels import QuantizedWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
 from .narrowing import Narrowing
+from .ties import TIE, Ties, ties_of
 from .tokenizer_files import write_companions
 
 SHARD_BYTES = 512 << 20
@@ -72,9 +73,9 @@ def quantize_checkpoint(
             "with save_pretrained, which gives tensors their present names"
         )
     directory.mkdir(parents=True)
-    writer = ShardWriter(directory)
+    narrowing, ties = Narrowing(source, weights), ties_of(source)
+    writer = ShardWriter(directory, ties.renamed)
     quantizer = ModuleQuantizer(form, scales, rounding)
-    narrowing = Narrowing(source, weights)
     summaries, skipped = _write_tensors(writer, narrowing, modules, quantizer, report)
     _write_caches(writer, directory, form, scales)
     writer.close()
@@ -89,11 +90,12 @@ def quantize_checkpoint(
         bf16_inputs=[module for module in scales.bf16_inputs if module in summaries],
     )
     if scales.format == "int8":
-        write_config(source, directory, INTEGERS)
+        write_config(source, directory, INTEGERS, ties)
         return done
-    tokenized = _write_companions(source, directory, done, form)
+    tokenized = _write_companions(source, directory, done, form, ties)
     for remark in (
         narrowing.remark,
+        ties.remark,
         tokenized,
         form.remark(source.architecture, done),
         form.heads_remark(done),
@@ -195,9 +197,9 @@ class ShardWriter:
     Invariant: at most one shard is in memory.
     """
 
-    def __init__(self, directory: Path):
-        """Write into `directory`, which exists."""
-        self.directory = directory
+    def __init__(self, directory: Path, renamed: Mapping[str, str] | None = None):
+        """Write into `directory`, which exists, the tensors `renamed` under those names."""
+        self.directory, self.renamed = directory, renamed or {}
         self.pending: dict[str, torch.Tensor] = {}
         self.shards: list[list[str]] = []
         self.total = 0
@@ -206,7 +208,7 @@ class ShardWriter:
         """Add one tensor; write the present shard first where both together exceed `SHARD_BYTES`."""
         if self.pending and sum(held.nbytes for held in self.pending.values()) + tensor.nbytes > SHARD_BYTES:
             self._flush()
-        self.pending[name] = tensor.contiguous()
+        self.pending[self.renamed.get(name, name)] = tensor.contiguous()
         self.total += tensor.nbytes
 
     def close(self) -> None:
@@ -266,8 +268,13 @@ def quantization_config(
     return dict(config.model_dump(mode="json", exclude_none=True))
 
 
-def write_config(source: Source, directory: Path, quantization: Mapping[str, object] | None, **more: object) -> None:
-    """Write the config.json of `source` into `directory`, with `quantization` for its `quantization_config`, if any."""
+def write_config(
+    source: Source, directory: Path, quantization: Mapping[str, object] | None, ties: Ties = Ties(), **more: object
+) -> None:
+    """Write the config.json of `source` into `directory`, with `quantization` for its `quantization_config`, if any.
+
+    It ties no tensors that `ties` has apart.
+    """
     config = read_json(source.path / "config.json")
     # the type is written below, and the others describe files that are not copied
     for key in ("torch_dtype", "transformers_weights", OWN_CONFIG, *QUANTIZATION_KEYS):
@@ -276,11 +283,15 @@ def write_config(source: Source, directory: Path, quantization: Mapping[str, obj
         # under one name for readers without transformers, which knows the other names and the defaults of classes
         fields = config["text_config"] if nested(source.config) else config
         fields.setdefault("max_position_embeddings", source.max_positions)
+    if ties.apart:
+        config[TIE] = False
+        if isinstance(text := config.get("text_config"), dict):
+            text[TIE] = False
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout) -> str | None:
+def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout, ties: Ties) -> str | None:
     """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
     own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if scales.tails:
@@ -307,6 +318,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         )
         if form.loadable
         else UNLOADABLE,
+        ties,
         **more,
     )
     for adapter in source.adapters:

@@ -1,4 +1,4 @@
-"""Rules C116 to C118, C121, C122 and C128: modules that belong together, the output head, modules that the
+"""Rules C116 to C118, C121, C122, C128 and C129: modules that belong together, the output head, modules that the
 configuration ignores, and layers for multi-token prediction.
 """
 
@@ -109,6 +109,29 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
         if own in HEADS or own in EMBEDDINGS:
             what = "head" if own in HEADS else "embedding"
             yield codes.weight, f"is a {what} in FP8, and config.json ties both; leave it in BF16"
+
+
+@checkpoint_rule("C129", "head-beside-tie")
+def head_beside_tie(checkpoint: Checkpoint) -> Broken:
+    """A head that config.json ties to the embedding is left out, or has the embedding's values. transformers takes a
+    head of other values as it is, and vLLM takes the embedding for both; of a head without an embedding transformers
+    makes the embedding, and vLLM reads neither.
+    """
+    if not _setting(checkpoint.config, "tie_word_embeddings"):
+        return
+    wide = {
+        name.removesuffix(".weight").rpartition(".")[2]: name
+        for name, tensor in checkpoint.tensors.items()
+        if name.endswith(".weight") and tensor.dtype in WIDE
+    }
+    head = next((wide[name] for name in HEADS if name in wide), None)
+    embedding = next((wide[name] for name in EMBEDDINGS if name in wide), None)
+    if head is None:
+        return
+    if embedding is None:
+        yield head, "is there without the embedding, and config.json ties both; store it as the embedding"
+    elif not checkpoint.same_bytes(head, embedding):
+        yield head, f"is not {embedding}, and config.json ties both; say tie_word_embeddings false, or leave one out"
 
 
 def _setting(config: Mapping[str, object], name: str) -> bool:

@@ -170,6 +170,12 @@ class Checkpoint:
     def _mapped(self) -> dict[Path, npt.NDArray[np.uint8]]:
         return {}
 
+    def same_bytes(self, one: str, other: str) -> bool:
+        """Tell whether two tensors are of one type and shape, and have the same bytes."""
+        first, second = self.tensors[one], self.tensors[other]
+        alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        return alike and np.array_equal(self._read(first, np.uint8), self._read(second, np.uint8))
+
     def _read(self, tensor: Located, dtype: Any) -> npt.NDArray[Any]:
         if tensor.start == tensor.end:
             return np.zeros(0, dtype)

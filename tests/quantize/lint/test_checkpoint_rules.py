@@ -149,6 +149,14 @@ def head_in_codes(it: Damaged) -> None:
     it.tensors |= {f"lm_head.{name[len(O) + 1 :]}": it.tensors[name].clone() for name in [*it.tensors] if O in name}
 
 
+def another_head(it: Damaged) -> None:
+    it.tensors["lm_head.weight"] = 2 * it.tensors["model.embed_tokens.weight"]
+
+
+def head_alone(it: Damaged) -> None:
+    it.tensors["lm_head.weight"] = it.tensors.pop("model.embed_tokens.weight")
+
+
 def all_wide(it: Damaged) -> None:
     for name in [*it.tensors]:
         if name.endswith("_proj.weight"):
@@ -254,6 +262,8 @@ CASES = {
     "another scale of the same input": Case("C117", lambda it: multiply(it, [it.input_scale(K)], lambda x: 2 * x),
                                             lambda it: it.input_scale(K), STATIC),
     "a tied head": Case("C118", head_in_codes, of("lm_head.weight"), also=frozenset({"C121"})),
+    "a head that is not the embedding": Case("C129", another_head, of("lm_head.weight")),
+    "a head without the embedding": Case("C129", head_alone, of("lm_head.weight")),
     "a cache of 1.0": Case("C119", lambda it: cache(it, 1.0), lambda it: (
         f"model.layers.1.self_attn.{'k_proj.' if it.form == 'modelopt' else ''}k_scale"), ("modelopt", "fp8")),
     "keys without values": Case("C120", lambda it: cache(it, 0.05, None), of("model.layers.1.self_attn"),

@@ -1,0 +1,59 @@
+"""Write a tied output head so that every loader reads the same model.
+
+config.json may tie the head to the embedding while the files say otherwise. Where both are there with other values,
+transformers takes each as it is, and vLLM the embedding for both: the configuration then no longer ties them. Where the
+head alone is there, transformers makes the embedding of it, and vLLM reads neither: the tensor is then stored as the
+embedding.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ...calibrate.model.source import Source, meta_model
+
+#: The field of config.json that ties the head to the embedding.
+TIE = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Changes of tied tensors: `apart` (name -> the other name), whose values differ, and `renamed`, stored name ->
+    the name to write.
+    """
+
+    apart: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def remark(self) -> str | None:
+        """Describe the changes; None where there are none."""
+        if self.apart:
+            ((one, other), *_) = self.apart.items()
+            return (
+                f"{one}: is not {other}, and config.json ties both; transformers takes each as it is, vLLM the "
+                f"embedding for both: model/config.json says {TIE} false, by which all take each"
+            )
+        if self.renamed:
+            ((stored, under), *_) = self.renamed.items()
+            return (
+                f"{stored}: is there without {under}, to which config.json ties it; it is written as {under}, which "
+                "all loaders read"
+            )
+        return None
+
+
+def ties_of(source: Source) -> Ties:
+    """Compare the tied tensors of `source`."""
+    weights, apart, renamed = source.weights(), dict[str, str](), dict[str, str]()
+    for tied, kept in meta_model(source).all_tied_weights_keys.items():
+        one, other = source.stored(tied), source.stored(kept)
+        there = [name in weights.names() for name in (one, other)]
+        if all(there) and one != other:
+            tensors = weights.tensor(one), weights.tensor(other)
+            if tensors[0].shape != tensors[1].shape or not torch.equal(*(each.float() for each in tensors)):
+                apart[one] = other
+        elif there == [True, False]:
+            renamed[one] = kept
+    return Ties(apart, renamed)
