@@ -21,7 +21,6 @@ from .calibrate import (
     ScaleOptions,
     SourceOptions,
     Terms,
-    TokenizerChoice,
     WeightMethod,
     WeightRounding,
 )
@@ -32,6 +31,7 @@ from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
 from .run import RunOptions
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
+from .tokenizer import TokenizerChoice
 from .training import GradientFormat, LearningGradients, Scaling, WatchOptions
 from .validate import (
     FLOAT,

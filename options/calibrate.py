@@ -21,6 +21,7 @@ from .declare import (
     not_empty,
     option,
 )
+from .tokenizer import TokenizerOption
 
 #: Calibration windows and their length, where the model and the text hold as much.
 DEFAULT_SAMPLES = 512
@@ -39,8 +40,6 @@ DEFAULT_EXACT_TAIL = 64
 WeightRounding = Literal["nearest", "gptq", "sequential"]
 #: The ways to use an adapter: merge it into the weights, or add its product beside them.
 AdapterMode = Literal["merge", "beside"]
-#: What tokenizes: tokenizer.json as it is, or what transformers' AutoTokenizer makes of the files.
-TokenizerChoice = Literal["file", "auto"]
 #: Options that go together, by what they are for; on the command line `--preset`, in Python `**PRESETS[name]`.
 Preset = Literal["fast", "exact"]
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
@@ -336,15 +335,7 @@ class SourceOptions(Options):
     trust_remote_code: Annotated[
         bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
     ] = False
-    tokenizer: Annotated[
-        TokenizerChoice,
-        option(
-            MODEL,
-            "file: tokenizer.json as it is, where there is one, to calibrate, validate and serve by. auto: what "
-            "transformers' AutoTokenizer, and so vLLM, makes of the files, written to model/ as tokenizer.json. A note "
-            "shows where they differ.",
-        ),
-    ] = "file"
+    tokenizer: TokenizerOption = "file"
     adapter: Annotated[
         tuple[Path, ...],
         option(MODEL, "A PEFT LoRA adapter of the model, to measure and to serve with it. Repeatable.", "DIR"),
