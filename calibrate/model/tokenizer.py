@@ -10,6 +10,7 @@ other.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -59,10 +60,14 @@ def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedToke
     Raises InputError when its files make none, or one that cannot tokenize.
     """
     with companion_directory(source) as directory:
-        auto = auto_tokenizer(source, directory)
-        if report is not SILENT and (found := difference(directory, auto)):
+        auto, found = auto_tokenizer(source, directory), None
+        with foreign(partial(_refusal, source)), muted():
+            if report is not SILENT:
+                found = difference(directory, auto)
+            tokenizer = chosen(auto, directory, source.tokenizer)
+        if found:
             report.note(f"{source.name}: {found}; {TAKEN[source.tokenizer]}")
-        return chosen(auto, directory, source.tokenizer)
+        return tokenizer
 
 
 @contextmanager
@@ -86,15 +91,7 @@ def auto_tokenizer(source: Source, directory: Path) -> "PreTrainedTokenizerBase"
 
     Raises InputError as `load_tokenizer` does.
     """
-
-    def refusal(error: BaseException) -> InputError:
-        if "trust_remote_code" in str(error):
-            return InputError(
-                f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with "
-                "--trust-remote-code"
-            )
-        return InputError(f"{source.name}: its tokenizer does not load: {error_text(error)}; {REMEDY}")
-
+    refusal = partial(_refusal, source)
     with foreign(refusal), quiet_transformers(), muted():
         tokenizer = auto_of(directory, source.trust_remote_code)
     with (
@@ -105,6 +102,15 @@ def auto_tokenizer(source: Source, directory: Path) -> "PreTrainedTokenizerBase"
     ):  # a vocabulary without these tokens may have those of the text
         tokenizer([SAMPLE], verbose=False)
     return tokenizer
+
+
+def _refusal(source: Source, error: BaseException) -> InputError:
+    if "trust_remote_code" in str(error):
+        return InputError(
+            f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with "
+            "--trust-remote-code"
+        )
+    return InputError(f"{source.name}: its tokenizer does not load: {error_text(error)}; {REMEDY}")
 
 
 def stored_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
