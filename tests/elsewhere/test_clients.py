@@ -18,7 +18,7 @@ import pytest
 
 from fp8q import api
 
-from ..conftest import Texts, WithoutGraphs
+from ..conftest import Texts
 from ..serve.web.started_server import started
 from .client_calls import MODEL, PROMPT, TOKENS
 
@@ -75,18 +75,17 @@ class Clients:
 
 @pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts, without_graphs: WithoutGraphs
+    tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Texts
 ) -> Iterator[tuple[str, Path]]:
-    """The demo on the reference runtime, with a template that writes what was said; and its tokenizer."""
+    """The demo, with a template that writes what was said; and its tokenizer."""
     folder = tmp_path_factory.mktemp("clients")
     template = folder / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with without_graphs():
-        run = api.calibrate(
-            str(demo_checkpoint), str(demo_texts.calibration), folder / "run",
-            options=api.CalibrateOptions(samples=4, seq_len=64),
-        )  # fmt: skip
-    with started(run.root, "--name", MODEL, "--template", str(template), "--runtime", "reference") as found:
+    run = api.calibrate(
+        str(demo_checkpoint), str(demo_texts.calibration), folder / "run",
+        options=api.CalibrateOptions(samples=4, seq_len=64),
+    )  # fmt: skip
+    with started(run.root, "--name", MODEL, "--template", str(template)) as found:
         yield found.url, run.model
 
 
