@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 MODEL, PROMPT, TOKENS = "demo", "def read_file(path):", 8
-SAID = [{"role": "user", "content": PROMPT}]
+SAID: list[Any] = [{"role": "user", "content": PROMPT}]
 TOO_LONG = "a b " * 400
 
 
@@ -23,9 +23,10 @@ def openai(url: str) -> dict[str, Any]:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0}
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    history = [*SAID, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    history: list[Any] = [*SAID, {"role": "assistant", "content": None, "tool_calls": [call]}]
     history += [{"role": "tool", "tool_call_id": "1", "content": "x"}]
-    chunks = client.chat.completions.create(messages=SAID, stream=True, stream_options={"include_usage": True}, **asked)
+    streamed = asked | {"stream": True, "stream_options": {"include_usage": True}}
+    chunks: Any = client.chat.completions.create(messages=SAID, **streamed)
     parts = list(chunks)
     try:
         client.completions.create(prompt=TOO_LONG, **asked)

@@ -167,7 +167,7 @@ def test_every_position_lists_as_many_as_were_asked_for_and_no_two_tokens_by_one
             by_text: dict[str, list[float]] = {}
             for name, logprob in top.items():
                 number = int(name.removeprefix("token_id:")) if name.startswith("token_id:") else None
-                text = name if number is None else kind.oracle.decode([number])
+                text = name if number is None else str(kind.oracle.decode([number]))
                 by_text.setdefault(text, []).append(logprob)
                 renamed += number is not None
                 assert (number is None) == (len(by_text[text]) == 1)
@@ -189,8 +189,8 @@ def test_text_offsets_are_those_in_the_text(kind: Kind) -> None:
 @pytest.mark.parametrize("text", ["ab a", " b", "c"])
 def test_those_of_an_echoed_prompt_too(kind: Kind, text: str) -> None:
     """A BOS that the tokenizer puts in front of a text is no part of it; ids have all that they are."""
-    ids = kind.oracle(text)["input_ids"]
-    read = [kind.oracle.decode(ids[:count]) for count in range(len(ids) + 1)]
+    ids: list[int] = kind.oracle(text)["input_ids"]
+    read = [str(kind.oracle.decode(ids[:count])) for count in range(len(ids) + 1)]
     for prompt, begin in ((text, read[-1].index(text)), (ids, 0)):
         choice = kind.ask(prompt, echo=True, logprobs=0, max_tokens=1)
         assert choice["logprobs"]["text_offset"] == [max(0, len(each) - begin) for each in read]
@@ -228,7 +228,8 @@ def test_a_chat_is_the_ids_that_transformers_makes_of_it(kind: Kind, name: str, 
     template = tmp_path / "chat.jinja"
     template.write_text(TEMPLATES[name])
     said = [{"role": "user", "content": "ab a"}]
-    ids = kind.oracle.apply_chat_template(said, chat_template=TEMPLATES[name], return_dict=False)
+    made: Any = kind.oracle.apply_chat_template(said, chat_template=TEMPLATES[name], return_dict=False)
+    ids: list[int] = made
     assert ids.count(kind.token("<s>")) == (name == "own")
     expected = kind.ask(ids)["text"]
     with in_thread(kind.run.root, name="counting", template=template) as server:
