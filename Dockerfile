@@ -6,7 +6,8 @@
 #   docker run --rm -v "$PWD:/work" --user "$(id -u):$(id -g)" fp8q \
 #     run MODEL --data TEXT --out RUN
 #
-# EXTRAS: of pyproject.toml; `serve,tensorrt-rtx` makes an image without torch.
+# EXTRAS: of pyproject.toml; `serve,tensorrt-rtx` makes an image without torch. With CUDA PyTorch brings Triton, whose
+# kernels start where there is a C compiler when they run.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS wheel
 WORKDIR /source
@@ -25,9 +26,12 @@ RUN if [ -n "$TORCH_INDEX" ]; then \
     pip install --no-cache-dir --constraint /wheels/constraints.txt "$(ls /wheels/*.whl)[$EXTRAS]" && \
     useradd --create-home fp8q && \
     install --directory --owner fp8q /work
+RUN if python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)'; then \
+      apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
 USER fp8q
 WORKDIR /work
 # What libraries keep is the user's, whoever that is, and ONNX Runtime reports nothing.
-ENV HF_HOME=/tmp/huggingface MPLCONFIGDIR=/tmp/matplotlib ORT_DISABLE_TELEMETRY=1
+ENV HF_HOME=/tmp/huggingface MPLCONFIGDIR=/tmp/matplotlib TRITON_CACHE_DIR=/tmp/triton ORT_DISABLE_TELEMETRY=1
 ENTRYPOINT ["fp8q"]
 CMD ["--help"]

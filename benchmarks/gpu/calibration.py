@@ -18,7 +18,7 @@ import torch
 from fp8q.calibrate.measure import observe
 from fp8q.calibrate.measure.counting import count_by_sorting
 from fp8q.calibrate.measure.histogram import PATTERNS
-from fp8q.quantize.codes.encoding import TRITON
+from fp8q.calibrate.model.launching import has_triton
 
 from .llama import TINY, Decoder, Shape, wide
 from .timing import Kind, Part, Setting, Work, seconds
@@ -33,8 +33,8 @@ PRODUCTS = ("qkv", "o", "gate_up", "down")
 def counters(setting: Setting, part: Part) -> dict[str, Counter]:
     """The contenders; kernels run on a GPU alone."""
     found: dict[str, Counter] = {"bincount": partial(torch.bincount, minlength=PATTERNS), "sort": count_by_sorting}
-    if not TRITON or setting.dry:
-        part.skipped["kernels that count"] = "they run on a GPU alone" if TRITON else "Triton is not installed"
+    if not has_triton() or setting.dry:
+        part.skipped["kernels that count"] = "they run on a GPU alone" if has_triton() else "Triton is not installed"
         return found
     from fp8q.calibrate.measure.counting_kernel import triton_count
 

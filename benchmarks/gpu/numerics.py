@@ -15,8 +15,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from fp8q.calibrate.model.launching import has_triton, launched
 from fp8q.options import CalibrateOptions, Clipping
-from fp8q.quantize.codes.encoding import TRITON, encode, encode_terms, encode_two
+from fp8q.quantize.codes.encoding import encode, encode_terms, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
 from fp8q.quantize.codes.products import scaled_product
 from fp8q.quantize.reference.adder import add_products
@@ -52,14 +53,14 @@ def measure(setting: Setting, part: Part) -> None:
 def codes(setting: Setting, part: Part) -> None:
     """Codes of all BF16 patterns that are others than the CPU's; of NaN only that it is one is asked."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    if not TRITON:
+    if not has_triton():
         part.skipped["codes by the kernel"] = "Triton is not installed"
     for scale in map(torch.tensor, (0.0371, 2.0**-6)):
         for terms in (1, 2) if scale == 2.0**-6 else (1,):
             right = torch.stack(encode_two(patterns, scale) if terms == 2 else (encode(patterns, scale),))
             given = patterns.to(setting.device), scale.to(setting.device)
             by_torch = torch.stack(encode_two(*given) if terms == 2 else (encode(*given),))
-            for way, found in {"torch": by_torch, "FP8Linear": encode_terms(*given, terms)}.items():
+            for way, found in {"torch": by_torch, "FP8Linear": encode_terms(*given, terms, launched)}.items():
                 differing = different(found.cpu(), right)
                 part.row("codes of 65,536 BF16 patterns", way=way, scale=float(scale), terms=terms, differing=differing)
                 part.target(f"codes by {way}, {terms} terms, scale {scale:g}: others than the CPU's", differing, 0)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from fp8q.quantize.codes.encoding import CODE, TRITON, encode, encode_terms, encode_two
+from fp8q.calibrate.model.launching import has_triton
+from fp8q.quantize.codes.encoding import CODE, encode, encode_two
 from fp8q.quantize.reference.linear import FP8Linear
 
 from .timing import Kind, Part, Setting, Work, copies, seconds
@@ -85,10 +86,13 @@ def quantization(setting: Setting, part: Part, bandwidth: float) -> None:
         "torch": lambda x, terms: encode_two(x, scale) if terms == 2 else encode(x, scale)
     }
     ways["torch.compile"] = setting.compiled(ways["torch"])
-    if TRITON and not setting.dry:
-        ways["kernel"] = lambda x, terms: encode_terms(x, scale, terms)
+    if has_triton() and not setting.dry:
+        from fp8q.quantize.codes.kernels import triton_encode
+
+        ways["kernel"] = lambda x, terms: triton_encode(x, scale, terms)
     else:
-        part.skipped["quantization by the kernel"] = "it runs on a GPU alone" if TRITON else "Triton is not installed"
+        skipped = "it runs on a GPU alone" if has_triton() else "Triton is not installed"
+        part.skipped["quantization by the kernel"] = skipped
     for tokens in setting.pick((1, 16, 2048, 8192), (4,)):
         width = setting.pick(4096, 32)
         inputs = [

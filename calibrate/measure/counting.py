@@ -1,18 +1,18 @@
 """Count how often each bit pattern of a BF16 magnitude occurs, exactly, without a wait for a GPU.
 
 `torch.bincount` uses one thread on a CPU, and on a GPU the host waits in it for the smallest and the largest value. So
-a CPU counts parts in several threads. A GPU counts by a kernel (`counting_kernel`) where Triton is installed, and else
-by sorting: the ends of the runs of equal values follow from a search, whose result has a known size. All are sums of
+a CPU counts parts in several threads. A GPU counts by a kernel (`counting_kernel`) where Triton's start, and else by
+sorting: the ends of the runs of equal values follow from a search, whose result has a known size. All are sums of
 integers, which no order or split changes.
 """
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
-from importlib.util import find_spec
 
 import torch
 
+from ..model.launching import launched
 from .histogram import INFINITY, PATTERNS
 
 #: With fewer values for each thread than this, one thread counts faster than several.
@@ -25,16 +25,13 @@ def count_patterns(patterns: torch.Tensor) -> torch.Tensor:
     """Count how often each of the 32,768 patterns occurs in `patterns` int16 [values]; int64 [32768]."""
     if patterns.device.type == "cpu":
         return count_in_threads(patterns)
-    if patterns.is_cuda and _has_triton():
+
+    def kernel() -> torch.Tensor:
         from .counting_kernel import triton_count
 
         return triton_count(patterns)
-    return count_by_sorting(patterns)
 
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return launched(patterns.device, kernel, lambda: count_by_sorting(patterns))
 
 
 def count_in_threads(patterns: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,18 @@
 """Encode numbers: divide by a scale in FP32, clip, and round once to nearest even, to one or two codes for each value.
 
 The checkpoint's writer, the rounding of weights, the reference and the graph's operators all call these functions. On a
-GPU, where Triton is installed, one kernel encodes an activation (`kernels`).
+GPU, where Triton's kernels start, one kernel encodes an activation (`kernels`).
 """
 
-from importlib.util import find_spec
+from collections.abc import Callable
 
 import torch
 
 from .formats import E4M3, TWO_TERMS
 
 CODE = torch.float8_e4m3fn
-TRITON = find_spec("triton") is not None
+#: `calibrate.model.launching.launched`: takes the device, the kernel's work, and the same by torch's operations.
+Launch = Callable[[torch.device, Callable[[], torch.Tensor], Callable[[], torch.Tensor]], torch.Tensor]
 #: The exponent's bits of an FP32 number, and those of E4M3's smallest normal one, 2^(1 - bias).
 _EXPONENT = 0x7F800000
 _SMALLEST_NORMAL = (127 + 1 - E4M3.bias) << 23
@@ -57,13 +58,15 @@ def encode_two(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     return first, encode((x.float() - first.float() * scale) * TWO_TERMS.divisor, scale)
 
 
-def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Tensor:
-    """The codes of `encode` or of `encode_two`, float8_e4m3fn [terms, *x.shape]; one kernel on a GPU with Triton."""
-    if x.is_cuda and TRITON:
+def encode_terms(x: torch.Tensor, scale: torch.Tensor, terms: int, launch: Launch) -> torch.Tensor:
+    """The codes of `encode` or `encode_two`, float8_e4m3fn [terms, *x.shape]; by a kernel where `launch` starts it."""
+
+    def kernel() -> torch.Tensor:
         from . import kernels
 
         return kernels.triton_encode(x, scale, terms)
-    return torch.stack(encode_two(x, scale) if terms == 2 else (encode(x, scale),))
+
+    return launch(x.device, kernel, lambda: torch.stack(encode_two(x, scale) if terms == 2 else (encode(x, scale),)))
 
 
 def two_code_values(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

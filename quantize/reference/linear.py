@@ -31,6 +31,7 @@ from torch import nn
 
 from ...calibrate.model.bf16_products import widened_products
 from ...calibrate.model.expert_modules import Experts
+from ...calibrate.model.launching import launched
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
 from ..codes.formats import TWO_TERMS
@@ -124,7 +125,7 @@ class FP8Linear(nn.Module):
             terms = [table.index_select(0, patterns).view(x.shape) for table in self.tables[:count]]
             return (torch.stack(terms) if count > 1 else terms[0][None]).to(self.codes.dtype)
         if self.codes.dtype == CODE:
-            return encode_terms(x, self.input_scale, count)
+            return encode_terms(x, self.input_scale, count, launched)
         values = two_code_values(x, self.input_scale) if count > 1 else (code_values(x, self.input_scale),)
         return torch.stack(values).to(self.codes.dtype)
 

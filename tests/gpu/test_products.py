@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu.adder_bits import cuts, kept_bits
 
+from fp8q.calibrate.model.launching import FAILURES, launched
 from fp8q.quantize.codes.encoding import CODE, encode, encode_terms, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
 from fp8q.quantize.codes.products import scaled_product
@@ -28,7 +29,8 @@ def fp8_units() -> None:
 def test_every_bf16_pattern_has_the_cpu_s_codes(terms: int) -> None:
     scale = torch.tensor(2.0**-6)
     right = torch.stack(encode_two(PATTERNS, scale) if terms == 2 else (encode(PATTERNS, scale),))
-    found = encode_terms(PATTERNS.cuda(), scale.cuda(), terms).cpu()
+    found = encode_terms(PATTERNS.cuda(), scale.cuda(), terms, launched).cpu()
+    assert FAILURES == []
     nan = PATTERNS.isnan().expand_as(right)
     assert torch.equal(found.view(torch.uint8)[~nan], right.view(torch.uint8)[~nan])
     assert found.float()[nan].isnan().all()

@@ -4,9 +4,13 @@ Of vLLM it imports what registers an operator, and what knows of the batch that 
 and there is no batch, so that all rows have second terms, or those of `tail_rows`.
 """
 
+import importlib
+from contextlib import nullcontext
+
 import pytest
 import torch
 from fp8q_vllm.rows import Rows
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.linear import CallPositions, FP8Linear, Tail
@@ -52,3 +56,19 @@ def test_outside_of_a_forward_pass_the_weights_are_answered(plugin: Plugin) -> N
     assert torch.equal(asked.T, (codes.float() * weight_scale[:, None]).bfloat16())
     plugin.forward(None)
     assert plugin.product.fp8q_linear(torch.eye(IN), *arguments).abs().max() < asked.abs().max() / 2
+
+
+def test_codes_of_a_gpu_are_made_by_torch_where_kernels_do_not_start(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tensors of a GPU that is not there, and Triton, which finds none to launch on."""
+    launching = importlib.import_module("fp8q_vllm.launching")
+    monkeypatch.setattr(launching, "FAILURES", [])
+    monkeypatch.setattr(launching, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with FakeTensorMode():
+        x, scale = (torch.empty(shape, device="cuda:1") for shape in ((4, IN), ()))
+        for count in (1, 2):
+            found = plugin.product.terms_of(x, scale, count)
+            assert (found.shape, found.dtype) == ((count, 4, IN), torch.float8_e4m3fn)
+    assert len(caplog.messages) == len(launching.FAILURES) == 1

@@ -7,7 +7,8 @@ rows       the rows of a batch that have second terms
 product    the product of codes, as one operator that the compiler does not look into
 config     which modules of a checkpoint it is for, and how vLLM loads them
 interface  the parts of vLLM that it builds on, and what happens where one is missing
-codes      encoding, shared with fp8q (its `quantize/codes`)
+codes      encoding, shared with fp8q (its `quantize/codes`), as are
+launching  the launch of Triton's kernels, and what is done where they do not start (its `calibrate/model/launching`)
 """
 
 import logging

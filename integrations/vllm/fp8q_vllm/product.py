@@ -18,13 +18,14 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from .codes.encoding import code_values, encode_terms, two_code_values
 from .codes.formats import TWO_TERMS
 from .codes.products import scaled_product
+from .launching import launched
 from .rows import rows_of_batch
 
 
 def terms_of(x: torch.Tensor, scale: torch.Tensor, count: int) -> torch.Tensor:
     """The first `count` terms of `x` [rows, in]: E4M3 codes [count, rows, in], or without a GPU their values."""
     if x.is_cuda:
-        return encode_terms(x, scale, count)
+        return encode_terms(x, scale, count, launched)
     return torch.stack(two_code_values(x, scale) if count > 1 else (code_values(x, scale),))
 
 

@@ -1,0 +1,1 @@
+../../../calibrate/model/launching.py
