@@ -16,8 +16,10 @@ path to `../model` would take none anywhere, but a repository is what people cop
 then is none. With hard links ONNX's checker, and with it `onnx.load`, refuses the graphs on both sides.
 """
 
+import re
 import shutil
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -29,7 +31,7 @@ from ...core.run import Run
 from ...options import TritonOptions, model_name
 from ..loop.engine_session import EngineRuntime
 from ..loop.here import AUTO, ONNX_RUNTIME, plan_path
-from .engine_model import DESCRIPTION, PLAN, SUFFIX, EngineModel, engine_config
+from .engine_model import DESCRIPTION, PLAN, SUFFIX, TRITON_TYPES, Binding, EngineModel, engine_config
 from .images import PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
 from .ownership import own
 from .schema import import_schema
@@ -209,8 +211,24 @@ def _engine_section(name: str, engine: Engine) -> str:
             max_seq_len=max(profile.capacity[2] for profile in model.profiles),
         )
     return _template("triton_engine.md").substitute(
-        name=name + SUFFIX, max_batch=model.max_batch, profiles=shown, plan=plan.rstrip("\n")
+        name=name + SUFFIX,
+        max_batch=model.max_batch,
+        profiles=shown,
+        plan=plan.rstrip("\n"),
+        inputs=_tensors(model.inputs),
+        outputs=_tensors(model.outputs),
     )
+
+
+def _tensors(bindings: Mapping[str, Binding]) -> str:
+    """List tensors with types and dimensions as the graph has them; those of a layer once, by the first."""
+    shown = {
+        name.replace(".0.", ".N."): f"{TRITON_TYPES[binding.type].removeprefix('TYPE_')} {list(binding.dims)}"
+        for name, binding in bindings.items()
+        if not re.search(r"\.[1-9]\d*\.", name)
+    }
+    text = "; ".join(f"`{name}` {text}" for name, text in shown.items()).replace("'", "")
+    return textwrap.fill(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _template(name: str) -> Template:

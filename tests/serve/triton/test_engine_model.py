@@ -146,6 +146,18 @@ def test_without_a_plan_the_model_is_complete_but_for_it_and_the_readme_says_how
     assert "\nARG TRITON\nFROM " in (wide_run.triton / "Dockerfile").read_text()
 
 
+def test_the_readme_names_every_tensor_that_a_request_needs(engine_run: Run) -> None:
+    """As config.pbtxt declares them: Triton refuses a request without one that is not optional."""
+    written(engine_run)
+    config, text = config_of(engine_run), (engine_run.triton / "README.md").read_text()
+    section = " ".join(text.partition("## The plain engine")[2].split())
+    for tensor in (*config.input, *config.output):
+        name, kind = tensor.name.replace(".0.", ".N."), Dtype.Name(tensor.data_type).removeprefix("TYPE_")
+        assert f"`{name}` {kind} [batch, " in section, tensor.name
+    assert "`logits_indices` INT64 [batch, scored]" in section
+    assert "`past_key_values.N.key` FP32 [batch, 2, capacity, 4]" in section
+
+
 def test_of_a_tensorrt_rtx_engine_the_profiles_are_taken_and_nothing_else(wide_run: Run) -> None:
     record_engine(wide_run, "1.7.1.116", "tensorrt-rtx")
     assert written(wide_run, ASKED) == []
