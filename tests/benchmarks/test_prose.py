@@ -19,7 +19,12 @@ Kind = Literal["arithmetic", "published", "limit", "format"]
 #: Page -> the words of a figure -> its kind.
 REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/attention.md": {"values below 2.2e-6 become 0": "format"},
-    "docs/compare.md": {"Intervals are 95 %": "format", "ten times as far as": "limit"},
+    "docs/compare.md": {
+        "Intervals are 95 %": "format",
+        "ten times as far as": "limit",
+        "flips (√2 times": "limit",
+        "flips (√10 times": "limit",
+    },
     "docs/corpora.md": {"more than 32 MB (or 16 bytes for each token": "limit"},
     "docs/distill.md": {
         "26 bytes a weight": "arithmetic",

@@ -11,15 +11,15 @@ import numpy.typing as npt
 from ...core.arrays import check_array, read_arrays
 from ...core.files import reading, replacing
 
-#: In the place of a token: nothing is known of it.
+#: In the place of a token: nothing is known of it. Several at one position are this number and those below it.
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class LikelyTokens:
-    """Likeliest tokens at `rows` int64 [n]: `tokens` int64 [n, k], the likeliest first, `NO_TOKEN` where there are
-    fewer or a text is no token that the run knows there; `logprobs` float64 [n, k] in nats, NaN where unknown; `nll`
-    float64 [n], the loss of the text's own token, NaN where that is not among the answers.
+    """Likeliest tokens at `rows` int64 [n]: `tokens` int64 [n, k], the likeliest first, `NO_TOKEN` or less where there
+    are fewer or a text is no token that the run knows there; `logprobs` float64 [n, k] in nats, NaN where unknown;
+    `nll` float64 [n], the loss of the text's own token, NaN where that is not among the answers.
 
     `sent` and `counted`: tokens of all prompts, as they were sent and as the server counts them (0: it does not).
     """

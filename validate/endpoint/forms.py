@@ -9,9 +9,10 @@
 6. As 5, by Triton's `generate`: of texts, one a request.
 
 A text is sent where it is read as the same tokens again by the run's tokenizer, special tokens in front included. A
-token's text may belong to several tokens; those are left out. A server answers a form when the answer has its lists
-in the types of `schema`, and in the lengths that belong to the prompt: fewer are an error, since something else was
-read then, and so are log-probabilities that no model can have.
+token's text may belong to several tokens: positions whose likeliest token has such a text are left out. Texts that the
+run does not find likely there are listed as unknown tokens, since what a server gives them it does not give to others.
+A server answers a form when the answer has its lists in the types of `schema`, and in the lengths that belong to the
+prompt: fewer are an error, since something else was read then, and so are log-probabilities that no model can have.
 """
 
 import re
@@ -70,6 +71,11 @@ class Endpoint:
         for token in tokens:
             named.setdefault(self.text(token), []).append(token)
         return {text: own[0] for text, own in named.items() if len(own) == 1}
+
+    def readable(self, row: int) -> bool:
+        """Tell whether the texts of the runtimes' likeliest tokens at `row` are those of one token alone."""
+        known = {*self.tokens_of(row).values()}
+        return all(int(top.tokens[row, 0]) in known for top in self.kept.runtimes.values())
 
     def post(self, fields: Mapping[str, Any], chat: bool = False) -> Any:
         """Ask for one greedy token, and `fields`; raises UnansweredError where the server does not know these."""
@@ -168,13 +174,16 @@ def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
         if value is None:
             raise UnansweredError(f"no logprobs.token_logprobs of token {position + 1}")
         check_possible(server.client, [value], "logprobs.token_logprobs")
+        if not server.readable(row):
+            continue
         found.append(answered_position(row, by_text(server, row, tops[position]) | {sent: value}, value))
     return answers_of(enough(found, server, number), len(prompt.ids), answer.counted)
 
 
 def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = False) -> LikelyTokens:
     """Ask in the form 3, or 4."""
-    begun = beginnings(server, prompt, evenly(range(len(prompt.rows)), PREFIXES), as_text)
+    readable = [index for index, row in enumerate(prompt.rows.tolist()) if server.readable(row)]
+    begun = beginnings(server, prompt, evenly(readable, PREFIXES), as_text)
     if not begun:
         return answers_of([], 0, 0)
     answer = server.complete({"prompt": [each.prompt for each in begun], "logprobs": number})
@@ -248,8 +257,9 @@ def telling(server: Endpoint, prompt: Prompt) -> list[int]:
     Half of `PREFIXES` are of each kind, where there are so many.
     """
     tops = np.stack([top.tokens[prompt.rows, 0] for top in server.kept.runtimes.values()])
-    differ = evenly(np.flatnonzero((tops != tops[0]).any(axis=0)).tolist(), PREFIXES // 2)
-    return sorted({*differ, *evenly(range(len(prompt.rows)), PREFIXES - len(differ))})
+    readable = [index for index, row in enumerate(prompt.rows.tolist()) if server.readable(row)]
+    differ = evenly([index for index in readable if (tops[:, index] != tops[0, index]).any()], PREFIXES // 2)
+    return sorted({*differ, *evenly(readable, PREFIXES - len(differ))})
 
 
 def likeliest(server: Endpoint, row: int, text: str | None) -> Position | None:
@@ -261,13 +271,19 @@ def likeliest(server: Endpoint, row: int, text: str | None) -> Position | None:
 
 
 def by_text(server: Endpoint, row: int, top: Mapping[str, float] | None) -> dict[int, float]:
-    """The tokens of log-probabilities by text, those that some runtime of the run finds likely there too."""
+    """The tokens of log-probabilities by text: those that some runtime of the run finds likely there too, and `NO_TOKEN`
+    and the numbers below it for others.
+    """
     if top is None:
         raise UnansweredError("a position without logprobs.top_logprobs")
     server.likely(top, "logprobs.top_logprobs")
-    named = {int(match[1]): value for text, value in top.items() if (match := BY_ID.fullmatch(text))}
-    known = server.tokens_of(row)
-    return {known[text]: value for text, value in top.items() if text in known} | named
+    known, tokens = server.tokens_of(row), dict[int, float]()
+    for index, (text, value) in enumerate(top.items()):
+        named = BY_ID.fullmatch(text)
+        token = int(named[1]) if named else known.get(text, NO_TOKEN - index)
+        if named or token not in tokens:
+            tokens[token] = value
+    return tokens
 
 
 def answered_position(row: int, best: Mapping[int, float], own: float) -> Position:

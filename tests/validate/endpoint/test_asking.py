@@ -12,6 +12,7 @@ from tokenizers import processors
 
 from fp8q.core.errors import BackendError, Fp8qError, InputError
 from fp8q.core.reporter import SILENT
+from fp8q.serve.loop.text import Vocabulary
 from fp8q.validate.accuracy.top_logits import KeptTokens
 from fp8q.validate.endpoint.asking import Asked, ask_all, find_server, without_prefix
 from fp8q.validate.endpoint.client import Client
@@ -207,6 +208,50 @@ def test_models_are_told_apart(model: np.ndarray, verdict: str, words: str, tmp_
         found = judged_of(server, tmp_path)
     assert found.verdict == verdict
     assert re.fullmatch(words, found.sentence), found.sentence
+
+
+#: Two tokens, of which one is the likeliest where the other is likely too.
+ONE, OTHER = KEPT.runtimes["reference"].tokens[0, :2].tolist()
+
+
+class OneTextForTwo(Vocabulary):
+    """Two tokens have one text."""
+
+    def token_text(self, token: int) -> str:
+        return super().token_text(ONE if token == OTHER else token)
+
+
+@pytest.mark.parametrize("forms", [EVERY[2:], EVERY[3:]], ids=["logprobs", "text"])
+def test_positions_whose_likeliest_token_has_no_text_of_its_own_are_left_out(
+    forms: tuple[str, ...], tmp_path: Path
+) -> None:
+    """They would be flips of a server that is right."""
+    own = vocabulary()
+    doubled = OneTextForTwo(own.tokenizer, BOS, frozenset(), 64)
+    with serving(StandIn(NEW, forms)) as server:
+        endpoint, _ = find_server(Client(server.url, 5), None, KEPT, doubled)
+        found = ask_all(endpoint, prompts_of(KEPT, None, None, None), tmp_path, None, SILENT).answers
+    tops = np.stack([top.tokens for top in KEPT.runtimes.values()])
+    doubtful = np.isin(tops[:, :, 0], [ONE, OTHER]).any(axis=0) & np.all(
+        [(tops == each).any(axis=(0, 2)) for each in (ONE, OTHER)], 0
+    )
+    assert doubtful.any()
+    assert not doubtful[found.rows].any()
+    assert judge(KEPT, found, np.nonzero(KEPT.kept)[0]).runtimes[0].flips.mean < 0.01
+
+
+@pytest.mark.parametrize("forms", [EVERY, EVERY[1:], EVERY[2:], EVERY[3:]], ids=lambda forms: str(forms[0]))
+@pytest.mark.parametrize(
+    "model", [table(1, 0.0, -BF16), np.roll(BF16, 10, axis=1), table(9), table(0, 0.0, 0 * BF16)],
+    ids=["sign", "rolled", "random", "flat"],
+)  # fmt: skip
+def test_models_that_share_few_likely_tokens_are_others_in_every_form(
+    model: np.ndarray, forms: tuple[str, ...], tmp_path: Path
+) -> None:
+    kept = kept_tokens({name: RUNTIMES[name] for name in ("bf16", "reference", "onnxruntime")})
+    with serving(StandIn(model, forms, most=8)) as server:
+        found = judged_of(server, tmp_path, kept)
+    assert found.verdict == "other-model", found.sentence
 
 
 @pytest.mark.parametrize(("model", "verdict"), [

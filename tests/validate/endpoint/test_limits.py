@@ -1,0 +1,139 @@
+"""KL, flips and loss each exclude a model, by limits that follow from a run's own runtimes."""
+
+from __future__ import annotations
+
+from math import expm1, sqrt
+
+import numpy as np
+import pytest
+
+from fp8q.validate.accuracy.bootstrap import Bootstrap
+from fp8q.validate.accuracy.top_logits import KeptTokens, TopLogits
+from fp8q.validate.endpoint.answers import LikelyTokens
+from fp8q.validate.endpoint.distance import Distances
+from fp8q.validate.endpoint.judgement import Judged, judge
+from fp8q.validate.endpoint.limits import excesses, noise_of, noticed
+
+WINDOWS, EACH, TOKENS = 12, 50, 32
+ROWS = WINDOWS * EACH
+BOOTSTRAP = Bootstrap(np.repeat(np.arange(WINDOWS), EACH))
+
+
+def distances_of(kl: float, flips: float, loss: float) -> Distances:
+    """Equal at every position, but for flips, which are the first of each window."""
+    flipped = np.arange(ROWS) % EACH < round(flips * EACH)
+    return Distances(np.full(ROWS, kl), np.zeros(ROWS), flipped.astype(np.float64), np.full(ROWS, loss))
+
+
+NOISE = noise_of([distances_of(0.001, 0.02, -0.003), distances_of(0.002, 0.01, 0.001)], [0.02, 0.01], ROWS, BOOTSTRAP)
+
+
+@pytest.mark.parametrize(("found", "sure"), [
+    (distances_of(0.0039, 0.02, 0.0059), []),
+    (distances_of(0.0041, 0.0, 0.0), ["KL"]),
+    (distances_of(0.0, 0.06, 0.0), ["flips"]),
+    (distances_of(0.0, 0.0, 0.0061), ["loss"]),
+    (distances_of(0.0, 0.0, -0.0061), ["loss"]),
+])  # fmt: skip
+def test_each_measure_is_held_against_the_largest_of_the_runs_own(found: Distances, sure: list[str]) -> None:
+    """Twice a KL is √2 times as many flips: limits are 0.004 nats, 2.8 % and 0.006 nats."""
+    measures = excesses(found, NOISE, 2.0, None, BOOTSTRAP)
+    assert [each.measure for each in measures if each.sure] == sure
+    assert [each.limit for each in measures] == pytest.approx([0.004, 0.02 * sqrt(2), 0.006])
+
+
+def test_the_power_is_the_limit_and_what_an_interval_adds() -> None:
+    """Equal values have intervals of no width, and flips of 2 % in 50 positions are one in each window."""
+    power = noticed(excesses(distances_of(0.001, 0.02, 0.0), NOISE, 2.0, None, BOOTSTRAP))
+    assert [power.kl_nats, power.flips, power.perplexity] == pytest.approx([0.004, 0.02 * sqrt(2), expm1(0.006)])
+    assert str(power) == "0.004 nats of KL, 2.8% flips or 0.6% of perplexity"
+
+
+def test_no_flip_of_the_runs_own_allows_those_that_so_many_positions_do_not_exclude() -> None:
+    noise = noise_of([distances_of(0.001, 0.0, 0.0)], [0.0], ROWS, BOOTSTRAP)
+    assert noise.flips == 3 / ROWS
+
+
+def test_of_likeliest_tokens_alone_those_count_at_which_the_runtimes_agree() -> None:
+    agreed = np.arange(ROWS) % 2 == 0
+    found = distances_of(np.nan, 0.0, np.nan)
+    only = Distances(found.kl, found.rest, np.where(agreed, 0.0, 1.0), found.loss)
+    (flips,) = excesses(only, NOISE, 2.0, agreed, BOOTSTRAP)
+    assert (flips.measure, flips.sure, flips.noticed) == ("flips", False, pytest.approx(0.02 * sqrt(2)))
+    assert excesses(only, NOISE, 2.0, ~agreed, BOOTSTRAP)[0].sure
+
+
+def logits_of(seed: int, noise: float, of: np.ndarray | None = None) -> np.ndarray:
+    random = np.random.default_rng(seed).normal(size=(ROWS, TOKENS))
+    found: np.ndarray = 3 * random if of is None else of + noise * random
+    return found - np.log(np.exp(found).sum(axis=1, keepdims=True))
+
+
+REFERENCE = logits_of(1, 0.0)
+OWN = np.argsort(-REFERENCE, axis=1)[:, 3]
+
+
+def judged(answers: np.ndarray, runtimes: dict[str, np.ndarray], rows: int = ROWS) -> Judged:
+    """The verdict on a server of so many `rows`, in which it lists 20 tokens."""
+    order = {name: np.argsort(-each, axis=1) for name, each in (runtimes | {"answers": answers}).items()}
+    losses = {name: -each[np.arange(ROWS), OWN] for name, each in (runtimes | {"answers": answers}).items()}
+    tops = {
+        name: TopLogits(
+            order[name].astype(np.int32),
+            np.take_along_axis(each, order[name], 1).astype(np.float32),
+            np.full(ROWS, -np.inf, np.float32),
+        )
+        for name, each in runtimes.items()
+    }
+    kept = KeptTokens(
+        np.arange(WINDOWS), OWN.reshape(WINDOWS, EACH), np.ones((WINDOWS, EACH), np.bool_), tops,
+        {name: losses[name].astype(np.float32) for name in runtimes},
+    )  # fmt: skip
+    listed = order["answers"][:rows, :20]
+    logprobs = np.take_along_axis(answers, order["answers"], 1)[:rows, :20]
+    found = LikelyTokens(np.arange(rows), listed, logprobs, losses["answers"][:rows], 0, 0)
+    return judge(kept, found, np.repeat(np.arange(WINDOWS), EACH))
+
+
+RUNTIMES = {
+    "bf16": logits_of(2, 0.05, REFERENCE), "reference": REFERENCE, "onnxruntime": logits_of(3, 0.03, REFERENCE),
+}  # fmt: skip
+
+
+def test_an_implementation_passes_and_says_its_power() -> None:
+    found = judged(logits_of(4, 0.02, REFERENCE), RUNTIMES)
+    assert found.verdict == "validated"
+    assert found.sentence.endswith(f"; further than {found.noticed} would not pass")
+
+
+def test_what_flips_no_token_is_another_model_by_kl_and_says_so() -> None:
+    cold = REFERENCE / 0.5
+    found = judged(cold - np.log(np.exp(cold).sum(axis=1, keepdims=True)), RUNTIMES)
+    assert (found.verdict, found.runtimes[0].flips.mean < 0.02) == ("other-model", True)
+    assert found.sentence.endswith("; not by flips, so that it may be the model at another temperature or softcap")
+
+
+def flipped(share: float) -> np.ndarray:
+    """The two likeliest tokens are exchanged where they are nearest, which moves KL and loss least."""
+    best = np.argsort(-REFERENCE, axis=1)[:, :2]
+    rows = np.arange(ROWS)
+    gap = REFERENCE[rows, best[:, 0]] - REFERENCE[rows, best[:, 1]]
+    some = np.argsort(gap)[: int(share * ROWS)]
+    found = REFERENCE.copy()
+    found[some[:, None], best[some]] = REFERENCE[some[:, None], best[some][:, ::-1]]
+    return found
+
+
+def test_flips_alone_exclude_what_kl_does_not() -> None:
+    found = judged(flipped(0.05), RUNTIMES)
+    assert found.runtimes[0].kl_nats is not None
+    assert found.runtimes[0].kl_nats.mean < 0.0005
+    assert (found.verdict, found.arithmetics) == ("other-arithmetic", [])
+
+
+def test_a_run_of_one_runtime_lets_nothing_pass() -> None:
+    found = judged(REFERENCE, {"reference": REFERENCE})
+    assert (found.verdict, found.arithmetics) == ("undecided", ["as validated", "another model"])
+    assert found.sentence.endswith(
+        "and a run of one runtime does not tell how far another implementation may be; validate with a second runtime"
+    )
