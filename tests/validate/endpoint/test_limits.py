@@ -59,14 +59,16 @@ def test_of_likeliest_tokens_alone_those_count_at_which_the_runtimes_agree() -> 
     found = distances_of(np.nan, 0.0, np.nan)
     only = Distances(found.kl, found.rest, np.where(agreed, 0.0, 1.0), found.loss)
     (flips,) = excesses(only, NOISE, 2.0, agreed, BOOTSTRAP)
-    assert (flips.measure, flips.sure, flips.noticed) == ("flips", False, pytest.approx(0.02 * sqrt(2)))
+    assert (flips.measure, flips.sure) == ("flips", False)
+    assert flips.noticed == pytest.approx(0.02 * sqrt(2))
     assert excesses(only, NOISE, 2.0, ~agreed, BOOTSTRAP)[0].sure
 
 
 def logits_of(seed: int, noise: float, of: np.ndarray | None = None) -> np.ndarray:
     random = np.random.default_rng(seed).normal(size=(ROWS, TOKENS))
     found: np.ndarray = 3 * random if of is None else of + noise * random
-    return found - np.log(np.exp(found).sum(axis=1, keepdims=True))
+    found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
+    return found
 
 
 REFERENCE = logits_of(1, 0.0)
