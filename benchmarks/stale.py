@@ -23,7 +23,7 @@ from fp8q.stages.pipeline.stage import Stage
 #: Scripts that measure nothing.
 WRITERS = ("run", "stale", "missed", "tables", "markdown", "read_options")
 #: A field that is new since -> how the names of models begin for which its older value gives other results: of the
-#: models that are measured, transformers' AutoTokenizer gives those of Qwen2 alone other tokens than their tokenizer.json.
+#: models that are measured, AutoTokenizer gives those of Qwen2 alone other tokens than their tokenizer.json has.
 OTHER_FOR = {"CalibrateOptions.tokenizer": '"qwen2'}
 #: Files that no benchmark reads, beside those that follow from results.
 UNREAD = (
