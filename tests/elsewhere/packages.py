@@ -1,7 +1,7 @@
-"""The environments of vLLM and lm-eval, which want other versions than fp8q, or more.
+"""The environments of vLLM, lm-eval and clients of servers, which want other versions than fp8q, or more.
 
 Each lies on top of the environment that runs the tests, as `.venv/vllm` and `.venv/lm-eval`, and holds only what that
-one does not bring, or brings in another version; torch, 750 MB of it, is not there twice. `vllm.txt` and `lm-eval.txt`
+one does not bring, or brings in another version; torch, 750 MB of it, is not there twice. `vllm.txt` and its like
 list it, exact versions, and of it only what is imported here. It is installed without what it says it depends on: so
 vLLM takes 0.7 GB and not 3.5, and torchvision, torchaudio and torchcodec, whose builds do not match torch's, are not
 there at all.
