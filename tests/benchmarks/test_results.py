@@ -54,8 +54,8 @@ NOT_MEASURED = (
 )
 
 
-#: Results that `make benchmarks` has to measure again: those of Qwen2, whose tokens were AutoTokenizer's, and are those of
-#: tokenizer.json by default since.
+#: Results that `make benchmarks` has to measure again: those of Qwen2, whose tokens were AutoTokenizer's, and are by
+#: default those of tokenizer.json since.
 OTHER_TOKENS = {
     "accumulator", "accuracy", "architectures", "as_served", "culprit_proof", "distill_peer_others", "doctor",
     "exact_answers", "fp8_input", "kv_cache", "sensitivity", "top_logits", "tune", "two_implementations",
