@@ -151,7 +151,7 @@ def test_aiperf_loses_no_request(clients: Clients) -> None:
     )  # fmt: skip
     found = json.loads((clients.folder / "aiperf" / "profile_export_aiperf.json").read_text())
     assert (found["request_count"]["avg"], found["error_summary"]) == (6, [])
-    assert found["output_sequence_length"]["sum"] == 48
+    assert found["usage_completion_tokens"]["sum"] == 48  # as the server counts; texts may be read as fewer
 
 
 def test_lm_eval_finds_the_same_by_ids_in_a_batch_and_by_the_offsets_of_texts(clients: Clients) -> None:
