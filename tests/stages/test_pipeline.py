@@ -63,6 +63,7 @@ OTHERS: dict[str, Any] = {
     "batch_sizes": (2,),
     "prompt_lengths": (2,),
     "needles": (2,),
+    "gpus": (1,),
 }
 
 
