@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -136,13 +137,19 @@ def make(run: Run, stage: Any_Stage, options: Options, content: str = "") -> Non
             log.outputs.append(path)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of all stages, with their default options."""
-    run = Run(tmp_path / "run")
+    run = Run(tmp_path_factory.mktemp("finished") / "run")
     for stage in STAGES:
         make(run, stage, stage.options())
     return run
+
+
+@pytest.fixture
+def run(finished_run: Run, tmp_path: Path) -> Run:
+    """A copy of it, for a test to change."""
+    return Run(Path(shutil.copytree(finished_run.root, tmp_path / "run")))
 
 
 def test_every_stage_is_current_after_it_was_run(run: Run) -> None:
