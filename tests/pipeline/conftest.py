@@ -3,6 +3,7 @@ differs in others.
 """
 
 import importlib
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,20 @@ import onnx
 import pytest
 import torch
 import transformers
-from onnx.external_data_helper import uses_external_data
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.model.products import attention_modules, matrix_products, output_channel_axis, output_head
-from fp8q.core.files import clone_file
-from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.export.engine.build import Job, build
+from fp8q.export.engine.build import Job
 from fp8q.export.engine.info import load_engines
 from fp8q.export.modules.graph_model import GraphPlan
 
 from ..architectures import ARCHITECTURES, TINY, Architecture, random_checkpoint, texts
+from ..conftest import MadeOnce
+from ..graphs import changed_engine
 from .other_models import Logits, other_models
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
@@ -136,26 +136,31 @@ def attention_run(
 
 
 @pytest.fixture(scope="module")
+def begun(made_once: MadeOnce, demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose weights are rounded to nearest, on 40 windows, with two codes an activation and no graph: a copy for
+    each file of tests, to learn in.
+    """
+
+    def make(folder: Path) -> None:
+        api.calibrate(
+            str(demo_checkpoint),
+            str(demo_texts.calibration),
+            folder / "run",
+            str(demo_texts.evaluation),
+            api.CalibrateOptions(samples=40, seq_len=128, activation_terms=2),
+            api.ExportOptions(graph=False),
+        )
+
+    return Run(Path(shutil.copytree(made_once("begun", make) / "run", tmp_path_factory.mktemp("begun") / "run")))
+
+
+@pytest.fixture(scope="module")
 def built(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`built(change, "sm89")`: the engine of the graph of a module's `run` with a change, in its own profiles."""
     wanted = tuple(load_engines(run)[0].profiles)
 
     def build_changed(change: Callable[[onnx.ModelProto, Path], None], target: str) -> Path:
-        directory = tmp_path_factory.mktemp("changed")
-        model = onnx.load_model(run.onnx, load_external_data=False)
-        change(model, run.model)
-        (directory / "model.onnx").write_bytes(model.SerializeToString())
-        for name in {
-            entry.value
-            for tensor in model.graph.initializer
-            if uses_external_data(tensor)
-            for entry in tensor.external_data
-            if entry.key == "location"
-        }:
-            clone_file(run.model / name, directory / name)
-        plan = directory / f"{target}.plan"
-        plan.write_bytes(build(directory / "model.onnx", Job("tensorrt-rtx", target, wanted), SILENT))
-        return plan
+        return changed_engine(run, change, Job("tensorrt-rtx", target, wanted), tmp_path_factory.mktemp("changed"))
 
     return build_changed
 

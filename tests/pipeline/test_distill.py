@@ -26,19 +26,6 @@ pytestmark = pytest.mark.slow
 OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003)
 
 
-@pytest.fixture(scope="module")
-def begun(demo_checkpoint: Path, demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose weights are rounded to nearest, on 40 windows, with two codes an activation and no graph."""
-    return api.calibrate(
-        str(demo_checkpoint),
-        str(demo_texts.calibration),
-        tmp_path_factory.mktemp("distill") / "run",
-        str(demo_texts.evaluation),
-        api.CalibrateOptions(samples=40, seq_len=128, activation_terms=2),
-        api.ExportOptions(graph=False),
-    )
-
-
 def codes_of(run: Run) -> dict[str, torch.Tensor]:
     (shard,) = run.model.glob("*.safetensors")
     return {name: tensor.view(torch.uint8) for name, tensor in load_file(shard).items() if tensor.itemsize == 1}

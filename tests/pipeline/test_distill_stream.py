@@ -29,26 +29,11 @@ from fp8q.stages import distill as stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 
-from ..conftest import Texts
-
 pytestmark = pytest.mark.slow
 
 OPTIONS = DistillOptions(epochs=2.0, learning_rate=0.003, stream=True)
 #: The same, and end to end after it.
 WHOLE = replace(OPTIONS, end_to_end=True)
-
-
-@pytest.fixture(scope="module")
-def begun(demo_checkpoint: Path, demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose weights are rounded to nearest, on 40 windows, with two codes an activation and no graph."""
-    return api.calibrate(
-        str(demo_checkpoint),
-        str(demo_texts.calibration),
-        tmp_path_factory.mktemp("distill") / "run",
-        str(demo_texts.evaluation),
-        api.CalibrateOptions(samples=40, seq_len=128, activation_terms=2),
-        api.ExportOptions(graph=False),
-    )
 
 
 @pytest.fixture

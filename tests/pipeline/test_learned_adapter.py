@@ -41,19 +41,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def begun(demo_checkpoint: Path, demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose weights are rounded to nearest, on 40 windows, with two codes an activation and no graph."""
-    return api.calibrate(
-        str(demo_checkpoint),
-        str(demo_texts.calibration),
-        tmp_path_factory.mktemp("adapter") / "run",
-        str(demo_texts.evaluation),
-        api.CalibrateOptions(samples=40, seq_len=128, activation_terms=2),
-        api.ExportOptions(graph=False),
-    )
-
-
-@pytest.fixture(scope="module")
 def learned(begun: Run) -> tuple[dict[str, bytes], AdapterLearning]:
     """The files of the run before, and what was learned."""
     before, found = contents(begun.root), api.distill(begun.root, options=OPTIONS)

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from onnx.external_data_helper import uses_external_data
 
-from fp8q.core.files import clone_file, sha256_file
+from fp8q.core.files import sha256_file
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
 from fp8q.quantize.scales.decisions import load_scales
 
+from ...graphs import changed_engine
 from .deceiving_graphs import (
     DOWN,
     LAYER,
@@ -51,22 +50,8 @@ def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
     def build_changed(change: Change, target: str) -> Path:
         key = (change.__name__, target)
         if key not in made:
-            directory = tmp_path_factory.mktemp(change.__name__)
-            model = onnx.load_model(demo_run.onnx, load_external_data=False)
-            change(model, demo_run.model)
-            (directory / "model.onnx").write_bytes(model.SerializeToString())
-            for name in {
-                entry.value
-                for tensor in model.graph.initializer
-                if uses_external_data(tensor)
-                for entry in tensor.external_data
-                if entry.key == "location"
-            }:
-                clone_file(demo_run.model / name, directory / name)
-            made[key] = directory / f"{target}.plan"
-            made[key].write_bytes(
-                build(directory / "model.onnx", Job("tensorrt-rtx", target, profiles(8, 256)), SILENT)
-            )
+            directory, job = tmp_path_factory.mktemp(change.__name__), Job("tensorrt-rtx", target, profiles(8, 256))
+            made[key] = changed_engine(demo_run, change, job, directory)
         return made[key]
 
     return build_changed
