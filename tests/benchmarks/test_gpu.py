@@ -20,6 +20,7 @@ from gpu.products import break_even
 from gpu.timing import Kind, Part, Setting, shown
 
 from fp8q.calibrate.measure.histogram import PATTERNS
+from fp8q.calibrate.model import launching
 from fp8q.core.run import Run
 from fp8q.quantize.reference.adder import Adder, add_in, add_products
 from tests.stand_in import torch_cuda
@@ -206,7 +207,8 @@ def test_a_step_begins_only_if_the_last_one_of_its_kind_would_fit(monkeypatch: p
 @pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling:UserWarning")
 def test_the_code_for_a_gpu_runs_on_a_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, module = Part(strict=True), import_module(f"gpu.{name}")
-    monkeypatch.setattr(module, "TRITON", False, raising=False)  # its kernels want the driver
+    for place in (module, launching):
+        monkeypatch.setattr(place, "has_triton", lambda: False, raising=False)  # its kernels want the driver
     with torch_cuda.cuda() as graphs:
         module.measure(Setting(dry=False, tiny=True), part)
     assert part.left_out == []

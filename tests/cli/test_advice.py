@@ -89,7 +89,7 @@ def test_a_command_or_an_option_that_is_none_is_found(words: str, found: str | N
 #: Options of other programs, which messages and scripts name: of Docker, vLLM, torchrun, tritonserver, trtexec,
 #: nvidia-smi and Jupyter; variables of CSS, which begin as they do; and our own `--help-all`, which `launch` reads.
 OF_OTHERS = {
-    "--build-arg", "--gpus", "--rm", "--enable-lora", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers",
+    "--build-arg", "--rm", "--enable-lora", "--kv-cache-dtype", "--kv-cache-dtype-skip-layers",
     "--lora-modules", "--max-logprobs", "--max-lora-rank", "--nproc-per-node", "--load-model", "--model-control-mode",
     "--model-repository", "--format", "--query-gpu", "--ipython-dir", "--ink", "--paper", "--help-all",
 }  # fmt: skip

@@ -167,6 +167,7 @@ def test_every_recipe_has_a_family_here_and_a_row_on_its_page() -> None:
     assert sorted(re.findall(r"\| `(\w+)\.toml` \|", (DOCS / "recipes.md").read_text(encoding="utf-8"))) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", RECIPES)
 def test_a_recipe_runs_on_a_small_model_of_its_family(
     family: str, fp8q: Fp8q, world: Path, tmp_path: Path, shared_checkpoint: Callable[[str], Path],

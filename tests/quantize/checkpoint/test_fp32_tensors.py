@@ -116,6 +116,7 @@ def test_layer_by_layer_the_same_is_measured_as_in_memory(
     assert all((whole[key].histogram.counts == streamed[key].histogram.counts).all() for key in whole)
 
 
+@pytest.mark.slow
 def test_the_graph_reads_them_where_they_lie(tmp_path: Path, calibrated: Calibrated, data: Path) -> None:
     source, run = family(tmp_path / "source", "glm4_moe"), Run(tmp_path / "run")
     calibrated(run, source, data, CalibrateOptions(samples=4, seq_len=64))

@@ -178,6 +178,7 @@ quantize(Run(Path(sys.argv[1])), source, products_of(source), options, Notes(SIL
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_second_layer_the_next_call_gives_the_same_bytes(
     measured: Run, uninterrupted: dict[str, bytes], demo_checkpoint: Path, layers_run: list[int], tmp_path: Path
 ) -> None:

@@ -101,11 +101,11 @@ def test_an_engine_of_another_tensorrt_rtx_is_tried_and_its_version_named(hopper
 def test_a_server_that_has_no_room_for_its_cache_does_not_begin(hopper: Machine, built: Run) -> None:
     hopper.knows(built.engines / "sm90.plan", built.onnx_fp32)
     session = open_run_engine(built, "tensorrt")
-    hopper.driver.total = 3 * 32 * 64
+    hopper.driver.total = 3 * 32 * 64 + 45_000
     with pytest.raises(BackendError) as refused:
         open_generator(built, session, 4)
     assert str(refused.value) == (
-        "a cache of 4 sequences of 32 positions takes 8.19 kB, and this GPU has 6.14 kB free, room for 3 of them; take "
-        "--max-batch 3"
+        "a cache of 4 sequences of 32 positions takes 8.19 kB and the engine 44.3 kB to work in, and this GPU has 51.1 "
+        "kB free, room for 3 of them; take --max-batch 3"
     )
     assert hopper.driver.held == {}
