@@ -289,7 +289,7 @@ def test_a_token_the_embedding_lacks_is_refused_in_other_text_too(run: Run, made
     lacking = next(
         text
         for token in range(largest + 1, 2048)
-        if (encode_texts([text := tokenizer.decode([token])], tokenizer) == token).any()
+        if (encode_texts([text := str(tokenizer.decode([token]))], tokenizer) == token).any()
     )
     (tmp_path / "other.txt").write_text(lacking * 2_000, encoding="utf-8")
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": largest + 1}))

@@ -271,7 +271,7 @@ def likeliest(server: Endpoint, row: int, text: str | None) -> Position | None:
 
 
 def by_text(server: Endpoint, row: int, top: Mapping[str, float] | None) -> dict[int, float]:
-    """The tokens of log-probabilities by text: those that some runtime of the run finds likely there too, and for others
+    """The tokens of log-probabilities by text: those that some runtime of the run finds likely there too; for others
     `NO_TOKEN` and the numbers below it.
     """
     if top is None:
