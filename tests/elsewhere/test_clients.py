@@ -43,7 +43,8 @@ metric_list: [{metric: exact_match}]
 DATA = (
     'dataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\ndoc_to_text: "{{text}}"\n'
 )
-ROWS = ('def read_file(path):\n    """', "# This function will", 'import os\n\ndef main():\n    """', "class Reader:\n")
+#: None ends in white space, which lm-eval's `local-completions` counts among the answer, and its `gguf` does not.
+ROWS = ('def read_file(path):\n    """', "# This function will", 'import os\n\ndef main():\n    """', "class Reader: #")
 COMMIT = "0" * 40
 
 
