@@ -40,7 +40,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[str(dict(report.user_properties)[TIER])][report.nodeid] += report.duration
+                tier = dict(report.user_properties).get(TIER, "lost with its worker")
+                seconds[str(tier)][report.nodeid] += report.duration
     for tier, tests in sorted(seconds.items()):
         terminalreporter.write_sep("-", f"{tier}: {len(tests)} tests, {sum(tests.values()):.0f} s; the longest")
         for test, duration in sorted(tests.items(), key=lambda entry: -entry[1])[:LONGEST_SHOWN]:

@@ -51,9 +51,15 @@ def ties_of(source: Source) -> Ties:
         one, other = source.stored(tied), source.stored(kept)
         there = [name in weights.names() for name in (one, other)]
         if all(there) and one != other:
-            tensors = weights.tensor(one), weights.tensor(other)
-            if tensors[0].shape != tensors[1].shape or not torch.equal(*(each.float() for each in tensors)):
+            if not _equal(weights.tensor(one), weights.tensor(other)):
                 apart[one] = other
         elif there == [True, False]:
             renamed[one] = kept
     return Ties(apart, renamed)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare values row by row, whatever their types: a copy of a head in another type takes gigabytes."""
+    return one.shape == other.shape and all(
+        torch.equal(row.double(), against.double()) for row, against in zip(one, other, strict=True)
+    )
