@@ -40,7 +40,7 @@ def counters(setting: Setting, part: Part) -> dict[str, Counter]:
 
     from .counting import shared
 
-    return found | {"kernel, private tables": triton_count, "kernel, shared memory": shared}
+    return {"kernel, private tables": triton_count, "kernel, shared memory": shared} | found
 
 
 def measure(setting: Setting, part: Part) -> None:
@@ -126,7 +126,7 @@ def overhead(ways: dict[str, Counter], setting: Setting, part: Part) -> None:
     made = part.step(setting, "overhead, plain", partial(plain_pass, setting), kind)
     if made is not None:
         decoder, work, plain = made
-        for way, count in {**ways, "nothing counted": lambda patterns: nothing.clone()}.items():
+        for way, count in {"nothing counted": lambda patterns: nothing.clone(), **ways}.items():
             watching = partial(watched_pass, decoder, work, count, way, setting, part)
             took = part.step(setting, f"overhead, {way}", watching, kind)
             if took is not None:
@@ -149,7 +149,7 @@ def plain_pass(setting: Setting) -> tuple[Decoder, Work, float]:
         with torch.inference_mode():
             return decoder(ids, at, None)  # type: ignore[no-any-return]
 
-    return decoder, work, seconds([work], setting, graph=False)
+    return decoder, work, seconds([work], setting, graph=False, rounds=5)
 
 
 def watched_pass(
@@ -157,4 +157,4 @@ def watched_pass(
 ) -> float | None:  # fmt: skip
     """Seconds of the forward pass while calibration watches and counts so; None where it fails."""
     with watched(decoder, count):
-        return part.tried(f"overhead, {way}", lambda: seconds([work], setting, graph=False))
+        return part.tried(f"overhead, {way}", lambda: seconds([work], setting, graph=False, rounds=5))

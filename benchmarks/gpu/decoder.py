@@ -26,7 +26,7 @@ LAUNCHES, WAITS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"), ("S
 
 
 #: Seconds of a step, where none of its kind was measured: weights drawn, layers compiled, both caches timed.
-FIRST_S = 60.0
+FIRST_S = 30.0
 
 
 def measure(setting: Setting, part: Part) -> None:
@@ -110,7 +110,7 @@ def profiled(step: Callable[[], object], setting: Setting) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     steps, cpu = setting.pick(10, 1), [ProfilerActivity.CPU]
-    with profile(activities=cpu if setting.dry else [*cpu, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=cpu if setting.dry else [*cpu, ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(steps):
             step()
         if not setting.dry:

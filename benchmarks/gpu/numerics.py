@@ -45,7 +45,7 @@ def measure(setting: Setting, part: Part) -> None:
     for length in (*setting.pick(LENGTHS, (64,)), ODD):
         steps[f"layers, K = {length}"] = partial(layers, length), Kind("layers", 20, length / LENGTHS[0])
     steps["Transformer Engine as oracle of `delayed`"] = transformer_engine, Kind("Transformer Engine", 40)
-    steps["perplexity"] = perplexity, Kind("perplexity", 150)
+    steps["perplexity"] = perplexity, Kind("perplexity", 60)
     for name, (step, kind) in steps.items():
         part.step(setting, name, partial(step, setting, part), kind)
 

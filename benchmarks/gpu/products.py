@@ -3,23 +3,26 @@ terms, and BF16 with weights that are dequantized in each call, the other exact 
 
 Beside each stands its share of the peak that was measured here (a BF16, or FP8, product of 8,192 cubed) and of the
 bandwidth that was measured here (a copy of 2 GB): the larger of both is what bounds it. `FP8Linear` is the package's
-layer, by torch.compile; `rowwise` the product that scales in its own epilogue and writes BF16, which a serving engine
-would take. The break-even size is the least number of tokens from which FP8, quantization included, is faster than BF16
-up to the largest.
+layer, whose kernels encode, multiply and scale as the plugin for vLLM does; `rowwise` is the product that scales in its
+own epilogue and writes BF16, which a serving engine would take. The break-even size is the least number of tokens from
+which FP8, quantization included, is faster than BF16 up to the largest.
 """
 
 import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import linear
 
+from fp8q.calibrate.model import launching
 from fp8q.calibrate.model.launching import has_triton
 from fp8q.quantize.codes.encoding import CODE, encode, encode_two
 from fp8q.quantize.reference.linear import FP8Linear
 
+from .decoder import profiled
 from .timing import Kind, Part, Setting, Work, copies, seconds
 
 #: Product -> outputs and inputs.
@@ -29,7 +32,7 @@ SHAPES = {
 }  # fmt: skip
 TINY = {"tiny qkv": (48, 32), "tiny odd": (24, 172)}
 #: Those with limits first, of all products, so that a limit of time leaves what was asked for.
-TOKENS = ((16, 2048), (1, 128, 512, 8192))
+TOKENS = ((16, 2048), (1, 64, 128, 256, 512, 8192))
 BF16, ALONE, LAYER, TWO = "bf16", "fp8 alone", "FP8Linear", "FP8Linear, two terms"
 #: The product in BF16 with weights that are stored as codes, each of them dequantized in each call.
 DEQUANTIZED = "bf16, dequantized weights"
@@ -42,7 +45,8 @@ def measure(setting: Setting, part: Part) -> None:
     """Ceilings, quantization alone, then every product; what is over the part's time is left out."""
     peaks, bandwidth = ceilings(setting, part)
     encoding = partial(quantization, setting, part, bandwidth)
-    part.step(setting, "quantization alone", encoding, Kind("quantization", 60))
+    part.step(setting, "quantization alone", encoding, Kind("quantization", 15))
+    part.step(setting, "kernels of a product", partial(kernels, setting, part), Kind("kernels", 20))
     shapes = setting.pick(SHAPES, TINY)
     every: dict[str, dict[str, dict[int, float]]] = {name: {} for name in shapes}
     for sizes, (name, (outputs, width)) in itertools.product(setting.pick(TOKENS, ((16,), (1,))), shapes.items()):
@@ -53,6 +57,7 @@ def measure(setting: Setting, part: Part) -> None:
             for way, took in (took_each or {}).items():
                 every[name].setdefault(way, {})[tokens] = took
                 row(part, name, way, (tokens, outputs, width), took, peaks, bandwidth)
+    part.step(setting, "the plugin's product", partial(plugin, setting, part), Kind("plugin", 15))
     for name, found in every.items():
         conclusions(name, found, part)
     decode_step(part)
@@ -107,6 +112,64 @@ def quantization(setting: Setting, part: Part, bandwidth: float) -> None:
                          us=took and took * 1e6, bandwidth_share=took and least / took)  # fmt: skip
 
 
+def kernels(setting: Setting, part: Part) -> None:
+    """Count the kernels that `FP8Linear` launches for 16 rows, and time them as a CUDA graph.
+
+    It takes Triton's kernels, or torch's operations as on hosts without a C compiler.
+    """
+    outputs, width = setting.pick(SHAPES["8B qkv"], (48, 32))
+    codes = torch.randn(outputs, width, device=setting.device).to(CODE)
+    x = torch.randn(16, width, device=setting.device).to(torch.bfloat16)
+    given = torch.full((outputs,), 0.5, device=setting.device), torch.tensor(2.0**-6, device=setting.device), None
+    with torch.inference_mode():
+        for terms in (1, 2):
+            layer = FP8Linear(codes, *given, "fast", terms)
+            for by in ("Triton's kernels", "torch's operations"):
+                with mock.patch.object(
+                    launching, "has_triton", lambda by=by: by == "Triton's kernels" and has_triton()
+                ):
+                    took = seconds([partial(layer, x)], setting)
+                    part.row("kernels of a product of 16 rows, 8B qkv", by=by, terms=terms, us=took * 1e6,
+                             **profiled(partial(layer, x), setting))  # fmt: skip
+
+
+def plugin(setting: Setting, part: Part) -> None:
+    """Time the product as the plugin for vLLM makes it: with two terms throughout, and of one prompt with a tail of 64.
+
+    The tail's rows are stacked on those with one term, or multiplied apart; a share of outputs differs between the two.
+    """
+    from fp8q_vllm import terms
+    from fp8q_vllm.rows import tail_rows
+
+    with torch.inference_mode():
+        for name, (outputs, width) in setting.pick({key: SHAPES[key] for key in list(SHAPES)[:4]}, TINY).items():
+            codes = [
+                torch.randn(outputs, width, device=setting.device).to(CODE)
+                for _ in range(copies(outputs * width, setting))
+            ]
+            one, input_scale = torch.ones((), device=setting.device), torch.tensor(2.0**-6, device=setting.device)
+            scales = torch.rand(outputs, device=setting.device) + 0.5
+            for tokens in setting.pick((16, 256, 1024, 2048, 8192), (4,)):
+                x = torch.randn(tokens, width, device=setting.device).to(torch.bfloat16)
+                tail = tail_rows(torch.tensor([0, tokens], device=setting.device), tokens, 64)
+                found: dict[str, torch.Tensor] = {}
+                for way, rows, apart in (
+                    ("two terms", None, tokens), ("tail, stacked", tail, tokens + 1), ("tail, apart", tail, 1)
+                ):  # fmt: skip
+                    with mock.patch.object(terms, "APART", apart):
+                        calls = [
+                            partial(terms.scaled_of, x, each, scales, input_scale, None, one, rows) for each in codes
+                        ]
+                        took = part.tried(f"{name}, {tokens} tokens: {way}", partial(seconds, calls, setting))
+                        if took is not None:
+                            found[way] = calls[0]()
+                    if took is not None:
+                        part.row("the plugin's product", product=name, tokens=tokens, way=way, us=took * 1e6)
+                if {"tail, stacked", "tail, apart"} <= found.keys():
+                    differing = (found["tail, stacked"] != found["tail, apart"]).double().mean()
+                    part.row("tails stacked and apart", product=name, tokens=tokens, outputs_differing=float(differing))
+
+
 def ways(outputs: int, width: int, tokens: int, setting: Setting, part: Part, name: str) -> dict[str, float]:
     """Way -> seconds of one product."""
     x = torch.randn(tokens, width, device=setting.device).to(torch.bfloat16)
@@ -117,11 +180,10 @@ def ways(outputs: int, width: int, tokens: int, setting: Setting, part: Part, na
     every: dict[str, list[Work]] = wide(x, codes, setting) | (
         alone(x, codes, scales) if setting.dry or not (outputs % 16 or width % 16) else {}
     )
-    apply = setting.compiled(lambda layer, x: layer(x), dynamic=True)  # one program for all layers
     for terms, way in ((1, LAYER), (2, TWO)):
         input_scale = torch.tensor(2.0**-6, device=setting.device)
         layers = [FP8Linear(each, scales, input_scale, None, "fast", terms) for each in codes]
-        every[way] = [partial(apply, layer, x) for layer in layers]
+        every[way] = [partial(layer, x) for layer in layers]
     dequantized = setting.compiled(lambda each: linear(x, (each.float() * scales[:, None]).to(x.dtype)))
     every[DEQUANTIZED] = [partial(dequantized, each) for each in codes]
     found: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""What only an FP8 GPU can answer, by parts of at most eight minutes each; docs/gpu.md says what each of them asks.
+"""What only an FP8 GPU can answer, by parts of at most eight minutes each; docs/gpu.md says what they ask.
 
-    python benchmarks/gpu/run.py [--part NAME …] [--run RUN] [--vllm PYTHON] [--out FILE]
+    python benchmarks/gpu/run.py [--part NAME …] [--run RUN] [--vllm PYTHON] [--seconds N] [--out FILE]
     python benchmarks/gpu/run.py --dry-run [--part NAME …]
 
 Needs PyTorch 2.11 or later with CUDA; what else a part needs and does not find is named under `skipped`. Prints tables
@@ -131,12 +131,18 @@ def file_of(found: dict[str, Any]) -> Path:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print and write."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts there find each other
+    here = Path(__file__).resolve()
+    sys.path[:0] = [str(here.parents[1]), str(here.parents[2] / "integrations" / "vllm")]  # as in the tests
+    from gpu.timing import LIMIT_S, Setting
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=PARTS, help="this part alone; repeatable")
     parser.add_argument("--dry-run", action="store_true", help="the same code on the CPU with tiny sizes")
     parser.add_argument("--run", type=Path, help="a run; of the demo, but for the part serve")
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="the interpreter that has vLLM, for the part serve")
+    parser.add_argument(
+        "--seconds", type=float, metavar="N", default=LIMIT_S, help="seconds of each part (%(default)s)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes, or is added to")
     options = parser.parse_args(words)
     import torch
@@ -144,7 +150,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --dry-run goes through the same code on the CPU")
     from fp8q.core.files import replacing
-    from gpu.timing import Setting
 
     found = head(options.dry_run)
     out = options.out or (None if options.dry_run else file_of(found))
@@ -165,7 +170,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     for name in options.part or PARTS:
         earlier = old["parts"].get(name, {}).get("tables", {}) if old else {}
-        setting = Setting(options.dry_run, options.run, vllm=options.vllm, earlier=earlier)
+        setting = Setting(options.dry_run, options.run, vllm=options.vllm, earlier=earlier, limit_s=options.seconds)
         setting.keep = lambda part, name=name: write(name, told(part, 0.0, "it was ended before its end"))  # type: ignore[misc]
         write(name, measured(name, setting))
         show(name, found["parts"][name], options.dry_run)

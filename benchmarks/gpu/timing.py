@@ -6,7 +6,7 @@ cache: who measures gives as many copies of the work, each with weights of its o
 does the same work once on the CPU, by its clock.
 
 A part is made of steps (`Part.step`). A step begins only if its time, estimated by the last step of its kind, fits into
-what is left of the part's eight minutes; otherwise it is left out, by name.
+what is left of the part's time; otherwise it is left out, by name.
 """
 
 import time
@@ -33,7 +33,8 @@ Work = Callable[[], object]
 class Setting:
     """How a part runs: on a GPU, or `dry` on the CPU with tiny sizes; `run` is a run that is there, `vllm` the
     interpreter that has vLLM. `tiny`: the sizes of a dry run on whatever runs it (None: as `dry`). `earlier`: tables of
-    an earlier call, for a part that goes on; `keep` is called with the part when there is something to keep.
+    an earlier call, for a part that goes on; `keep` is called with the part when there is something to keep; `limit_s`:
+    the seconds of the part.
     """
 
     dry: bool
@@ -43,6 +44,7 @@ class Setting:
     vllm: Path | None = None
     earlier: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     keep: Callable[["Part"], None] = lambda part: None
+    limit_s: float = LIMIT_S
 
     @property
     def device(self) -> str:
@@ -56,7 +58,7 @@ class Setting:
     @property
     def left_s(self) -> float:
         """Seconds that are left of the part's time."""
-        return self.begun + LIMIT_S - time.monotonic()
+        return self.begun + self.limit_s - time.monotonic()
 
     def compiled(self, function: Callable[..., T], dynamic: bool | None = None) -> Callable[..., T]:
         """`function` by torch.compile; in a dry run traced, and then run as it is."""
@@ -121,6 +123,7 @@ class Part:
             took = time.monotonic() - begun
             self._rates[kind.name] = took / kind.size
             self.steps.append(about | {"seconds": round(took, 1)})
+            setting.keep(self)
 
     def tried(self, name: str, work: Callable[[], T]) -> T | None:
         """What `work` gives; where it fails, None, and why under `skipped`: one contender must not end the others."""
@@ -157,8 +160,8 @@ def copies(weight_bytes: int, setting: Setting) -> int:
     return setting.pick(max(1, -(-BEYOND_CACHE // weight_bytes)), 2)
 
 
-def seconds(works: Sequence[Work], setting: Setting, graph: bool = True) -> float:
-    """Median over rounds of the seconds of one of `works`, which are run one after the other; on a GPU as one CUDA
+def seconds(works: Sequence[Work], setting: Setting, graph: bool = True, rounds: int = ROUNDS) -> float:
+    """Median over `rounds` of the seconds of one of `works`, which are run one after the other; on a GPU as one CUDA
     graph, or called one by one without.
     """
 
@@ -166,7 +169,8 @@ def seconds(works: Sequence[Work], setting: Setting, graph: bool = True) -> floa
         for work in works:
             work()
 
-    return once(every, setting) / len(works) if setting.dry else timed(captured(every) if graph else every) / len(works)
+    took = once(every, setting) if setting.dry else timed(captured(every) if graph else every, rounds)
+    return took / len(works)
 
 
 def once(work: Work, setting: Setting) -> float:
@@ -177,11 +181,11 @@ def once(work: Work, setting: Setting) -> float:
     return time.process_time() - begun
 
 
-def timed(again: Work) -> float:
+def timed(again: Work, rounds: int = ROUNDS) -> float:
     """Median seconds of `again` on the GPU, by CUDA events, after one call that is not timed."""
     again()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         begun_at, ended_at = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun_at.record()
         again()

@@ -1,4 +1,4 @@
-"""Encode an activation in one pass over it, by a Triton kernel, on FP8 GPUs.
+"""Encode an activation in one pass over it, and scale the sums of its products in another, by Triton kernels.
 
 `encoding.encode` is a chain of torch operations, each of which reads and writes the whole tensor in FP32; two terms
 double the chain. Here a value is read once, in its own type, and each term is written once: 3 bytes for each BF16 value
@@ -108,3 +108,68 @@ def triton_encode(x: torch.Tensor, scale: torch.Tensor, terms: int) -> torch.Ten
             _DROPPED, _LARGEST, _SMALLEST_NORMAL, _STEPS, _EXCESS,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn)
+
+
+@triton.jit
+def _scale(
+    sums_at,
+    input_scale_at,
+    weight_scale_at,
+    bias_at,
+    out_at,
+    rows,
+    outputs,
+    weight_step,
+    has_bias: tl.constexpr,
+    bf16: tl.constexpr,
+    terms: tl.constexpr,
+    divisor: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Add both terms' sums of one row, scale them, add the bias and cast once; `weight_step` 0: one weight scale.
+
+    BF16 results are stored as their bits, int16: Triton's interpreter truncates where a GPU rounds.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < outputs
+    total = tl.load(sums_at + row * outputs + column, mask=inside, other=0.0)
+    if terms == 2:
+        total += tl.load(sums_at + (rows + row) * outputs + column, mask=inside, other=0.0) * (1.0 / divisor)
+    factor = tl.load(input_scale_at) * tl.load(weight_scale_at + column * weight_step, mask=inside, other=0.0)
+    total = total * factor
+    if has_bias:
+        total += tl.load(bias_at + column, mask=inside, other=0.0).to(tl.float32)
+    if bf16:
+        bits = total.to(tl.int32, bitcast=True)
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        tl.store(out_at + row * outputs + column, tl.where(nan, 0x7FC0, rounded).to(tl.int16), mask=inside)
+    else:
+        tl.store(out_at + row * outputs + column, total.to(out_at.dtype.element_ty), mask=inside)
+
+
+def triton_scale(
+    sums: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    terms: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Scale the `sums` of products of codes by one kernel, to `dtype` [rows, out]: what `products.scale_sums` computes.
+
+    `sums` float32 [terms · rows, out] is read once, and the result is written once. A product and the sum after it are
+    rounded one by one (`enable_fp_fusion`), as torch's operations are.
+    """
+    rows, outputs = sums.shape[0] // terms, sums.shape[1]
+    out = torch.empty(rows, outputs, dtype=dtype, device=sums.device)
+    bf16 = dtype == torch.bfloat16
+    if out.numel():
+        step = 1 if weight_scale.numel() > 1 else 0
+        _scale[(rows, (outputs + BLOCK - 1) // BLOCK)](
+            sums.contiguous(), input_scale, weight_scale, sums if bias is None else bias.contiguous(),
+            out.view(torch.int16) if bf16 else out, rows, outputs, step, bias is not None, bf16, terms,
+            float(TWO_TERMS.divisor), BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

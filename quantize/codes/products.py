@@ -1,22 +1,26 @@
-"""The product of codes on a GPU with FP8 units (compute capability 8.9 and up), with its sum in FP32."""
+"""The product of codes on a GPU with FP8 units (compute capability 8.9 and up), its sum in FP32, and its scaling."""
 
 import torch
 
-from .encoding import CODE
+from .encoding import CODE, Launch
+from .formats import TWO_TERMS
 
 #: A GPU's product takes weights whose numbers of rows and columns are multiples of this.
 ALIGNMENT = 16
 
 
-def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) -> torch.Tensor:
+def scaled_product(
+    x: torch.Tensor, weight: torch.Tensor, fast: bool = False, one: torch.Tensor | None = None
+) -> torch.Tensor:
     """Multiply codes `x` [tokens, in] by `weight` [out, in], both float8_e4m3fn, to float32 [tokens, out].
 
     This is `torch._scaled_mm` with unit scales: who calls it applies the scales, so that FP32 factors are multiplied in
     the same order on every device. A GPU takes widths that are multiples of 16, so others are padded with
     zeros, which change no sum; the weight is then copied in each call. `fast`: sum in the tensor core's adder alone
-    (`reference.adder`).
+    (`reference.adder`). `one`: 1 as float32 [] on the device, which costs a kernel to make in each call.
     """
-    one = torch.ones((), dtype=torch.float32, device=x.device)  # whatever torch's default type is
+    if one is None:
+        one = torch.ones((), dtype=torch.float32, device=x.device)  # whatever torch's default type is
     product: torch.Tensor = torch._scaled_mm(
         _filled(x, 1), _filled(weight, ALIGNMENT).t(), scale_a=one, scale_b=one, out_dtype=torch.float32,
         use_fast_accum=fast,
@@ -24,7 +28,51 @@ def scaled_product(x: torch.Tensor, weight: torch.Tensor, fast: bool = False) ->
     return product.narrow(1, 0, len(weight))
 
 
+def scaled_product_once(
+    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply codes `x` [tokens, in] by `weight` [out, in] and scale in the product's own epilogue, to `dtype`.
+
+    Returns [tokens, out]: what `scale_sums` makes of `scaled_product` under the FP32 factors `factor` [out], without
+    FP32 sums in memory. `bias` [out] of `dtype`. Takes widths that are multiples of 16.
+    """
+    ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+    product: torch.Tensor = torch._scaled_mm(
+        x, weight.t(), scale_a=ones, scale_b=factor[None], bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
+    return product
+
+
 def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
     missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
     return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
+
+
+def scale_sums(
+    sums: torch.Tensor,
+    input_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    terms: int,
+    dtype: torch.dtype,
+    launch: Launch,
+) -> torch.Tensor:
+    """Add the terms' `sums` float32 [terms · rows, out], scale them and add `bias` in FP32, and cast once to `dtype`.
+
+    Returns [rows, out]. `input_scale` float32 [], `weight_scale` float32 [out] or [1], `bias` [out] of any float type.
+    One kernel where `launch` starts it: 4 bytes are read for each sum and 2 written, where torch's operations move 20.
+    """
+
+    def kernel() -> torch.Tensor:
+        from . import kernels
+
+        return kernels.triton_scale(sums, input_scale, weight_scale, bias, terms, dtype)
+
+    def operations() -> torch.Tensor:
+        rows = len(sums) // terms
+        total = sums[:rows].add(sums[rows:], alpha=1 / TWO_TERMS.divisor) if terms == 2 else sums
+        total = total * (input_scale * weight_scale)
+        return (total if bias is None else total + bias).to(dtype)
+
+    return launch(sums.device, kernel, operations)

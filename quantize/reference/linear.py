@@ -35,7 +35,7 @@ from ...calibrate.model.launching import launched
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
 from ..codes.formats import TWO_TERMS
-from ..codes.products import scaled_product
+from ..codes.products import scale_sums, scaled_product
 from .adder import add_products
 
 Mode = Literal["exact", "fast"]
@@ -108,12 +108,14 @@ class FP8Linear(nn.Module):
         self.register_buffer("input_scale", scale, persistent=False)
         self.register_buffer("tables", None if scale is None else code_tables(scale, terms), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.float(), persistent=False)
+        self.register_buffer("one", torch.ones((), device=codes.device) if on_fp8_gpu else None, persistent=False)
 
     codes: torch.Tensor
     weight_scale: torch.Tensor
     input_scale: torch.Tensor
     tables: torch.Tensor
     bias: torch.Tensor | None
+    one: torch.Tensor | None
 
     def input_codes(self, x: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """The first `count` terms of `x` [..., in] (None: all), E4M3 codes as numbers of the type that `codes` are held
@@ -131,31 +133,36 @@ class FP8Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
-        factor = self.input_scale * self.weight_scale if self.terms else self.weight_scale
-        y = self._total(x.flatten(0, -2)).view(*x.shape[:-1], len(self.codes)) * factor  # x may have no rows
-        y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype)
-
-    def _total(self, x: torch.Tensor) -> torch.Tensor:
-        """The unscaled product of `x` [rows, in] with the weight, float32 [rows, out]."""
-        if not self.terms:
+        rows = x.flatten(0, -2)
+        if self.terms:
+            sums, terms = self._sums(rows)
+            y = scale_sums(sums, self.input_scale, self.weight_scale, self.bias, terms, x.dtype, launched)
+        else:
             held = x.dtype if self.codes.dtype == CODE else self.codes.dtype
             with widened_products():
-                return torch.nn.functional.linear(x.to(held), self.codes.to(held)).float()
+                sums = torch.nn.functional.linear(rows.to(held), self.codes.to(held)).float()
+            y = sums * self.weight_scale
+            y = (y if self.bias is None else y + self.bias).to(x.dtype)
+        return y.view(*x.shape[:-1], len(self.codes))  # x may have no rows
+
+    def _sums(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The sums of products of the codes of `x` [rows, in] and the weight's, float32 [terms · rows, out], and in how
+        many terms they are: one where those of a tail are added already.
+        """
         rows = None if self.tail is None else self.tail.rows(x)
         if rows is None:
-            total = self._product(self.input_codes(x))
-            return total[0] + total[1] / TWO_TERMS.divisor if self.terms > 1 else total[0]
+            return self._product(self.input_codes(x)).flatten(0, 1), self.terms
         second = self.input_codes(x[rows])[1]
         total = self._product(torch.cat([self.input_codes(x, 1)[0], second]))
-        return total[: len(x)].index_add_(0, rows, total[len(x) :] / TWO_TERMS.divisor)
+        return total[: len(x)].index_add_(0, rows, total[len(x) :] / TWO_TERMS.divisor), 1
 
     def _product(self, codes: torch.Tensor) -> torch.Tensor:
         """The sums of products of `codes` [..., in] and the weight's, float32 [..., out]."""
         if self.accumulator:
             return add_products(codes, self.codes, self.accumulator)
         if self.codes.dtype == CODE:
-            return scaled_product(codes.flatten(0, -2), self.codes).view(*codes.shape[:-1], len(self.codes))
+            sums = scaled_product(codes.flatten(0, -2), self.codes, one=self.one)
+            return sums.view(*codes.shape[:-1], len(self.codes))
         with widened_products():
             return torch.nn.functional.linear(codes, self.codes).float()
 

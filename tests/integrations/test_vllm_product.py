@@ -6,9 +6,11 @@ and there is no batch, so that all rows have second terms, or those of `tail_row
 
 import importlib
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from fp8q_vllm import terms
 from fp8q_vllm.rows import Rows
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -36,7 +38,7 @@ def test_it_is_the_references_product(plugin: Plugin, monkeypatch: pytest.Monkey
         rows = Rows(numbers, torch.tensor([True, True, False]))
         monkeypatch.setattr(plugin.product, "rows_of_batch", lambda *asked: rows)
     plugin.forward(None)
-    found = plugin.product.fp8q_linear(x, codes, weight_scale[:, None], scale, bias, tail, 0)
+    found = plugin.product.fp8q_linear(x, codes, weight_scale[:, None], scale, bias, torch.ones(()), tail, 0)
     assert torch.allclose(found, layer(x), rtol=1e-6, atol=1e-6)
     exact = x @ (codes.float() * weight_scale[:, None]).T + (0 if bias is None else bias)
     off = (found - exact).abs().amax(1)
@@ -51,7 +53,7 @@ def test_outside_of_a_forward_pass_the_weights_are_answered(plugin: Plugin) -> N
     draw = torch.Generator().manual_seed(4)
     weight_scale = 2.0 ** -torch.arange(5, 5 + OUT).float()
     codes = encode(torch.randn(OUT, IN, generator=draw), weight_scale[:, None])
-    arguments = (codes, weight_scale[:, None], torch.tensor(2.0**-11), None, TAIL, 0)
+    arguments = (codes, weight_scale[:, None], torch.tensor(2.0**-11), None, torch.ones(()), TAIL, 0)
     asked = plugin.product.fp8q_linear(torch.eye(IN, dtype=torch.bfloat16), *arguments)
     assert torch.equal(asked.T, (codes.float() * weight_scale[:, None]).bfloat16())
     plugin.forward(None)
@@ -69,6 +71,28 @@ def test_codes_of_a_gpu_are_made_by_torch_where_kernels_do_not_start(
     with FakeTensorMode():
         x, scale = (torch.empty(shape, device="cuda:1") for shape in ((4, IN), ()))
         for count in (1, 2):
-            found = plugin.product.terms_of(x, scale, count)
+            found = terms.terms_of(x, scale, count)
             assert (found.shape, found.dtype) == ((count, 4, IN), torch.float8_e4m3fn)
     assert len(caplog.messages) == len(launching.FAILURES) == 1
+
+
+def test_a_long_prompt_is_multiplied_in_parts(plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FP32 sums of 8,192 rows in two terms are 1.9 GB where an 8B multiplies gate and up."""
+    draw = torch.Generator().manual_seed(5)
+    x, codes = torch.randn(2, 7, IN, generator=draw), encode(torch.randn(OUT, IN, generator=draw), torch.tensor(1.0))
+    arguments = (codes, torch.ones(OUT, 1), torch.tensor(2.0**-7), torch.ones(OUT), torch.ones(()), 0, 0)
+    plugin.forward(None)
+    whole = plugin.product.fp8q_linear(x, *arguments)
+    multiplied: list[int] = []
+    product = terms.code_product
+
+    def counted(codes: torch.Tensor, *others: torch.Tensor) -> Any:
+        multiplied.append(len(codes))
+        return product(codes, *others)
+
+    monkeypatch.setattr(terms, "code_product", counted)
+    monkeypatch.setattr(terms, "CHUNK", 6)
+    found = plugin.product.fp8q_linear(x, *arguments)
+    assert multiplied == [12, 12, 4]
+    assert found.shape == (2, 7, OUT)
+    assert torch.allclose(found, whole, rtol=1e-6, atol=1e-6)

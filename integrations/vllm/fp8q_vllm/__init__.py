@@ -4,6 +4,7 @@ config.json of such a checkpoint names the compressed-tensors format, which vLLM
 term. The modules in two terms stand beside it, in `fp8q`. vLLM calls `register` in each of its processes.
 
 rows       the rows of a batch that have second terms
+terms      the arithmetic of the product
 product    the product of codes, as one operator that the compiler does not look into
 config     which modules of a checkpoint it is for, and how vLLM loads them
 interface  the parts of vLLM that it builds on, and what happens where one is missing

@@ -55,8 +55,9 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
         del self.fp8_linear  # it may lay out weights for a kernel that is not used
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded."""
+        """Check what was loaded, and make the constant that the product would make in each call."""
         super().process_weights_after_loading(layer)
+        layer.one = torch.ones((), dtype=torch.float32, device=layer.input_scale.device)
         mantissa, _ = torch.frexp(layer.input_scale.float())
         if float(mantissa) != 0.5:  # a power of two
             raise ValueError(
@@ -68,7 +69,7 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
         """`x` [..., in] to [..., out] in its type, or in the model's where latent attention has cast `x` to FP8."""
         x = x if x.dtype.itemsize > 1 else x.to(layer.orig_dtype)
         found: torch.Tensor = torch.ops.vllm.fp8q_linear(
-            x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, self.tail, self.free_rows
+            x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, layer.one, self.tail, self.free_rows
         )
         return found
 

@@ -19,7 +19,7 @@ import torch
 #: The whole tails that there is room for in a batch at least, and the share of its rows that they may be.
 PROMPTS, SHARE = 4, 8
 #: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more.
-FREE_ROWS = 512
+FREE_ROWS = 128
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The kernel that encodes, against `encode` and `encode_two`: in Triton's interpreter where there is no GPU."""
+"""The kernels that encode and scale, against torch's operations: in Triton's interpreter where there is no GPU."""
 
 import os
 import subprocess
@@ -12,7 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with PyT
 
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
-from fp8q.quantize.codes.kernels import triton_encode
+from fp8q.quantize.codes.kernels import triton_encode, triton_scale
+from fp8q.quantize.codes.products import scale_sums
 from tests.conftest import has_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # NumPy in the interpreter
@@ -67,6 +68,31 @@ def test_a_transposed_activation_is_encoded_in_its_own_order() -> None:
     assert_same_codes(found[0], encode(x, torch.tensor(0.25)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(("rows", "outputs"), [(3, 5), (2, 1025), (0, 4)])
+def test_sums_are_scaled_as_torch_s_operations_do(
+    rows: int, outputs: int, terms: int, biased: bool, dtype: torch.dtype
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sums = torch.randn(terms * rows, outputs, generator=draw) * 1e3
+    bias = torch.randn(outputs, generator=draw) if biased else None
+    for scales in (torch.rand(outputs, generator=draw) + 0.1, torch.tensor([0.37])):
+        expected = scale_sums(sums, torch.tensor(0.0371), scales, bias, terms, dtype, lambda at, kernel, torch: torch())
+        there = sums.to(DEVICE), torch.tensor(0.0371, device=DEVICE), scales.to(DEVICE)
+        found = triton_scale(*there, None if bias is None else bias.to(DEVICE), terms, dtype)
+        assert (found.dtype, found.shape) == (dtype, (rows, outputs))
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_a_sum_of_two_terms_is_scaled_once() -> None:
+    """(3 + 8 / 16) · 0.5 · 4 + 1 = 8, by hand."""
+    sums, half, four, one = (torch.tensor(each, device=DEVICE) for each in ([[3.0], [8.0]], 0.5, [4.0], [1.0]))
+    found = triton_scale(sums, half, four, one, 2, torch.bfloat16)
+    assert found.tolist() == [[8.0]]
+
+
 COMPILED = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
@@ -81,11 +107,18 @@ for kind in ("*i16", "*fp32"):
     made = compile(source, target=GPUTarget("cuda", 90, 32))
     assert "div.rn.f32" in made.asm["ptx"]  # not the approximation that Triton's own slash is
     print(len(made.asm["cubin"]))
+types = dict.fromkeys(("sums_at", "input_scale_at", "weight_scale_at", "bias_at"), "*fp32") | {"out_at": "*i16"}
+fixed = {"has_bias": True, "bf16": True, "terms": 2, "divisor": 16.0, "block": k.BLOCK}
+types |= dict.fromkeys(("rows", "outputs", "weight_step"), "i32") | dict.fromkeys(fixed, "constexpr")
+options = {"enable_fp_fusion": False}
+made = compile(ASTSource(k._scale, types, fixed), target=GPUTarget("cuda", 90, 32), options=options)
+assert "fma." not in made.asm["ptx"]  # a product and a sum are rounded one by one
+print(len(made.asm["cubin"]))
 """
 
 
-def test_the_kernel_compiles_for_hopper_and_divides_as_ieee_says() -> None:
+def test_the_kernels_compile_for_hopper_and_round_as_ieee_says() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert [int(size) > 1000 for size in done.stdout.split()] == [True, True]
+    assert [int(size) > 1000 for size in done.stdout.split()] == [True, True, True]
