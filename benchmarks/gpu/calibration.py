@@ -38,9 +38,7 @@ def counters(setting: Setting, part: Part) -> dict[str, Counter]:
         return found
     from fp8q.calibrate.measure.counting_kernel import triton_count
 
-    from .counting import shared
-
-    return {"kernel, private tables": triton_count, "kernel, shared memory": shared} | found
+    return {"kernel": triton_count} | found
 
 
 def measure(setting: Setting, part: Part) -> None:

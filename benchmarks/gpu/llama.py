@@ -66,33 +66,29 @@ class Layer(nn.Module):
         self.gate_up = kind(2 * shape.inner, shape.width, device)
         self.down = kind(shape.width, shape.inner, device)
 
-    def forward(
-        self, x: torch.Tensor, turns: torch.Tensor, at: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """`x` [batch, seq, width] at the positions `at` [seq], whose rotations are `turns` [seq, head_size / 2]; `mask`
-        says what of the cache is read, None that there is nothing but `x`.
+    def forward(self, x: torch.Tensor, turns: torch.Tensor, at: torch.Tensor, filled: int | None) -> torch.Tensor:
+        """`x` [batch, seq, width] at the positions `at` [seq], whose rotations are `turns` [seq, head_size / 2]; so
+        many positions of the cache as `filled` are read, None where there is nothing but `x`.
         """
-        x = x + self.o(self._attend(self.qkv(rms_norm(x, x.shape[-1:])), turns, at, mask))
+        x = x + self.o(self._attend(self.qkv(rms_norm(x, x.shape[-1:])), turns, at, filled))
         gate, up = self.gate_up(rms_norm(x, x.shape[-1:])).chunk(2, -1)
         made: torch.Tensor = x + self.down(silu(gate) * up)
         return made
 
-    def _attend(
-        self, qkv: torch.Tensor, turns: torch.Tensor, at: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, turns: torch.Tensor, at: torch.Tensor, filled: int | None) -> torch.Tensor:
         shape, (batch, seq, _) = self.shape, qkv.shape
         heads = qkv.view(batch, seq, -1, shape.head_size).transpose(1, 2)
         query, key, value = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
         query, key = rotated(query, turns), rotated(key, turns)
         self._store(0, at, key)
         self._store(1, at, value)
-        if mask is None:
+        if filled is None:
             out = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).reshape(batch, seq, -1)
         # one token: the queries that share a key are its rows, so that no key is repeated
-        key, value = (self.cache[part].to(query.dtype) for part in (0, 1))
+        key, value = (self.cache[part, :, :, :filled].to(query.dtype) for part in (0, 1))
         rows = query.view(batch, shape.kv_heads, -1, shape.head_size)
-        return scaled_dot_product_attention(rows, key, value, mask).view(batch, seq, -1)
+        return scaled_dot_product_attention(rows, key, value).view(batch, seq, -1)
 
     def _store(self, part: int, at: torch.Tensor, x: torch.Tensor) -> None:
         """Codes are copied as bytes: not every operation knows their type."""
@@ -138,9 +134,9 @@ class Decoder(nn.Module):
         )  # less the CPU's tables of codes
         return products, products + self.table.nbytes + self.head.nbytes
 
-    def forward(self, ids: torch.Tensor, at: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, at: torch.Tensor, filled: int | None) -> torch.Tensor:
         """The best next token of each row, int64 [batch], of `ids` [batch, seq] at the positions `at` [seq]."""
         x, turns = embedding(ids, self.table), at[:, None].float() * self.frequencies
         for layer in self.layers:
-            x = layer(x, turns, at, mask)
+            x = layer(x, turns, at, filled)
         return linear(rms_norm(x[:, -1], x.shape[-1:]), self.head).argmax(-1)

@@ -18,8 +18,9 @@ import torch
 
 #: The whole tails that there is room for in a batch at least, and the share of its rows that they may be.
 PROMPTS, SHARE = 4, 8
-#: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more.
-FREE_ROWS = 128
+#: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more. On an H100 a prompt of
+#: an 8B takes as long with a tail of 64 at some 690 rows (benchmarks/gpu/products.py).
+FREE_ROWS = 512
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from .rows import Rows
 #: Rows that are multiplied at once: their FP32 sums take 470 MB where an 8B's gate and up are multiplied in two terms.
 CHUNK = 2048
 #: From so many rows on, a tail is multiplied apart from the rows with one term.
-APART = 1024
+APART = 2048
 
 
 def terms_of(x: torch.Tensor, scale: torch.Tensor, count: int) -> torch.Tensor:
