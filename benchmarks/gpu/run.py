@@ -16,7 +16,7 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,21 @@ def merged(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     for name in HEAD:
         if old.get(name) != new[name]:
             raise MergeError(f"{name} was {old.get(name)} and is {new[name]}; give another --out, or remove the file")
-    return {**new, "parts": {**old["parts"], **new["parts"]}}
+    return {**old, **new, "parts": {**old["parts"], **new["parts"]}}
+
+
+def completed(found: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what follows from the parts: their seconds together, the targets that were missed, and the options so far."""
+    parts = found["parts"]
+    lines = [
+        f"{name}: {each['target']}: {each['found']:.4g} ({each['asked']} {each['limit']:g})"
+        for name, part in parts.items()
+        for each in part["targets"]
+        if each["met"] is False
+    ]
+    took = round(sum(part["seconds"] for part in parts.values()), 1)
+    known = {**found.get("options", {}), **options}
+    return {**found, "took_seconds": took, "options": known, "passed": not lines, "missed": lines}
 
 
 def measured(name: str, setting: Any) -> dict[str, Any]:
@@ -149,6 +163,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     if not options.dry_run and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --dry-run goes through the same code on the CPU")
+    import ran
+
     from fp8q.core.files import replacing
 
     found = head(options.dry_run)
@@ -164,7 +180,7 @@ def main(words: Sequence[str] | None = None) -> int:
         """Keep a part, after each of them and within those that go on: what comes may take the GPU down."""
         found["parts"][name] = part
         if out:
-            text = json.dumps(merged(old, found), indent=1, ensure_ascii=False) + "\n"
+            text = json.dumps(completed(merged(old, found), ran.options()), indent=1, ensure_ascii=False) + "\n"
             with replacing(out) as partial:
                 partial.write_text(text, encoding="utf-8")
 

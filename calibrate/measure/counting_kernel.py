@@ -4,8 +4,8 @@ Programs that add to one table in memory contend for the few patterns that occur
 counts into a table of its own, which stays in the L2 cache (128 KB a program), and the tables are added afterwards.
 The sums are exact integers, whose order does not matter. Nothing is read back, so the host does not wait.
 
-This module imports Triton, which comes with PyTorch on NVIDIA GPUs: import it where it is used. It was not run on a GPU
-yet; `benchmarks/gpu/calibration.py` measures it beside other ways.
+This module imports Triton, which comes with PyTorch on NVIDIA GPUs: import it where it is used.
+`benchmarks/gpu/calibration.py` measures it beside other ways.
 """
 
 import torch

@@ -11,8 +11,7 @@ even, and truncating. A subnormal number is added to the power of two whose last
 FP32's addition rounds it. The constants of the format are parameters of the kernels, since the interpreter of Triton
 3.7 does not compute with global ones.
 
-This module imports Triton, which comes with PyTorch on NVIDIA GPUs: import it where it is used. It was not run on a GPU
-yet.
+This module imports Triton, which comes with PyTorch on NVIDIA GPUs: import it where it is used.
 """
 
 import torch

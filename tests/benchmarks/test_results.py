@@ -98,7 +98,13 @@ def test_a_result_can_be_measured_again_and_would_be_the_same(path: Path) -> Non
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_a_result_has_the_command_and_the_seconds_it_took(path: Path) -> None:
     result = read(path)
-    if "options_read_from" in result:  # from before they were recorded
+    if result["benchmark"] == "gpu":
+        assert result["command"].startswith("python benchmarks/gpu/run.py --part ")
+        assert result["took_seconds"] == pytest.approx(
+            sum(part["seconds"] for part in result["parts"].values()), abs=0.1
+        )
+        assert all(part["error"] is None for part in result["parts"].values())
+    elif "options_read_from" in result:  # from before they were recorded
         assert result["options_read_from"] == result["commit"]
         assert all(record["used"] is None for record in result["options"].values())
     else:
