@@ -28,14 +28,21 @@ from fp8q.core.run import Run
 
 from .base_install import HIDING, base_distributions
 from .command_result import Result
-from .tiers import mark_slow, pytest_configure, pytest_terminal_summary
+from .tiers import (
+    by_commit,
+    mark_slow,
+    pytest_addoption,
+    pytest_configure,
+    pytest_runtest_setup,
+    pytest_terminal_summary,
+)
 from .traces import cache_of, kept_in, make_once
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-__all__ = ["pytest_configure", "pytest_terminal_summary"]  # hooks
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_setup", "pytest_terminal_summary"]  # hooks
 
 MadeOnce = Callable[[str, Callable[[Path], object]], Path]
 KeepingGraphs = Callable[[], AbstractContextManager[None]]
@@ -77,6 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="there is no NVIDIA GPU here (cuInit fails)"))
     if hasattr(config, "workerinput"):
         groups = {item: group_of(item.nodeid) for item in items}
+        if config.getoption("minutes") is not None:
+            items.sort(key=lambda item: by_commit(groups[item]))
+            return
         items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if groups[item].startswith(name)), 99))
 
 

@@ -3,10 +3,19 @@
 A test is slow by a mark of its own, by its file's (`pytestmark`), or because it needs one of `SLOW_FIXTURES`; the mark
 `quick` on a test or a file keeps it in `make test` all the same: there the demo goes the whole way once, and some tests
 look at its run. Plain `pytest` selects as `make test` does; paths or `-m` on the command line select by themselves.
+
+With `--minutes N` no test begins once N minutes are over: those left are skipped, and the last lines say how many. So
+`.ci/run` ends in time on a slow machine too. Groups of tests then come in an order that follows from the commit, so
+that no test is left out of every run.
 """
 
+import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +26,41 @@ QUICK = "not slow or quick"
 LONGEST_SHOWN = 10
 #: The property of a report that has the tier of its test.
 TIER = "tier"
+#: When no further test begins, by `time.monotonic`.
+DEADLINE = pytest.StashKey[float]()
+TIME_IS_OVER = "no time is left for it"
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that would begin too late."""
+    if time.monotonic() > item.config.stash[DEADLINE]:
+        pytest.skip(TIME_IS_OVER)
+
+
+def by_commit(group: str) -> bytes:
+    """A sorting key of a group of tests that is another with every commit."""
+    return sha256(f"{_commit()} {group}".encode()).digest()
+
+
+@cache
+def _commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        return ""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--minutes`."""
+    parser.addoption("--minutes", type=float, metavar="N", help="begin no test once N minutes are over")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out what is slow where neither paths nor marks are asked for."""
+    """Leave out what is slow where neither paths nor marks are asked for, and note when the time is over."""
+    minutes = config.getoption("minutes")
+    config.stash[DEADLINE] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.markexpr = QUICK  # pytest-xdist hands it on to its workers
 
@@ -42,6 +82,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 tier = dict(report.user_properties).get(TIER, "lost with its worker")
                 seconds[str(tier)][report.nodeid] += report.duration
+    late = [each for each in terminalreporter.stats.get("skipped", ()) if TIME_IS_OVER in str(each.longrepr)]
+    if late:
+        terminalreporter.write_sep("-", f"{len(late)} tests were left out: their time was over")
     for tier, tests in sorted(seconds.items()):
         terminalreporter.write_sep("-", f"{tier}: {len(tests)} tests, {sum(tests.values()):.0f} s; the longest")
         for test, duration in sorted(tests.items(), key=lambda entry: -entry[1])[:LONGEST_SHOWN]:

@@ -1,11 +1,13 @@
 """Which rows of a batch the vLLM plugin gives second terms; the rest of it runs in tests/elsewhere."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fp8q_vllm.rows import PROMPTS, SHARE, Rows, rows_of_batch, tail_rows, tokens_of
+from fp8q_vllm import rows as rows_module
+from fp8q_vllm.rows import PROMPTS, SHARE, Rows, keep_starts, rows_of_batch, tail_rows, tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,3 +115,65 @@ def test_microbatches_and_passes_without_attention_have_second_terms_in_all_rows
     for batch in batches:
         plugin.forward(batch)
         assert rows_of_batch(110, 8, 0) is None
+
+
+class Builder:
+    """What vLLM 0.32's builders of attention's metadata derive from, as far as they are alike."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        raise NotImplementedError
+
+
+@dataclass
+class WithoutStarts:
+    """FlashInfer's metadata, as far as tails go."""
+
+    num_actual_tokens: int
+
+
+@dataclass
+class WithStarts:
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor | None
+
+
+def test_metadata_of_a_backend_that_drops_where_sequences_begin_keep_it(plugin: Plugin) -> None:
+    class Base(Builder):
+        pass
+
+    class FlashInfer(Base):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WithoutStarts:
+            return WithoutStarts(common_attn_metadata.num_actual_tokens)
+
+    class Hybrid(Base):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WithStarts:
+            return WithStarts(common_attn_metadata.num_actual_tokens, None)
+
+    keep_starts(Base)
+    common = SimpleNamespace(num_actual_tokens=9, query_start_loc=torch.tensor([0, 4, 9], dtype=torch.int32))
+    for _ in range(2):  # builders are made for each group of layers
+        found = FlashInfer("cpu").build(0, common_attn_metadata=common)
+    plugin.forward({"a": found})
+    rows = rows_of_batch(9, 2, 4)
+    assert rows is not None
+    assert sorted(rows.numbers[rows.exact].tolist()) == [2, 3, 7, 8]
+    assert Hybrid("cpu").build(0, common, fast_build=True).query_start_loc is None, (
+        "a field of its own means what it did"
+    )
+
+
+def test_a_batch_that_says_nothing_of_sequences_is_warned_of_once(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rows_module, "WARNED", [])
+    for _ in range(2):
+        plugin.forward({"a": WithoutStarts(9)})
+        assert rows_of_batch(9, 2, 4) is None
+    (message,) = caplog.messages
+    assert message == (
+        "attention says nothing of where sequences begin (WithoutStarts), so all rows have second terms, not the tails "
+        "of prompts alone: answers are as exact, and prompts take up to 1.8 times as long"
+    )

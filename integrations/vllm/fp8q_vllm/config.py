@@ -11,6 +11,7 @@ the layers (pipeline stages, drafts), so names are expected of those numbers tha
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
 from . import product
-from .rows import FREE_ROWS
+from .rows import FREE_ROWS, keep_starts
 
 NAME = "fp8q"
 #: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, positions of graphs, and
@@ -222,8 +223,15 @@ def parts_of(prefix: str, fused: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def register_config() -> None:
-    """Make the format known to vLLM."""
+    """Make the format known to vLLM, and let metadata of attention say where sequences begin.
+
+    Where this vLLM has its builders elsewhere, a batch that says nothing of sequences is warned of when it comes.
+    """
     register_quantization_config(NAME)(Config)
+    with suppress(ImportError):
+        from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+        keep_starts(AttentionMetadataBuilder)
 
 
 __all__ = ["Config", "product", "register_config"]

@@ -11,16 +11,22 @@ of few rows has second terms throughout: its time goes into reading weights, and
 it, as CUDA graphs ask.
 """
 
+import logging
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
+
+log = logging.getLogger("vllm.fp8q")
 
 #: The whole tails that there is room for in a batch at least, and the share of its rows that they may be.
 PROMPTS, SHARE = 4, 8
 #: Batches of no more rows have second terms throughout, where CUDA graphs do not ask for more. On an H100 a prompt of
 #: an 8B takes as long with a tail of 64 at some 690 rows (benchmarks/gpu/products.py).
 FREE_ROWS = 512
+#: The kinds of metadata in which this process found no sequences.
+WARNED: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ def rows_of_batch(rows: int, tail: int | None, free_rows: int) -> Rows | None:
     known: dict[tuple[int, int], Rows] = context.additional_kwargs.setdefault("fp8q", {})
     if (rows, tail) not in known:
         starts, tokens = batch_of(context.attn_metadata)
+        if starts is None and context.attn_metadata:
+            _warn_once(context.attn_metadata)
         if starts is None or len(starts) < 2 or rows < tokens:
             return None
         known[rows, tail] = tail_rows(starts, rows, tail)
@@ -86,3 +94,48 @@ def tokens_of(of_layer: Any) -> int | None:
     parts = [getattr(of_layer, name, None) for name in ("num_prefill_tokens", "num_decode_tokens")]
     counts = [int(part) for part in parts if part is not None]
     return sum(counts) if len(counts) == len(parts) else None
+
+
+def keep_starts(builder: Any) -> None:
+    """Let all metadata that builders derived from vLLM's class `builder` make say where sequences begin.
+
+    FlashInfer's do not, though every builder is given it (`query_start_loc` of the metadata that backends share). A
+    field of that name that a backend has is left as it is.
+    """
+    made = builder.__init__
+
+    @wraps(made)
+    def with_starts(self: Any, *arguments: Any, **named: Any) -> None:
+        made(self, *arguments, **named)
+        _keep_starts_in(type(self))
+
+    builder.__init__ = with_starts
+
+
+def _keep_starts_in(kind: Any) -> None:
+    build = kind.build
+    if getattr(build, "keeps_starts", False):
+        return
+
+    @wraps(build)
+    def built(self: Any, common_prefix_len: int, common_attn_metadata: Any, *arguments: Any, **named: Any) -> Any:
+        found = build(self, common_prefix_len, common_attn_metadata, *arguments, **named)
+        if not hasattr(found, "query_start_loc"):
+            found.query_start_loc = common_attn_metadata.query_start_loc
+        return found
+
+    built.keeps_starts = True  # type: ignore[attr-defined]
+    kind.build = built
+
+
+def _warn_once(metadata: Any) -> None:
+    """Say that tails are not found in a batch, the first time."""
+    if WARNED:
+        return
+    of_layers = metadata.values() if isinstance(metadata, dict) else ()
+    WARNED.append(", ".join(sorted({type(each).__name__ for each in of_layers})) or "microbatches")
+    log.warning(
+        "attention says nothing of where sequences begin (%s), so all rows have second terms, not the tails of prompts "
+        "alone: answers are as exact, and prompts take up to 1.8 times as long",
+        WARNED[0],
+    )

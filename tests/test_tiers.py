@@ -1,0 +1,45 @@
+"""The tiers of the suite, tried on two tests of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import by_commit
+
+ROOT = Path(__file__).resolve().parent.parent
+HOOKS = "from tests.tiers import pytest_addoption, pytest_configure, pytest_runtest_setup, pytest_terminal_summary\n"
+TESTS = """
+import time
+def test_first(): time.sleep({seconds})
+def test_second(): pass
+"""
+
+
+def outcome(folder: Path, seconds: float, *options: str) -> str:
+    (folder / "conftest.py").write_text(HOOKS, encoding="utf-8")
+    (folder / "test_both.py").write_text(TESTS.format(seconds=seconds), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)]
+    done = subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_test_that_would_begin_too_late_is_left_out_and_counted(tmp_path: Path) -> None:
+    text = outcome(tmp_path, 1.0, "--minutes", "0.01")  # 0.6 seconds
+    assert "1 passed, 1 skipped" in text
+    assert "- 1 tests were left out: their time was over -" in text
+
+
+@pytest.mark.parametrize("options", [(), ("--minutes", "5")])
+def test_with_time_for_all_nothing_is_left_out(tmp_path: Path, options: tuple[str, ...]) -> None:
+    text = outcome(tmp_path, 0.0, *options)
+    assert "2 passed" in text
+    assert "left out" not in text
+
+
+def test_groups_come_in_one_order_for_all_workers_and_not_by_their_names() -> None:
+    groups = [f"pipeline/test_{letter}.py" for letter in "abcdefgh"]
+    assert [by_commit(group) for group in groups] == [by_commit(group) for group in groups]
+    assert len({by_commit(group) for group in groups}) == len(groups)
