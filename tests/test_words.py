@@ -14,9 +14,8 @@ STATED = {"other_codes", "scaled_behind", "model_file", "Health"}
 #: Words that say where a thing was put or found, and not what it is.
 VAGUE = {"found", "given", "kept", "told", "made", "place", "seen", "beside", "alone", "ahead", "utils", "helpers"}
 LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 400
-#: Functions of more parameters: public ones of `api` and `cli`, whose parameters are the command's; a Triton kernel and
-#: ONNX's attention, whose parameters are its operands; others are to be mended.
-MANY = 2
+#: Functions of more parameters: public ones of `api` and `cli`, whose parameters are the command's; others are to be mended.
+MANY = 1
 #: Public names that are defined in more than one module. To be lowered.
 TWICE = 25
 
@@ -68,6 +67,8 @@ def test_functions_with_many_parameters_do_not_grow_in_number() -> None:
     many = []
     for path, tree in sources():
         for node in functions(tree):
+            if any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+                continue  # a kernel takes pointers and sizes, and no values that hold several
             names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             if len([name for name in names if name not in {"self", "cls"}]) > MOST_PARAMETERS:
                 many.append(f"{path}: {node.name}")

@@ -139,6 +139,7 @@ def plugin(setting: Setting, part: Part) -> None:
     The tail's rows are stacked on those with one term, or multiplied apart; a share of outputs differs between the two.
     """
     from fp8q_vllm import terms
+    from fp8q_vllm.codes.products import Epilogue
     from fp8q_vllm.rows import tail_rows
 
     with torch.inference_mode():
@@ -148,7 +149,7 @@ def plugin(setting: Setting, part: Part) -> None:
                 for _ in range(copies(outputs * width, setting))
             ]
             one, input_scale = torch.ones((), device=setting.device), torch.tensor(2.0**-6, device=setting.device)
-            scales = torch.rand(outputs, device=setting.device) + 0.5
+            epilogue = Epilogue(input_scale, torch.rand(outputs, device=setting.device) + 0.5)
             for tokens in setting.pick((16, 256, 1024, 2048, 8192), (4,)):
                 x = torch.randn(tokens, width, device=setting.device).to(torch.bfloat16)
                 tail = tail_rows(torch.tensor([0, tokens], device=setting.device), tokens, 64)
@@ -157,9 +158,7 @@ def plugin(setting: Setting, part: Part) -> None:
                     ("two terms", None, tokens), ("tail, stacked", tail, tokens + 1), ("tail, apart", tail, 1)
                 ):  # fmt: skip
                     with mock.patch.object(terms, "APART", apart):
-                        calls = [
-                            partial(terms.scaled_of, x, each, scales, input_scale, None, one, rows) for each in codes
-                        ]
+                        calls = [partial(terms.scaled_of, x, each, epilogue, one, rows) for each in codes]
                         took = part.tried(f"{name}, {tokens} tokens: {way}", partial(seconds, calls, setting))
                         if took is not None:
                             found[way] = calls[0]()

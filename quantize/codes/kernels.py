@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .formats import E4M3, TWO_TERMS
+from .products import Epilogue
 
 #: Values for each program of the kernel.
 BLOCK = 1024
@@ -151,14 +152,7 @@ def _scale(
         tl.store(out_at + row * outputs + column, total.to(out_at.dtype.element_ty), mask=inside)
 
 
-def triton_scale(
-    sums: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    terms: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def triton_scale(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype) -> torch.Tensor:
     """Scale the `sums` of products of codes by one kernel, to `dtype` [rows, out]: what `products.scale_sums` computes.
 
     `sums` float32 [terms · rows, out] is read once, and the result is written once. A product and the sum after it are
@@ -168,10 +162,10 @@ def triton_scale(
     out = torch.empty(rows, outputs, dtype=dtype, device=sums.device)
     bf16 = dtype == torch.bfloat16
     if out.numel():
-        step = 1 if weight_scale.numel() > 1 else 0
+        scales, bias = epilogue.weight_scale, epilogue.bias
         _scale[(rows, (outputs + BLOCK - 1) // BLOCK)](
-            sums.contiguous(), input_scale, weight_scale, sums if bias is None else bias.contiguous(),
-            out.view(torch.int16) if bf16 else out, rows, outputs, step, bias is not None, bf16, terms,
-            float(TWO_TERMS.divisor), BLOCK, enable_fp_fusion=False,
+            sums.contiguous(), epilogue.input_scale, scales, sums if bias is None else bias.contiguous(),
+            out.view(torch.int16) if bf16 else out, rows, outputs, int(scales.numel() > 1), bias is not None, bf16,
+            terms, float(TWO_TERMS.divisor), BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -1,5 +1,7 @@
 """The product of codes on a GPU with FP8 units (compute capability 8.9 and up), its sum in FP32, and its scaling."""
 
+from dataclasses import dataclass
+
 import torch
 
 from .encoding import CODE, Launch
@@ -49,30 +51,36 @@ def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
 
 
-def scale_sums(
-    sums: torch.Tensor,
-    input_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    terms: int,
-    dtype: torch.dtype,
-    launch: Launch,
-) -> torch.Tensor:
-    """Add the terms' `sums` float32 [terms · rows, out], scale them and add `bias` in FP32, and cast once to `dtype`.
+@dataclass(frozen=True)
+class Epilogue:
+    """The scales and the bias that a layer applies to the sums of its codes: `input_scale` float32 [], `weight_scale`
+    float32 [out] or [1], and `bias` [out] of any float type, or None.
+    """
 
-    Returns [rows, out]. `input_scale` float32 [], `weight_scale` float32 [out] or [1], `bias` [out] of any float type.
+    input_scale: torch.Tensor
+    weight_scale: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def of_sums(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Scale `total` float32 [rows, out], add the bias in FP32, and cast once to `dtype`."""
+        total = total * (self.input_scale * self.weight_scale)
+        return (total if self.bias is None else total + self.bias).to(dtype)
+
+
+def scale_sums(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
+    """Add the terms' `sums` float32 [terms · rows, out], and apply the layer's `epilogue`; returns `dtype` [rows, out].
+
     One kernel where `launch` starts it: 4 bytes are read for each sum and 2 written, where torch's operations move 20.
     """
 
     def kernel() -> torch.Tensor:
         from . import kernels
 
-        return kernels.triton_scale(sums, input_scale, weight_scale, bias, terms, dtype)
+        return kernels.triton_scale(sums, epilogue, terms, dtype)
 
     def operations() -> torch.Tensor:
         rows = len(sums) // terms
         total = sums[:rows].add(sums[rows:], alpha=1 / TWO_TERMS.divisor) if terms == 2 else sums
-        total = total * (input_scale * weight_scale)
-        return (total if bias is None else total + bias).to(dtype)
+        return epilogue.of_sums(total, dtype)
 
     return launch(sums.device, kernel, operations)

@@ -35,7 +35,7 @@ from ...calibrate.model.launching import launched
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
 from ..codes.formats import TWO_TERMS
-from ..codes.products import scale_sums, scaled_product
+from ..codes.products import Epilogue, scale_sums, scaled_product
 from .adder import add_products
 
 Mode = Literal["exact", "fast"]
@@ -136,7 +136,8 @@ class FP8Linear(nn.Module):
         rows = x.flatten(0, -2)
         if self.terms:
             sums, terms = self._sums(rows)
-            y = scale_sums(sums, self.input_scale, self.weight_scale, self.bias, terms, x.dtype, launched)
+            epilogue = Epilogue(self.input_scale, self.weight_scale, self.bias)
+            y = scale_sums(sums, epilogue, terms, x.dtype, launched)
         else:
             held = x.dtype if self.codes.dtype == CODE else self.codes.dtype
             with widened_products():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fp8q_vllm import terms
+from fp8q_vllm.codes.products import Epilogue
 from fp8q_vllm.rows import tail_rows
 
 from fp8q.quantize.codes.encoding import encode
@@ -26,7 +27,7 @@ def test_a_tail_is_the_references(rows: int, biased: bool) -> None:
     right = FP8Linear(codes, scales, scale, bias, "exact", 2)
     right.tail = Tail(LENGTH, CallPositions(rows))
     numbers = tail_rows(torch.tensor([0, rows], device="cuda"), rows, LENGTH)
-    there = [None if each is None else each.cuda() for each in (x, codes, scales, scale, bias, torch.ones(()))]
-    found = terms.scaled_of(*there, numbers)  # type: ignore[arg-type, call-arg]
+    epilogue = Epilogue(scale.cuda(), scales.cuda(), None if bias is None else bias.cuda())
+    found = terms.scaled_of(x.cuda(), codes.cuda(), epilogue, torch.ones((), device="cuda"), numbers)
     expected = right(x.float())
     assert (found.cpu().float() - expected).square().mean().sqrt() < 0.005 * expected.square().mean().sqrt()

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 from vllm.forward_context import is_forward_context_available
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from .codes.products import Epilogue
 from .rows import rows_of_batch
 from .terms import scaled_of
 
@@ -31,7 +32,7 @@ def fp8q_linear(
     rows, scales = x.flatten(0, -2), weight_scale.flatten()
     if is_forward_context_available():
         exact = rows_of_batch(len(rows), tail or None, free_rows)
-        y = scaled_of(rows, weight, scales, input_scale, bias, one, exact)
+        y = scaled_of(rows, weight, Epilogue(input_scale, scales, bias), one, exact)
     else:
         total = linear(rows.float(), weight.float()) * scales
         y = (total if bias is None else total + bias).to(x.dtype)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from .codes.encoding import code_values, encode_terms, two_code_values
 from .codes.formats import TWO_TERMS
-from .codes.products import ALIGNMENT, scale_sums, scaled_product, scaled_product_once
+from .codes.products import ALIGNMENT, Epilogue, scale_sums, scaled_product, scaled_product_once
 from .launching import launched
 from .rows import Rows
 
@@ -50,50 +50,39 @@ def sums_of(
 
 
 def tail_apart(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    input_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    one: torch.Tensor,
-    rows: Rows,
+    x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
     """The product of `x` [rows, in] in one term, with those of `rows` in two, in x's type.
 
     Rows of one term are scaled in the product's own epilogue, so that their FP32 sums are never in memory; the weight
     is read once more for the few others.
     """
-    y = scaled_product_once(terms_of(x, input_scale, 1)[0], weight, input_scale * weight_scale, bias, x.dtype)
-    sums = code_product(terms_of(x[rows.numbers], input_scale, 2).flatten(0, 1), weight, one)
-    exact = scale_sums(sums, input_scale, weight_scale, bias, 2, x.dtype, launched)
+    factor = epilogue.input_scale * epilogue.weight_scale
+    y = scaled_product_once(terms_of(x, epilogue.input_scale, 1)[0], weight, factor, epilogue.bias, x.dtype)
+    sums = code_product(terms_of(x[rows.numbers], epilogue.input_scale, 2).flatten(0, 1), weight, one)
+    exact = scale_sums(sums, epilogue, 2, x.dtype, launched)
     return y.index_copy_(0, rows.numbers, torch.where(rows.exact[:, None], exact, y[rows.numbers]))
 
 
-def can_be_apart(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def can_be_apart(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> bool:
     """Tell whether `tail_apart` takes a product and is the faster way: on a GPU, from `APART` rows on."""
-    if not x.is_cuda or len(x) < APART or x.dtype != torch.bfloat16 or len(weight_scale) != len(weight):
+    if not x.is_cuda or len(x) < APART or x.dtype != torch.bfloat16 or len(epilogue.weight_scale) != len(weight):
         return False
+    bias = epilogue.bias
     return not any(width % ALIGNMENT for width in weight.shape) and (bias is None or bias.dtype == x.dtype)
 
 
 def scaled_of(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    input_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    one: torch.Tensor,
-    rows: Rows | None,
+    x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue, one: torch.Tensor, rows: Rows | None
 ) -> torch.Tensor:
     """The product of `x` [rows, in] with second terms in `rows` (None: in all), [rows, out] in x's type.
 
-    `weight` [out, in] are E4M3 codes, `weight_scale` float32 [out] or [1], `input_scale` float32 [], a power of two,
-    `one` float32 [], 1.
+    `weight` [out, in] are E4M3 codes, the epilogue's `input_scale` is a power of two, and `one` float32 [] is 1.
     """
-    if rows is not None and can_be_apart(x, weight, weight_scale, bias):
-        return tail_apart(x, weight, weight_scale, input_scale, bias, one, rows)
+    if rows is not None and can_be_apart(x, weight, epilogue):
+        return tail_apart(x, weight, epilogue, one, rows)
     made = []
     for part in x.split(CHUNK) if rows is None else (x,):
-        sums, terms = sums_of(part, weight, input_scale, one, rows)
-        made.append(scale_sums(sums, input_scale, weight_scale, bias, terms, x.dtype, launched))
+        sums, terms = sums_of(part, weight, epilogue.input_scale, one, rows)
+        made.append(scale_sums(sums, epilogue, terms, x.dtype, launched))
     return made[0] if len(made) == 1 else torch.cat(made)

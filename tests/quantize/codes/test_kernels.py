@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with PyT
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
 from fp8q.quantize.codes.kernels import triton_encode, triton_scale
-from fp8q.quantize.codes.products import scale_sums
+from fp8q.quantize.codes.products import Epilogue, scale_sums
 from tests.conftest import has_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # NumPy in the interpreter
@@ -79,9 +79,10 @@ def test_sums_are_scaled_as_torch_s_operations_do(
     sums = torch.randn(terms * rows, outputs, generator=draw) * 1e3
     bias = torch.randn(outputs, generator=draw) if biased else None
     for scales in (torch.rand(outputs, generator=draw) + 0.1, torch.tensor([0.37])):
-        expected = scale_sums(sums, torch.tensor(0.0371), scales, bias, terms, dtype, lambda at, kernel, torch: torch())
-        there = sums.to(DEVICE), torch.tensor(0.0371, device=DEVICE), scales.to(DEVICE)
-        found = triton_scale(*there, None if bias is None else bias.to(DEVICE), terms, dtype)
+        epilogue = Epilogue(torch.tensor(0.0371), scales, bias)
+        expected = scale_sums(sums, epilogue, terms, dtype, lambda at, kernel, torch: torch())
+        there = (None if each is None else each.to(DEVICE) for each in vars(epilogue).values())
+        found = triton_scale(sums.to(DEVICE), Epilogue(*there), terms, dtype)  # type: ignore[arg-type]
         assert (found.dtype, found.shape) == (dtype, (rows, outputs))
         assert torch.equal(found.cpu(), expected)
 
@@ -89,7 +90,7 @@ def test_sums_are_scaled_as_torch_s_operations_do(
 def test_a_sum_of_two_terms_is_scaled_once() -> None:
     """(3 + 8 / 16) · 0.5 · 4 + 1 = 8, by hand."""
     sums, half, four, one = (torch.tensor(each, device=DEVICE) for each in ([[3.0], [8.0]], 0.5, [4.0], [1.0]))
-    found = triton_scale(sums, half, four, one, 2, torch.bfloat16)
+    found = triton_scale(sums, Epilogue(half, four, one), 2, torch.bfloat16)
     assert found.tolist() == [[8.0]]
 
 
