@@ -14,7 +14,8 @@ STATED = {"other_codes", "scaled_behind", "model_file", "Health"}
 #: Words that say where a thing was put or found, and not what it is.
 VAGUE = {"found", "given", "kept", "told", "made", "place", "seen", "beside", "alone", "ahead", "utils", "helpers"}
 LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 400
-#: Functions of more parameters: public ones of `api` and `cli`, whose parameters are the command's; others are to be mended.
+#: Functions of more parameters: public ones of `api` and `cli`, whose parameters are the command's; others are to be
+#: mended.
 MANY = 1
 #: Public names that are defined in more than one module. To be lowered.
 TWICE = 25

@@ -24,6 +24,36 @@ def two_terms_apart() -> str:
     return f"{largest:.1e} nats".replace("e-0", "e-")
 
 
+def gpu_two_codes_decode() -> str:
+    """How much longer two codes take than one on an H100: the GEMMs of a layer of an 8B, 16 rows."""
+    return f"{100 * (_gpu_ratio('gpu_h100_products', '8B, 16 tokens') - 1):.0f} %"
+
+
+def gpu_two_codes_prompt() -> str:
+    """The time of two codes over BF16's on an H100: the GEMMs of a layer, 2,048 tokens."""
+    return " to ".join(f"{_gpu_ratio('gpu_h100_products', f'{model}, 2048'):.1f}" for model in ("70B", "8B")) + " times"
+
+
+def gpu_two_codes_prompt_again() -> str:
+    """The same with the faster encoding."""
+    name = "gpu_nvidia_h100_80gb_hbm3"
+    return " to ".join(f"{_gpu_ratio(name, f'{model}, 2048'):.1f}" for model in ("70B", "8B")) + " times"
+
+
+def _gpu_ratio(name: str, begins: str) -> float:
+    targets = load(name)["parts"]["products"]["targets"]
+    (ratio,) = (float(each["found"]) for each in targets if each["target"].startswith(begins))
+    return ratio
+
+
 FIGURES: Mapping[str, Callable[[], str]] = {
-    make.__name__: make for make in (tail_operations, runtimes_apart, two_terms_apart)
+    make.__name__: make
+    for make in (
+        tail_operations,
+        runtimes_apart,
+        two_terms_apart,
+        gpu_two_codes_decode,
+        gpu_two_codes_prompt,
+        gpu_two_codes_prompt_again,
+    )
 }
