@@ -127,11 +127,6 @@ class World:
         record = replace_record(statistics.record, tokens=sum(summary["tokens"] for summary in summaries))
         return Statistics(record, tensors, statistics.weights)
 
-    def add_up(self, values: "torch.Tensor") -> None:
-        """Replace `values`, which are on this rank's device, by their sum over all ranks; a collective."""
-        if self.size > 1:
-            self._settle(self._dist.all_reduce(values, group=self.group, async_op=True))
-
     @contextmanager
     def explaining(self) -> Iterator[None]:
         """Run a library's collectives in this block; raises RankError where one of them breaks because a rank died."""

@@ -7,12 +7,11 @@ options and facts as one flat object; a field that an older version did not writ
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -58,8 +57,7 @@ class Stage(Generic[Choices, Facts]):
     """One step of a run.
 
     `inputs`: patterns of its input files in the run, and names (without a dot) of other inputs; `outputs`: patterns of
-    its output files; `code`: the function that runs it, as `module.function` of `stages`; `older`: values of fields
-    that older records lack, where these are not the defaults.
+    its output files; `older`: values of fields that older records lack, where these are not the defaults.
     """
 
     name: str
@@ -67,15 +65,7 @@ class Stage(Generic[Choices, Facts]):
     facts: type[Facts]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    code: str
     older: Mapping[str, JsonValue] = field(default_factory=dict)
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function that runs this stage."""
-        module, name = self.code.split(".")
-        found: Callable[..., Any] = getattr(import_module(f"..{module}", __package__), name)
-        return found
 
     @cached_property
     def recorded_fields(self) -> frozenset[str]:

@@ -141,7 +141,6 @@ CORPUS = Stage(
     CorpusFacts,
     inputs=("tokens", "evaluation"),
     outputs=("calibration.npz", "evaluation.npz"),
-    code="corpus.write_corpus",
     older={"bos": "never", "tokenizer": "auto"},
 )
 #: Runs the float model on the windows.
@@ -151,7 +150,6 @@ MEASURE = Stage(
     MeasureFacts,
     inputs=("model", "calibration.npz", "statistics [0-9]*"),
     outputs=STATISTICS,
-    code="measure.measure",
 )
 #: Measures the queries of attention, for their FP8 scales.
 QUERIES = Stage(
@@ -160,7 +158,6 @@ QUERIES = Stage(
     NoFacts,
     inputs=("model", "calibration.npz"),
     outputs=("queries.safetensors",),
-    code="queries.measure_queries",
 )
 #: Learns the codes of weights from the float model, beginning with those that `quantize` gives without it.
 DISTILL = Stage(
@@ -169,7 +166,6 @@ DISTILL = Stage(
     DistillFacts,
     inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "windows", "held out"),
     outputs=("distill.json", "distilled.safetensors"),
-    code="distill.distill",
 )
 #: Chooses scales from statistics, and writes the checkpoint.
 QUANTIZE = Stage(
@@ -178,7 +174,6 @@ QUANTIZE = Stage(
     QuantizeFacts,
     inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "distilled.safetensors"),
     outputs=("scales.json", "model/*"),
-    code="quantize.quantize",
     older={"tokenizer": "auto"},
 )
 #: Exports both ONNX graphs of the checkpoint.
@@ -188,7 +183,6 @@ EXPORT = Stage(
     NoFacts,
     inputs=(*FP8_FILES, "queries.safetensors", *STATISTICS),
     outputs=("model/*", "attention.json"),
-    code="export.export",
     older={"logits": "all"},
 )
 #: Learns an adapter on the checkpoint, toward the float model.
@@ -198,7 +192,6 @@ ADAPTER = Stage(
     AdapterFacts,
     inputs=("scales.json", "model/*", "windows", "held out"),
     outputs=("adapter.json", "adapter/*"),
-    code="learned_adapter.learn_adapter",
 )
 #: Export the source model in the precisions that FP8 is compared with.
 EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]]" = {
@@ -208,7 +201,6 @@ EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFac
         NoFacts,
         inputs=("model",),
         outputs=("baselines/bf16/*",),
-        code="export_baseline.export_baseline",
     ),
     "int8": Stage(
         "export-int8",
@@ -216,7 +208,6 @@ EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFac
         NoFacts,
         inputs=("model", *STATISTICS, "scales.json"),
         outputs=("baselines/int8/*",),
-        code="export_baseline.export_baseline",
     ),
 }
 #: Runs the held-out text through the runtimes.
@@ -226,7 +217,6 @@ VALIDATE = Stage(
     ValidateFacts,
     inputs=(*FP8_FILES, "baselines/*", "engines/*", "tokens"),
     outputs=("accuracy.json", "tokens.npz", "top_logits.npz"),
-    code="validate.validate",
 )
 #: Asks BF16 and FP8 for sentences that are hidden in long prompts.
 NEEDLES = Stage(
@@ -235,7 +225,6 @@ NEEDLES = Stage(
     NeedleFacts,
     inputs=(*FP8_FILES, "model", "prompts"),
     outputs=("needles.json",),
-    code="needles.ask_needles",
 )
 #: Asks a server, or another checkpoint, for the evaluation text.
 COMPARE = Stage(
@@ -244,7 +233,6 @@ COMPARE = Stage(
     NoFacts,
     inputs=("tokens.npz", "top_logits.npz"),
     outputs=("compare.json",),
-    code="compare.compare_served",
 )
 #: Asks BF16 and FP8 lm-eval's tasks.
 EVALUATE = Stage(
@@ -253,7 +241,6 @@ EVALUATE = Stage(
     EvaluateFacts,
     inputs=(*FP8_FILES, "model", "tasks"),
     outputs=("evaluation.json", "answers/*"),
-    code="evaluate.evaluate_tasks",
 )
 #: Measures the loss that each tensor causes alone.
 SENSITIVITY = Stage(
@@ -262,7 +249,6 @@ SENSITIVITY = Stage(
     NoFacts,
     inputs=(*FP8_FILES, "calibration.npz"),
     outputs=("sensitivity.json",),
-    code="sensitivity.sensitivity",
     older={"stream": False},
 )
 #: Finds the cheapest mix within a budget of loss.
@@ -272,7 +258,6 @@ TUNE = Stage(
     NoFacts,
     inputs=(*CORPUS.outputs, *STATISTICS, *FP8_FILES),
     outputs=("tune.json",),
-    code="tune.tune",
 )
 #: Writes the Triton model repository.
 TRITON = Stage(
@@ -281,7 +266,6 @@ TRITON = Stage(
     NoFacts,
     inputs=(*FP8_FILES, "engines/*"),
     outputs=("triton/*",),
-    code="triton.triton",
 )
 #: Measures the time of answers.
 BENCH = Stage(
@@ -290,7 +274,6 @@ BENCH = Stage(
     NoFacts,
     inputs=(*FP8_FILES, "baselines/*", "against *"),
     outputs=("bench.json",),
-    code="bench.bench",
 )
 #: Continues the same prompts with BF16 and FP8.
 CONTINUE = Stage(
@@ -299,7 +282,6 @@ CONTINUE = Stage(
     ContinueFacts,
     inputs=(*FP8_FILES, "evaluation.npz"),
     outputs=("continuations.json",),
-    code="continuations.write_continuations",
 )
 #: Writes the page and the notebook, from the outputs of all other stages.
 REPORT = Stage(
@@ -308,7 +290,6 @@ REPORT = Stage(
     NoFacts,
     inputs=("*",),
     outputs=("report.html", "report.ipynb"),
-    code="report.write_report",
 )
 
 
@@ -320,7 +301,6 @@ def build_engine_stage(precision: Precision, adapter: str | None = None) -> Stag
         NoFacts,
         inputs=FP8_FILES if precision == "fp8" else (f"baselines/{precision}/*",),
         outputs=("engines/*",),
-        code="build_engine.build_engine",
     )
 
 

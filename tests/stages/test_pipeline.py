@@ -212,13 +212,6 @@ def test_what_was_recorded_is_read_back(run: Run, stage: Any_Stage) -> None:
     assert run.facts(stage) == key_of(run, stage, stage.options()).facts
 
 
-def test_the_function_of_every_stage_is_there() -> None:
-    for stage in STAGES:
-        assert (
-            getattr(stage.function, "function", stage.function).__module__ == f"fp8q.stages.{stage.code.split('.')[0]}"
-        )
-
-
 def test_options_of_a_subclass_are_cut_to_the_stages_own() -> None:
     wide = CalibrateOptions(samples=3, batch_size=7, clip=Clipping("mse"))
     assert QUANTIZE.dump(wide, QuantizeFacts()) == QUANTIZE.dump(ScaleOptions(clip=Clipping("mse")), QuantizeFacts())
