@@ -2,9 +2,10 @@
 
 The model is made on the meta device, so memory does not grow with the weights, and traced by
 `torch.onnx.export(dynamo=True)`. Three parts of it are replaced: linear layers by layers on FP8 codes, attention by one
-that makes its mask from positions, and the cache by a buffer of fixed capacity (slot j holds position j) of which only
-the new keys and values are outputs. Batches are padded on the left: a padded token has the position of the row's
-first one and is masked, and its keys and values are kept nowhere.
+that makes its mask from positions, and the cache by a buffer of fixed capacity of which only the new keys and values
+are outputs. The position of a slot is the number of filled slots before it. Batches are padded on the left: a padded
+token is masked and has a position that the row has in the call, so that it sees a token and is a number; its keys and
+values may be appended or not.
 """
 
 import inspect
@@ -246,7 +247,7 @@ class Graph(nn.Module):
         scored, vocabulary].
         """
         capacity = past[0][0].shape[2]
-        slots = torch.arange(capacity, device=position_ids.device).expand(position_ids.shape[0], -1)
+        slots = attention_mask[:, :capacity].cumsum(1) - 1  # so a slot that is not filled has no position of its own
         keys = torch.cat([slots, position_ids], dim=1)
         layers = {
             i: GraphLayer(self.model.get_submodule(self.attention[i]), pair)

@@ -46,9 +46,9 @@ ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes 
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession("model.fp32.onnx", options)
 
-**Slot j of the cache holds position j of its row.** In a batch padded on the left, padded tokens have the position of
-their row's first token and the mask 0, and their new keys and values are kept nowhere. A loop that appends them as they
-are, as is usual elsewhere, decodes other tokens for the shorter rows, without an error."""
+A slot of the cache has the position that follows from `attention_mask`: the number of filled slots before it. So a
+batch is padded on the left as elsewhere: padded tokens have the mask 0 and the position 0, and their new keys and
+values are appended with the others."""
 #: The paragraph where there are no graphs.
 NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime reference` runs it."
 #: The paragraph on activations in two terms.

@@ -187,8 +187,10 @@ def served(run: Run) -> Iterator[str]:
 
 
 def test_a_server_generates_what_the_model_here_does(harness: Harness, run: Run, served: str) -> None:
-    """And scores the same likelihoods, one prompt a request; several in one are refused."""
-    here, there = (Run(Path(shutil.copytree(run.root, harness.folder / name))) for name in ("here", "there"))
+    """And scores the same likelihoods, one prompt a request or eight."""
+    here, there, eight = (
+        Run(Path(shutil.copytree(run.root, harness.folder / name))) for name in ("here", "there", "eight")
+    )
     harness.result(here, "word", "--limit", 8)
     found, _ = harness.result(there, "word", "--limit", 8, "--url", served)
     assert found["models"] == {"bf16": "here, CPU", "fp8": served}
@@ -201,11 +203,8 @@ def test_a_server_generates_what_the_model_here_does(harness: Harness, run: Run,
     assert rows[0] == rows[1]
     chosen = [json.loads((each.answers / "next_line-fp8.json").read_text())["answers"] for each in (here, there)]
     assert chosen[0] == chosen[1]
-    assert harness.complaint(there, "next_line", "--limit", 3, "--url", served, "--batch-size", 8).splitlines()[-1] == (
-        f"{served}: refused a question (HTTP 400: echo: log-probabilities of a prompt are kept until an answer is "
-        "whole, so that one prompt may ask for them, and here are 8); likelihoods need `echo` with `logprobs`: vLLM "
-        "answers them, and fp8q serve with --batch-size 1"
-    )
+    together, _ = harness.result(eight, *likelihoods[:3], "--batch-size", 8, "--url", served)
+    assert together["results"] == rows[0]
 
 
 def test_a_server_that_does_not_answer_leaves_the_answers_of_the_other_model(harness: Harness, run: Run) -> None:

@@ -241,7 +241,7 @@ class Writer:
         return self.node("RMSNormalization", [value, weight], name, axis=-1, epsilon=1e-5)
 
     def mask(self) -> str:
-        """Which key a query may see: slot j of the past holds position j."""
+        """Which key a query may see, slot j of the past holding position j."""
         capacity = self.node("Squeeze", [self.node("Shape", ["past_key_values.0.key"], start=2, end=3)])
         slots = self.node("Range", [self.ints(0, scalar=True), capacity, self.ints(1, scalar=True)])
         rows = self.node("Concat", [self.node("Shape", ["input_ids"], start=0, end=1), self.ints(1)], axis=0)

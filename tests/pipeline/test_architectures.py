@@ -178,6 +178,25 @@ def test_ten_decode_steps_say_what_prefilling_at_once_says(
     assert mean_kl(steps, decode_steps) < SHARE * least_distance(others)
 
 
+def test_a_batch_padded_on_the_left_says_what_its_rows_say_alone(
+    finished: Any, graph: Any, alone: list[Any], others: dict[str, Logits]
+) -> None:
+    """By the usual loop: positions from the mask, and all new keys and values appended, those of padded tokens too."""
+    rows, width = sequences(finished.run), max(PROMPTS)
+    ids = np.stack([np.pad(row[:n], (width - n, 0)) for row, n in zip(rows, PROMPTS, strict=True)])
+    mask = np.stack([np.pad(np.ones(n, np.int64), (width - n, 0)) for n in PROMPTS])
+    past, steps = graph.buffers(len(rows), 0), []
+    for step in range(STEPS):
+        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
+        outcome, new = graph.step(ids, mask, np.ascontiguousarray(positions), past)
+        steps.append(outcome.logits[:, -1])
+        past = [np.concatenate([old, values], axis=2) for old, values in zip(past, new, strict=True)]
+        ids = np.array([[row[n + step]] for row, n in zip(rows, PROMPTS, strict=True)])
+        mask = np.pad(mask, ((0, 0), (0, 1)), constant_values=1)
+    expected = [each.logits[0, n - 1 : n - 1 + STEPS] for each, n in zip(alone, PROMPTS, strict=True)]
+    assert mean_kl(expected, [*np.stack(steps, axis=1)]) < SHARE * least_distance(others)
+
+
 def test_onnxs_own_evaluator_says_what_onnx_runtime_says(
     finished: Any, graph: Any, others: dict[str, Logits], two_implementations: ModuleType
 ) -> None:

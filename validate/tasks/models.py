@@ -78,7 +78,7 @@ def completed(client: Client, fields: dict[str, Any], generate: bool) -> Any:
         remedy = (
             "see the server's log"
             if generate
-            else "likelihoods need `echo` with `logprobs`: vLLM answers them, and fp8q serve with --batch-size 1"
+            else "likelihoods need `echo` with `logprobs`: vLLM and fp8q serve answer them"
         )
         raise server_refusal(client, error, " a question", remedy) from None
     for choice in choices:

@@ -73,12 +73,12 @@ def value_of(part: ir.Value | None) -> int:
 
 
 def test_the_graph_says_how_a_padded_batch_fills_the_cache() -> None:
-    """What no input's name or shape tells, and what decodes other tokens without an error."""
+    """What no input's name or shape tells."""
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="g"), ir_version=11, doc_string="torch's")
     strip(model)
     assert ir.serde.serialize_model(model).doc_string == (
-        "Slot j of past_key_values holds position j of its row, whatever the attention mask says. Batches are padded "
-        "on the left: give a padded token the position of its row's first token and the mask 0, and keep its new keys "
-        "and values nowhere. A loop that appends the new keys and values of a padded call as they are puts the row's "
-        "tokens at other slots than their positions, and then decodes other tokens, without an error."
+        "The position of a slot of past_key_values is the number of slots before it that attention_mask fills: slot j "
+        "holds position j where all before it are filled. Batches are padded on the left: give a padded token a "
+        "position that its row has in this call, such as 0, and the mask 0, in this call and in all that follow if its "
+        "new keys and values are appended; they may be left out as well."
     )

@@ -50,7 +50,7 @@ def test_what_no_model_answers_is_refused(case: str) -> None:
     assert str(refused.value) == f"{server.url}: {why}; {remedy}"
 
 
-NEEDS = "likelihoods need `echo` with `logprobs`: vLLM answers them, and fp8q serve with --batch-size 1"
+NEEDS = "likelihoods need `echo` with `logprobs`: vLLM and fp8q serve answer them"
 STATUSES: dict[int, tuple[type[Fp8qError], str]] = {
     400: (InputError, f"URL: refused a question (HTTP 400: not now); {NEEDS}"),
     401: (InputError, "URL: wants a key (HTTP 401: not now); set OPENAI_API_KEY"),
