@@ -35,14 +35,13 @@ from fp8q.validate.accuracy.perplexity import cut
 
 from ..architectures import Architecture
 from ..mixtures import MIXTURES
+from .conftest import MOST
 from .vllm_arithmetic import cache_toward_zero, widen_experts
 from .vllm_environment import CASES
 
 #: Of trained models few windows, since PyTorch's product of codes does 57 million operations a second without AMX for
 #: FP8; of tiny random ones more: the losses of their tokens differ by more.
 CONTEXT, WINDOWS, MANY = 64, 6, 24
-#: vLLM's KL over the reference's, and the reverse.
-MOST = 1.15
 #: Their cache has no place for scales in vLLM, and stays wide.
 WIDE_CACHES = ("gpt_neox",)
 WITH_ADAPTERS = ("adapter", "base of an adapter", "learned adapter", "base of a learned adapter")

@@ -33,6 +33,7 @@ from fp8q.stages.shared.sources import source_of
 from ..architectures import Architecture
 from ..conftest import Texts, WithoutGraphs
 from ..mixtures import random_mixture
+from .conftest import MOST
 from .vllm_arithmetic import truncated
 from .vllm_environment import CASES
 
@@ -42,8 +43,6 @@ RANDOM = tuple(name for name, case in CASES.items() if not case.trained)
 CONTEXT, WINDOWS, TAIL = 64, 6, 16
 #: Four windows of so many tokens are more rows than have second terms throughout, and have whole tails.
 LONG = FREE_ROWS // PROMPTS + 32
-#: Of the reference's KL, for what runs in two terms.
-MOST = 1.15
 #: Of the reference's KL, for the same checkpoint in one term.
 ONE_TERM_LEAST = 3
 REFUSED = {

@@ -89,6 +89,15 @@ def test_modules_in_two_terms_are_taken_and_counted(plugin: Plugin, caplog: pyte
     assert caplog.messages == ["8 of 8 modules in two terms"]
 
 
+def test_a_model_that_drafts_is_in_two_terms_too(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM 0.32 puts a prefix of its own before the names of its layers."""
+    names = [f"draft_model.{name}" for name in listed(range(2), LAYERS)]
+    with caplog.at_level(logging.INFO, "vllm.fp8q"):
+        model = made(plugin, names, {"two_terms": listed(range(2))}).load()
+    assert model.terms() == dict.fromkeys(names, 0)
+    assert caplog.messages == ["8 of 8 modules in two terms"]
+
+
 @pytest.mark.parametrize(
     ("scheme", "by"),
     [

@@ -35,6 +35,8 @@ KNOWN = {"two_terms", "tails", "bf16_inputs", "stored", "positions", "wide_cache
 #: Layers whose rows are not the batch's, so that no tail can be found among them: latent attention expands cached
 #: positions and parts of a batch, and the output head gets the positions that are sampled from.
 OTHER_ROWS = ("kv_b_proj", "lm_head")
+#: What vLLM puts before the names of a model that drafts for another.
+DRAFT = "draft_model."
 
 log = logging.getLogger("vllm.fp8q")
 
@@ -136,6 +138,7 @@ class Config(CompressedTensorsConfig):
                 "--activation-terms 1 --tail '*self_attn*'`"
             )
         method = super().get_quant_method(layer, prefix)
+        prefix = prefix.removeprefix(DRAFT)
         tail, scheme = self._tail_of(prefix), getattr(layer, "scheme", None)
         codes = isinstance(layer, LinearBase | ParallelLMHead) and isinstance(scheme, CompressedTensorsW8A8Fp8)
         if tail is not None and not (codes and getattr(scheme, "is_static_input_scheme", False)):
