@@ -139,7 +139,7 @@ def plugin(setting: Setting, part: Part) -> None:
     The tail's rows are stacked on those with one term, or multiplied apart; a share of outputs differs between the two.
     """
     from fp8q_vllm import terms
-    from fp8q_vllm.codes.products import Epilogue
+    from fp8q_vllm.codes.epilogue import Epilogue
     from fp8q_vllm.rows import tail_rows
 
     with torch.inference_mode():

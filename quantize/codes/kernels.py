@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .epilogue import Epilogue
 from .formats import E4M3, TWO_TERMS
-from .products import Epilogue
 
 #: Values for each program of the kernel.
 BLOCK = 1024

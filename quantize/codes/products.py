@@ -1,10 +1,9 @@
 """The product of codes on a GPU with FP8 units (compute capability 8.9 and up), its sum in FP32, and its scaling."""
 
-from dataclasses import dataclass
-
 import torch
 
 from .encoding import CODE, Launch
+from .epilogue import Epilogue
 from .formats import TWO_TERMS
 
 #: A GPU's product takes weights whose numbers of rows and columns are multiples of this.
@@ -49,22 +48,6 @@ def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
     """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
     missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
     return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """The scales and the bias that a layer applies to the sums of its codes: `input_scale` float32 [], `weight_scale`
-    float32 [out] or [1], and `bias` [out] of any float type, or None.
-    """
-
-    input_scale: torch.Tensor
-    weight_scale: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    def of_sums(self, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Scale `total` float32 [rows, out], add the bias in FP32, and cast once to `dtype`."""
-        total = total * (self.input_scale * self.weight_scale)
-        return (total if self.bias is None else total + self.bias).to(dtype)
 
 
 def scale_sums(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype, launch: Launch) -> torch.Tensor:

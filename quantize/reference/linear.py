@@ -34,8 +34,9 @@ from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.launching import launched
 from ...options import Accumulator
 from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
+from ..codes.epilogue import Epilogue
 from ..codes.formats import TWO_TERMS
-from ..codes.products import Epilogue, scale_sums, scaled_product
+from ..codes.products import scale_sums, scaled_product
 from .adder import add_products
 
 Mode = Literal["exact", "fast"]

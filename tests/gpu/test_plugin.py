@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fp8q_vllm import terms
-from fp8q_vllm.codes.products import Epilogue
+from fp8q_vllm.codes.epilogue import Epilogue
 from fp8q_vllm.rows import tail_rows
 
 from fp8q.quantize.codes.encoding import encode

@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from vllm.forward_context import is_forward_context_available
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from .codes.products import Epilogue
+from .codes.epilogue import Epilogue
 from .rows import rows_of_batch
 from .terms import scaled_of
 

@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import linear
 
 from .codes.encoding import code_values, encode_terms, two_code_values
+from .codes.epilogue import Epilogue
 from .codes.formats import TWO_TERMS
-from .codes.products import ALIGNMENT, Epilogue, scale_sums, scaled_product, scaled_product_once
+from .codes.products import ALIGNMENT, scale_sums, scaled_product, scaled_product_once
 from .launching import launched
 from .rows import Rows
 
