@@ -1,4 +1,4 @@
-"""What follows the sums of products of codes in a linear layer: scales, bias, one cast."""
+"""Scale the sums of products of codes in a linear layer, add the bias, and cast once."""
 
 from dataclasses import dataclass
 
