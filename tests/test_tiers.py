@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.tiers import by_commit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +40,12 @@ def test_with_time_for_all_nothing_is_left_out(tmp_path: Path, options: tuple[st
     assert "left out" not in text
 
 
-def test_groups_come_in_one_order_for_all_workers_and_not_by_their_names() -> None:
+def test_groups_come_in_the_order_of_their_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So all workers of a run have one order, and the next commit has another."""
     groups = [f"pipeline/test_{letter}.py" for letter in "abcdefgh"]
-    assert [by_commit(group) for group in groups] == [by_commit(group) for group in groups]
+    orders = []
+    for commit in ("a1", "b2", "a1"):
+        monkeypatch.setattr(tiers, "commit", lambda commit=commit: commit)
+        orders.append(sorted(groups, key=by_commit))
+    assert orders[0] == orders[2] != orders[1]
     assert len({by_commit(group) for group in groups}) == len(groups)

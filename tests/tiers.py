@@ -40,11 +40,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def by_commit(group: str) -> bytes:
     """A sorting key of a group of tests that is another with every commit."""
-    return sha256(f"{_commit()} {group}".encode()).digest()
+    return sha256(f"{commit()} {group}".encode()).digest()
 
 
 @cache
-def _commit() -> str:
+def commit() -> str:
+    """Name the commit; empty where there is no git, or no history."""
     command = ["git", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()

@@ -152,6 +152,10 @@ def test_metadata_of_a_backend_that_drops_where_sequences_begin_keep_it(plugin: 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> WithStarts:
             return WithStarts(common_attn_metadata.num_actual_tokens, None)
 
+    class Frozen(Base):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return (9,)
+
     keep_starts(Base)
     common = SimpleNamespace(num_actual_tokens=9, query_start_loc=torch.tensor([0, 4, 9], dtype=torch.int32))
     for _ in range(2):  # builders are made for each group of layers
@@ -160,6 +164,7 @@ def test_metadata_of_a_backend_that_drops_where_sequences_begin_keep_it(plugin: 
     rows = rows_of_batch(9, 2, 4)
     assert rows is not None
     assert sorted(rows.numbers[rows.exact].tolist()) == [2, 3, 7, 8]
+    assert Frozen("cpu").build(0, common) == (9,), "what takes no field is served as it is"
     assert Hybrid("cpu").build(0, common, fast_build=True).query_start_loc is None, (
         "a field of its own means what it did"
     )

@@ -7,11 +7,12 @@ read in chunks has a tail in each of them.
 Nothing here waits for the GPU: the number of rows with second terms must be known before it has counted them, so there
 is room for one row of each sequence and for `PROMPTS` whole tails or an eighth of the rows, whichever is more. Where
 more prompts than that come together in one batch their tails are shorter, by the same number of positions each. A batch
-of few rows has second terms throughout: its time goes into reading weights, and its shape does not depend on what is in
+of few rows has second terms throughout: finding a tail would take longer, and its shape does not depend on what is in
 it, as CUDA graphs ask.
 """
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -119,10 +120,11 @@ def _keep_starts_in(kind: Any) -> None:
 
     @wraps(build)
     def built(self: Any, common_prefix_len: int, common_attn_metadata: Any, *arguments: Any, **named: Any) -> Any:
-        found = build(self, common_prefix_len, common_attn_metadata, *arguments, **named)
-        if not hasattr(found, "query_start_loc"):
-            found.query_start_loc = common_attn_metadata.query_start_loc
-        return found
+        metadata = build(self, common_prefix_len, common_attn_metadata, *arguments, **named)
+        if not hasattr(metadata, "query_start_loc"):
+            with suppress(AttributeError):  # None, or a class that takes no further field: `_warn_once` says so
+                metadata.query_start_loc = common_attn_metadata.query_start_loc
+        return metadata
 
     built.keeps_starts = True  # type: ignore[attr-defined]
     kind.build = built
