@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fp8q.core.run import Run
 
 RIG = Path(__file__).parent / "rig"
-#: A server that was forgotten ends after this. It serves one worker's whole session: the slow tests take an hour where a
-#: machine is slow, and those that need the server may be its last.
+#: A server that was forgotten ends after this. It serves one worker's whole session: the slow tests take an hour where
+#: a machine is slow, and those that need the server may be its last.
 LIFE_S = 3 * 3600
 
 
