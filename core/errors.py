@@ -1,17 +1,47 @@
 """Errors, classified by who can fix the cause; each class has the exit code of the command line.
 
-A message names the subject, the rule or the value, and the remedy, in one line. The command line prints it unwrapped
-and nothing else. Ctrl-C and SIGTERM raise none of these, and have exit codes of their own (`cli.signals`).
+An error is a value of three parts: the subject, its fault (the rule or the value), and the remedy. Rendered they are
+one line, `subject: fault; remedy`, which the command line prints unwrapped, and nothing else. Ctrl-C and SIGTERM raise
+none of these, and have exit codes of their own (`cli.signals`).
 """
+
+import copyreg
+from pathlib import Path
+from typing import Any
+
+from .commands import in_run
 
 #: The exit codes after Ctrl-C and SIGTERM: 128 plus the signal's number, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
 
 
 class Fp8qError(Exception):
-    """A failure that fp8q foresees (exit code 1)."""
+    """A failure that fp8q foresees (exit code 1).
+
+    `subject`: the file, option, tensor or module at fault, or "" if the fault says it. `fault`: what is wrong with it,
+    as a clause that follows the subject. `remedy`: what to do about it, or "".
+    """
 
     exit_code = 1
+
+    def __init__(self, subject: str | Path, fault: str | None = None, remedy: str = ""):
+        """Store the parts; a single argument is the fault."""
+        super().__init__(subject, fault, remedy)
+        self.subject, self.fault = ("", str(subject)) if fault is None else (str(subject), fault)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        """Render the error as one line."""
+        subject = f"{self.subject}: " if self.subject else ""
+        return f"{subject}{self.fault}; {self.remedy}" if self.remedy else f"{subject}{self.fault}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the attributes, since subclasses are made of other arguments."""
+        return copyreg.__newobj__, (type(self),), self.__dict__  # type: ignore[attr-defined]
+
+    def fill_run(self, root: Path) -> None:
+        """Put the path of the run at `root` in the place of RUN in the commands that the error names."""
+        self.fault, self.remedy = in_run(self.fault, root), in_run(self.remedy, root)
 
 
 class InputError(Fp8qError):

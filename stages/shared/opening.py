@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
-from ...core.commands import in_run
 from ...core.errors import Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...core.run import Run
@@ -50,7 +49,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except Fp8qError as error:
-        error.args = (in_run(str(error), Path(path)),)
+        error.fill_run(Path(path))
         raise
 
 
