@@ -53,7 +53,7 @@ def serve(run: Run, threads: int, pipe: Connection) -> None:
     from fp8q.serve.web.serving import Model, Serving
 
     model = Model("demo", "fp8", "onnxruntime", opened(run, threads))
-    serving = Serving([model], InputError("no chats here"), None, names_of(HOST, HOST))
+    serving = Serving([model], InputError("", "no chats here"), None, names_of(HOST, HOST))
     server = Server(serving, HOST, 0, 5, lambda made: pipe.send(made.url))
 
     def wait() -> None:

@@ -27,7 +27,7 @@ def show_answers(
     """Do what `fp8q generate` is asked; `modes`: whether as a chat, whether FP8 and BF16 are compared."""
     chat, compare = modes
     if chat and compare:
-        raise InputError("--compare: holds one answer against another, and --chat has many; leave one of them out")
+        raise InputError("--compare", "holds one answer against another, and --chat has many", "leave one of them out")
     if chat:
         converse(run, prompt, options, as_json)
     elif compare:
@@ -51,7 +51,7 @@ def read_standard_input(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"standard input: is no text in UTF-8 ({error}); write it so") from None
+        raise InputError("standard input", f"is no text in UTF-8 ({error})", "write it so") from None
 
 
 def terminal_text(text: str) -> str:
@@ -91,7 +91,7 @@ def converse(run: Path, prompt: str | None, options: GenerateOptions, as_json: b
         if not as_json:
             end_answer(None)
     if found is None:
-        raise InputError("nothing was said; give --prompt, or lines on standard input")
+        raise InputError("", "nothing was said", "give --prompt, or lines on standard input")
     if as_json:
         end_answer({"messages": chat.messages} | answer_document(found))
 

@@ -353,7 +353,7 @@ def inspect(
         training.show_log(terminal(), run, gradients or "e5m2", common.as_json)
         return
     if not delayed and (given := first_given(history, history.declared())):
-        raise InputError(f"{given}: is for --delayed, which is not given; add it, or leave this out")
+        raise InputError(given, "is for --delayed, which is not given", "add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
 

@@ -58,10 +58,10 @@ def _fill_from(file: Path, known: Mapping[str, Argument], command: str) -> None:
     """Give the `known` arguments that have no value those in `file`."""
     for name, value in read_config_table(file).items():
         if name not in known:
-            raise InputError(f"{file}: {name}: is no option of `fp8q {command}`; {suggestion(name, known)}")
+            raise InputError(file, f"{name}: is no option of `fp8q {command}`", suggestion(name, known))
         found = typed(known[name], value, file)
         if found is None:
-            raise InputError(f"{file}: {name}: must be {wanted(known[name])}, and is {shortened_value(value)}")
+            raise InputError(file, f"{name}: must be {wanted(known[name])}, and is {shortened_value(value)}")
         if not known[name].tokens:
             known[name].append(found)
 
@@ -70,12 +70,14 @@ def read_config_table(file: Path) -> dict[str, Any]:
     """The table in a TOML file; raises InputError where it is none."""
     try:
         if not file.is_file():
-            raise InputError(f"--config {file}: there is no such file; give a TOML file, such as --print-config writes")
+            raise InputError(
+                f"--config {file}", "there is no such file", "give a TOML file, such as --print-config writes"
+            )
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"--config {file}: cannot be read ({error.strerror}); give a file that can") from None
+        raise InputError(f"--config {file}", f"cannot be read ({error.strerror})", "give a file that can") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: is no TOML ({' '.join(str(error).split())}); mend it there") from None
+        raise InputError(file, f"is no TOML ({' '.join(str(error).split())})", "mend it there") from None
 
 
 def entries(arguments: ArgumentCollection) -> Iterator[tuple[str, Argument]]:
@@ -114,7 +116,7 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
     if inner is float:  # infinity where a whole number is too large for one
         items = [float(str(item)) if type(item) is int else item for item in items]
     if any(isinstance(item, str) and "\0" in item for item in items):
-        raise InputError(f"{file}: {argument.name}: holds a NUL, which no name or path has; take it out")
+        raise InputError(file, f"{argument.name}: holds a NUL, which no name or path has", "take it out")
     allowed = {str if each is Path else each for each in _choice_types(argument) or (inner,)}
     if any(type(item) not in allowed for item in items):
         return None
@@ -223,5 +225,7 @@ def toml(argument: Argument, value: Any) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{argument.name} {text!r}: is no Unicode, which TOML is written in; give another") from None
+        raise InputError(
+            f"{argument.name} {text!r}", "is no Unicode, which TOML is written in", "give another"
+        ) from None
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's but for this

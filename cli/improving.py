@@ -81,7 +81,7 @@ def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions
 
     if run is None:
         if given := first_given(options, options.declared()):
-            raise InputError(f"{given}: is for a RUN, and none is given; name one, or leave this out")
+            raise InputError(given, "is for a RUN, and none is given", "name one, or leave this out")
         checklist.machine(terminal(), common.as_json)
     else:
         checklist.show_checklist(terminal(), run, options, common.as_json)

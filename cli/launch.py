@@ -33,8 +33,9 @@ def launch(words: Sequence[str]) -> int:
     for name, arguments in understood.items():
         if (ranks := process_rank().ranks) > 1 and name not in TOGETHER:
             raise InputError(
-                f"fp8q {name}: is the work of one process, and {ranks} ranks were started; run it without torchrun, "
-                "or unset RANK"
+                f"fp8q {name}",
+                f"is the work of one process, and {ranks} ranks were started",
+                "run it without torchrun, or unset RANK",
             )
         if getattr(given.arguments.get("common"), "print_config", False):
             sys.stdout.write(config.written(arguments, given, name) if process_rank().rank == 0 else "")

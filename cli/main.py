@@ -56,7 +56,7 @@ def _run() -> int:
     for argument in sys.argv[1:]:
         if not argument.isascii() and any("\udc80" <= character <= "\udcff" for character in argument):
             raise InputError(
-                f"{argument}: is no text in UTF-8, and names are kept in files that are; rename what is called so"
+                argument, "is no text in UTF-8, and names are kept in files that are", "rename what is called so"
             )
     from .launch import launch
 

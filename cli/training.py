@@ -21,8 +21,9 @@ def takes_log(path: Path, gradients: GradientFormat | None) -> bool:
         return True
     if gradients is not None:
         raise InputError(
-            f"--gradients {gradients}: is for a training log, and {path} has no training.jsonl; `fp8q.api.watch` "
-            "writes one"
+            f"--gradients {gradients}",
+            f"is for a training log, and {path} has no training.jsonl",
+            "`fp8q.api.watch` writes one",
         )
     return False
 
@@ -31,7 +32,7 @@ def refuse_run_options(options: Options, names: Iterable[str], **others: object)
     """Raise InputError for an option that is for a run, and was given with a training log."""
     given = first_given(options, names) or next((f"--{name}" for name, value in others.items() if value), None)
     if given:
-        raise InputError(f"{given.split()[0]}: is for a run, and this is a training log; leave it out")
+        raise InputError(given.split()[0], "is for a run, and this is a training log", "leave it out")
 
 
 def show_log(speak: "Terminal", path: Path, gradients: GradientFormat, as_json: bool) -> None:

@@ -193,7 +193,7 @@ def locked(file: Path) -> Iterator[None]:
     holds the lock, InputError where the file is a link: opening it would create or empty its target.
     """
     if file.is_symlink():
-        raise InputError(f"{file}: is a link, and a lock is a file of its own; remove it")
+        raise InputError(file, "is a link, and a lock is a file of its own", "remove it")
     kept, key = _kept.get(), file.resolve()
     if (
         kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink
@@ -231,12 +231,12 @@ def regular_file(path: Path, remedy: str = "") -> int:
         status = path.stat()
     except FileNotFoundError:
         what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        raise InputError(f"{path}: {what}{remedy and f'; {remedy}'}") from None
+        raise InputError(path, f"{what}{remedy and f'; {remedy}'}") from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error, remedy) from None
     for is_one, kind in NO_FILES:
         if is_one(status.st_mode):
-            raise InputError(f"{path}: is a {kind}; {remedy or 'name a file'}")
+            raise InputError(path, f"is a {kind}", f"{remedy or 'name a file'}")
     if not os.access(path, os.R_OK):
         raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), remedy)
     return status.st_size
@@ -245,7 +245,7 @@ def regular_file(path: Path, remedy: str = "") -> int:
 def unreadable(path: Path, error: OSError | ValueError, remedy: str = "") -> InputError:
     """Make the error for a file that cannot be read."""
     why = getattr(error, "strerror", None) or error
-    return InputError(f"{path}: cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
+    return InputError(path, f"cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
 
 
 def write_document(path: Path, document: BaseModel) -> None:
@@ -254,7 +254,7 @@ def write_document(path: Path, document: BaseModel) -> None:
         text = document.model_dump_json(by_alias=True, indent=1, exclude_none=True) + "\n"
     except ValueError:  # pydantic_core.PydanticSerializationError
         raise InputError(
-            f"{path}: would hold the name of a file or directory that is no text in UTF-8; rename what is called so"
+            path, "would hold the name of a file or directory that is no text in UTF-8", "rename what is called so"
         ) from None
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -272,8 +272,9 @@ def read_document(path: Path, kind: type[Document]) -> Document:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the whole file"
         raise InputError(
-            f"{path}: does not read as fp8q's {path.name}: {where} {plain_text(first)}; restore it, or calibrate again "
-            "into a new directory"
+            path,
+            f"does not read as fp8q's {path.name}: {where} {plain_text(first)}",
+            "restore it, or calibrate again into a new directory",
         ) from None
 
 
@@ -307,4 +308,4 @@ def reading(path: Path, what: str, remedy: str = RESTORE) -> Iterator[None]:
         raise
     except DAMAGE as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"{path}: does not read as {what} ({reason}); {remedy}") from None
+        raise InputError(path, f"does not read as {what} ({reason})", remedy) from None

@@ -60,4 +60,4 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def damaged(file: Path, why: object) -> InputError:
     """Make the error for a file that is damaged or cut short."""
-    return InputError(f"{file}: is damaged or cut short ({why}); copy or download it again")
+    return InputError(file, f"is damaged or cut short ({why})", "copy or download it again")

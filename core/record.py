@@ -41,8 +41,9 @@ class Recorded(dict[str, Value]):
     def __missing__(self, key: str) -> Value:
         """Raise InputError, naming the file and the missing key."""
         raise InputError(
-            f"{self.file or 'run.json'}: does not say `{key}`, which every run's does; restore it, or calibrate again "
-            "into a new directory"
+            f"{self.file or 'run.json'}",
+            f"does not say `{key}`, which every run's does",
+            "restore it, or calibrate again into a new directory",
         )
 
 

@@ -126,10 +126,10 @@ class Run:
             return read_document(self.record_file, RunRecord).of(self.record_file)
         if self.root.is_dir() and any(not _is_ours(path) for path in self.root.iterdir()):
             raise InputError(
-                f"{self.root}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory"
+                self.root, "is not empty and holds no run.json, so it is no fp8q run", "name a new or empty directory"
             )
         if self.root.exists() and not self.root.is_dir():
-            raise InputError(f"{self.root}: is a file, not a run directory; name another with --out")
+            raise InputError(self.root, "is a file, not a run directory", "name another with --out")
         return RunRecord()
 
     def options(self, stage: "Readable[Choices_co, Facts_co]") -> Choices_co:
@@ -151,19 +151,21 @@ class Run:
         """
         if not self.exists():
             raise InputError(
-                f"{self.root}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT "
-                f"--out {self.root}`"
+                self.root,
+                "is no fp8q run (there is no run.json)",
+                f"make one with `fp8q calibrate MODEL --data TEXT --out {self.root}`",
             )
         recorded, again = self.record().stages.get(stage), stage_command(stage, self.root)
         if stage.startswith("export"):
             self.refuse_without_graph()
         name = str(path.relative_to(self.root))
         if recorded is None or name not in recorded.outputs or not path.is_file():
-            raise InputError(f"{path}: is missing; `{again}` writes it, run that first")
+            raise InputError(path, "is missing", f"`{again}` writes it, run that first")
         if sha256_file(path) != recorded.outputs[name]:
             raise InputError(
-                f"{path}: is not the file that `{again}` wrote (its SHA-256 differs from run.json); restore it, or "
-                f"delete it and run `{again}` again"
+                path,
+                f"is not the file that `{again}` wrote (its SHA-256 differs from run.json)",
+                f"restore it, or delete it and run `{again}` again",
             )
         return path
 
@@ -296,8 +298,9 @@ class Run:
         for stage in stages:
             if stage in self.record().stages and self.is_stale(stage):
                 raise InputError(
-                    f"{self.root}: what the stage {stage} wrote is of other files than are there now, which were made "
-                    f"anew since; run `{stage_command(stage, self.root)}` again"
+                    self.root,
+                    f"what the stage {stage} wrote is of other files than are there now, which were made anew since",
+                    f"run `{stage_command(stage, self.root)}` again",
                 )
 
     @contextmanager
@@ -362,7 +365,7 @@ class Run:
                 held.enter_context(locked(self.root / LOCK))
             except BlockingIOError:
                 raise InputError(
-                    f"{self.root}: another fp8q process is working here; wait for it, or name another directory"
+                    self.root, "another fp8q process is working here", "wait for it, or name another directory"
                 ) from None
             yield
 

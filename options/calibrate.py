@@ -195,23 +195,27 @@ class ScaleOptions(Options):
         own = own or first_given(self.clip, self.clip.declared())
         if self.inherit and own:
             raise InputError(
-                f"--inherit: takes codes and scales as they were given, and {own} chooses others; leave one of them "
-                "out (--no-inherit)"
+                "--inherit",
+                f"takes codes and scales as they were given, and {own} chooses others",
+                "leave one of them out (--no-inherit)",
             )
         if self.two_terms and self.activation_terms == 2:
             raise InputError(
-                f"--two-terms {self.two_terms[0]}: --activation-terms 2 takes two for every module; leave one of them "
-                "out, or give --activation-terms 1"
+                f"--two-terms {self.two_terms[0]}",
+                "--activation-terms 2 takes two for every module",
+                "leave one of them out, or give --activation-terms 1",
             )
         if self.tail and self.activation_terms == "tail":
             raise InputError(
-                f"--tail {self.tail[0]}: --activation-terms tail gives every module one; leave one of them out, or "
-                "give --activation-terms 1"
+                f"--tail {self.tail[0]}",
+                "--activation-terms tail gives every module one",
+                "leave one of them out, or give --activation-terms 1",
             )
         if self.bf16_input and self.activation_terms == "bf16":
             raise InputError(
-                f"--bf16-input {self.bf16_input[0]}: --activation-terms bf16 leaves every input in BF16; leave one of "
-                "them out, or give --activation-terms 1"
+                f"--bf16-input {self.bf16_input[0]}",
+                "--activation-terms bf16 leaves every input in BF16",
+                "leave one of them out, or give --activation-terms 1",
             )
         self.check_tail()
         self.check_cache()
@@ -222,26 +226,30 @@ class ScaleOptions(Options):
         """
         if self.q_scale and self.kv_cache != "fp8":
             raise InputError(
-                f"--q-scale: is read with an FP8 cache alone, and --kv-cache is {self.kv_cache}; give --kv-cache fp8, "
-                "or leave it out"
+                "--q-scale",
+                f"is read with an FP8 cache alone, and --kv-cache is {self.kv_cache}",
+                "give --kv-cache fp8, or leave it out",
             )
         if self.kv_scale != "tensor" and self.kv_cache == "off":
             raise InputError(
-                f"--kv-scale {self.kv_scale}: the cache of every layer stays in the compute type; give --kv-cache fp8 "
-                "or v, or leave it out"
+                f"--kv-scale {self.kv_scale}",
+                "the cache of every layer stays in the compute type",
+                "give --kv-cache fp8 or v, or leave it out",
             )
         if self.kv_skip and self.kv_cache == "off":
             raise InputError(
-                f"--kv-skip {self.kv_skip[0]}: the cache of every layer stays in the compute type; give --kv-cache "
-                "fp8 or v, or leave it out"
+                f"--kv-skip {self.kv_skip[0]}",
+                "the cache of every layer stays in the compute type",
+                "give --kv-cache fp8 or v, or leave it out",
             )
 
     def check_tail(self) -> None:
         """Raise InputError for a length of the tail where no module has one."""
         if self.exact_tail != DEFAULT_EXACT_TAIL and not self.has_tail:
             raise InputError(
-                f"--exact-tail {self.exact_tail}: no module has a tail; give --activation-terms tail or --tail "
-                "PATTERN, or leave it out"
+                f"--exact-tail {self.exact_tail}",
+                "no module has a tail",
+                "give --activation-terms tail or --tail PATTERN, or leave it out",
             )
 
     @property
@@ -353,7 +361,9 @@ class SourceOptions(Options):
         """Refuse also an adapter mode without adapters."""
         super().__post_init__()
         if self.adapter_mode != "merge" and not self.adapter:
-            raise InputError(f"--adapter-mode {self.adapter_mode}: there is no --adapter; give one, or leave it out")
+            raise InputError(
+                f"--adapter-mode {self.adapter_mode}", "there is no --adapter", "give one, or leave it out"
+            )
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ def octaves(option: str, value: int) -> int:
     """The rule of a power of two by which scales are multiplied."""
     if abs(value) > LARGEST_MARGIN:
         raise InputError(
-            f"{option} {value}: must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}; the scale is multiplied by 2 "
-            "to this power"
+            f"{option} {value}",
+            f"must lie between -{LARGEST_MARGIN} and {LARGEST_MARGIN}",
+            "the scale is multiplied by 2 to this power",
         )
     return value
 
@@ -59,8 +60,9 @@ class Clipping(Options):
         for name in self.idle:
             if given := first_given(self, [name]):
                 raise InputError(
-                    f"{given}: is for --method {self.declared()[name].of}, and the method is {self.method}; choose "
-                    "that one, or leave this out"
+                    given,
+                    f"is for --method {self.declared()[name].of}, and the method is {self.method}",
+                    "choose that one, or leave this out",
                 )
 
     @property

@@ -57,7 +57,7 @@ def as_written(hint: Any, tokens: Sequence[Any]) -> Any:
     cyclopts reads 3.7 as 4, and `none` as no value.
     """
     if hint is int and not re.fullmatch(r"[+-]?[0-9]{1,99}", tokens[0].value):
-        raise InputError(f"{tokens[0].keyword} {tokens[0].value}: is no whole number; give one such as 8")
+        raise InputError(f"{tokens[0].keyword} {tokens[0].value}", "is no whole number", "give one such as 8")
     return convert(hint, tokens)
 
 
@@ -88,9 +88,9 @@ def between(least: int, most: int | None = LARGEST_SIZE) -> Rule:
 
     def check(option: str, value: int) -> int:
         if value < least:
-            raise InputError(f"{option} {value}: must be at least {least}")
+            raise InputError(f"{option} {value}", f"must be at least {least}")
         if most is not None and value > most:
-            raise InputError(f"{option} {value:,}: is more than {most:,}, the most that a runtime takes")
+            raise InputError(f"{option} {value:,}", f"is more than {most:,}, the most that a runtime takes")
         return value
 
     return check
@@ -99,7 +99,7 @@ def between(least: int, most: int | None = LARGEST_SIZE) -> Rule:
 def percentage(option: str, value: float) -> float:
     """The rule of a percentile."""
     if not 0 < value <= 100:
-        raise InputError(f"{option} {value}: must lie in (0, 100]")
+        raise InputError(f"{option} {value}", "must lie in (0, 100]")
     return value
 
 
@@ -115,7 +115,7 @@ def increase_rule(option: str, value: float | str) -> float:
     """The rule of an increase, as a fraction: 1% or 0.01. As text 1 is refused, which may mean either."""
     ambiguous = isinstance(value, str) and not value.endswith("%") and number(value) >= 1
     if not 0 <= number(value) < float("inf") or ambiguous:
-        raise InputError(f"{option} {value}: is no share; give one such as 1% or 0.01")
+        raise InputError(f"{option} {value}", "is no share", "give one such as 1% or 0.01")
     return number(value)
 
 
@@ -126,7 +126,7 @@ def nats_rule(option: str, value: float | str) -> float:
     except ValueError:
         number_of_nats = float("nan")
     if not 0 <= number_of_nats < float("inf"):
-        raise InputError(f"{option} {value}: is no number of nats; give one such as 0.001")
+        raise InputError(f"{option} {value}", "is no number of nats", "give one such as 0.001")
     return number_of_nats
 
 
@@ -134,7 +134,9 @@ def part_of_all(option: str, value: float | str) -> float:
     """The rule of a share of a whole, as a fraction: 96% or 0.96."""
     if not 0 <= number(value) <= 1:
         raise InputError(
-            f"{option} {value}: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96"
+            f"{option} {value}",
+            "is no share of the products",
+            "give one from 0 to 1, or in percent, such as 96% or 0.96",
         )
     return number(value)
 
@@ -145,12 +147,14 @@ def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)
         if not match:
             raise InputError(
-                f"{option} {value}: is no interval; give the first batch and the one after the last, as in 0:8"
+                f"{option} {value}", "is no interval", "give the first batch and the one after the last, as in 0:8"
             )
         value = int(match[1]), int(match[2])
     if not 0 <= value[0] < value[1]:
         raise InputError(
-            f"{option} {value[0]}:{value[1]}: holds no batch; the first is 0, and the end is not one of them, as in 0:8"
+            f"{option} {value[0]}:{value[1]}",
+            "holds no batch",
+            "the first is 0, and the end is not one of them, as in 0:8",
         )
     return value
 
@@ -161,8 +165,9 @@ def sizes_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
     sizes = [int(word) if re.fullmatch(r"\s*[0-9]{1,10}\s*", word) else 0 for word in words]
     if not sizes or not all(1 <= size <= LARGEST_SIZE for size in sizes):
         raise InputError(
-            f"{option} {','.join(words) or '(none)'}: is no list of whole numbers from 1 to {LARGEST_SIZE:,}; give one "
-            "such as 1,8"
+            f"{option} {','.join(words) or '(none)'}",
+            f"is no list of whole numbers from 1 to {LARGEST_SIZE:,}",
+            "give one such as 1,8",
         )
     return tuple(sorted(set(sizes)))
 
@@ -208,7 +213,7 @@ class Options:
         for name, field in self.declared().items():
             value = getattr(self, name)
             if field.choices and value not in field.choices:
-                raise InputError(f"{field.option} {value}: is none of {', '.join(map(str, field.choices))}")
+                raise InputError(f"{field.option} {value}", f"is none of {', '.join(map(str, field.choices))}")
             for rule in field.rules if value is not None else ():
                 value = rule(field.option, value)
             object.__setattr__(self, name, value)

@@ -110,20 +110,23 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
         for name, field in self.declared().items():
             if field.of not in (None, self.train) and (given := first_given(self, [name])):
                 raise InputError(
-                    f"{given}: is for --train {field.of}, and this is --train {self.train}; choose that one, or leave "
-                    "this out"
+                    given,
+                    f"is for --train {field.of}, and this is --train {self.train}",
+                    "choose that one, or leave this out",
                 )
         if self.end_to_end and not self.stream:
-            raise InputError("--end-to-end: comes after --stream, without which all is learned so; leave it out")
+            raise InputError("--end-to-end", "comes after --stream, without which all is learned so", "leave it out")
         if self.stream and not self.end_to_end and (given := first_given(self, ["gradients", "watch"])):
             raise InputError(
-                f"{given}: is for learning end to end, and --stream learns layer by layer; leave one out, or let "
-                "--end-to-end follow"
+                given,
+                "is for learning end to end, and --stream learns layer by layer",
+                "leave one out, or let --end-to-end follow",
             )
         if self.shard and self.stream:
             raise InputError(
-                "--stream: learns layer by layer in one process, and --shard shares both models between several; leave "
-                "one out"
+                "--stream",
+                "learns layer by layer in one process, and --shard shares both models between several",
+                "leave one out",
             )
         if self.shard and (given := first_given(self, ["watch"])):
-            raise InputError(f"{given}: is for whole models, of which --shard has a part on each rank; leave one out")
+            raise InputError(given, "is for whole models, of which --shard has a part on each rank", "leave one out")

@@ -14,7 +14,7 @@ def task_names(option: str, value: Sequence[str] | str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value) if name.strip())
     twice = [name for number, name in enumerate(names) if name in names[:number]]
     if twice:
-        raise InputError(f"{option} {','.join(names)}: has {twice[0]} twice; name each task once")
+        raise InputError(f"{option} {','.join(names)}", f"has {twice[0]} twice", "name each task once")
     return names
 
 

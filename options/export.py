@@ -66,12 +66,13 @@ class ExportOptions(Options):
         for name in ("attention", "weight_scale", "logits"):
             if self.precision != "fp8" and (given := first_given(self, [name])):
                 raise InputError(
-                    f"{given}: is for the FP8 graph, not for --precision {self.precision}; leave one of them out"
+                    given, f"is for the FP8 graph, not for --precision {self.precision}", "leave one of them out"
                 )
         if self.precision != "fp8" and self.dtype != ExportOptions.dtype:
             raise InputError(
-                f"--dtype {self.dtype}: is for the FP8 graph, and --precision {self.precision} computes in BF16; "
-                "leave one of them out"
+                f"--dtype {self.dtype}",
+                f"is for the FP8 graph, and --precision {self.precision} computes in BF16",
+                "leave one of them out",
             )
 
 
@@ -151,15 +152,19 @@ class EngineOptions(Options):
             value, most = getattr(self, name), getattr(self, limit)
             if value is not None and most is not None and value > most:
                 option, of = (self.declared()[field].option for field in (name, limit))
-                raise InputError(f"{option} {value:,}: is more than {of} {most:,}; ask for at most that, or raise {of}")
+                raise InputError(
+                    f"{option} {value:,}", f"is more than {of} {most:,}", f"ask for at most that, or raise {of}"
+                )
         if self.min_fp8_share is not None and self.precision != "fp8":
             raise InputError(
-                f"--min-fp8-share {self.min_fp8_share:g}: is for the FP8 engine, and --precision {self.precision} "
-                "promises no product in FP8; leave one of them out"
+                f"--min-fp8-share {self.min_fp8_share:g}",
+                f"is for the FP8 engine, and --precision {self.precision} promises no product in FP8",
+                "leave one of them out",
             )
 
         if self.adapter is not None and self.precision != "fp8":
             raise InputError(
-                f"--adapter {self.adapter}: lies beside the FP8 graph, and --precision {self.precision} has another; "
-                "leave one of them out"
+                f"--adapter {self.adapter}",
+                f"lies beside the FP8 graph, and --precision {self.precision} has another",
+                "leave one of them out",
             )

@@ -35,14 +35,14 @@ RuntimeOption = Annotated[
 def temperature_of(option: str, value: float) -> float:
     """The rule of a temperature."""
     if not 0 <= value < float("inf"):
-        raise InputError(f"{option} {value}: must be 0 or more, and finite")
+        raise InputError(f"{option} {value}", "must be 0 or more, and finite")
     return value
 
 
 def nucleus_of(option: str, value: float) -> float:
     """The rule of top-p, the share of probability to sample from."""
     if not 0 <= value <= 1:
-        raise InputError(f"{option} {value}: must lie in [0, 1]")
+        raise InputError(f"{option} {value}", "must lie in [0, 1]")
     return value
 
 
@@ -77,14 +77,14 @@ class GenerateOptions(Options):
 def port_of(option: str, value: int) -> int:
     """The rule of a TCP port."""
     if not 0 <= value < 2**16:
-        raise InputError(f"{option} {value}: is no port; give one from 1 to 65535, or 0 for a free one")
+        raise InputError(f"{option} {value}", "is no port", "give one from 1 to 65535, or 0 for a free one")
     return value
 
 
 def plain_of(option: str, value: str) -> str:
     """The rule of a text for an HTTP header or a metric's label."""
     if not value.isascii() or not value.isprintable() or not value or " " in value:
-        raise InputError(f"{option} {value!r}: must be of printable ASCII characters, without spaces")
+        raise InputError(f"{option} {value!r}", "must be of printable ASCII characters, without spaces")
     return value
 
 
@@ -131,7 +131,7 @@ class ServeOptions(Options):
 def above_zero(option: str, value: float) -> float:
     """The rule of a quantity above zero."""
     if not 0 < value < float("inf"):
-        raise InputError(f"{option} {value}: must be above 0, and finite")
+        raise InputError(f"{option} {value}", "must be above 0, and finite")
     return value
 
 
@@ -192,8 +192,9 @@ def name_of_a_model(option: str, value: str) -> str:
     """The rule of a Triton model's name, which is one part of a path and of a URL."""
     if value != model_name(value):
         raise InputError(
-            f"{option} {value}: is no name for a Triton model; use letters, digits, '.', '_' and '-', for example "
-            f"{model_name(value)}"
+            f"{option} {value}",
+            "is no name for a Triton model",
+            f"use letters, digits, '.', '_' and '-', for example {model_name(value)}",
         )
     return value
 
@@ -203,12 +204,14 @@ def gpus_of(option: str, value: Sequence[int] | str) -> tuple[int, ...]:
     words = [word.strip() for word in (value.split(",") if isinstance(value, str) else map(str, value))]
     if not words or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words):
         raise InputError(
-            f"{option} {','.join(words) or '(none)'}: is no list of GPUs by their indices, from 0; give one such as 0,1"
+            f"{option} {','.join(words) or '(none)'}",
+            "is no list of GPUs by their indices, from 0",
+            "give one such as 0,1",
         )
     indices = tuple(sorted(map(int, words)))
     if twice := [first for first, second in pairwise(indices) if first == second]:
         raise InputError(
-            f"{option} {','.join(words)}: has GPU {twice[0]} twice, and one has one instance; name it once"
+            f"{option} {','.join(words)}", f"has GPU {twice[0]} twice, and one has one instance", "name it once"
         )
     return indices
 

@@ -69,8 +69,9 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
     unknown = [name for name in found if name not in RUNTIMES]
     if unknown or not found:
         raise InputError(
-            f"{option} {','.join(found) or '(none)'}: {unknown[0] if unknown else 'nothing'} is no runtime; choose "
-            f"from {', '.join(RUNTIMES)}"
+            f"{option} {','.join(found) or '(none)'}",
+            f"{unknown[0] if unknown else 'nothing'} is no runtime",
+            f"choose from {', '.join(RUNTIMES)}",
         )
     return found
 
@@ -181,7 +182,7 @@ class ValidateOptions(Options):
         """Refuse the parts of needles without their lengths."""
         super().__post_init__()
         if self.needles is None and (idle := first_given(self, ("needle_trials", "needle_text"))):
-            raise InputError(f"{idle}: is of needles, and none are asked for; give --needles LENGTHS too")
+            raise InputError(idle, "is of needles, and none are asked for", "give --needles LENGTHS too")
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -324,6 +325,7 @@ class TuneOptions(Options):
         super().__post_init__()
         if self.max_kl is not None and self.max_ppl_increase is not None:
             raise InputError(
-                f"--max-kl {self.max_kl:g}: --max-ppl-increase {self.max_ppl_increase:.2%} is a budget too; give one "
-                "of them"
+                f"--max-kl {self.max_kl:g}",
+                f"--max-ppl-increase {self.max_ppl_increase:.2%} is a budget too",
+                "give one of them",
             )

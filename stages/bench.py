@@ -107,7 +107,7 @@ def check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     if plot.suffix != ".svg" or plot.is_dir():
-        raise InputError(f"--plot {plot}: is no name of an SVG file; give one that ends in .svg")
+        raise InputError(f"--plot {plot}", "is no name of an SVG file", "give one that ends in .svg")
     needs("report", ("matplotlib",))
 
 
@@ -127,8 +127,9 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
     if runtime == "bf16":
         if against:
             raise InputError(
-                f"--against {against[0]}: --runtime bf16 runs the source model, which is the same in both; leave one "
-                "of them out"
+                f"--against {against[0]}",
+                "--runtime bf16 runs the source model, which is the same in both",
+                "leave one of them out",
             )
         return [("bf16", run, "bf16")]
     stages, others = run.record().stages, [open_run(path) for path in against]
@@ -146,7 +147,7 @@ def check_same_model(run: Run, others: Sequence[Run]) -> None:
     seen, mine = {run.root.resolve()}, run.record().model
     for other in others:
         if other.root.resolve() in seen:
-            raise InputError(f"--against {other.root}: is measured already; name each run once")
+            raise InputError(f"--against {other.root}", "is measured already", "name each run once")
         seen.add(other.root.resolve())
     models = [(other.root, other.record().model) for other in others]
     if differ := [
@@ -155,8 +156,9 @@ def check_same_model(run: Run, others: Sequence[Run]) -> None:
         if model["fingerprint"] != mine["fingerprint"]
     ]:
         raise InputError(
-            f"--against {', '.join(differ)}: of another model than {run.root} ({mine['name']}, fingerprint "
-            f"{mine['fingerprint'][:12]}); compare runs of one model"
+            f"--against {', '.join(differ)}",
+            f"of another model than {run.root} ({mine['name']}, fingerprint {mine['fingerprint'][:12]})",
+            "compare runs of one model",
         )
 
 
@@ -208,16 +210,19 @@ def sizes(
     batches, prompts = options.batch_sizes, options.prompt_lengths
     if rows is not None and batches and batches[-1] > rows:
         raise InputError(
-            f"--batch-sizes {batches[-1]:,}: is more than {rows:,}, the most that the runtime takes at once"
+            f"--batch-sizes {batches[-1]:,}", f"is more than {rows:,}, the most that the runtime takes at once"
         )
     if most is not None and options.tokens >= most:
         raise InputError(
-            f"--tokens {options.tokens:,}: leaves no room for a prompt in {most:,}, the model's positions; ask for less"
+            f"--tokens {options.tokens:,}",
+            f"leaves no room for a prompt in {most:,}, the model's positions",
+            "ask for less",
         )
     if most is not None and prompts and prompts[-1] + options.tokens > most:
         raise InputError(
-            f"--prompt-lengths {prompts[-1]:,}: is, with --tokens {options.tokens:,}, more than {most:,}, the model's "
-            "positions; ask for less of either"
+            f"--prompt-lengths {prompts[-1]:,}",
+            f"is, with --tokens {options.tokens:,}, more than {most:,}, the model's positions",
+            "ask for less of either",
         )
     return (
         batches or lowered("--batch-sizes", BATCH_SIZES, rows, notes),
@@ -245,8 +250,10 @@ def check_fits(rows: int, length: int, taken: Sequence[tuple[str, Footprint]], m
         most = largest_batch(meter.whole_bytes, each.weight_bytes, length * each.cost.cache_bytes)
         if rows > most:
             raise InputError(
-                f"--batch-sizes {rows:,}: is more than the {most:,} sequences of {length:,} positions that the memory "
-                f"here holds beside the weights of {name}; ask for fewer"
+                f"--batch-sizes {rows:,}",
+                f"is more than the {most:,} sequences of {length:,} positions that the memory here holds beside the "
+                f"weights of {name}",
+                "ask for fewer",
             )
 
 

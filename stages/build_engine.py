@@ -60,6 +60,7 @@ def _check_calls(tails: Iterable[int], options: EngineOptions, max_seq_len: int)
     if longest <= tail:
         option = "--max-prompt" if options.max_prompt else "--max-seq-len"
         raise InputError(
-            f"{option} {longest}: no call is longer than the run's tail of {tail} positions, so all would be in two "
-            "terms throughout; give more, or choose a shorter one with `fp8q scales RUN --exact-tail N`"
+            f"{option} {longest}",
+            f"no call is longer than the run's tail of {tail} positions, so all would be in two terms throughout",
+            "give more, or choose a shorter one with `fp8q scales RUN --exact-tail N`",
         )

@@ -56,13 +56,13 @@ def check_one_given(options: CompareOptions) -> None:
     """Raise InputError for both, or neither, of a server and a checkpoint."""
     if (options.url is None) == (options.model is None):
         given = f"--url {options.url} and --model {options.model}" if options.url else "neither --url nor --model"
-        raise InputError(f"{given}: give one of them, a server's address or a checkpoint's directory")
+        raise InputError(given, "give one of them, a server's address or a checkpoint's directory")
 
 
 def check_validated(found: "ModelComparison") -> None:
     """Raise GateError unless it is the validated model, or cannot be told from that or the original in BF16."""
     if not found.passes:
-        raise GateError(f"{found.answered}: {found.sentence}")
+        raise GateError(found.answered, found.sentence)
 
 
 def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, notes: Reporter) -> "ModelComparison":

@@ -81,8 +81,9 @@ def collect(
     names = " and ".join(text.name for text in texts)
     if options.chat_template and not any(text.documents.chat for text in texts):
         raise InputError(
-            f"--chat-template: {names} holds no chats, which are rows with `messages` (or `conversations`) of role "
-            "and content; leave it out"
+            "--chat-template",
+            f"{names} holds no chats, which are rows with `messages` (or `conversations`) of role and content",
+            "leave it out",
         )
     packing = Packing(seq_len, prefix_for(tokenizer, texts, options, report))
     packing.check("--seq-len")
@@ -143,14 +144,16 @@ def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, 
     for text, ids in zip(texts, kept, strict=True):
         if not len(packing.starts(ids)):
             raise InputError(
-                f"{text.name}: has {len(ids):,} tokens, less than one window of {packing.size:,}; give more text or a "
-                "smaller --seq-len"
+                text.name,
+                f"has {len(ids):,} tokens, less than one window of {packing.size:,}",
+                "give more text or a smaller --seq-len",
             )
     name, ids = evaluation
     if not len(packing.starts(ids)):
         raise InputError(
-            f"{name}: leaves {len(ids):,} tokens for evaluation, less than one window of {packing.size:,}; give more "
-            "text, --eval-data, or a smaller --seq-len"
+            name,
+            f"leaves {len(ids):,} tokens for evaluation, less than one window of {packing.size:,}",
+            "give more text, --eval-data, or a smaller --seq-len",
         )
 
 

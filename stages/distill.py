@@ -160,7 +160,7 @@ def check_memory(
 
     size = round(weight_bytes(source) // 2 * bytes_a_weight)
     if too_much := beyond(size, ranks):
-        raise InputError(f"{source.name}: learning {learned} takes {size / 1e9:,.3g} GB, {too_much}; {other}")
+        raise InputError(source.name, f"learning {learned} takes {size / 1e9:,.3g} GB, {too_much}", other)
 
 
 def learning_text(run: Run, source: "Source", data: str | None, options: LearningOptions, notes: Notes) -> LearningText:
@@ -180,8 +180,9 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
         found = measure_overlap(text.documents.texts, [str(evaluated)], windows.shape[1])
         if found.too_much and not options.allow_overlap:
             raise InputError(
-                f"--data {data}: {found.shown} of the text that {run.root} is evaluated on is in it, or the other way "
-                "round; learn from other text, or give --allow-overlap"
+                f"--data {data}",
+                f"{found.shown} of the text that {run.root} is evaluated on is in it, or the other way round",
+                "learn from other text, or give --allow-overlap",
             )
         windows, name = packing.windows(text.ids, packing.starts(text.ids)), text.name
     if options.samples is not None and options.samples < len(windows):
@@ -189,8 +190,9 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
         windows = windows[chosen]
     if len(windows) < HELD_OUT:
         raise InputError(
-            f"{name}: fills {len(windows)} windows of {windows.shape[1]} tokens, of which none can be held out; give "
-            f"text for {HELD_OUT} windows or more with --data"
+            name,
+            f"fills {len(windows)} windows of {windows.shape[1]} tokens, of which none can be held out",
+            f"give text for {HELD_OUT} windows or more with --data",
         )
     every = max(HELD_OUT, math.ceil(len(windows) / MOST_HELD_OUT))
     held_out = np.arange(len(windows)) % every == every - 1
@@ -310,7 +312,7 @@ def train(
             return learn(models, windows, schedule, folder, listener, world), None
         except LossIsNotFiniteError as error:
             if not error.moments:
-                raise InputError(f"distill: {error}: the model is broken before anything is learned") from error
+                raise InputError("distill", f"{error}: the model is broken before anything is learned") from error
             notes.note(f"distill: {error}; the weights of the best moment before it stay")
             return error.moments, str(error)
 

@@ -48,27 +48,31 @@ class LearningTask(Strict):
 def check_ranks(options: DistillOptions, world: "World") -> None:
     """Raise InputError where ranks cannot share windows or weights, or where a launcher would split the weights."""
     if options.stream and world.size > 1:
-        raise InputError("--stream: layers learn one after the other, in one process; start it without torchrun")
+        raise InputError("--stream", "layers learn one after the other, in one process", "start it without torchrun")
     if options.gradients in ("e5m2", "e4m3") and world.size > 1:
         raise InputError(
-            f"--gradients {options.gradients}: scales by the amax of the steps before, which each rank would have of "
-            "its own windows; start it without torchrun"
+            f"--gradients {options.gradients}",
+            "scales by the amax of the steps before, which each rank would have of its own windows",
+            "start it without torchrun",
         )
     if options.batch_size % world.size:
         raise InputError(
-            f"--batch-size {options.batch_size}: is the number of windows a step of all {world.size} ranks, which "
-            f"cannot have as many each; give a multiple of {world.size}"
+            f"--batch-size {options.batch_size}",
+            f"is the number of windows a step of all {world.size} ranks, which cannot have as many each",
+            f"give a multiple of {world.size}",
         )
     if options.shard and world.size == 1:
         raise InputError(
-            "--shard: shares the models between the ranks of torchrun, and this is one process; start it with torchrun "
-            "--nproc-per-node N -m fp8q distill"
+            "--shard",
+            "shares the models between the ranks of torchrun, and this is one process",
+            "start it with torchrun --nproc-per-node N -m fp8q distill",
         )
     for name in SHARDED:
         if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
             raise InputError(
-                f"{name} is set: fp8q shares a model between ranks itself, by torch's FSDP2; unset it, start the ranks "
-                "with torchrun, and give --shard"
+                "",
+                f"{name} is set: fp8q shares a model between ranks itself, by torch's FSDP2",
+                "unset it, start the ranks with torchrun, and give --shard",
             )
 
 
@@ -81,8 +85,9 @@ def check_no_experts(source: "Source") -> None:
 
     if routers(meta_model(source)):
         raise InputError(
-            f"--shard: {source.name} has experts, and tokens of one rank may reach others than those of the next; "
-            "leave --shard out, or learn layer by layer with --stream in one process"
+            "--shard",
+            f"{source.name} has experts, and tokens of one rank may reach others than those of the next",
+            "leave --shard out, or learn layer by layer with --stream in one process",
         )
 
 
@@ -128,7 +133,8 @@ def receive_task(run: Run, world: "World") -> tuple[LearningTask, tuple[Tokens, 
     recorded = run.record().stages.get(QUANTIZE.name)
     if recorded is None or recorded.outputs != task.start:
         raise InputError(
-            f"{run.root}: holds another checkpoint here than rank 0's; the ranks of `fp8q distill` share the directory "
-            "of the run: name one that all machines have"
+            run.root,
+            "holds another checkpoint here than rank 0's",
+            "the ranks of `fp8q distill` share the directory of the run: name one that all machines have",
         )
     return task, windows

@@ -105,11 +105,13 @@ def loaded_files(run: Run) -> dict[str, str]:
 def check_asked(options: EvaluateOptions) -> None:
     """Raise InputError for no task, and for the name of a model on a server without the server."""
     if not options.tasks:
-        raise InputError("--tasks: names no task; give lm-eval's names, separated by commas, such as hellaswag,gsm8k")
+        raise InputError(
+            "--tasks", "names no task", "give lm-eval's names, separated by commas, such as hellaswag,gsm8k"
+        )
     for served, url, which in ((options.served, options.url, ""), (options.bf16_served, options.bf16_url, "bf16-")):
         if served is not None and url is None:
             raise InputError(
-                f"--{which}served {served}: names a model on a server, and there is no --{which}url; give it too"
+                f"--{which}served {served}", f"names a model on a server, and there is no --{which}url", "give it too"
             )
 
 

@@ -67,8 +67,9 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     check_dtype(scales.activations, asked)
     if asked.attention == "fp8" and scales.per_head:
         raise InputError(
-            "--attention fp8: attends by one scale a layer, which would round keys of a cache with a scale for each "
-            "head once more; choose scales again with --kv-scale tensor, or leave it out"
+            "--attention fp8",
+            "attends by one scale a layer, which would round keys of a cache with a scale for each head once more",
+            "choose scales again with --kv-scale tensor, or leave it out",
         )
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:
@@ -168,9 +169,10 @@ def check_dtype(tensors: "Mapping[str, TensorScale]", asked: ExportOptions) -> N
     for name, tensor in tensors.items():
         if not tensor.fits_fp16:
             raise InputError(
-                f"--dtype fp16: {name} takes two terms with the scale {tensor.scale:.3g}, and below "
-                f"{SMALLEST_FP16_SCALE:.3g} code × scale leaves FP16; export in bf16, or choose one term with `fp8q "
-                "scales`"
+                "--dtype fp16",
+                f"{name} takes two terms with the scale {tensor.scale:.3g}, and below {SMALLEST_FP16_SCALE:.3g} code "
+                "× scale leaves FP16",
+                "export in bf16, or choose one term with `fp8q scales`",
             )
 
 
@@ -201,7 +203,7 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
     for finding in findings:
         notes.note(f"{path.name}: {finding}")
     if errors := errors_of(findings):
-        raise Fp8qError(f"{path}: the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
+        raise Fp8qError(path, f"the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
 
 
 def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":

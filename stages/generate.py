@@ -151,7 +151,9 @@ def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> l
     Raises InputError where that runtime is BF16 itself, and where the source model is missing.
     """
     if options.runtime == "bf16":
-        raise InputError("--runtime bf16: is what --compare holds FP8 against; name an FP8 runtime, or leave it out")
+        raise InputError(
+            "--runtime bf16", "is what --compare holds FP8 against", "name an FP8 runtime, or leave it out"
+        )
     requests = [asked(prompt, options) for prompt in prompts]
     wide = open_model(run, "bf16", adapter=options.adapter)
     narrow = open_model(run, options.runtime, adapter=options.adapter)

@@ -42,8 +42,9 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
     checkpoint = checked_model(run)
     if LEARNED in adapters_of(run):
         raise InputError(
-            f"--train adapter: an adapter beside the model in {run.root} is called {LEARNED}, as the learned one would "
-            "be; rename its directory, and calibrate again"
+            "--train adapter",
+            f"an adapter beside the model in {run.root} is called {LEARNED}, as the learned one would be",
+            "rename its directory, and calibrate again",
         )
     note_base_alone(run, "an adapter is learned on", notes)
     source = source_of(run)
@@ -81,7 +82,7 @@ def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -
     modules = adaptable(student, list(layers))
     if not modules:
         raise InputError(
-            f"{run.model}: has no FP8 layer beside which an adapter has a place, since all are layers of experts"
+            run.model, "has no FP8 layer beside which an adapter has a place, since all are layers of experts"
         )
     config = add_adapter(student, modules, options.rank, options.alpha, options.seed)
     schedule = Schedule(options.epochs, options.batch_size, options.adapter_rate, options.seed, adam)

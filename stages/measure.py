@@ -58,27 +58,30 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
     first, end = options.batches or (0, batches)
     if end > batches:
         raise InputError(
-            f"--batches {first}:{end}: {windows:,} windows make {batches} batches of {options.batch_size}; end at "
-            f"{batches}, or ask for more --samples"
+            f"--batches {first}:{end}",
+            f"{windows:,} windows make {batches} batches of {options.batch_size}",
+            f"end at {batches}, or ask for more --samples",
         )
     if end - first < world.size:
         raise InputError(
-            f"{world.size} ranks and {end - first} {'batches' if end - first > 1 else 'batch'}: "
-            f"{world.size - (end - first)} of the ranks would have nothing to measure; "
+            f"{world.size} ranks and {end - first} {'batches' if end - first > 1 else 'batch'}",
+            f"{world.size - (end - first)} of the ranks would have nothing to measure",
             f"start at most {end - first}, or ask for more --samples or a smaller --batch-size than "
-            f"{options.batch_size}"
+            f"{options.batch_size}",
         )
     if options.weight_rounding == "gptq" and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
         raise InputError(
-            "--weight-rounding gptq: its second moments are sums that round differently in parts; measure without "
-            f"{how}, or leave it out"
+            "--weight-rounding gptq",
+            "its second moments are sums that round differently in parts",
+            f"measure without {how}, or leave it out",
         )
     if options.weight_rounding == "sequential" and (world.size > 1 or options.batches):
         how = f"{world.size} ranks" if world.size > 1 else "--batches"
         raise InputError(
-            f"--weight-rounding sequential: runs all batches through one layer after the other, in one process; use "
-            f"`fp8q calibrate` without {how}, or leave it out"
+            "--weight-rounding sequential",
+            "runs all batches through one layer after the other, in one process",
+            f"use `fp8q calibrate` without {how}, or leave it out",
         )
     if options.clip.method == "delayed" and options.clip.interval > batches and not options.batches:
         raise no_scale(options.clip, batches)
@@ -87,7 +90,7 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
 def check_experts(source: "Source", products: "Products", options: MeasureOptions) -> None:
     """Raise InputError for --all-experts of a model without experts."""
     if options.all_experts and not products.routers:
-        raise InputError(f"--all-experts: {source.name} ({source.architecture}) has no experts; leave it out")
+        raise InputError("--all-experts", f"{source.name} ({source.architecture}) has no experts", "leave it out")
 
 
 def measure(
@@ -296,8 +299,9 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     available = len(packing.starts(ids))
     if not available:
         raise InputError(
-            f"--against {text}: has {len(ids):,} tokens, less than one window of {size:,}, in which the run was "
-            "calibrated; give more text"
+            f"--against {text}",
+            f"has {len(ids):,} tokens, less than one window of {size:,}, in which the run was calibrated",
+            "give more text",
         )
     windows = corpus.windows(ids, size, min(available, record.corpus.windows), prefix=packing.prefix)
     new = {"name": text, "fingerprint": digest(windows), "windows": len(windows), "sources": None, "texts": None}

@@ -60,7 +60,9 @@ def needle_prompts(run: Run, options: ValidateOptions) -> "tuple[Haystack, list[
 
     lengths, limit = options.needles or (), positions(run)
     if limit is not None and (beyond := [length for length in lengths if length > limit]):
-        raise InputError(f"--needles {beyond[0]}: is more than the model's positions, {limit}; give at most {limit}")
+        raise InputError(
+            f"--needles {beyond[0]}", f"is more than the model's positions, {limit}", f"give at most {limit}"
+        )
     tokenizer, prefix = load_tokenizer(source_of(run)), tuple(opening_of(run).prefix)
 
     def encode(text: str) -> list[int]:

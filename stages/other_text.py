@@ -107,8 +107,9 @@ def check_other(
     known = {source.fingerprint for part in corpus.parts for source in part.sources or []}
     if fingerprint(text.documents.texts) in known and not allowed:
         raise InputError(
-            f"--data {text.name}: is a text that {run.root} was calibrated on; evaluate on another, leave --data out "
-            "to evaluate on what was held out, or give --allow-overlap"
+            f"--data {text.name}",
+            f"is a text that {run.root} was calibrated on",
+            "evaluate on another, leave --data out to evaluate on what was held out, or give --allow-overlap",
         )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
@@ -120,8 +121,9 @@ def check_other(
     )
     if found.too_much and not allowed:
         raise InputError(
-            f"--data {text.name}: {found.shown} of {what}; evaluate on other text, leave --data out to evaluate on "
-            "what was held out, or give --allow-overlap"
+            f"--data {text.name}",
+            f"{found.shown} of {what}",
+            "evaluate on other text, leave --data out to evaluate on what was held out, or give --allow-overlap",
         )
     if found.worth_a_note:
         report.note(f"--data {text.name}: {found.shown} of {what}")
@@ -138,7 +140,7 @@ def positions(run: Run) -> int | None:
 
     config = run.model / "config.json"
     if not config.is_file():
-        raise InputError(f"{config}: is missing; `fp8q calibrate` writes it, run that first")
+        raise InputError(config, "is missing", "`fp8q calibrate` writes it, run that first")
     with reading(config, "a configuration"):
         fields = json.loads(config.read_bytes())
         limits = max_positions(text_fields(fields) or fields), fields.get(OWN_CONFIG, {}).get(OWN_POSITIONS)

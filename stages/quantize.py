@@ -195,8 +195,9 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
     chosen = options.over(scale_options(run))
     if chosen.weight_rounding == "sequential":
         raise InputError(
-            "--weight-rounding sequential: runs the model, and scales are chosen again without it; use `fp8q "
-            "calibrate` with the options of the run and those that are to change"
+            "--weight-rounding sequential",
+            "runs the model, and scales are chosen again without it",
+            "use `fp8q calibrate` with the options of the run and those that are to change",
         )
     return chosen
 

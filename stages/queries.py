@@ -37,8 +37,9 @@ def measure_queries(run: Run, option: str, notes: Notes) -> None:
     source = source_of(run)
     if streamed(source, None, Notes(notes.report)):
         raise InputError(
-            f"{option}: queries are measured with the whole of {source.name} in memory, which does not hold "
-            "it; leave it out"
+            option,
+            f"queries are measured with the whole of {source.name} in memory, which does not hold it",
+            "leave it out",
         )
     corpus = load_record(run).corpus
     with QUERIES.writing(run, key, notes) as log:

@@ -32,7 +32,7 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
     roots = [each.root.resolve() for each in (run, *others)]
     for number, root in enumerate(roots):
         if root in roots[:number]:
-            raise InputError(f"--compare {others[number - 1].root}: is in the report already; name each run once")
+            raise InputError(f"--compare {others[number - 1].root}", "is in the report already", "name each run once")
     inputs = outputs(run) | {
         f"compared {number} {name}": digest
         for number, other in enumerate(others)

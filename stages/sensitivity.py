@@ -124,8 +124,9 @@ def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bo
             )
     if stream and options.measure:
         raise InputError(
-            f"--measure {options.measure}: runs the whole model, and --stream has one decoder layer of it in memory; "
-            "leave it out, or give --no-stream"
+            f"--measure {options.measure}",
+            "runs the whole model, and --stream has one decoder layer of it in memory",
+            "leave it out, or give --no-stream",
         )
     return stream
 

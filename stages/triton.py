@@ -56,8 +56,9 @@ def refuse_without_engine(run: Run, options: TritonOptions) -> None:
     """Raise InputError for GPUs that the run has no engine for, of any kind."""
     if options.gpus is not None and not engine_files(run):
         raise InputError(
-            f"--gpus {','.join(map(str, options.gpus))}: {run.root} has no engine of its graph to run there; build one "
-            f"with `fp8q build-engine {run.root}`, or leave --gpus out"
+            f"--gpus {','.join(map(str, options.gpus))}",
+            f"{run.root} has no engine of its graph to run there",
+            f"build one with `fp8q build-engine {run.root}`, or leave --gpus out",
         )
 
 
@@ -102,8 +103,9 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
         why = f"Triton has no type for {name}, which is {model.tensors[name].type}"
         if asked:
             raise InputError(
-                f"--engine-model: {why}; leave it out (the Python model keeps the cache to itself), or calibrate with "
-                "--kv-cache off"
+                "--engine-model",
+                why,
+                "leave it out (the Python model keeps the cache to itself), or calibrate with --kv-cache off",
             )
         notes.note(f"no plain model of the engine: {why}; the Python model runs it")
         return None

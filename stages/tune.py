@@ -83,7 +83,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
 def check_budget(options: TuneOptions, apply: bool) -> None:
     """Raise InputError where there is no budget, and so no mix to `apply`."""
     if apply and options.max_kl is None and options.max_ppl_increase is None:
-        raise InputError("--apply: there is no budget to choose for; give --max-ppl-increase or --max-kl")
+        raise InputError("--apply", "there is no budget to choose for", "give --max-ppl-increase or --max-kl")
 
 
 def check_met(found: "Tuning") -> None:
@@ -101,10 +101,11 @@ def check_met(found: "Tuning") -> None:
         less = f"--max-ppl-increase {AIM * found.max_ppl_increase:.3%}"
     if found.met_on_calibration:
         raise GateError(
-            f"{asked}: {predicted} is predicted of the mix and {measured} measured on the evaluation text, which is "
-            f"more; ask for less, such as {less}, so that there is room for what texts differ by"
+            asked,
+            f"{predicted} is predicted of the mix and {measured} measured on the evaluation text, which is more",
+            f"ask for less, such as {less}, so that there is room for what texts differ by",
         )
-    raise GateError(f"{asked}: nothing that fp8q can choose meets it; the best there is has {predicted}; allow more")
+    raise GateError(asked, f"nothing that fp8q can choose meets it; the best there is has {predicted}", "allow more")
 
 
 def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:

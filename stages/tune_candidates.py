@@ -280,8 +280,9 @@ def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
     """
     if count < 4:
         raise InputError(
-            f"fp8q tune: needs 4 calibration windows, some to choose by and others to check by, and the run has "
-            f"{count}; calibrate on more text, or with a smaller --seq-len"
+            "fp8q tune",
+            f"needs 4 calibration windows, some to choose by and others to check by, and the run has {count}",
+            "calibrate on more text, or with a smaller --seq-len",
         )
     each = min(windows, count // 4)
     spread = np.linspace(0, count - 1, 2 * each).round().astype(int).tolist()

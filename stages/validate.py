@@ -103,8 +103,10 @@ def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) 
     missing = lacking(CALIBRATE_MODULES)
     if missing and data is not None:
         raise BackendError(
-            f"--data {data}: is read and tokenized by libraries of which {missing} is not installed; leave it out, to "
-            "evaluate on the text that was held out, or install them with `pip install 'fp8q[calibrate]'`"
+            f"--data {data}",
+            f"is read and tokenized by libraries of which {missing} is not installed",
+            "leave it out, to evaluate on the text that was held out, or install them with `pip install "
+            "'fp8q[calibrate]'`",
         )
     with_runtimes(run, options, notes)
     fp8_files(run)
@@ -147,9 +149,10 @@ def check_torch(options: ValidateOptions) -> None:
     if missing := lacking(CALIBRATE_MODULES):
         asked = [name for name in options.chosen if name in WITHOUT_GRAPH] or [*options.chosen]
         raise BackendError(
-            f"{missing} is not installed and the runtime {asked[0]} needs it; install it with `pip install "
-            "'fp8q[calibrate]'`, or give --runtimes onnxruntime, or an engine's: they are held against what the run "
-            "keeps of the others"
+            "",
+            f"{missing} is not installed and the runtime {asked[0]} needs it",
+            "install it with `pip install 'fp8q[calibrate]'`, or give --runtimes onnxruntime, or an engine's: they "
+            "are held against what the run keeps of the others",
         )
 
 
@@ -231,8 +234,9 @@ def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> N
     asked = [name for name in runtimes or () if name not in WITHOUT_GRAPH]
     if asked:
         raise InputError(
-            f"--runtimes {asked[0]}: runs an ONNX graph, and {run.root} has none, since {reason}; choose from "
-            f"{', '.join(name for name in RUNTIMES if name in WITHOUT_GRAPH)}"
+            f"--runtimes {asked[0]}",
+            f"runs an ONNX graph, and {run.root} has none, since {reason}",
+            f"choose from {', '.join(name for name in RUNTIMES if name in WITHOUT_GRAPH)}",
         )
 
 
@@ -340,17 +344,22 @@ def unfinished(failed: Mapping[str, str], ran: Iterable[str]) -> UnfinishedError
     """Make the error for runtimes that failed, with their reasons and what happens to the results of those that ran."""
     again = " and ".join(failed)
     return UnfinishedError(
-        f"{'; '.join(failed.values())}; what {', '.join(ran)} gave is written, and the same command tries "
-        f"{again} again: free memory or give a smaller --context, or leave {again} out of --runtimes"
+        "",
+        "; ".join(failed.values()),
+        f"what {', '.join(ran)} gave is written, and the same command tries {again} again: free memory or give a "
+        f"smaller --context, or leave {again} out of --runtimes",
     )
 
 
 def check_accumulator(options: ValidateOptions) -> None:
     """Raise InputError for an accumulator without the reference, or of windows that are decoded."""
     if options.accumulator and options.as_served is not None:
-        raise InputError(f"--as-served {options.as_served}: --accumulator runs whole windows; leave one of the two out")
+        raise InputError(
+            f"--as-served {options.as_served}", "--accumulator runs whole windows", "leave one of the two out"
+        )
     if options.accumulator and "reference" not in options.chosen:
         raise InputError(
-            f"--accumulator {options.accumulator}: is of the runtime reference, and the runtimes are "
-            f"{', '.join(options.chosen)}; add reference to --runtimes"
+            f"--accumulator {options.accumulator}",
+            f"is of the runtime reference, and the runtimes are {', '.join(options.chosen)}",
+            "add reference to --runtimes",
         )

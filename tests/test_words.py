@@ -13,7 +13,7 @@ OPENINGS = ("What", "Which", "Whether", "Where", "Who", "How", "That of", "The s
 STATED = {"other_codes", "scaled_behind", "model_file", "Health"}
 #: Words that say where a thing was put or found, and not what it is.
 VAGUE = {"found", "given", "kept", "told", "made", "place", "seen", "beside", "alone", "ahead", "utils", "helpers"}
-LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 400
+LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 600
 #: Functions of more parameters: public ones of `api` and `cli`, whose parameters are the command's; others are to be
 #: mended.
 MANY = 1

@@ -171,13 +171,15 @@ def open_adapter(directory: str | Path) -> Adapter:
     path = local_path(directory)
     if not path.is_dir():
         what = "is no directory" if path.exists() else "there is no such directory"
-        raise InputError(f"--adapter {directory}: {what}; give the one that PEFT's save_pretrained wrote")
+        raise InputError(f"--adapter {directory}", what, "give the one that PEFT's save_pretrained wrote")
     config = read_lora(path)
     if not exists(path / TENSORS):
         pickled = next((each.name for each in sorted(path.iterdir()) if each.suffix in PICKLED), None)
         found = f" but {pickled}, which can run code when read" if pickled else ""
         raise InputError(
-            f"--adapter {directory}: has no {TENSORS}{found}; load it with PEFT where you trust it, and save_pretrained"
+            f"--adapter {directory}",
+            f"has no {TENSORS}{found}",
+            "load it with PEFT where you trust it, and save_pretrained",
         )
     headers = read_headers((path / TENSORS,))
     copies = _copies(headers)
@@ -191,19 +193,21 @@ def read_lora(path: Path) -> LoraConfig:
     """Read adapter_config.json in the directory `path`; raises InputError as `open_adapter` does."""
     file = path / ADAPTER
     if not exists(file):
-        raise InputError(f"--adapter {path}: has no {ADAPTER}; give the directory that PEFT's save_pretrained wrote")
+        raise InputError(
+            f"--adapter {path}", f"has no {ADAPTER}", "give the directory that PEFT's save_pretrained wrote"
+        )
     raw = read_json(file)
     if not isinstance(raw, dict):
-        raise InputError(f"{file}: is no JSON object; copy or download it again")
+        raise InputError(file, "is no JSON object", "copy or download it again")
     kind = raw.get("peft_type")
     if kind != "LORA":
-        raise InputError(f"{file}: peft_type is {kind}, and LORA alone is read; {MERGE_YOURSELF}")
+        raise InputError(file, f"peft_type is {kind}, and LORA alone is read", MERGE_YOURSELF)
     try:
         config = LoraConfig.model_validate(raw).of(file)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise InputError(f"{file}: {place} {one_line_of(first)}; copy or download it again") from None
+        raise InputError(file, f"{place} {one_line_of(first)}", "copy or download it again") from None
     _refuse_kinds(file, raw, config)
     return config
 
@@ -219,16 +223,17 @@ def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> Non
         if key in OF_TRAINING or key in LoraConfig.model_fields or not value:
             continue
         what = REFUSED.get(key, f"{key}, which is not known here")
-        raise InputError(f"{file}: asks for {what}, and plain LoRA alone is read; {MERGE_YOURSELF}")
+        raise InputError(file, f"asks for {what}, and plain LoRA alone is read", MERGE_YOURSELF)
     if config.bias != "none":
         raise InputError(
-            f"{file}: asks for biases of its own (bias is {config.bias!r}), and plain LoRA alone is read; "
-            f"{MERGE_YOURSELF}"
+            file, f"asks for biases of its own (bias is {config.bias!r}), and plain LoRA alone is read", MERGE_YOURSELF
         )
     if config.init_lora_weights not in BEGINNINGS:
         raise InputError(
-            f"{file}: was begun from the base's weights (init_lora_weights is {config.init_lora_weights!r}), which "
-            "changes them too; convert it with PEFT's path_initial_model_for_weight_conversion, or " + MERGE_YOURSELF
+            file,
+            f"was begun from the base's weights (init_lora_weights is {config.init_lora_weights!r}), which changes "
+            "them too",
+            f"convert it with PEFT's path_initial_model_for_weight_conversion, or {MERGE_YOURSELF}",
         )
 
 
@@ -244,27 +249,30 @@ def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) 
     for name, header in headers.items():
         if not (name.startswith(PREFIX) and name.endswith(ENDS)):
             what = "an embedding's" if "lora_embedding" in name else "none of a linear layer's A and B"
-            raise InputError(f"{file}: {name} is {what}, and plain LoRA alone is read; {MERGE_YOURSELF}")
+            raise InputError(file, f"{name} is {what}, and plain LoRA alone is read", MERGE_YOURSELF)
         if header.dtype not in TYPES or len(header.shape) != 2:
             raise InputError(
-                f"{file}: {name} is {header.dtype} {list(header.shape)}, and what is read are matrices in "
-                f"{', '.join(TYPES)}; save the adapter again"
+                file,
+                f"{name} is {header.dtype} {list(header.shape)}, and what is read are matrices in {', '.join(TYPES)}",
+                "save the adapter again",
             )
     modules = dict.fromkeys(name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in headers)
     if not modules:
-        raise InputError(f"{file}: holds no tensor; save the adapter again")
+        raise InputError(file, "holds no tensor", "save the adapter again")
     return {module: _part(file, config, headers, module) for module in modules}
 
 
 def _part(file: Path, config: LoraConfig, headers: Mapping[str, TensorHeader], module: str) -> LoraPart:
     a, b = (f"{PREFIX}{module}{end}" for end in ENDS)
     if missing := next((name for name in (a, b) if name not in headers), None):
-        raise InputError(f"{file}: has no {missing}, whose other half is there; copy or download it again")
+        raise InputError(file, f"has no {missing}, whose other half is there", "copy or download it again")
     rank, found = config.rank(module), (headers[a].shape[0], headers[b].shape[1])
     if found != (rank, rank):
         raise InputError(
-            f"{file}: {module} has A {list(headers[a].shape)} and B {list(headers[b].shape)}, and {ADAPTER} gives it "
-            f"the rank {rank}; copy or download both files again"
+            file,
+            f"{module} has A {list(headers[a].shape)} and B {list(headers[b].shape)}, and {ADAPTER} gives it the rank "
+            f"{rank}",
+            "copy or download both files again",
         )
     return LoraPart(a, b, rank, config.scale(module))
 
@@ -278,8 +286,9 @@ def _check_values(adapter: Adapter) -> None:
             bad = int((~torch.isfinite(tensor.to(torch.bfloat16))).sum())
             if bad:
                 raise InputError(
-                    f"{adapter.path / TENSORS}: {name} holds {bad:,} values of {tensor.numel():,} that are not finite "
-                    "in BF16; take an earlier checkpoint of its training"
+                    adapter.path / TENSORS,
+                    f"{name} holds {bad:,} values of {tensor.numel():,} that are not finite in BF16",
+                    "take an earlier checkpoint of its training",
                 )
 
 
@@ -295,10 +304,13 @@ def check_names(adapters: Iterable[Adapter]) -> None:
     for adapter in adapters:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}", adapter.name) or adapter.name.endswith("fp32"):
             raise InputError(
-                f"--adapter {adapter.path}: its graph is called after the directory, and {adapter.name!r} is no name "
-                "for one; rename it, with up to 100 letters, digits, '.', '_' and '-', and no fp32 at its end"
+                f"--adapter {adapter.path}",
+                f"its graph is called after the directory, and {adapter.name!r} is no name for one",
+                "rename it, with up to 100 letters, digits, '.', '_' and '-', and no fp32 at its end",
             )
         if (other := seen.setdefault(adapter.name, adapter)) is not adapter:
             raise InputError(
-                f"--adapter {adapter.path}: is called {adapter.name}, as {other.path} is; rename one of the directories"
+                f"--adapter {adapter.path}",
+                f"is called {adapter.name}, as {other.path} is",
+                "rename one of the directories",
             )

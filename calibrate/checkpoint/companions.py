@@ -110,8 +110,9 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
     """
     if not tokenizer_files(path):
         raise InputError(
-            f"{name}: has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json); copy the files of the "
-            "one it was trained with beside config.json"
+            name,
+            f"has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json)",
+            "copy the files of the one it was trained with beside config.json",
         )
     check_files(companions(path), vocabulary)
 
@@ -122,24 +123,25 @@ def check_files(files: Iterable[Path], vocabulary: int) -> None:
         if file.suffix == ".json":
             _check_json(file, read_json(file, COMPANION_BYTES, finite=file.name not in VOCABULARY), vocabulary)
         elif regular_file(file, AGAIN) > COMPANION_BYTES:
-            raise InputError(f"{file}: has more than {COMPANION_BYTES:,} bytes, as no tokenizer's file has; {REMEDY}")
+            raise InputError(file, f"has more than {COMPANION_BYTES:,} bytes, as no tokenizer's file has", REMEDY)
 
 
 def _check_json(file: Path, content: Any, vocabulary: int) -> None:
     if not isinstance(content, dict):
-        raise InputError(f"{file}: holds no JSON object but {abbreviated(content)}; {REMEDY}")
+        raise InputError(file, f"holds no JSON object but {abbreviated(content)}", REMEDY)
     if file.name == GENERATION:
         check_token_ids(file, content)
     if content.get("fast_tokenizer_files"):
         raise InputError(
-            f"{file}: fast_tokenizer_files has transformers read another file than tokenizer.json; take it out"
+            file, "fast_tokenizer_files has transformers read another file than tokenizer.json", "take it out"
         )
     limit = vocabulary + HOLES
     for token, number in _ids(file.name, content):
         if isinstance(number, int) and number >= limit:
             raise InputError(
-                f"{file}: gives {abbreviated(token)} the id {number:,}, and the model's embedding ends at "
-                f"{vocabulary - 1:,}; {REMEDY}"
+                file,
+                f"gives {abbreviated(token)} the id {number:,}, and the model's embedding ends at {vocabulary - 1:,}",
+                REMEDY,
             )
 
 

@@ -37,22 +37,20 @@ def check_fields(file: Path, config: Mapping[str, Any]) -> None:
     """Raise InputError, naming `file`, the key and the value, for a value of `config` of the wrong type."""
     for key, why in ELSEWHERE.items():
         if config.get(key):
-            raise InputError(f"{file}: {key} {why}, which fp8q does not do; take it out, or give another model")
+            raise InputError(file, f"{key} {why}, which fp8q does not do", "take it out, or give another model")
     for key, value in config.items():
         if key == "sliding_window" and value == 0 and _without_windows(config):
             continue  # how transformers writes that no layer has one (Qwen2-MoE)
         for keys, right, kind in KINDS:
             if keys(key) and value is not None and not right(value):
-                raise InputError(f"{file}: {key} is {abbreviated(value)}, and not {kind}; {AGAIN}")
+                raise InputError(file, f"{key} is {abbreviated(value)}, and not {kind}", AGAIN)
 
 
 def check_token_ids(file: Path, config: Mapping[str, Any]) -> None:
     """Check the ids of special tokens in generation_config.json, as `check_fields` does."""
     for key in TOKEN_IDS:
         if config.get(key) is not None and not _ids(config[key]):
-            raise InputError(
-                f"{file}: {key} is {abbreviated(config[key])}, and not a token id or a list of them; {AGAIN}"
-            )
+            raise InputError(file, f"{key} is {abbreviated(config[key])}, and not a token id or a list of them", AGAIN)
 
 
 def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[int, ...]]) -> None:
@@ -71,7 +69,7 @@ def check_sizes(file: Path, config: Mapping[str, Any], shapes: Collection[tuple[
             held = "are not those of so many"
         else:
             continue
-        raise InputError(f"{file}: {key} is {size:,}, and the weights {held}; {AGAIN}")
+        raise InputError(file, f"{key} is {size:,}, and the weights {held}", AGAIN)
 
 
 def abbreviated(value: object) -> str:

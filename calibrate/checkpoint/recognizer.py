@@ -32,11 +32,12 @@ def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[
             else ""
         )
         raise InputError(
-            f"{name}: is quantized already{method}; give the checkpoint it was made from, in BF16, FP16 or FP32"
+            name, f"is quantized already{method}", "give the checkpoint it was made from, in BF16, FP16 or FP32"
         )
     for tensor, header in headers.items():
         if header.dtype.startswith(CODES):
             raise InputError(
-                f"{header.file}: {tensor} is {header.dtype}, so the checkpoint is quantized already; give the one it "
-                "was made from, in BF16, FP16 or FP32"
+                header.file,
+                f"{tensor} is {header.dtype}, so the checkpoint is quantized already",
+                "give the one it was made from, in BF16, FP16 or FP32",
             )

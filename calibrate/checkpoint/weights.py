@@ -60,8 +60,9 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
     first = _first(directory, name, named)
     if exists(directory / ADAPTER):
         raise InputError(
-            f"{name}: holds an adapter ({ADAPTER}) beside its weights; move the adapter's files to a directory "
-            "of their own, and give that with --adapter"
+            name,
+            f"holds an adapter ({ADAPTER}) beside its weights",
+            "move the adapter's files to a directory of their own, and give that with --adapter",
         )
     if not first.name.endswith(INDEX_END):
         read_headers((first,))
@@ -71,14 +72,15 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
     missing = [shard.name for shard in shards if not exists(shard)]
     if missing:
         raise InputError(
-            f"{index}: names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are); copy or "
-            "download it again"
+            index,
+            f"names {missing[0]}, which is missing ({len(missing)} of {len(shards)} shards are)",
+            "copy or download it again",
         )
     headers = read_headers(tuple(shards))
     for tensor, shard in promised.items():
         if tensor not in headers or headers[tensor].file.name != shard:
             raise InputError(
-                f"{index}: promises {tensor} in {shard}, which does not hold it; copy or download the checkpoint again"
+                index, f"promises {tensor} in {shard}, which does not hold it", "copy or download the checkpoint again"
             )
     return tuple(shards)
 
@@ -88,13 +90,14 @@ def _first(directory: Path, name: str, named: str | None) -> Path:
     if named is not None:
         if Path(named).name != named or not named.endswith((WEIGHTS_END, INDEX_END)):
             raise InputError(
-                f"{directory / 'config.json'}: transformers_weights is {named!r}, and not a file of safetensors beside "
-                "it; the checkpoint is damaged or not to be trusted"
+                directory / "config.json",
+                f"transformers_weights is {named!r}, and not a file of safetensors beside it",
+                "the checkpoint is damaged or not to be trusted",
             )
         return local_path(directory / named)
     found = next((directory / file for file in (SINGLE, INDEX) if exists(directory / file)), None)
     if found is None:
-        raise InputError(f"{name}: {_instead(directory)}")
+        raise InputError(name, _instead(directory))
     return found
 
 
@@ -131,12 +134,12 @@ def _read_index(path: Path) -> dict[str, str]:
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
         raise InputError(
-            f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again"
+            path, "does not read as a safetensors index (an object with a weight_map)", "copy or download it again"
         )
     outside = [shard for shard in shards.values() if Path(shard).name != shard]
     if outside:
         raise InputError(
-            f"{path}: names {outside[0]}, which is not a file beside it; the checkpoint is damaged or not to be trusted"
+            path, f"names {outside[0]}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
         )
     return dict(shards)
 
@@ -158,14 +161,14 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, TensorHeader]:
             }
         for name in found.keys() & headers.keys():
             raise InputError(
-                f"{file}: holds {name}, and so does {headers[name].file.name}; copy or download the checkpoint again"
+                file, f"holds {name}, and so does {headers[name].file.name}", "copy or download the checkpoint again"
             )
         headers |= found
     return headers
 
 
 def _damaged(file: Path, error: BaseException) -> InputError:
-    return InputError(f"{file}: is damaged or cut short ({error_text(error)}); copy or download it again")
+    return InputError(file, f"is damaged or cut short ({error_text(error)})", "copy or download it again")
 
 
 class Coding(Protocol):
@@ -254,8 +257,9 @@ def check_finite(weights: Weights, report: Reporter = SILENT) -> None:
             tensor = weights.tensor(name)
             if tensor.is_floating_point() and tensor.numel() and not _all_finite(tensor):
                 raise InputError(
-                    f"{name}: holds {_offenders(tensor)} among {tensor.numel():,} values, in {weights.file(name)}; "
-                    "take an earlier checkpoint of the training, or copy or download the file again"
+                    name,
+                    f"holds {_offenders(tensor)} among {tensor.numel():,} values, in {weights.file(name)}",
+                    "take an earlier checkpoint of the training, or copy or download the file again",
                 )
             advance(1)
 

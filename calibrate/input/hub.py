@@ -40,21 +40,23 @@ def hub_errors(kind: str, name: str, revision: str | None, remedy: str) -> Itera
         yield
     except errors.GatedRepoError:
         raise InputError(
-            f"{name}: the {kind} is gated on the hub; accept its terms there and log in with `hf auth login`"
+            name, f"the {kind} is gated on the hub", "accept its terms there and log in with `hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
         raise InputError(
-            f"{name}: has no revision {revision} on the hub; name a branch, tag or commit that it has with --revision"
+            name, f"has no revision {revision} on the hub", "name a branch, tag or commit that it has with --revision"
         ) from None
     except errors.RepositoryNotFoundError:
         raise InputError(
-            f"{name}: there is no such file or directory, and no {kind} of that name on the hub; check the spelling, "
-            "or `hf auth login` if it is private"
+            name,
+            f"there is no such file or directory, and no {kind} of that name on the hub",
+            "check the spelling, or `hf auth login` if it is private",
         ) from None
     except unreachable:
         raise InputError(
-            f"{name}: there is no such file or directory, and the hub cannot be reached to look for a {kind} of that "
-            f"name; {remedy}"
+            name,
+            f"there is no such file or directory, and the hub cannot be reached to look for a {kind} of that name",
+            remedy,
         ) from None
 
 

@@ -36,7 +36,7 @@ class PatternFile:
     def refused(self, expression: str, why: object) -> InputError:
         """The error for an expression of this file."""
         return InputError(
-            f"{self.path}: has the pattern {expression[:80]!r}, which is not read ({why}); name the modules plainly"
+            self.path, f"has the pattern {expression[:80]!r}, which is not read ({why})", "name the modules plainly"
         )
 
 

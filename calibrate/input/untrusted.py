@@ -38,7 +38,9 @@ def local_path(text: str | Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, links in a circle, a home of nobody, a NUL
         shown = str(text) if len(str(text)) <= 60 else f"{str(text)[:60]}…"
         raise InputError(
-            f"{shown!r}: is no name that a file can have ({getattr(error, 'strerror', None) or error}); give another"
+            f"{shown!r}",
+            f"is no name that a file can have ({getattr(error, 'strerror', None) or error})",
+            "give another",
         ) from None
     return path
 
@@ -69,8 +71,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
         content = file.read(min(limit, size + SPARE) + 1) if size <= limit else b""
     if max(size, len(content)) > limit:
         raise InputError(
-            f"{path}: has {max(size, len(content)):,} bytes, and {limit:,} are the most that are read of such a file; "
-            "it is damaged, or not to be trusted"
+            path,
+            f"has {max(size, len(content)):,} bytes, and {limit:,} are the most that are read of such a file",
+            "it is damaged, or not to be trusted",
         )
     return content
 
@@ -84,20 +87,21 @@ def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
     try:
         value = json.loads(read_bytes(path, limit).decode())
     except UnicodeDecodeError:
-        raise InputError(f"{path}: does not parse: it is not UTF-8; copy or download it again") from None
+        raise InputError(path, "does not parse: it is not UTF-8", "copy or download it again") from None
     except json.JSONDecodeError as error:
         raise InputError(
-            f"{path}: does not parse: {error.msg} at line {error.lineno}, column {error.colno}; copy or download it "
-            "again"
+            path,
+            f"does not parse: {error.msg} at line {error.lineno}, column {error.colno}",
+            "copy or download it again",
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
-        raise InputError(f"{path}: does not parse: {error_text(error)}; copy or download it again") from None
+        raise InputError(path, f"does not parse: {error_text(error)}", "copy or download it again") from None
     for place, found in walk(value) if finite else ():
         if place.count("\0") >= JSON_DEPTH:
-            raise InputError(f"{path}: is nested more than {JSON_DEPTH} deep; copy or download it again")
+            raise InputError(path, f"is nested more than {JSON_DEPTH} deep", "copy or download it again")
         if isinstance(found, float) and not math.isfinite(found):
             raise InputError(
-                f"{path}: {place.replace(chr(0), '.')} is {found}, which is no finite number; copy or download it again"
+                path, f"{place.replace(chr(0), '.')} is {found}, which is no finite number", "copy or download it again"
             )
     return value
 

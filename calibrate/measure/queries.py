@@ -53,8 +53,9 @@ def recorded_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, t
     plain, queries = attention_of(model), list[tuple[nn.Module, torch.Tensor]]()
     if plain is None:
         raise InputError(
-            f"{type(model).__name__}: attends by its own code ({model.config._attn_implementation}), where queries "
-            "cannot be measured; leave out --attention fp8 and --q-scale"
+            type(model).__name__,
+            f"attends by its own code ({model.config._attn_implementation}), where queries cannot be measured",
+            "leave out --attention fp8 and --q-scale",
         )
 
     def noting(module: nn.Module, query: torch.Tensor, *arguments: Any, **options: Any) -> Any:

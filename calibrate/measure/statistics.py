@@ -195,8 +195,9 @@ class Statistics:
         for what, mine, theirs in self._must_agree(other):
             if mine != theirs:
                 raise InputError(
-                    f"statistics cannot be added: their {what} differs ({mine} and {theirs}); measure both with the "
-                    "same model and options"
+                    "",
+                    f"statistics cannot be added: their {what} differs ({mine} and {theirs})",
+                    "measure both with the same model and options",
                 )
         corpus = self.record.corpus.merge(other.record.corpus)
         parts = [part._placed(corpus) for part in (self, other)]
@@ -204,8 +205,9 @@ class Statistics:
         if twice:
             text, batch = corpus.numbered()[min(twice)]
             raise InputError(
-                f"statistics cannot be added: both measured batch {batch} of {text.name} ({len(twice)} batches in "
-                "all); give each batch to one of them"
+                "",
+                f"statistics cannot be added: both measured batch {batch} of {text.name} ({len(twice)} batches in all)",
+                "give each batch to one of them",
             )
         record = replace_record(
             self.record,

@@ -322,6 +322,8 @@ def check_space(
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
-            f"{option}: the hidden states take {size_text(len(files) * size)} on the disk of {folder.parent}, "
-            f"which has {size_text(free)} free; free some, {remedy}"
+            option,
+            f"the hidden states take {size_text(len(files) * size)} on the disk of {folder.parent}, which has "
+            f"{size_text(free)} free",
+            f"free some, {remedy}",
         )

@@ -58,8 +58,10 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
     """
     if mode == "merge" and len(directories) > 1:
         raise InputError(
-            f"--adapter {directories[1]}: is the second, and one is merged; give --adapter-mode beside for several "
-            "over one base, or combine them with PEFT's add_weighted_adapter first"
+            f"--adapter {directories[1]}",
+            "is the second, and one is merged",
+            "give --adapter-mode beside for several over one base, or combine them with PEFT's add_weighted_adapter "
+            "first",
         )
     adapters = tuple(open_adapter(directory) for directory in directories)
     if not adapters:
@@ -72,8 +74,9 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
         return replace(source, adapters=adapters)
     if source.coding:
         raise InputError(
-            f"--adapter {adapters[0].path}: merging would change the FP8 codes of {source.name}; keep them with "
-            "--adapter-mode beside, or give the checkpoint they were made from, in BF16"
+            f"--adapter {adapters[0].path}",
+            f"merging would change the FP8 codes of {source.name}",
+            "keep them with --adapter-mode beside, or give the checkpoint they were made from, in BF16",
         )
     return source.merged_with(adapters[0], merging(adapters[0], source, model))
 
@@ -92,8 +95,7 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
     for module, part in adapter.parts.items():
         if module not in products:
             raise InputError(
-                f"{adapter.path / TENSORS}: adapts {module}, and {source.architecture} has no such linear layer: "
-                f"{other}"
+                adapter.path / TENSORS, f"adapts {module}, and {source.architecture} has no such linear layer: {other}"
             )
         weight = products[module].weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
@@ -101,15 +103,17 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
         found = (adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1])
         if found != (out, width):
             raise InputError(
-                f"{adapter.path / TENSORS}: adapts {module} of {found[1]} inputs and {found[0]} outputs, which "
-                f"here has {width} and {out}: {other}"
+                adapter.path / TENSORS,
+                f"adapts {module} of {found[1]} inputs and {found[0]} outputs, which here has {width} and {out}: "
+                f"{other}",
             )
     _check_copies(adapter, source, model)
     head = output_head(model) or ""
     if source.text_config.tie_word_embeddings and head in adapter.parts:
         raise InputError(
-            f"{adapter.path / TENSORS}: adapts {head}, whose weight is the embedding's too; untie them in the base "
-            "first"
+            adapter.path / TENSORS,
+            f"adapts {head}, whose weight is the embedding's too",
+            "untie them in the base first",
         )
 
 
@@ -124,13 +128,15 @@ def _check_copies(adapter: Adapter, source: Source, model: PreTrainedModel) -> N
         file, stored = adapter.path / TENSORS, source.stored(f"{module}.weight")
         if f"{module}.weight" not in own or stored not in weights.names():
             raise InputError(
-                f"{file}: {name} is none of a linear layer's A and B, and plain LoRA alone is read; {MERGE_YOURSELF}"
+                file, f"{name} is none of a linear layer's A and B, and plain LoRA alone is read", MERGE_YOURSELF
             )
         given, base = adapter.tensor(name), weights.tensor(stored)
         if given.shape != base.shape or not torch.equal(base.to(given.dtype), given):
             raise InputError(
-                f"{file}: {name} {list(given.shape)} is not the weight of {module} {list(base.shape)} in "
-                f"{source.name}, so that the adapter has a whole module of its own; {MERGE_YOURSELF}"
+                file,
+                f"{name} {list(given.shape)} is not the weight of {module} {list(base.shape)} in {source.name}, so "
+                "that the adapter has a whole module of its own",
+                MERGE_YOURSELF,
             )
 
 

@@ -32,17 +32,19 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
     if not exists(file):
         if gguf := next(path.glob("*.gguf"), None):
             raise InputError(
-                f"{name}: holds {gguf.name}, a GGUF file, whose weights are quantized already; give the checkpoint "
-                "that it was made from"
+                name,
+                f"holds {gguf.name}, a GGUF file, whose weights are quantized already",
+                "give the checkpoint that it was made from",
             )
         raise InputError(
-            f"{name}: is no checkpoint: there is no config.json; give the directory that save_pretrained wrote"
+            name, "is no checkpoint: there is no config.json", "give the directory that save_pretrained wrote"
         )
     config = read_json(file)
     if not isinstance(config, dict) or not (isinstance(config.get("model_type"), str) or config.get("auto_map")):
         raise InputError(
-            f"{file}: names no model_type, so it is no transformers configuration; give the directory that "
-            "save_pretrained wrote"
+            file,
+            "names no model_type, so it is no transformers configuration",
+            "give the directory that save_pretrained wrote",
         )
     check_fields(file, config)
     check_fields(file, text_fields(config))
@@ -69,20 +71,23 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
     architecture = next((name for name in raw.get("architectures") or [] if isinstance(name, str)), None)
     if code and (model_type not in CONFIG_MAPPING or (architecture and not hasattr(transformers, architecture))):
         raise InputError(
-            f"{name}: wants code of its own ({architecture or model_type}, not in transformers "
-            f"{transformers.__version__}), which fp8q runs for tokenizers only; give a model whose class transformers "
-            "has"
+            name,
+            f"wants code of its own ({architecture or model_type}, not in transformers {transformers.__version__}), "
+            "which fp8q runs for tokenizers only",
+            "give a model whose class transformers has",
         )
     if not code and model_type not in CONFIG_MAPPING:
         raise InputError(
-            f"{name}: model_type {model_type} is unknown to transformers {transformers.__version__}; a newer "
-            "transformers may know it"
+            name,
+            f"model_type {model_type} is unknown to transformers {transformers.__version__}",
+            "a newer transformers may know it",
         )
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"{path / 'config.json'}: does not make a {model_type} configuration: {error_text(error)}; copy or "
-            "download it again"
+            path / "config.json",
+            f"does not make a {model_type} configuration: {error_text(error)}",
+            "copy or download it again",
         )
 
     with foreign(refusal):
@@ -111,9 +116,10 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     other = next((key for key in config.sub_configs if _OTHER_SENSES.fullmatch(key)), None)
     if (other and not inside) or (inside and named != mapped):
         raise InputError(
-            f"{name}: {named} is not a text-only model (its configuration has {other or 'a nested text_config'}), and "
-            f"of others fp8q does {mapped or 'those that transformers lets answer with text'}; give the language model "
-            "saved on its own"
+            name,
+            f"{named} is not a text-only model (its configuration has {other or 'a nested text_config'}), and of "
+            f"others fp8q does {mapped or 'those that transformers lets answer with text'}",
+            "give the language model saved on its own",
         )
     encoder = (
         config.is_encoder_decoder
@@ -127,21 +133,25 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
         raise _not_causal(name, named)
     if getattr(text, "index_topk", None):
         raise InputError(
-            f"{name}: {named} attends to tokens that an indexer chooses (index_topk) by a cache of its own, "
-            "which fp8q does not do for now; give another model"
+            name,
+            f"{named} attends to tokens that an indexer chooses (index_topk) by a cache of its own, which fp8q does "
+            "not do for now",
+            "give another model",
         )
     linear = "linear_attention" in (getattr(text, "layer_types", None) or ())  # MiniMax does not call it a state
     if linear or getattr(classes.get(type(config), None), "_is_stateful", False):
         raise InputError(
-            f"{name}: {named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not "
-            "do for now; give a transformer"
+            name,
+            f"{named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not do for "
+            "now",
+            "give a transformer",
         )
     return named
 
 
 def _not_causal(name: str, architecture: str) -> InputError:
     return InputError(
-        f"{name}: {architecture} is not a causal language model, and fp8q does no other; give a decoder-only one"
+        name, f"{architecture} is not a causal language model, and fp8q does no other", "give a decoder-only one"
     )
 
 
@@ -155,9 +165,11 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
             taken += (f"{module_name}.",)
         elif not module_name.startswith(taken) and _holds_experts(module_name.rpartition(".")[2], module):
             raise InputError(
-                f"{name}: {architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form "
-                "that fp8q does not do for now: its weights are not gate_up_proj and down_proj alone, or it computes "
-                "something else with them; give a model of another architecture"
+                name,
+                f"{architecture} is a mixture of experts ({module_name}, {type(module).__name__}) in a form that fp8q "
+                "does not do for now: its weights are not gate_up_proj and down_proj alone, or it computes something "
+                "else with them",
+                "give a model of another architecture",
             )
 
 

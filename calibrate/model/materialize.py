@@ -92,8 +92,10 @@ class Materializer:
         stored = self._find(name)
         if stored is None:
             raise InputError(
-                f"{self.name}: has no tensor {name}; load the model once with transformers and save it with "
-                "save_pretrained, which gives tensors their present names"
+                self.name,
+                f"has no tensor {name}",
+                "load the model once with transformers and save it with save_pretrained, which gives tensors their "
+                "present names",
             )
         coming = self._coming.pop(stored, None)
         mapped = coming() if coming else self.weights.tensor(stored)

@@ -191,18 +191,18 @@ def _locate(model: str, revision: str | None, with_code: bool, report: Reporter)
     path = local_path(model)
     if path.is_dir():
         if revision is not None:
-            raise InputError(f"--revision {revision}: is for hub names, and {model} is a directory; leave it out")
+            raise InputError(f"--revision {revision}", f"is for hub names, and {model} is a directory", "leave it out")
         return path, None
     if path.suffix == ".gguf":
         raise InputError(
-            f"{model}: is a GGUF file, whose weights are quantized already; give the checkpoint that it was made from"
+            model, "is a GGUF file, whose weights are quantized already", "give the checkpoint that it was made from"
         )
     if path.exists():
         raise InputError(
-            f"{model}: is a file; MODEL is the directory that holds config.json and the weights, or a hub name"
+            model, "is a file", "MODEL is the directory that holds config.json and the weights, or a hub name"
         )
     if not is_hub_name(model):
-        raise InputError(f"{model}: there is no such directory, and it is no hub name either; check the path")
+        raise InputError(model, "there is no such directory, and it is no hub name either", "check the path")
     snapshot = fetch_model(model, revision, with_code, report)
     return snapshot, snapshot.name
 
@@ -251,12 +251,14 @@ def no_model(source: Source, error: BaseException) -> InputError:
         from transformers import __version__
 
         return InputError(
-            f"{source.path / 'config.json'}: its rope_type {kind[:60]} is unknown to transformers {__version__}; a "
-            "newer transformers may know it"
+            source.path / "config.json",
+            f"its rope_type {kind[:60]} is unknown to transformers {__version__}",
+            "a newer transformers may know it",
         )
     return InputError(
-        f"{source.path / 'config.json'}: does not make a {source.architecture}: {error_text(error)}; copy or download "
-        "it again"
+        source.path / "config.json",
+        f"does not make a {source.architecture}: {error_text(error)}",
+        "copy or download it again",
     )
 
 
@@ -282,8 +284,9 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
         model = _load(source, meta_model(source), tensors, dtype, device)
     except torch.OutOfMemoryError:
         raise BackendError(
-            f"{source.name}: does not fit into the memory of {device}; free some, or hide the GPU with "
-            "CUDA_VISIBLE_DEVICES= and use the CPU"
+            source.name,
+            f"does not fit into the memory of {device}",
+            "free some, or hide the GPU with CUDA_VISIBLE_DEVICES= and use the CPU",
         ) from None
     model.config.use_cache = False
     widen_products(model, dtype, device)
@@ -322,7 +325,7 @@ def _check_model(source: Source) -> Source:
     with foreign(partial(no_model, source)), quiet_transformers():
         wrong = check_buffers(skeleton, sum(map(prod, shapes.values())))
     if wrong:
-        raise InputError(f"{source.path / 'config.json'}: {wrong}; copy or download it again")
+        raise InputError(source.path / "config.json", wrong, "copy or download it again")
     renamed = renamed_tensors(loaded, stored)
     kept = (fp32_tensors(skeleton, weights.names(), renamed, dtype) for dtype in (torch.bfloat16, torch.float16))
     in_bf16, in_fp16 = kept
@@ -346,8 +349,9 @@ def _load(
 
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"{source.name}: does not load as {source.architecture}: {error_text(error)}; copy or download the "
-            "checkpoint again"
+            source.name,
+            f"does not load as {source.architecture}: {error_text(error)}",
+            "copy or download the checkpoint again",
         )
 
     with foreign(refusal, torch.OutOfMemoryError), quiet_transformers():
@@ -355,7 +359,8 @@ def _load(
     if misfits:
         more = f" (and {len(misfits) - 1} more do not fit)" if len(misfits) > 1 else ""
         raise InputError(
-            f"{source.name}: the weights are not those of this {source.architecture}: {misfits[0]}{more}; copy or "
-            "download the checkpoint again"
+            source.name,
+            f"the weights are not those of this {source.architecture}: {misfits[0]}{more}",
+            "copy or download the checkpoint again",
         )
     return model

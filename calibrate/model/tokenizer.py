@@ -107,10 +107,11 @@ def auto_tokenizer(source: Source, directory: Path) -> "PreTrainedTokenizerBase"
 def _refusal(source: Source, error: BaseException) -> InputError:
     if "trust_remote_code" in str(error):
         return InputError(
-            f"{source.name}: its tokenizer wants code of its own; read it, and if you trust it, run it with "
-            "--trust-remote-code"
+            source.name,
+            "its tokenizer wants code of its own",
+            "read it, and if you trust it, run it with --trust-remote-code",
         )
-    return InputError(f"{source.name}: its tokenizer does not load: {error_text(error)}; {REMEDY}")
+    return InputError(source.name, f"its tokenizer does not load: {error_text(error)}", REMEDY)
 
 
 def stored_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":

@@ -129,7 +129,9 @@ class Heartbeat:
             self.explain(3 * INTERVAL_S)
         except RankError as error:
             raise Stopped(error) from None
-        stopped = Fp8qError("stopped by SIGTERM; what is finished is kept, and the same command goes on from there")
+        stopped = Fp8qError(
+            "", "stopped by SIGTERM", "what is finished is kept, and the same command goes on from there"
+        )
         stopped.exit_code = TERMINATED
         raise Stopped(stopped)
 

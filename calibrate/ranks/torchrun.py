@@ -29,8 +29,9 @@ def process_rank(environment: Mapping[str, str] | None = None) -> ProcessRank:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise InputError(
-            f"RANK is {env['RANK']} of {env['WORLD_SIZE']}, and {missing[0]} is not set; start the ranks with "
-            "torchrun, or unset RANK"
+            "",
+            f"RANK is {env['RANK']} of {env['WORLD_SIZE']}, and {missing[0]} is not set",
+            "start the ranks with torchrun, or unset RANK",
         )
     values = {
         name: env.get(name, default)
@@ -39,11 +40,13 @@ def process_rank(environment: Mapping[str, str] | None = None) -> ProcessRank:
     wrong = next((name for name, value in values.items() if not re.fullmatch(r"\d{1,9}", value)), None)
     if wrong:
         raise InputError(
-            f"{wrong} is {values[wrong]!r}, which is no number; start the ranks with torchrun, or unset RANK"
+            "", f"{wrong} is {values[wrong]!r}, which is no number", "start the ranks with torchrun, or unset RANK"
         )
     rank, ranks, local_rank, local_ranks = map(int, values.values())
     if rank >= ranks:
         raise InputError(
-            f"RANK is {rank} of {ranks}, and the last is {ranks - 1}; start the ranks with torchrun, or unset RANK"
+            "",
+            f"RANK is {rank} of {ranks}, and the last is {ranks - 1}",
+            "start the ranks with torchrun, or unset RANK",
         )
     return ProcessRank(rank, ranks, local_rank, local_ranks)

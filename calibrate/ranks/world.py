@@ -120,8 +120,9 @@ class World:
             if summary["tensors"] != summaries[0]["tensors"]:
                 differing = min({*summary["tensors"].items()} ^ {*summaries[0]["tensors"].items()})[0]
                 raise Fp8qError(
-                    f"{member['name']}: did not measure the tensors of rank 0 ({differing} differs); calibrate in one "
-                    "process"
+                    member["name"],
+                    f"did not measure the tensors of rank 0 ({differing} differs)",
+                    "calibrate in one process",
                 )
         tensors = {name: self._added_tensor(statistics.tensors[name]) for name in sorted(statistics.tensors)}
         record = replace_record(statistics.record, tokens=sum(summary["tokens"] for summary in summaries))
@@ -184,8 +185,9 @@ class World:
         if self.heartbeat is not None:
             self.heartbeat.explain()
         return BackendError(
-            f"{self.members[0]['name']}: the ranks lost each other: {' '.join(str(error).split())[:300]}; run the "
-            "same command again"
+            self.members[0]["name"],
+            f"the ranks lost each other: {' '.join(str(error).split())[:300]}",
+            "run the same command again",
         )
 
 
@@ -212,9 +214,10 @@ def joined_ranks() -> Iterator[World]:
         dist.distributed_c10d._set_pg_timeout(IN_A_LIBRARY)
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         raise BackendError(
-            f"{rank_name(here.rank, socket.gethostname())}: did not meet the other {here.ranks - 1} ranks at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: "
-            f"{' '.join(str(error).split())[:300]}; see that all were started, and that this address can be reached"
+            rank_name(here.rank, socket.gethostname()),
+            f"did not meet the other {here.ranks - 1} ranks at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {' '.join(str(error).split())[:300]}",
+            "see that all were started, and that this address can be reached",
         ) from None
     heartbeat = world.heartbeat = Heartbeat(here.rank, [member["name"] for member in world.members], beats)
     try:
@@ -243,8 +246,9 @@ def _device(here: ProcessRank) -> str:
         return "cpu"
     if here.local_rank >= torch.cuda.device_count():
         raise InputError(
-            f"--nproc-per-node {here.local_ranks}: this machine ({socket.gethostname()}) has "
-            f"{torch.cuda.device_count()} GPUs; start at most as many ranks on it"
+            f"--nproc-per-node {here.local_ranks}",
+            f"this machine ({socket.gethostname()}) has {torch.cuda.device_count()} GPUs",
+            "start at most as many ranks on it",
         )
     if here.ranks > 1:
         torch.cuda.set_device(here.local_rank)
@@ -278,8 +282,9 @@ def _check_alike(members: Sequence[Mapping[str, Any]]) -> None:
                     "set OMP_NUM_THREADS to the same number for all" if what == "threads" else "the ranks must be alike"
                 )
                 raise InputError(
-                    f"{member['name']}: its {what} is {theirs}, and rank 0's is {mine}: their sums would round "
-                    f"differently; {remedy}"
+                    member["name"],
+                    f"its {what} is {theirs}, and rank 0's is {mine}: their sums would round differently",
+                    remedy,
                 )
 
 

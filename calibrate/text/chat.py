@@ -36,8 +36,9 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
     except ValueError:
         named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
         raise InputError(
-            f"{name}: its tokenizer has {without_default(named)}; put the one it was trained with beside config.json "
-            "as chat_template.jinja, or give text instead of chats"
+            name,
+            f"its tokenizer has {without_default(named)}",
+            "put the one it was trained with beside config.json as chat_template.jinja, or give text instead of chats",
         ) from None
     template = Template(source, {key: str(token) for key, token in tokenizer.special_tokens_map.items()})
 
@@ -47,7 +48,7 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
             return template.render(chat)
         except TemplateError as error:
             raise InputError(
-                f"{where}: the tokenizer's chat template refuses it: {error_text(error)}; mend the row, or leave it out"
+                where, f"the tokenizer's chat template refuses it: {error_text(error)}", "mend the row, or leave it out"
             ) from None
 
     return render
@@ -59,13 +60,13 @@ def messages(where: str, value: object) -> list[Message]:
     ShareGPT's `from` and `value` are renamed. Raises InputError naming the row, the message and the fault.
     """
     if not isinstance(value, list) or not value:
-        raise InputError(f"{where} holds no chat but {_shown(value)}; it must hold {FORM}")
+        raise InputError("", f"{where} holds no chat but {_shown(value)}", f"it must hold {FORM}")
     return [_message(f"{where}, message {number}", message) for number, message in enumerate(value, 1)]
 
 
 def _message(where: str, value: object) -> Message:
     if not isinstance(value, dict):
-        raise InputError(f"{where}: is no message but {_shown(value)}; a chat is {FORM}")
+        raise InputError(where, f"is no message but {_shown(value)}", f"a chat is {FORM}")
     message = {key: entry for key, entry in value.items() if entry is not None}  # tables fill in what a row lacks
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
@@ -76,11 +77,11 @@ def _message(where: str, value: object) -> Message:
         }
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise InputError(f'{where}: its role is {_shown(role)}; it must be a string such as "user" or "assistant"')
+        raise InputError(where, f"its role is {_shown(role)}", 'it must be a string such as "user" or "assistant"')
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{where} ({role}): its content is {_shown(content)}; it must be a string")
+        raise InputError(f"{where} ({role})", f"its content is {_shown(content)}", "it must be a string")
     if isinstance(content, str) and (wrong := fault(content)):
-        raise InputError(f"{where} ({role}): its content holds {wrong}; mend it")
+        raise InputError(f"{where} ({role})", f"its content holds {wrong}", "mend it")
     return message
 
 

@@ -76,8 +76,10 @@ def encode_texts(
     if vocabulary is not None and len(ids) and ids.max() >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(int(ids.max()))
         raise InputError(
+            "",
             f"the tokenizer gives {token!r} the id {ids.max():,}, and the model's embedding ends at "
-            f"{vocabulary - 1:,}: it is not this model's tokenizer; put the right one beside config.json"
+            f"{vocabulary - 1:,}: it is not this model's tokenizer",
+            "put the right one beside config.json",
         )
     return ids
 
@@ -85,8 +87,9 @@ def encode_texts(
 def _tokenized(batch: list[str], tokenizer: "PreTrainedTokenizerBase", special_tokens: bool) -> list[list[int]]:
     def refusal(error: BaseException) -> InputError:
         return InputError(
-            f"the tokenizer cannot read the text: {error_text(error)}; put the tokenizer the model was trained with "
-            "beside config.json"
+            "",
+            f"the tokenizer cannot read the text: {error_text(error)}",
+            "put the tokenizer the model was trained with beside config.json",
         )
 
     with foreign(refusal), muted():
@@ -157,13 +160,15 @@ def windows(
     available = len(starts)
     if not available:
         raise InputError(
-            f"the text has {len(ids):,} tokens, and one window needs {packing.text:,}; give more text, or a smaller "
-            "--seq-len"
+            "",
+            f"the text has {len(ids):,} tokens, and one window needs {packing.text:,}",
+            "give more text, or a smaller --seq-len",
         )
     if count > available:
         raise InputError(
-            f"--samples {count:,}: the text has {available:,} windows of {seq_len:,} tokens; give more text, or a "
-            "smaller --samples or --seq-len"
+            f"--samples {count:,}",
+            f"the text has {available:,} windows of {seq_len:,} tokens",
+            "give more text, or a smaller --samples or --seq-len",
         )
     if seed is None:
         chosen = np.arange(count) * available // count
@@ -188,6 +193,6 @@ def lower_default(
         return limit
     if limit is not None and asked > limit:
         raise InputError(
-            f"{option} {asked:,}: is more than {limit:,}, {because}; ask for at most that, or leave it out"
+            f"{option} {asked:,}", f"is more than {limit:,}, {because}", "ask for at most that, or leave it out"
         )
     return asked

@@ -42,22 +42,22 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
     if path.is_dir():
         if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             raise InputError(
-                f"{path}: is no directory that `datasets` saved (no state.json or dataset_dict.json); give {FORMS}"
+                path, "is no directory that `datasets` saved (no state.json or dataset_dict.json)", f"give {FORMS}"
             )
         loaded = read_saved(path, str(path), reading, report)
     elif exists(path):
         if reader is None:
             raise InputError(
-                f"{spec}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORMS}"
+                spec, "does not end in .txt, .jsonl or .parquet, which tell how to read it", f"give {FORMS}"
             )
         regular_file(path, AGAIN)
         loaded = reader(path, str(path), reading, report)
     elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
         loaded = read_hub(spec, reading, report)
     else:
-        raise InputError(f"{spec}: there is no such file; give {FORMS}")
+        raise InputError(spec, "there is no such file", f"give {FORMS}")
     if not any(text.strip() for text in loaded.texts):
-        raise InputError(f"{spec}: holds no text{' but white space' if any(loaded.texts) else ''}; give {FORMS}")
+        raise InputError(spec, f"holds no text{' but white space' if any(loaded.texts) else ''}", f"give {FORMS}")
     return loaded
 
 
@@ -70,12 +70,13 @@ def _decode(path: Path, piece: Excerpt) -> str:
     except UnicodeDecodeError as error:
         likely = "utf-16" if piece.content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
         raise InputError(
-            f"{path}: is not UTF-8: byte 0x{content[error.start]:02X} at offset {offset + error.start:,}; convert it, "
-            f"perhaps with `iconv -f {likely} -t utf-8`"
+            path,
+            f"is not UTF-8: byte 0x{content[error.start]:02X} at offset {offset + error.start:,}",
+            f"convert it, perhaps with `iconv -f {likely} -t utf-8`",
         ) from None
     if (first := content.find(0)) >= 0:
         raise InputError(
-            f"{path}: holds a NUL at offset {offset + first:,}, which is in no text: it is {_likely(content)}"
+            path, f"holds a NUL at offset {offset + first:,}, which is in no text: it is {_likely(content)}"
         )
     return text
 
@@ -126,15 +127,15 @@ def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str,
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise InputError(
-                f"{path}: {where} is not JSON ({error.msg} at column {error.colno}); each line must be one object"
+                path, f"{where} is not JSON ({error.msg} at column {error.colno})", "each line must be one object"
             ) from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, deeply nested brackets
             raise InputError(
-                f"{path}: {where} is no JSON that can be read ({error_text(error)}); each line must be one object"
+                path, f"{where} is no JSON that can be read ({error_text(error)})", "each line must be one object"
             ) from None
         if not isinstance(row, dict):
             raise InputError(
-                f'{path}: {where} is no object but {line[:20].strip()}; each line must be one like {{"text": …}}'
+                path, f"{where} is no object but {line[:20].strip()}", 'each line must be one like {"text": …}'
             )
         yield where, row
 

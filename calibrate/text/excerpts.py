@@ -65,8 +65,9 @@ def line_pieces(path: Path, limit: int) -> Iterator[Excerpt]:
             while (offset := handle.tell()) < end and (line := handle.readline(limit)):
                 if not line.endswith(b"\n") and len(line) == limit:
                     raise InputError(
-                        f"{path}: the line at byte {offset:,} is longer than {limit:,} bytes; each line must be one "
-                        "document"
+                        path,
+                        f"the line at byte {offset:,} is longer than {limit:,} bytes",
+                        "each line must be one document",
                     )
                 yield Excerpt(offset, line)
 

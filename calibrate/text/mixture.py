@@ -35,11 +35,11 @@ def parse(data: str | Sequence[str]) -> list[WeightedText]:
     """
     parts = [_part(spec) for spec in ([data] if isinstance(data, str) else data)]
     if not parts:
-        raise InputError("--data: names no text; give at least one")
+        raise InputError("--data", "names no text", "give at least one")
     specs = [part.spec for part in parts]
     twice = next((spec for spec in specs if specs.count(spec) > 1), None)
     if twice is not None:
-        raise InputError(f"--data {twice}: is given more than once; give it once, and its weight as {twice}=2")
+        raise InputError(f"--data {twice}", "is given more than once", f"give it once, and its weight as {twice}=2")
     return parts
 
 
@@ -49,7 +49,7 @@ def _part(text: str) -> WeightedText:
         return WeightedText(text)
     spec, weight = match[1], Fraction(match[2])
     if weight <= 0:
-        raise InputError(f"--data {text}: its weight is {match[2]}; give one above 0, or leave the text out")
+        raise InputError(f"--data {text}", f"its weight is {match[2]}", "give one above 0, or leave the text out")
     return WeightedText(spec, weight)
 
 

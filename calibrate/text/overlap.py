@@ -81,9 +81,10 @@ def check_disjoint(
     what, where = (eval_data, data) if found.of_second >= found.of_first else (data, eval_data)
     if found.too_much and not allowed:
         raise InputError(
-            f"--eval-data {eval_data}: is not apart from the calibration text: {found.shown} of {what} is in {where}; "
+            f"--eval-data {eval_data}",
+            f"is not apart from the calibration text: {found.shown} of {what} is in {where}",
             "evaluate on other text, leave --eval-data out to hold out the last tenth of --data, or give "
-            "--allow-overlap"
+            "--allow-overlap",
         )
     if found.worth_a_note:
         report.note(f"--eval-data {eval_data}: {found.shown} of {what} is in {where}")

@@ -45,8 +45,9 @@ class Packing:
         """Raise InputError, naming the `option` of the size, when a window has no room for the text."""
         if self.text < 1:
             raise InputError(
-                f"{option} {self.size}: leaves no token of the text in a window, which begins with the tokenizer's "
-                f"{len(self.prefix)}; give at least {len(self.prefix) + 1}, or calibrate with --bos never"
+                f"{option} {self.size}",
+                f"leaves no token of the text in a window, which begins with the tokenizer's {len(self.prefix)}",
+                f"give at least {len(self.prefix) + 1}, or calibrate with --bos never",
             )
 
     def starts(self, ids: Tokens, stride: int | None = None) -> Tokens:
@@ -99,8 +100,9 @@ def _common_prefix(tokenizer: "PreTrainedTokenizerBase", samples: tuple[str, ...
 
     def unknown(why: str) -> InputError:
         return InputError(
-            f"--bos auto: what the tokenizer puts in front of a text cannot be told, since {why}; give --bos never, "
-            "which adds nothing to the text as it is tokenized"
+            "--bos auto",
+            f"what the tokenizer puts in front of a text cannot be told, since {why}",
+            "give --bos never, which adds nothing to the text as it is tokenized",
         )
 
     with foreign(lambda error: unknown(f"it cannot encode {samples[0]!r}: {error_text(error)}")), muted():

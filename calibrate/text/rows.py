@@ -87,8 +87,9 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
         return DocumentColumn(chat, chat=True)
     if chat and "text" not in strings:
         raise InputError(
-            f"{spec}: holds chats, under `{chat}`; render them by the tokenizer's own template with --chat-template, "
-            "or name a column of strings `text`"
+            spec,
+            f"holds chats, under `{chat}`",
+            "render them by the tokenizer's own template with --chat-template, or name a column of strings `text`",
         )
     wanted = reading.column or ("text" if "text" in strings or len(strings) != 1 else strings[0])
     if wanted not in strings:
@@ -98,7 +99,7 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
             else ", ".join(name if kind == "strings" else f"{name} (no strings)" for name, kind in kinds.items())
         )
         raise InputError(
-            f"{spec}: has no column `{wanted}` of strings; its columns are {found}; name the one to read `text`"
+            spec, f"has no column `{wanted}` of strings; its columns are {found}", "name the one to read `text`"
         )
     return DocumentColumn(wanted, chat=False)
 
@@ -107,7 +108,7 @@ def choose_split(spec: str, splits: list[str], reading: Reading) -> str:
     """The split to read. Raises InputError naming the splits."""
     wanted = reading.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
     if wanted not in splits:
-        raise InputError(f"{spec}: has no split `{wanted}`; it has {', '.join(splits)}")
+        raise InputError(spec, f"has no split `{wanted}`", f"it has {', '.join(splits)}")
     return wanted
 
 
@@ -161,10 +162,11 @@ def _checked(spec: str, where: str, column: str, value: object) -> str:
         return value
     if wrong and "NUL" in wrong:
         raise InputError(
-            f"{spec}: {where} holds {wrong}, under `{column}`; take it out, or convert what it was made from to UTF-8"
+            spec, f"{where} holds {wrong}, under `{column}`", "take it out, or convert what it was made from to UTF-8"
         )
     shown = json.dumps(value, default=str)[:20]
     raise InputError(
-        f"{spec}: {where} holds {shown} under `{column}`, which is no text; each "
-        f"{'row' if where.startswith('row') else 'line'} must hold a string there"
+        spec,
+        f"{where} holds {shown} under `{column}`, which is no text",
+        f"each {'row' if where.startswith('row') else 'line'} must hold a string there",
     )

@@ -154,7 +154,7 @@ def table_errors(spec: str, remedy: str) -> Iterator[None]:
     """
 
     def refusal(error: BaseException) -> InputError:
-        return InputError(f"{spec}: does not read: {error_text(error)}; {remedy}")
+        return InputError(spec, f"does not read: {error_text(error)}", remedy)
 
     with foreign(refusal, *network_errors()):
         yield

@@ -45,7 +45,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: is no text in UTF-8 ({error}); copy it again from the model") from None
+        raise InputError(path, f"is no text in UTF-8 ({error})", "copy it again from the model") from None
 
 
 def read_fields(path: Path) -> dict[str, Any]:
@@ -53,5 +53,5 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:  # brackets without end
-        raise InputError(f"{path}: is not JSON ({error}); copy it again from the model") from None
+        raise InputError(path, f"is not JSON ({error})", "copy it again from the model") from None
     return content if isinstance(content, dict) else {}

@@ -141,13 +141,14 @@ def check_buildable(onnx_file: Path, promise: Promise) -> None:
     """Raise InputError where the graph or its external data cannot be built."""
     if not promise.input_scales and not promise.bf16_inputs:
         raise InputError(
-            f"{onnx_file}: scales.json promises no product on FP8, so there is nothing to build; calibrate with fewer "
-            "--skip"
+            onnx_file,
+            "scales.json promises no product on FP8, so there is nothing to build",
+            "calibrate with fewer --skip",
         )
     errors = [finding for finding in lint_graph(load_graph(onnx_file), promise) if finding.severity == "error"]
     if errors:
         more = f" ({places(errors) - 1} more)" if len(errors) > 1 else ""
-        raise InputError(f"{onnx_file}: {errors[0]}{more}")
+        raise InputError(onnx_file, f"{errors[0]}{more}")
 
 
 @dataclass(frozen=True)
@@ -252,12 +253,12 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     if not parser.parse_from_file(str(onnx_file)):
         error = parser.get_error(0)
         raise BackendError(
-            f"{failed}: {explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)}"
+            failed, explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)
         )
     config = configure(trt, builder, job)
     for profile in job.profiles:
         if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
-            raise BackendError(f"{failed}: {explain(errors)}")
+            raise BackendError(failed, explain(errors))
     with report.track(f"Building the {job.target} engine", BuildProgress.TOTAL, "%") as advance:
         progress = BuildProgress(advance)
         monitor = progress_monitor(trt, progress)
@@ -268,7 +269,7 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
         save_timings(config, job.timings)
     if plan is None:
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
-        raise BackendError(f"{failed}: {explain(errors, layers=layers, near=near)}")
+        raise BackendError(failed, explain(errors, layers=layers, near=near))
     return memoryview(plan).cast("B")
 
 

@@ -78,7 +78,7 @@ def load_engines(run: Run, precision: Precision = "fp8", adapter: str | None = N
     files = [run.require(run.root / path, name) for path in (stage.outputs if stage else {}) if is_record(path)]
     if not files:
         raise InputError(
-            f"{engines_of(run, precision, adapter)}: holds no engine; run `{stage_command(name, run.root)}` first"
+            engines_of(run, precision, adapter), "holds no engine", f"run `{stage_command(name, run.root)}` first"
         )
     return sorted(
         (read_document(file, EngineInfo) for file in files), key=lambda info: targets.capability(info.target) or (0, 0)
@@ -119,14 +119,16 @@ def check_share(engines: Sequence[EngineInfo], min_fp8_share: float | None) -> N
                 else "use the version that fp8q pins"
             )
             raise GateError(
-                f"{info.target}: what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told "
-                f"from it, which does not meet {asked}; {remedy}, or accept it with --min-fp8-share 0"
+                info.target,
+                f"what the engine of {targets.TITLES[info.runtime]} {info.version} runs cannot be told from it, which "
+                f"does not meet {asked}",
+                f"{remedy}, or accept it with --min-fp8-share 0",
             )
         narrow = info.narrow_products if info.evidence == "plan" else []
         counted = Counted(info.promised_products, info.wide_products, narrow, info.unknown_products)
         if short := shortfall(counted, min_fp8_share):
             raise GateError(
-                f"{info.target}: {short}; the engine is kept, `fp8q export` again or accept it with a smaller share"
+                info.target, short, "the engine is kept, `fp8q export` again or accept it with a smaller share"
             )
 
 

@@ -58,7 +58,7 @@ def _size(tensor: str, dimension: int | str, sizes: Mapping[str, int]) -> int:
     if unknown := [word for word in words if word not in sizes and not word.isdecimal()]:
         what = f"{unknown[0]} is none of {', '.join(sizes)}" if unknown[0] else "it has no name"
         raise InputError(
-            f"{tensor}: its dimension {dimension!r} has no range ({what}); export the graph with `fp8q export`"
+            tensor, f"its dimension {dimension!r} has no range ({what})", "export the graph with `fp8q export`"
         )
     return sum(sizes[word] if word in sizes else int(word) for word in words)
 

@@ -122,11 +122,12 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
         return numpy_helper.to_array(found).view(np.uint8)
     place, end = graph.storage.places.at(where.location), where.offset + bytes_of(found)
     if place.size is None:
-        raise InputError(f"{place.path}: {place.why or 'lies outside model/'}; copy the whole of model/ again")
+        raise InputError(place.path, f"{place.why or 'lies outside model/'}", "copy the whole of model/ again")
     if where.offset < 0 or end > place.size:
         raise InputError(
-            f"{place.path}: is cut short: the codes of {tensor} end at byte {end}, and it has {place.size}; copy the "
-            "whole of model/ again"
+            place.path,
+            f"is cut short: the codes of {tensor} end at byte {end}, and it has {place.size}",
+            "copy the whole of model/ again",
         )
     return np.memmap(place.path, np.uint8, "r", where.offset, tuple(found.dims))
 

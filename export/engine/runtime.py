@@ -26,7 +26,9 @@ def import_runtime(runtime: Runtime) -> Any:
         return import_module(targets.MODULES[runtime])
     except (ImportError, OSError) as error:
         raise BackendError(
-            f"{targets.TITLES[runtime]} cannot be imported ({error}); install it with `pip install 'fp8q[{runtime}]'`"
+            "",
+            f"{targets.TITLES[runtime]} cannot be imported ({error})",
+            f"install it with `pip install 'fp8q[{runtime}]'`",
         ) from error
 
 
@@ -54,7 +56,7 @@ def start(runtime: Runtime, kind: Literal["Builder", "Runtime"], logger: Any) ->
     try:
         return getattr(trt, kind)(logger)
     except TypeError as error:
-        raise BackendError(f"{targets.TITLES[runtime]} {trt.__version__} {why_not_started(runtime)}") from error
+        raise BackendError("", f"{targets.TITLES[runtime]} {trt.__version__} {why_not_started(runtime)}") from error
 
 
 def why_not_started(runtime: Runtime) -> str:
@@ -107,6 +109,6 @@ def inspect_plan(plan: memoryview) -> str:
     logger, errors = collecting_logger(trt)
     engine = start("tensorrt", "Runtime", logger).deserialize_cuda_engine(plan)
     if engine is None:
-        raise BackendError(f"TensorRT cannot load the engine it built: {explain(errors)}")
+        raise BackendError("", f"TensorRT cannot load the engine it built: {explain(errors)}")
     information: str = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
     return information

@@ -78,7 +78,9 @@ def choose_runtime(
     if runtime in installed:
         return runtime
     raise BackendError(
-        f"{TITLES[runtime]} is not installed and this command needs it; install it with `pip install 'fp8q[{runtime}]'`"
+        "",
+        f"{TITLES[runtime]} is not installed and this command needs it",
+        f"install it with `pip install 'fp8q[{runtime}]'`",
     )
 
 
@@ -89,8 +91,9 @@ def default_targets(runtime: Runtime, gpu: str | None, known: tuple[str, ...]) -
     """
     if runtime == "tensorrt" and gpu is None:
         raise BackendError(
-            "TensorRT builds on the GPU that will run the engine, and there is none here; --runtime tensorrt-rtx "
-            "builds ahead of time"
+            "",
+            "TensorRT builds on the GPU that will run the engine, and there is none here",
+            "--runtime tensorrt-rtx builds ahead of time",
         )
     if gpu is not None and (runtime == "tensorrt" or (gpu in known and can_do_fp8(gpu))):
         return (gpu,)
@@ -101,8 +104,9 @@ def check_capability(target: str) -> None:
     """Raise InputError for a GPU that is too old for FP8; needs no runtime."""
     if capability(target) is not None and not can_do_fp8(target):
         raise InputError(
-            f"--target {target}: cannot do FP8, whose tensor cores begin with "
-            f"sm{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}; choose a newer one"
+            f"--target {target}",
+            f"cannot do FP8, whose tensor cores begin with sm{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}",
+            "choose a newer one",
         )
 
 
@@ -114,8 +118,9 @@ def check_target(target: str, runtime: Runtime, known: tuple[str, ...]) -> None:
         fit = ", ".join(filter(can_do_fp8, known)) or "none"
         if runtime == "tensorrt-rtx" and target in DATA_CENTRE:
             raise InputError(
-                f"--target {target}: {DATA_CENTRE[target]} is none of TensorRT-RTX's GPUs ({fit}); TensorRT builds for "
-                "it, on that GPU: install it there with `pip install 'fp8q[tensorrt]'`, and run `fp8q build-engine RUN "
-                "--runtime tensorrt`"
+                f"--target {target}",
+                f"{DATA_CENTRE[target]} is none of TensorRT-RTX's GPUs ({fit})",
+                "TensorRT builds for it, on that GPU: install it there with `pip install 'fp8q[tensorrt]'`, and run "
+                "`fp8q build-engine RUN --runtime tensorrt`",
             )
-        raise InputError(f"--target {target}: {TITLES[runtime]} does not know it{here}; choose from {fit}")
+        raise InputError(f"--target {target}", f"{TITLES[runtime]} does not know it{here}", f"choose from {fit}")

@@ -77,7 +77,7 @@ def sound_graph(onnx_file: Path) -> Indexed:
     graph = load_graph(onnx_file)
     for number in (FORM, *PLACES):
         for finding in RULES[number].findings(graph, None):
-            raise InputError(f"{onnx_file}: {finding}")
+            raise InputError(onnx_file, str(finding))
     return graph
 
 
@@ -100,7 +100,7 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
             }
     except KeyError as error:
         raise InputError(
-            f"{run.attention}: has no scale of {error.args[0]}; run `fp8q export --attention fp8` again"
+            run.attention, f"has no scale of {error.args[0]}", "run `fp8q export --attention fp8` again"
         ) from None
     return promised
 

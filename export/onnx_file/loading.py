@@ -33,28 +33,29 @@ def load_graph(path: Path) -> Indexed:
     Raises InputError where there is no such regular file, it is larger than an ONNX file can be, or it does not parse.
     """
     if os.path.isdir(path):
-        raise InputError(f"{path}: is a directory; name the ONNX file in it, such as {path / 'model.onnx'}")
+        raise InputError(path, "is a directory", f"name the ONNX file in it, such as {path / 'model.onnx'}")
     if (size := regular_file(path)) > LARGEST_FILE:
         raise InputError(
-            f"{path}: is no ONNX model: it has {size} bytes, and protobuf takes at most {LARGEST_FILE}; export it with "
-            "its weights as external data"
+            path,
+            f"is no ONNX model: it has {size} bytes, and protobuf takes at most {LARGEST_FILE}",
+            "export it with its weights as external data",
         )
     try:
         model = onnx.load_model(path, format="protobuf", load_external_data=False)  # whatever the file's name ends in
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        raise InputError(path, f"cannot be read ({error.strerror})") from None
     except DecodeError:
-        raise InputError(f"{path}: is no ONNX model, or is cut short; export it again") from None
+        raise InputError(path, "is no ONNX model, or is cut short", "export it again") from None
     if not model.graph.node:
-        raise InputError(f"{path}: is no ONNX model, or holds no node; export it again")
+        raise InputError(path, "is no ONNX model, or holds no node", "export it again")
     try:
         damaged = damaged_text(model)
     except TooLargeError:
         raise InputError(
-            f"{path}: has more than {MOST_MESSAGES} nodes, attributes and tensors, which no model has; export it again"
+            path, f"has more than {MOST_MESSAGES} nodes, attributes and tensors, which no model has", "export it again"
         ) from None
     if damaged:
-        raise InputError(f"{path}: is damaged ({damaged} is no UTF-8); export it again")
+        raise InputError(path, f"is damaged ({damaged} is no UTF-8)", "export it again")
     return Indexed(model, path.parent)
 
 

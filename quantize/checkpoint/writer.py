@@ -69,8 +69,10 @@ def quantize_checkpoint(
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
         raise InputError(
-            f"{source.name}: has no tensor {missing[0]}.weight; load the model once with transformers and save it "
-            "with save_pretrained, which gives tensors their present names"
+            source.name,
+            f"has no tensor {missing[0]}.weight",
+            "load the model once with transformers and save it with save_pretrained, which gives tensors their "
+            "present names",
         )
     directory.mkdir(parents=True)
     narrowing, ties = Narrowing(source, weights), ties_of(source)

@@ -30,7 +30,8 @@ def checkpoint_findings(path: Path) -> tuple[Checkpoint, list[Finding]]:
     checkpoint = open_checkpoint(path)
     if checkpoint is None:
         raise InputError(
-            f"{path}: is a checkpoint that says nothing of quantization: config.json has no quantization_config; name "
-            "one in FP8, an ONNX file, a Triton repository or a run"
+            path,
+            "is a checkpoint that says nothing of quantization: config.json has no quantization_config",
+            "name one in FP8, an ONNX file, a Triton repository or a run",
         )
     return checkpoint, [finding for number in sorted(RULES) for finding in RULES[number].findings(checkpoint)]

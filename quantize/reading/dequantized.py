@@ -95,8 +95,9 @@ class FP8Source:
             return np.array([self._one(name)], np.float32)
         if not ((values >= SMALLEST_SCALE) & (values < np.inf)).all():
             raise InputError(
-                f"{name}: holds {values.min():g} to {values.max():g}, and the scales of heads are positive and finite; "
-                "leave out --inherit"
+                name,
+                f"holds {values.min():g} to {values.max():g}, and the scales of heads are positive and finite",
+                "leave out --inherit",
             )
         return values.reshape(-1, 1, 1)
 
@@ -106,7 +107,7 @@ class FP8Source:
         if len(values) != 1 or not SMALLEST_SCALE <= values[0] < np.inf:
             what = f"{len(values)} scales" if len(values) != 1 else f"the scale {values[0]:g}"
             raise InputError(
-                f"{name}: holds {what}, and a tensor of activations has one, positive and finite; leave out --inherit"
+                name, f"holds {what}, and a tensor of activations has one, positive and finite", "leave out --inherit"
             )
         return float(values[0])
 
@@ -158,8 +159,10 @@ def recognize(
     if declared is None:
         if coded := next((each for each, header in headers.items() if header.dtype.startswith(CODES)), None):
             raise InputError(
-                f"{headers[coded].file}: {coded} is {headers[coded].dtype}, and config.json has no quantization_config "
-                f"that says what its codes stand for; what is read is {READ}; export the checkpoint again"
+                headers[coded].file,
+                f"{coded} is {headers[coded].dtype}, and config.json has no quantization_config that says what its "
+                f"codes stand for; what is read is {READ}",
+                "export the checkpoint again",
             )
         return None
     files = sorted({header.file for header in headers.values()})
@@ -179,8 +182,9 @@ def recognize(
         (each for each in rest if headers[each].dtype.startswith(CODES) and rest[each].dtype != "F32"), None
     ):
         raise InputError(
-            f"{headers[other].file}: {other} is {headers[other].dtype} {list(headers[other].shape)}, and what is read "
-            "are matrices in F8_E4M3; give the checkpoint it was made from, in BF16"
+            headers[other].file,
+            f"{other} is {headers[other].dtype} {list(headers[other].shape)}, and what is read are matrices in F8_E4M3",
+            "give the checkpoint it was made from, in BF16",
         )
     return fp8
 
@@ -197,7 +201,7 @@ def _read_scales(file: Path) -> dict[str, Located]:
         if name.rpartition(".")[2] in (*INPUT_SCALES["compressed-tensors"], *CACHE_SCALES)
     }
     if problems:
-        raise InputError(f"{file}: {problems[0][1]}; copy or download it again")
+        raise InputError(file, problems[0][1], "copy or download it again")
     return scales
 
 
@@ -205,20 +209,25 @@ def _check_codes(given: FP8Source, name: str) -> None:
     """Raise InputError where no weight of the checkpoint `name` is codes, or its codes or scales are invalid."""
     if not given.weights:
         raise InputError(
-            f"{given.checkpoint.declared.source}: says that {name} is quantized, and no tensor there holds FP8 codes; "
-            "where the weights are numbers, take quantization_config out of config.json, and hf_quant_config.json away"
+            given.checkpoint.declared.source,
+            f"says that {name} is quantized, and no tensor there holds FP8 codes",
+            "where the weights are numbers, take quantization_config out of config.json, and hf_quant_config.json away",
         )
     for codes in given.weights.values():
         if len(codes.shape) != 2 or codes.weight == codes.module:
             raise InputError(
-                f"{name}: {codes.weight} holds codes of the shape {list(codes.shape)}, and what is read are weights of "
-                "linear layers; give the checkpoint it was made from, in BF16"
+                name,
+                f"{codes.weight} holds codes of the shape {list(codes.shape)}, and what is read are weights of linear "
+                "layers",
+                "give the checkpoint it was made from, in BF16",
             )
         scales = given.checkpoint.scales(codes)
         # blocks are quantized again, and one of zeros may have the scale 0
         fit = np.isfinite(scales) & (scales >= (0 if codes.granularity == "block" else SMALLEST_SCALE))
         if not fit.all():
             raise InputError(
-                f"{codes.scale}: holds {float(scales[~fit][0]):g} ({int((~fit).sum()):,} of {scales.size:,} are not "
-                "positive and finite), which is no scale; export the checkpoint again"
+                f"{codes.scale}",
+                f"holds {float(scales[~fit][0]):g} ({int((~fit).sum()):,} of {scales.size:,} are not positive and "
+                "finite), which is no scale",
+                "export the checkpoint again",
             )

@@ -138,7 +138,7 @@ class Checkpoint:
         """
         tensor = self.tensors[name]
         if tensor.dtype not in TYPES:
-            raise InputError(f"{tensor.file}: {name} is {tensor.dtype}, which no scale is; store it as F32")
+            raise InputError(tensor.file, f"{name} is {tensor.dtype}, which no scale is", "store it as F32")
         values: Float32s = self._read(tensor, TYPES[tensor.dtype]).astype(np.float32)
         return values.reshape(tensor.shape)
 
@@ -150,13 +150,16 @@ class Checkpoint:
         """
         if codes.scale is None:
             raise InputError(
-                f"{codes.weight}: has no scale ({' or '.join(WEIGHT_SCALES[self.declared.form])}), and codes without "
-                f"one say nothing; export the checkpoint again"
+                codes.weight,
+                f"has no scale ({' or '.join(WEIGHT_SCALES[self.declared.form])}), and codes without one say nothing",
+                "export the checkpoint again",
             )
         if codes.block is None:
             raise InputError(
-                f"{codes.scale}: has the shape {list(self.tensors[codes.scale].shape)}, which does not tile "
-                f"{codes.weight} {list(codes.shape)}; export the checkpoint again"
+                f"{codes.scale}",
+                f"has the shape {list(self.tensors[codes.scale].shape)}, which does not tile {codes.weight} "
+                f"{list(codes.shape)}",
+                "export the checkpoint again",
             )
         rows, columns = (-(-side // of) for side, of in zip(codes.shape[-2:], codes.block, strict=True))
         return self.values(codes.scale).reshape(*codes.shape[:-2], rows, columns)
@@ -183,7 +186,7 @@ class Checkpoint:
             if tensor.file not in self._mapped:
                 self._mapped[tensor.file] = np.memmap(tensor.file, np.uint8, "r")
         except (OSError, ValueError) as error:
-            raise InputError(f"{tensor.file}: cannot be read ({error}); copy or download it again") from None
+            raise InputError(tensor.file, f"cannot be read ({error})", "copy or download it again") from None
         return self._mapped[tensor.file][tensor.start : tensor.end].view(dtype)
 
 
@@ -241,17 +244,17 @@ def _promised(directory: Path) -> dict[str, str] | None:
         return None
     path = directory / INDEX
     if not exists(path):
-        raise InputError(f"{directory}: has no safetensors weights: neither {SINGLE} nor {INDEX}; copy the whole of it")
+        raise InputError(directory, f"has no safetensors weights: neither {SINGLE} nor {INDEX}", "copy the whole of it")
     index = read_json(path, finite=False)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
         raise InputError(
-            f"{path}: does not read as a safetensors index (an object with a weight_map); copy or download it again"
+            path, "does not read as a safetensors index (an object with a weight_map)", "copy or download it again"
         )
     outside = next((file for file in shards.values() if Path(file).name != file or "\0" in file), None)
     if outside is not None:
         raise InputError(
-            f"{path}: names {outside!r}, which is not a file beside it; the checkpoint is damaged or not to be trusted"
+            path, f"names {outside!r}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
         )
     return shards
 

@@ -27,7 +27,9 @@ def source_to_inherit(source: Source) -> FP8Source:
     """The FP8 checkpoint that `source` is; raises InputError where it is none."""
     given = fp8_source(source)
     if given is None:
-        raise InputError(f"--inherit: {source.name} is no FP8 checkpoint, so it has no scales to inherit; leave it out")
+        raise InputError(
+            "--inherit", f"{source.name} is no FP8 checkpoint, so it has no scales to inherit", "leave it out"
+        )
     return given
 
 
@@ -41,26 +43,31 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
     for module in modules:
         if given.input_scale(source.stored(f"{module}.weight")) is None:
             raise InputError(
-                f"--inherit: {source.name} has no static scale of the input of {module}; leave --inherit out, and it "
-                "is measured"
+                "--inherit",
+                f"{source.name} has no static scale of the input of {module}",
+                "leave --inherit out, and it is measured",
             )
     for name in (f"{module}.{part}" for part in CACHE_PARTS[options.kv_cache] for module in attentions):
         if name not in given.cache_scales:
             raise InputError(
-                f"--inherit: {source.name} has no scale of the cache of {name}; leave --kv-cache out, or --inherit, "
-                "and it is measured"
+                "--inherit",
+                f"{source.name} has no scale of the cache of {name}",
+                "leave --kv-cache out, or --inherit, and it is measured",
             )
         scales, heads = given.cache_scales[name], attention_heads(source.text_config)[name[-1]]
         stored = "head" if scales.ndim > 1 else "tensor"
         if stored == "head" and len(scales) != heads:
             raise InputError(
-                f"--inherit: {source.name} has scales of {len(scales)} heads of the cache of {name}, and config.json "
-                f"{heads} heads; leave --inherit out, and they are measured"
+                "--inherit",
+                f"{source.name} has scales of {len(scales)} heads of the cache of {name}, and config.json {heads} "
+                "heads",
+                "leave --inherit out, and they are measured",
             )
         if stored != options.kv_scale:
             raise InputError(
-                f"--inherit: {source.name} has one scale a {stored} of the cache of {name}; give --kv-scale {stored}, "
-                "or leave --inherit out, and they are measured"
+                "--inherit",
+                f"{source.name} has one scale a {stored} of the cache of {name}",
+                f"give --kv-scale {stored}, or leave --inherit out, and they are measured",
             )
 
 

@@ -140,7 +140,7 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
     inner = text_config.get("quantization_config") if isinstance(text_config, dict) else None
     said = config.get("quantization_config") or config.get("compression_config") or inner
     if said is not None and not isinstance(said, dict):
-        raise InputError(f"{directory / CONFIG}: quantization_config is no object; copy or download it again")
+        raise InputError(directory / CONFIG, "quantization_config is no object", "copy or download it again")
     method = str(said.get("quant_method") or "") if said else ""
     if exists(directory / MODELOPT_CONFIG) and (not method or method.startswith("modelopt")):
         return _modelopt(directory / MODELOPT_CONFIG, _object(directory / MODELOPT_CONFIG).get("quantization"))
@@ -166,26 +166,26 @@ def refused(source: Path, found: str, of: str = "") -> InputError:
     """Make the error for an unknown form; `found` says where it is named, `of` contains its name."""
     for part, name, way_round in OTHERS:
         if part in of.lower():
-            return InputError(f"{source}: {found} ({name}), and what is read is {READ}; {way_round}")
-    return InputError(f"{source}: {found}, and what is read is {READ}; {ORIGINAL}")
+            return InputError(source, f"{found} ({name}), and what is read is {READ}", way_round)
+    return InputError(source, f"{found}, and what is read is {READ}", ORIGINAL)
 
 
 def _object(path: Path) -> dict[str, Any]:
     value = read_json(path)
     if not isinstance(value, dict):
-        raise InputError(f"{path}: does not hold an object; copy or download it again")
+        raise InputError(path, "does not hold an object", "copy or download it again")
     return value
 
 
 def _names(value: Any, source: Path, key: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise InputError(f"{source}: {key} is no list of names; copy or download it again")
+        raise InputError(source, f"{key} is no list of names", "copy or download it again")
     return tuple(value)
 
 
 def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
     if not isinstance(said, dict):
-        raise InputError(f"{source}: has no object quantization; copy or download it again")
+        raise InputError(source, "has no object quantization", "copy or download it again")
     ignore = said.get("exclude_modules", said.get("ignore")) or []
     groups: list[SchemeGroup] = []
     algorithm = str(said.get("quant_algo") or "")
@@ -235,7 +235,7 @@ def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
     if isinstance(value, list) and len(value) == 2 and all(type(side) is int and 0 < side < 1 << 31 for side in value):
         return value[0], value[1]
     raise InputError(
-        f"{source}: {key} is {value!r}, and should be two sizes such as [128, 128]; set those of the blocks"
+        source, f"{key} is {value!r}, and should be two sizes such as [128, 128]", "set those of the blocks"
     )
 
 
@@ -245,7 +245,7 @@ def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantizat
         raise refused(source, f"quant_method is 'compressed-tensors' with the format {written!r}", written)
     groups = said.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise InputError(f"{source}: has no config_groups; copy or download it again")
+        raise InputError(source, "has no config_groups", "copy or download it again")
     schemes = tuple(_group(source, name, group) for name, group in groups.items())
     ignore = _names(said.get("ignore") or [], source, "ignore")
     cache = said.get("kv_cache_scheme")
@@ -260,7 +260,7 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
             raise refused(source, f"config_groups has the preset {name!r}", name)
         return SchemeGroup(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
     if not isinstance(group, dict):
-        raise InputError(f"{source}: config_groups.{name} is no object; copy or download it again")
+        raise InputError(source, f"config_groups.{name} is no object", "copy or download it again")
     said, activations = group.get("weights"), group.get("input_activations")
     if not isinstance(said, dict) or (str(said.get("type", "int")).lower(), said.get("num_bits", 8)) != ("float", 8):
         raise refused(source, f"the weights of config_groups.{name} are {_kind(said)}", _kind(said))

@@ -61,7 +61,7 @@ def tensor_files(directory: Path) -> Mapping[str, str]:
     path = directory / INDEX
     index = read_document(path, Index).weight_map
     if outside := next((file for file in index.values() if Path(file).name != file), None):
-        raise InputError(f"{path}: names {outside}, which is not a file beside it; copy the whole of model/ again")
+        raise InputError(path, f"names {outside}, which is not a file beside it", "copy the whole of model/ again")
     for file in (CACHE_FILE, EXPERT_FILE):
         if (directory / file).is_file():
             index |= dict.fromkeys(read_header(directory / file), file)
@@ -128,7 +128,7 @@ def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDAr
         module, _, part = name.rpartition(".")
         stored[name] = f"{in_files(module, patterns)}.{part}"
     if absent := next((name for name in stored.values() if name not in files), None):
-        raise InputError(f"{directory}: has no {absent}, which scales.json promises; copy the whole of model/ again")
+        raise InputError(directory, f"has no {absent}, which scales.json promises", "copy the whole of model/ again")
     shards = {file: _open(directory / file) for file in {files[name] for name in stored.values()}}
     return {name: shards[files[under]].get_tensor(under).reshape(-1) for name, under in stored.items()}
 

@@ -52,8 +52,9 @@ def attention_scales(tensors: Mapping[str, TensorStatistics], options: ScaleOpti
         reason = unfit(tensor.histogram if tensor else None)
         if tensor is None or reason is not None:
             raise InputError(
-                f"{name}: {reason.reason if reason else 'never observed'}; attention in FP8 has no scale for it, "
-                "leave out --attention fp8"
+                name,
+                f"{reason.reason if reason else 'never observed'}",
+                "attention in FP8 has no scale for it, leave out --attention fp8",
             )
         grid = GRIDS[terms if name.endswith(".q") else 1]
         scales[name] = tensor_scale(tensor.histogram, clipping, grid, tensor.amax_batches)

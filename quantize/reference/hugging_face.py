@@ -63,8 +63,10 @@ class CallForms:
             cache.layers = self.reference.new_cache().layers
         if not cache.layers or not all(isinstance(layer, FP8Layer) for layer in cache.layers):
             raise InputError(
-                f"past_key_values: is a {type(cache).__name__} of {cache.get_seq_length()} positions whose layers hold "
-                "no FP8 codes, and this model's cache does; leave it out, or begin with an empty DynamicCache"
+                "past_key_values",
+                f"is a {type(cache).__name__} of {cache.get_seq_length()} positions whose layers hold no FP8 codes, "
+                "and this model's cache does",
+                "leave it out, or begin with an empty DynamicCache",
             )
         return cache
 
@@ -78,8 +80,9 @@ def check_padding(mask: Any, tail: int) -> None:
         return
     row = int(torch.where(mask[:, -1] == 0)[0][0])
     raise InputError(
-        f"attention_mask: row {row} is padded on the right, where the last {tail} positions of a prompt have second "
-        "terms; pad on the left (`tokenizer.padding_side`), or load the model with `as_served`"
+        "attention_mask",
+        f"row {row} is padded on the right, where the last {tail} positions of a prompt have second terms",
+        "pad on the left (`tokenizer.padding_side`), or load the model with `as_served`",
     )
 
 
@@ -98,7 +101,7 @@ def hugging_face_model(reference: Reference, directory: Path, as_served: int | N
 
     def save_pretrained(*given: Any, **named: Any) -> NoReturn:
         """Raise InputError."""
-        raise InputError(f"save_pretrained: this model computes with the codes of {directory}; copy that directory")
+        raise InputError("save_pretrained", f"this model computes with the codes of {directory}", "copy that directory")
 
     vars(model)["save_pretrained"] = save_pretrained
     return model

@@ -21,8 +21,9 @@ class WeightOfCodes(torch.Tensor):
     def data(self) -> NoReturn:  # type: ignore[override]
         """Raise InputError: whoever reads it is about to merge."""
         raise InputError(
-            "merge: an adapter has no place in FP8 codes; leave it beside them, or merge it into the BF16 model and "
-            "quantize that (`fp8q calibrate --adapter`)"
+            "merge",
+            "an adapter has no place in FP8 codes",
+            "leave it beside them, or merge it into the BF16 model and quantize that (`fp8q calibrate --adapter`)",
         )
 
 
@@ -53,7 +54,7 @@ class LinearOnCodes(nn.Linear):
         """
         if torch.is_grad_enabled() and input.requires_grad:
             raise InputError(
-                "an FP8 layer passes no gradient on; `fp8q distill` learns weights or an adapter of an FP8 model"
+                "", "an FP8 layer passes no gradient on", "`fp8q distill` learns weights or an adapter of an FP8 model"
             )
         out: torch.Tensor = self.product(input)
         return out

@@ -32,13 +32,16 @@ def wide_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise InputError(
-                f"--kv-skip {pattern}: matches no attention module; names are like {', '.join(names[:2]) or 'none'}"
+                f"--kv-skip {pattern}",
+                "matches no attention module",
+                f"names are like {', '.join(names[:2]) or 'none'}",
             )
     wide = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
     if names and len(wide) == len(names):
         raise InputError(
-            f"--kv-skip {' '.join(patterns)}: matches the cache of all {len(names)} layers; give --kv-cache off, or "
-            "skip fewer"
+            f"--kv-skip {' '.join(patterns)}",
+            f"matches the cache of all {len(names)} layers",
+            "give --kv-cache off, or skip fewer",
         )
     return wide
 
@@ -72,10 +75,10 @@ def kv_cache_scales(
             scales[name] = scaled_by_head(name, tensor, clipping, heads.get(name[-1]))
         elif module not in wide:
             raise InputError(
-                f"{name}: {reason.reason}; an FP8 cache has no scale for it, use --kv-skip '{module}' or --kv-cache off"
+                name, reason.reason, f"an FP8 cache has no scale for it, use --kv-skip '{module}' or --kv-cache off"
             )
     if not scales:
-        raise InputError("no key or value was written to a cache while calibrating; use --kv-cache off")
+        raise InputError("", "no key or value was written to a cache while calibrating", "use --kv-cache off")
     return scales
 
 
@@ -91,7 +94,7 @@ def scaled_by_head(name: str, tensor: TensorStatistics, clipping: Clipping, head
     channels = tensor.amax_channels
     if len(channels) % heads:
         raise InputError(
-            f"--kv-scale head: {name} has {len(channels)} channels, and config.json {heads} heads; leave it out"
+            "--kv-scale head", f"{name} has {len(channels)} channels, and config.json {heads} heads", "leave it out"
         )
     clip = whole.clip / 2.0**clipping.margin
     clips = np.minimum(channels.reshape(heads, -1).max(1), np.float32(clip))
@@ -113,7 +116,7 @@ def query_scales(
     """
     for name, tensor in queries.items():
         if reason := unfit(tensor.histogram):
-            raise InputError(f"{name}: {reason.reason}; leave out --q-scale")
+            raise InputError(name, reason.reason, "leave out --q-scale")
     return {name: scaled_by_head(name, tensor, clipping, heads) for name, tensor in queries.items()}
 
 

@@ -284,8 +284,9 @@ def _clip_and_scale(
     if clipping.method == "delayed":
         if amax_batches is None:
             raise InputError(
-                "--method delayed: needs the amax of every batch, which a histogram does not hold; choose another "
-                "method"
+                "--method delayed",
+                "needs the amax of every batch, which a histogram does not hold",
+                "choose another method",
             )
         clip = clip_delayed(amax_batches, clipping)
     else:

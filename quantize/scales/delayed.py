@@ -66,8 +66,9 @@ def clip_delayed(amax_batches: Float32s, clipping: Clipping) -> float:
 def no_scale(clipping: Clipping, batches: int) -> InputError:
     """Make the error for an interval of more than `batches` batches."""
     return InputError(
-        f"--interval {clipping.interval}: no scale is computed in {batches} batches; give a smaller one, or more "
-        "--samples"
+        f"--interval {clipping.interval}",
+        f"no scale is computed in {batches} batches",
+        "give a smaller one, or more --samples",
     )
 
 

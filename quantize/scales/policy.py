@@ -62,8 +62,9 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     chosen = [name for name in products.names if name not in skipped]
     if not chosen:
         raise InputError(
-            f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize; skip fewer "
-            "with --skip, or name more with --only"
+            "",
+            f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize",
+            "skip fewer with --skip, or name more with --only",
         )
     return chosen, skipped
 
@@ -77,7 +78,7 @@ def match_terms(option: str, patterns: Sequence[str], products: Products, chosen
         if not any(fnmatchcase(name, pattern) for name in products.names):
             raise _unmatched(option, pattern, products.names)
         if not any(fnmatchcase(name, pattern) for name in chosen):
-            raise InputError(f"{option} {pattern}: all that it matches stays in BF16; name other modules")
+            raise InputError(f"{option} {pattern}", "all that it matches stays in BF16", "name other modules")
     return [name for name in chosen if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -139,8 +140,9 @@ def check_tail_length(options: ScaleOptions, positions: int | None) -> None:
     """Raise InputError for a tail as long as any call of a model with so many `positions` (None: no limit)."""
     if options.has_tail and positions is not None and options.exact_tail >= positions:
         raise InputError(
-            f"--exact-tail {options.exact_tail}: the model has {positions} positions, so every call would be in two "
-            "terms throughout; give fewer, or --activation-terms 2"
+            f"--exact-tail {options.exact_tail}",
+            f"the model has {positions} positions, so every call would be in two terms throughout",
+            "give fewer, or --activation-terms 2",
         )
 
 
@@ -214,7 +216,7 @@ def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
 
 
 def _unmatched(option: str, pattern: str, names: Iterable[str]) -> InputError:
-    return InputError(f"{option} {pattern}: matches no module; names are like {', '.join(_examples(names))}")
+    return InputError(f"{option} {pattern}", "matches no module", f"names are like {', '.join(_examples(names))}")
 
 
 def _examples(names: Iterable[str]) -> list[str]:

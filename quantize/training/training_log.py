@@ -99,11 +99,11 @@ def begin_log(path: Path, head: Head, first_step: int) -> list[Line]:
     if path.exists():
         if first_step == 0:
             raise InputError(
-                f"{path}: is there already; give another directory, or first_step, the step that training goes on with"
+                path, "is there already", "give another directory, or first_step, the step that training goes on with"
             )
         before, kept = read_lines(path)
         if before != head:
-            raise InputError(f"{path}: is of another model, or of other options; give another directory")
+            raise InputError(path, "is of another model, or of other options", "give another directory")
         lines = [line for line in kept if line.step < first_step]
     texts = [head.model_dump_json(by_alias=True), *(line.model_dump_json() for line in lines)]
     with replacing(path) as partial:
@@ -127,20 +127,21 @@ def read_lines(path: Path) -> tuple[Head, list[Line]]:
     try:
         head = Head.model_validate_json(texts[0] if texts else "")
     except ValidationError:
-        raise InputError(f"{path}: line 1 is no head of a training log that fp8q.api.watch writes") from None
+        raise InputError(path, "line 1 is no head of a training log that fp8q.api.watch writes") from None
     for number, text in enumerate(texts[1:], 2):
         try:
             line = Line.model_validate_json(text)
         except ValidationError:
             if number == len(texts) and not _whole(text):
                 break  # the run ended while it was written
-            raise InputError(f"{path}: line {number} is no record of a training step") from None
+            raise InputError(path, f"line {number} is no record of a training step") from None
         if len(line.rows) != len(head.tensors) or any(
             row is not None and len(row) != len(head.columns) for row in line.rows
         ):
             raise InputError(
-                f"{path}: line {number} has other rows than the {len(head.columns)} columns of {len(head.tensors)} "
-                "tensors that line 1 names"
+                path,
+                f"line {number} has other rows than the {len(head.columns)} columns of {len(head.tensors)} tensors "
+                "that line 1 names",
             )
         records.append(line)
     return head, records
@@ -172,9 +173,9 @@ def read_log(path: Path) -> TrainingLog:
     path = log_path(path)
     head, lines = read_lines(path)
     if not lines:
-        raise InputError(f"{path}: has no recorded step yet; train on, and call watch.step() once a step")
+        raise InputError(path, "has no recorded step yet", "train on, and call watch.step() once a step")
     if list(head.columns) != list(COLUMNS):
-        raise InputError(f"{path}: has other columns than this version of fp8q writes")
+        raise InputError(path, "has other columns than this version of fp8q writes")
     empty = [None] * len(COLUMNS)
     values = np.array([[row or empty for row in line.rows] for line in lines], np.float64)
     there = np.any(~np.isnan(values), axis=(0, 2))

@@ -43,7 +43,7 @@ def watched_modules(model: nn.Module) -> dict[str, nn.Module]:
         name: module for name, module in every.items() if isinstance(module, LINEAR) and name != head
     }
     if not found:
-        raise InputError(f"{type(model).__name__}: has no linear layer to watch; give them as `modules`")
+        raise InputError(type(model).__name__, "has no linear layer to watch", "give them as `modules`")
     return found
 
 
@@ -143,8 +143,10 @@ class TrainingRecorder:
         """Append the record of `step`."""
         if not step.counts:
             raise InputError(
-                f"step {self.current}: none of the {len(self.modules)} watched layers ran; watch the module that "
-                "runs (a compiled one never calls hooks: watch before torch.compile, or train a few steps without it)"
+                f"step {self.current}",
+                f"none of the {len(self.modules)} watched layers ran",
+                "watch the module that runs (a compiled one never calls hooks: watch before torch.compile, or train a "
+                "few steps without it)",
             )
         rows: list[list[float | None] | None] = []
         for tensor in self.tensors:

@@ -96,8 +96,9 @@ def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Com
     """Factor the second moments of the input of `group`; raises InputError when `moments` overflowed."""
     if not bool(torch.isfinite(moments).all()):
         raise InputError(
-            f"{group}: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in "
-            f"BF16 with --skip {group}"
+            group,
+            "the second moments of its input exceed FP32",
+            f"use --weight-rounding nearest, or keep it in BF16 with --skip {group}",
         )
     return compensation(moments, lost)
 

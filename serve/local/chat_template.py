@@ -38,13 +38,16 @@ class ChatTemplate:
         templates = templates_in(directory) if file is None else {DEFAULT: read_template(file)}
         if DEFAULT not in templates:
             raise InputError(
-                f"{directory}: its tokenizer has {without_default(templates)}; give the one that the model was trained "
-                "with as --template FILE, or generate without a chat"
+                directory,
+                f"its tokenizer has {without_default(templates)}",
+                "give the one that the model was trained with as --template FILE, or generate without a chat",
             )
         source = templates[DEFAULT]
         if not any(find_spec(name) for name in ("transformers", "jinja2")):
             raise BackendError(
-                "jinja2 is not installed and a chat template needs it; install it with `pip install 'fp8q[serve]'`"
+                "",
+                "jinja2 is not installed and a chat template needs it",
+                "install it with `pip install 'fp8q[serve]'`",
             )
         self._lock = threading.Lock()
         self._template = Template(source, {name: _token(config[name]) for name in TOKENS if config.get(name)}, True)
@@ -58,7 +61,7 @@ class ChatTemplate:
                 self._template.allowed = SECONDS  # each chat's own, however many there were
                 return self._template.render(messages)
         except TemplateError as error:
-            raise InputError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
+            raise InputError("", f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
 
 
 def read_template(file: Path) -> str:
@@ -66,7 +69,7 @@ def read_template(file: Path) -> str:
     try:
         return read_bytes(file, TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"--template {file}: is no text in UTF-8 ({error}); give a template in Jinja") from None
+        raise InputError(f"--template {file}", f"is no text in UTF-8 ({error})", "give a template in Jinja") from None
 
 
 def _token(given: object) -> str:

@@ -62,7 +62,7 @@ def engine_here(
     """
     gpu = gpu_target()
     if gpu is None:
-        raise BackendError(f"{runtime}: runs engines on an NVIDIA GPU, and there is none here; use onnxruntime")
+        raise BackendError(runtime, "runs engines on an NVIDIA GPU, and there is none here", "use onnxruntime")
     stage, folder = engine_stage(precision, adapter), engines_of(run, precision, adapter)
     run.refuse_stale(stage)
     engines = [info for info in load_engines(run, precision, adapter) if info.runtime == runtime]
@@ -71,13 +71,15 @@ def engine_here(
     if info is None:
         built = ", ".join(info.target for info in engines) or "none"
         raise InputError(
-            f"{folder}: holds no engine of {runtime} for {gpu}, this GPU (there are: {built}); run {again}"
+            folder, f"holds no engine of {runtime} for {gpu}, this GPU (there are: {built})", f"run {again}"
         )
     plan, installed = run.require(folder / f"{gpu}.plan", stage), import_runtime(runtime).__version__
     if runtime == "tensorrt" and info.version != installed:
         raise BackendError(
-            f"{plan}: TensorRT {info.version} built it, and runs it; TensorRT {installed} is installed and does not: "
-            f"install that one (`pip install tensorrt=={info.version}`), or run {again} here"
+            plan,
+            f"TensorRT {info.version} built it, and runs it",
+            f"TensorRT {installed} is installed and does not: install that one (`pip install "
+            f"tensorrt=={info.version}`), or run {again} here",
         )
     return plan, info
 

@@ -102,8 +102,10 @@ def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str
         dims = [dim.dim_param if dim.HasField("dim_param") else int(dim.dim_value) for dim in tensor.shape.dim]
         if not dims or dims[0] != "batch":
             raise InputError(
-                f"{onnx_file}: {name} does not begin with the batch (its dimensions are {dims}), as every tensor of a "
-                "Triton model does; export the graph with `fp8q export`"
+                onnx_file,
+                f"{name} does not begin with the batch (its dimensions are {dims}), as every tensor of a Triton model "
+                "does",
+                "export the graph with `fp8q export`",
             )
         found[name] = Binding(type=type_name(tensor.elem_type), dims=dims)
     return found

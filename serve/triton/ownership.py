@@ -38,17 +38,18 @@ def refuse_foreign(out: Path, recorded: Collection[str] = ()) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
-        raise InputError(f"{out}: is no directory, and the Triton repository would be one; name another with --out")
+        raise InputError(out, "is no directory, and the Triton repository would be one", "name another with --out")
     with disk_errors(out):
         there, known = _files(out), {*recorded, *_marked(out)}
     if there and not known:
         raise InputError(
-            f"{out}: is not empty and is no repository that fp8q wrote; name a new or empty directory with --out"
+            out, "is not empty and is no repository that fp8q wrote", "name a new or empty directory with --out"
         )
     if foreign := sorted(there - known):
         raise InputError(
-            f"{out}: holds {foreign[0]}, which `fp8q triton` did not write and would take away; move it, or name "
-            "another directory with --out"
+            out,
+            f"holds {foreign[0]}, which `fp8q triton` did not write and would take away",
+            "move it, or name another directory with --out",
         )
 
 

@@ -262,7 +262,7 @@ def external_data(graph: Path) -> list[str]:
     for name in names:
         if Path(name).name != name:
             raise InputError(
-                f"{graph}: keeps weights in {name}, which is not beside it; export it again with `fp8q export`"
+                graph, f"keeps weights in {name}, which is not beside it", "export it again with `fp8q export`"
             )
     return names
 

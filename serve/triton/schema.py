@@ -14,6 +14,8 @@ def import_schema() -> tuple[Any, Any]:
         from tritonclient.grpc import model_config_pb2
     except (ImportError, RuntimeError) as error:  # tritonclient turns a missing grpcio into a RuntimeError
         raise BackendError(
-            f"Triton's protobuf schema cannot be imported ({error}); install it with `pip install 'tritonclient[grpc]'`"
+            "",
+            f"Triton's protobuf schema cannot be imported ({error})",
+            "install it with `pip install 'tritonclient[grpc]'`",
         ) from error
     return model_config_pb2, text_format

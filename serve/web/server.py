@@ -155,7 +155,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise InputError(
-            f"--host {host} --port {port}: cannot be listened at ({error.strerror}); name another, or --port 0 for a "
-            "free one"
+            f"--host {host} --port {port}",
+            f"cannot be listened at ({error.strerror})",
+            "name another, or --port 0 for a free one",
         ) from None
     return listener

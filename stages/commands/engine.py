@@ -73,12 +73,13 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     built = [info.target for info in engines]
     if unknown := [target for target in targets if target not in built]:
         raise InputError(
-            f"--target {unknown[0]}: {run.root} has no engine for it; choose from {', '.join(built)}, or build it "
-            f"with `fp8q build-engine {run.root} --target {unknown[0]}`"
+            f"--target {unknown[0]}",
+            f"{run.root} has no engine for it",
+            f"choose from {', '.join(built)}, or build it with `fp8q build-engine {run.root} --target {unknown[0]}`",
         )
     chosen = [info for info in engines if not targets or info.target in targets]
     if plan is not None and len(chosen) > 1:
-        raise InputError(f"--plan {plan}: belongs to one target; name it with --target, one of {', '.join(built)}")
+        raise InputError(f"--plan {plan}", "belongs to one target", f"name it with --target, one of {', '.join(built)}")
     scales, graph = load_scales(run), sound_graph(run.require(run.onnx, "export"))
     promise = run_promise(run, scales)
     return [
@@ -101,7 +102,7 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
     if plan is None:
         return run.require(run.engines / f"{info.target}.plan", "build-engine")
     if not plan.is_file():
-        raise InputError(f"--plan {plan}: there is no such file")
+        raise InputError(f"--plan {plan}", "there is no such file")
     return plan
 
 
@@ -188,8 +189,10 @@ def check_views(views: Sequence[EngineView], min_fp8_share: float | None) -> Non
     for view in views:
         if view.evidence == "unknown" and not may_be_unknown(view.runtime, min_fp8_share):
             raise GateError(
-                f"{view.target}: what {view.file} runs cannot be told ({view.unknown}), which does not meet "
-                f"{asked_share(min_fp8_share)}; build it again with `fp8q build-engine`"
+                view.target,
+                f"what {view.file} runs cannot be told ({view.unknown}), which does not meet "
+                f"{asked_share(min_fp8_share)}",
+                "build it again with `fp8q build-engine`",
             )
         wide = [row.product for row in view.wide if row.promised and row.product not in view.untold]
         narrow = view.narrow if view.evidence == "plan" else ()
@@ -197,13 +200,13 @@ def check_views(views: Sequence[EngineView], min_fp8_share: float | None) -> Non
             short := shortfall(Counted(view.promised_products, wide, narrow, view.untold), min_fp8_share)
         ):
             raise GateError(
-                f"{view.target}: {short}; `fp8q export` and `fp8q build-engine` again, or accept it with a smaller "
-                "share"
+                view.target, short, "`fp8q export` and `fp8q build-engine` again, or accept it with a smaller share"
             )
         if (found := broken(view.differences)) and min_fp8_share != 0:
             first, *others = found
             more = f" ({len(others)} more, --json has all)" if others else ""
             raise GateError(
-                f"{view.target}: {view.file} is not the engine of this run: {first}{more}; build it again with `fp8q "
-                "build-engine`"
+                view.target,
+                f"{view.file} is not the engine of this run: {first}{more}",
+                "build it again with `fp8q build-engine`",
             )

@@ -93,8 +93,9 @@ def explain_rules(code: str) -> list[RuleText]:
     ]
     if not explained:
         raise InputError(
-            f"--explain {code}: is no rule's code; name one, such as F101, or its beginning: F (graphs), C "
-            "(checkpoints), R (Triton repositories)"
+            f"--explain {code}",
+            "is no rule's code",
+            "name one, such as F101, or its beginning: F (graphs), C (checkpoints), R (Triton repositories)",
         )
     return explained
 
@@ -111,7 +112,7 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     if not os.path.isdir(path):  # of a name that is too long, too
         return lint_onnx(path, run)
     if run is not None:
-        raise InputError(f"--run {run.root}: is for an ONNX file, and {path} is a directory; leave it out")
+        raise InputError(f"--run {run.root}", f"is for an ONNX file, and {path} is a directory", "leave it out")
     with disk_errors(path):
         if not Run(path).exists() and exists(path / "config.json"):
             return lint_checkpoint(path)
@@ -126,8 +127,10 @@ def lint_run(path: Path) -> LintedRun:
 
     if not Run(path).exists():
         raise InputError(
-            f"{path}: is a directory that holds neither run.json nor config.json nor models of Triton (folders with "
-            "config.pbtxt); name an ONNX file, a Triton repository, a checkpoint or a run"
+            path,
+            "is a directory that holds neither run.json nor config.json nor models of Triton (folders with "
+            "config.pbtxt)",
+            "name an ONNX file, a Triton repository, a checkpoint or a run",
         )
     run = open_run(path)
     run.refuse_without_graph()
@@ -241,9 +244,9 @@ def check_findings(linted: Linted | LintedRun) -> None:
         return
     for part, finding in errors:
         if finding.rule in DAMAGE:
-            raise InputError(f"{part.path}: {finding}")
+            raise InputError(part.path, str(finding))
     first, finding = errors[0]
     count = places(finding for _, finding in errors)
     what = f"{count} errors, first " if len(errors) > 1 else ""
     of = "" if first.path == linted.path else f"{first.path}: "
-    raise GateError(f"{linted.path}: {what}{of}{finding}")
+    raise GateError(linted.path, f"{what}{of}{finding}")

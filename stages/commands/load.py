@@ -36,7 +36,7 @@ def load_fp8_model(
     check_choice("dtype", dtype, get_args(WideType))
     check_choice("mode", mode, get_args(ProductMode))
     if as_served is not None and as_served < 0:
-        raise InputError(f"as_served {as_served}: must be at least 0")
+        raise InputError(f"as_served {as_served}", "must be at least 0")
     place = usable_device(where)
     check_adapter(run, adapter, "reference")
     run.refuse_stale(*FP8_STAGES)
@@ -51,7 +51,7 @@ def load_fp8_model(
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise InputError for a `value` of the argument `name` that is none of `choices`."""
     if value not in choices:
-        raise InputError(f"{name} {value}: is none of {', '.join(choices)}")
+        raise InputError(f"{name} {value}", f"is none of {', '.join(choices)}")
 
 
 def usable_device(where: "str | torch.device | None") -> str:
@@ -61,4 +61,4 @@ def usable_device(where: "str | torch.device | None") -> str:
     try:
         return str(torch.empty(0, device=where).device) if where is not None else device()
     except (RuntimeError, AssertionError) as error:  # of a build without CUDA
-        raise InputError(f"device {where}: {str(error).splitlines()[0].rstrip('.')}; name another") from None
+        raise InputError(f"device {where}", str(error).splitlines()[0].rstrip("."), "name another") from None

@@ -93,11 +93,14 @@ def check_rounding(options: ScaleOptions) -> None:
     if options.weight_rounding != "nearest":
         why = "its second moments are not added" if options.weight_rounding == "gptq" else "runs the model"
         raise InputError(
-            f"--weight-rounding {options.weight_rounding}: {why}; use `fp8q calibrate` on all of the text in one "
-            "run, or leave it out"
+            f"--weight-rounding {options.weight_rounding}",
+            why,
+            "use `fp8q calibrate` on all of the text in one run, or leave it out",
         )
     if options.q_scale:
-        raise InputError("--q-scale: runs the model; use it with `fp8q calibrate` or `fp8q scales`, or leave it out")
+        raise InputError(
+            "--q-scale", "runs the model", "use it with `fp8q calibrate` or `fp8q scales`, or leave it out"
+        )
 
 
 def add(paths: Sequence[Path], out: Path) -> Merged:
@@ -110,8 +113,9 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
     for run in runs:
         if names := adapters_of(run):
             raise InputError(
-                f"{run.root}: was measured with the adapter {names[0]} beside the model, and such runs are not added; "
-                "calibrate with all of the text, and each --adapter, in one run"
+                run.root,
+                f"was measured with the adapter {names[0]} beside the model, and such runs are not added",
+                "calibrate with all of the text, and each --adapter, in one run",
             )
     measured = {run: load_statistics(run) for run in runs}
     runs.sort(key=lambda run: (measured[run].record.corpus.fingerprint, min(measured[run].batches_measured, default=0)))
@@ -121,7 +125,7 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
             total = total.merge(measured[run])
         except InputError as error:
             raise InputError(
-                f"{' and '.join(str(other.root) for other in runs[: runs.index(run) + 1])}: {error}"
+                " and ".join(str(other.root) for other in runs[: runs.index(run) + 1]), str(error)
             ) from None
     texts: dict[str, Tokens] = {}
     for run in runs:
@@ -137,15 +141,15 @@ def add(paths: Sequence[Path], out: Path) -> Merged:
 def _distinct(runs: list[Run], out: Path) -> list[Run]:
     if len(runs) < 2:
         raise InputError(
-            f"{' '.join(str(run.root) for run in runs) or 'no run'}: is nothing to add; give two runs or more"
+            f"{' '.join(str(run.root) for run in runs) or 'no run'}", "is nothing to add", "give two runs or more"
         )
     seen: set[Path] = set()
     for run in runs:
         place = run.root.resolve()
         if place == out.resolve():
-            raise InputError(f"{run.root}: is --out itself; give the merged run a directory of its own")
+            raise InputError(run.root, "is --out itself", "give the merged run a directory of its own")
         if place in seen:
-            raise InputError(f"{run.root}: is given twice; give each run once")
+            raise InputError(run.root, "is given twice", "give each run once")
         seen.add(place)
     return runs
 
@@ -159,15 +163,17 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
     there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
     if model is None and there is None:
         raise InputError(
-            f"{found[0]['path']}: the model that {merged.runs[0].root} was made of is not there; say where it is with "
-            "--model"
+            found[0]["path"],
+            f"the model that {merged.runs[0].root} was made of is not there",
+            "say where it is with --model",
         )
     source = opened_as(model or str(there), found[0], report)
     if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
         raise InputError(
-            f"--model {source.name}: is not the model that {merged.runs[0].root} was made of (fingerprint "
-            f"{source.fingerprint[:12]}, not {wanted[:12]}); "
-            "say with --model where that one is"
+            f"--model {source.name}",
+            f"is not the model that {merged.runs[0].root} was made of (fingerprint {source.fingerprint[:12]}, not "
+            f"{wanted[:12]})",
+            "say with --model where that one is",
         )
     return source
 
@@ -186,7 +192,7 @@ def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float 
     found = measure_overlap(calibrated, held_out, merged.windows.shape[1])
     told = f"{found.shown} of what these runs held out for evaluation was calibrated on by another of them"
     if found.too_much and all(opening_of(run).overlap is None for run in merged.runs):
-        raise InputError(f"{told}; give them --eval-data apart from all texts")
+        raise InputError("", told, "give them --eval-data apart from all texts")
     if found.worth_a_note:
         report.note(told)
     return found.share if found.too_much else None

@@ -36,9 +36,9 @@ def check_out(run: Run) -> None:
     while not exists(above):
         above = above.parent
     if not above.is_dir():
-        raise InputError(f"{run.root}: cannot be made, since {above} is no directory; name another with --out")
+        raise InputError(run.root, f"cannot be made, since {above} is no directory", "name another with --out")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(f"{run.root}: permission denied; name a directory you may write to")
+        raise InputError(run.root, "permission denied", "name a directory you may write to")
 
 
 def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportOptions) -> None:
@@ -47,7 +47,7 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
     """
     if export.precision != "fp8":
         raise InputError(
-            f"--precision {export.precision}: is made of a finished run; calibrate first, then `fp8q export`"
+            f"--precision {export.precision}", "is made of a finished run", "calibrate first, then `fp8q export`"
         )
     check_attention([adapter.name for adapter in source.adapters], export, options)
     if options.weight_rounding == "sequential":
@@ -61,8 +61,9 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking and streamed(source, None, Notes(SILENT)):
         raise InputError(
-            f"{asking}: queries are measured with the whole of {source.name} in memory, which does not hold "
-            "it; leave it out"
+            asking,
+            f"queries are measured with the whole of {source.name} in memory, which does not hold it",
+            "leave it out",
         )
 
 
@@ -78,8 +79,9 @@ def check_later(run: Run, later: RunOptions) -> None:
     for precision in (*validate.baselines, *([engine.precision] if engine.precision != "fp8" else [])):
         if f"export-{precision}" not in done:
             raise InputError(
-                f"{run.root}: has no graph in {precision}, which is made of a finished run; leave it out of this one, "
-                f"and run `fp8q export {run.root} --precision {precision}` after it"
+                run.root,
+                f"has no graph in {precision}, which is made of a finished run",
+                f"leave it out of this one, and run `fp8q export {run.root} --precision {precision}` after it",
             )
 
 

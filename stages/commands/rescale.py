@@ -27,7 +27,7 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
 def export_precision(run: Run, notes: Notes, options: ExportOptions) -> Run:
     """Write the graphs of `run` in the precision asked for. Raises InputError for `options` without a graph."""
     if not options.graph:
-        raise InputError("--no-graph: the graphs are all that `fp8q export` makes; leave it out")
+        raise InputError("--no-graph", "the graphs are all that `fp8q export` makes", "leave it out")
     if options.precision == "fp8":
         export(run, options, notes)
     else:

@@ -35,9 +35,11 @@ def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") 
     for adapter in options.adapter:
         check_adapter(run, adapter)
         if adapter in (name, f"{name}-bf16"):
-            raise InputError(f"--adapter {adapter}: the model itself is served as {adapter}; give it another --name")
+            raise InputError(
+                f"--adapter {adapter}", f"the model itself is served as {adapter}", "give it another --name"
+            )
     if options.bf16 and options.runtime == "bf16":
-        raise InputError("--runtime bf16: is what --bf16 puts beside the FP8 model; leave one of them out")
+        raise InputError("--runtime bf16", "is what --bf16 puts beside the FP8 model", "leave one of them out")
     serving = Serving(
         list(_models(run, options)),
         _template(run, options),
@@ -59,7 +61,7 @@ def key_of(options: ServeOptions) -> str | None:
     if options.api_key is not None or (given := os.environ.get(KEY)) is None:
         return options.api_key
     if not given:
-        raise InputError(f"{KEY}: is set and empty, which would let everybody in; set it to a key, or unset it")
+        raise InputError(KEY, "is set and empty, which would let everybody in", "set it to a key, or unset it")
     return plain_of(KEY, given)
 
 

@@ -93,7 +93,7 @@ class Stage(Generic[Choices, Facts]):
         again = f"`{stage_command(self.name, file.parent)}` makes it again"
         if unknown := sorted(recorded.keys() - self.recorded_fields - self._unkeyed):
             raise InputError(
-                f"{file}: the stage {self.name} has `{unknown[0]}`, which this version of fp8q does not know; {again}"
+                file, f"the stage {self.name} has `{unknown[0]}`, which this version of fp8q does not know", again
             )
         known = {**self.older, **{name: value for name, value in recorded.items() if name not in self._unkeyed}}
         facts = {name: known[name] for name in self.facts.model_fields if name in known}
@@ -106,13 +106,13 @@ class Stage(Generic[Choices, Facts]):
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"] if part != "clip")
             if first["type"] == "missing":
-                raise InputError(f"{file}: does not say `{name}` of the stage {self.name}; {again}") from None
+                raise InputError(file, f"does not say `{name}` of the stage {self.name}", again) from None
             value = json.dumps(first["input"])
             raise InputError(
-                f"{file}: the stage {self.name} has `{name}` {value[:80]}, which {plain_text(first)}; {again}"
+                file, f"the stage {self.name} has `{name}` {value[:80]}, which {plain_text(first)}", again
             ) from None
         except InputError as error:
-            raise InputError(f"{file}: the stage {self.name} has {error}; {again}") from None
+            raise InputError(file, f"the stage {self.name} has {error}", again) from None
 
     def is_current(self, run: Run, *keys: Key[Choices, Facts]) -> bool:
         """Tell whether `run` has all outputs of this stage, made by this version under one of `keys`.

@@ -21,7 +21,9 @@ def needs(extra: str, modules: Sequence[str]) -> None:
     """Raise BackendError, naming the extra, when one of `modules` is not installed."""
     if missing := lacking(modules):
         raise BackendError(
-            f"{missing} is not installed and this command needs it; install it with `pip install 'fp8q[{extra}]'`"
+            "",
+            f"{missing} is not installed and this command needs it",
+            f"install it with `pip install 'fp8q[{extra}]'`",
         )
 
 

@@ -43,7 +43,7 @@ def check_adapter(run: Run, name: str | None, by: str | None = None) -> None:
     if merged and not there:
         known = f"{merged} is merged into its weights"
     raise InputError(
-        f"--adapter {name}: is not beside the model in {run.root} ({known}); name another, or leave it out"
+        f"--adapter {name}", f"is not beside the model in {run.root} ({known})", "name another, or leave it out"
     )
 
 
@@ -53,14 +53,15 @@ def check_learned(run: Run, by: str | None) -> None:
     """
     written = [run.root / name for name in run.record().stages[ADAPTER.name].outputs]
     if run.adapter not in (path.parent for path in written):
-        raise InputError(f"--adapter {LEARNED}: none was written, since nothing got better ({run.adapter_learning})")
+        raise InputError(f"--adapter {LEARNED}", f"none was written, since nothing got better ({run.adapter_learning})")
     run.refuse_stale(ADAPTER.name)
     for path in written:
         run.require(path, ADAPTER.name)
     if by not in LEARNED_RUNTIMES:
         raise InputError(
-            f"--adapter {LEARNED}: is in no graph; use --runtime reference, or vLLM with --lora-modules "
-            f"{LEARNED}={run.adapter}"
+            f"--adapter {LEARNED}",
+            "is in no graph",
+            f"use --runtime reference, or vLLM with --lora-modules {LEARNED}={run.adapter}",
         )
 
 
@@ -69,8 +70,9 @@ def check_attention(adapters: Sequence[str], asked: ExportOptions, scales: Scale
     asking = "--attention fp8" if asked.attention == "fp8" else "--q-scale" if scales.q_scale else None
     if asking and adapters:
         raise InputError(
-            f"{asking}: queries are measured without the adapter {adapters[0]} beside the model; leave it out, "
-            "or merge the adapter"
+            asking,
+            f"queries are measured without the adapter {adapters[0]} beside the model",
+            "leave it out, or merge the adapter",
         )
 
 

@@ -168,7 +168,7 @@ def stored_reference(run: Run, evaluation: "Evaluation", command: str, adapter: 
 
     tops = load_top_logits(run, adapter)
     if reason := differs(load_accuracy(run).protocol, evaluation.protocol):
-        raise InputError(f"{run.top_logits}: {reason}; {elsewhere(command)}")
+        raise InputError(run.top_logits, reason, elsewhere(command))
     nll = load_token_losses(run, adapter)
     scored = evaluation.scored
     same = all(values.shape == scored.shape for values in nll.values()) and tops.kept.shape[1] == scored.shape[1]
@@ -177,7 +177,7 @@ def stored_reference(run: Run, evaluation: "Evaluation", command: str, adapter: 
         or not np.array_equal(evaluation.ids[tops.windows], tops.ids)
         or (tops.kept & ~scored[tops.windows]).any()
     ):
-        raise InputError(f"{run.top_logits}: is of other tokens than {run.evaluation} has; {elsewhere(command)}")
+        raise InputError(run.top_logits, f"is of other tokens than {run.evaluation} has", elsewhere(command))
     return StoredReference(tops, {name: nll[name] for name in tops.runtimes}, evaluation)
 
 
@@ -185,15 +185,14 @@ def check_top_logits(run: Run, command: str) -> None:
     """Raise InputError where `validate` has not run, kept nothing, or ran another checkpoint than is there now."""
     if not (validated(run) and run.top_logits.is_file() and run.tokens.is_file() and run.accuracy.is_file()):
         raise InputError(
-            f"{run.top_logits}: is missing, and without torch runtimes are held against what is in it; "
-            f"{elsewhere(command)}"
+            run.top_logits, "is missing, and without torch runtimes are held against what is in it", elsewhere(command)
         )
     record = run.record()
     now = {name: digest for stage in record.stages.values() for name, digest in stage.outputs.items()}
     own = {name for each in beside_of(run).values() for name in each.inputs}
     for name, digest in record.stages[VALIDATE.name].inputs.items():
         if "." in name and name not in own and now.get(name) != digest:
-            raise InputError(f"{run.top_logits}: is of another {name} than the run has now; {elsewhere(command)}")
+            raise InputError(run.top_logits, f"is of another {name} than the run has now", elsewhere(command))
 
 
 def differs(stored: "Protocol", asked: "Protocol") -> str | None:

@@ -35,14 +35,16 @@ class EngineHere:
         most = min(profile.capacity[2] for profile in self.info.profiles)
         if context > most:
             raise InputError(
-                f"--runtimes {self.name}: its engine has room for {most:,} positions, and a window has {context:,}; "
-                f"give --context {most}, or build it with --max-seq-len {context}"
+                f"--runtimes {self.name}",
+                f"its engine has room for {most:,} positions, and a window has {context:,}",
+                f"give --context {most}, or build it with --max-seq-len {context}",
             )
         longest = max(profile.seq[2] for profile in self.info.profiles)
         if prompt is not None and prompt > longest:
             raise InputError(
-                f"--as-served {prompt}: the engine of {self.name} takes {longest:,} tokens in a call; give at most "
-                f"that, or build it with --max-prompt {prompt}"
+                f"--as-served {prompt}",
+                f"the engine of {self.name} takes {longest:,} tokens in a call",
+                f"give at most that, or build it with --max-prompt {prompt}",
             )
 
 

@@ -23,8 +23,9 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
     """Raise InputError when `runtimes` include nothing to compare with the `limit`."""
     if limit is not None and ("bf16" not in runtimes or NOT_SERVED.issuperset(runtimes)):
         raise InputError(
-            f"--max-ppl-increase {100 * limit:g}%: needs bf16 and an FP8 runtime to compare, and the runtimes are "
-            f"{', '.join(runtimes)}; add what is missing to --runtimes"
+            f"--max-ppl-increase {100 * limit:g}%",
+            f"needs bf16 and an FP8 runtime to compare, and the runtimes are {', '.join(runtimes)}",
+            "add what is missing to --runtimes",
         )
 
 
@@ -45,12 +46,15 @@ def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
             bad += f", by the output of {where.module}" if where.module else ""
         if name in FLOAT or (where and where.bf16):
             raise InputError(
-                f"{bad}: the model gives no finite numbers before anything is quantized; check its config.json and its "
-                "weights"
+                bad,
+                "the model gives no finite numbers before anything is quantized",
+                "check its config.json and its weights",
             )
         known = where is None or where.bf16 is not None
         theirs = "and BF16's is a number" if known else "and BF16's is not known, since its checkpoint is gone"
-        raise GateError(f"{bad}, {theirs}; `fp8q inspect` shows what stands out, keep modules in BF16 with --skip")
+        raise GateError(
+            "", f"{bad}, {theirs}", "`fp8q inspect` shows what stands out, keep modules in BF16 with --skip"
+        )
 
 
 def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
@@ -68,6 +72,7 @@ def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
         rise = verdict.perplexity_increase
         above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
         raise GateError(
-            f"{verdict.runtime}: perplexity is {above}, more than {budget}; "
-            f"`{tune_command(name_in_commands(run.root), budget, graph)}` finds the cheapest mix that meets it"
+            f"{verdict.runtime}",
+            f"perplexity is {above}, more than {budget}",
+            f"`{tune_command(name_in_commands(run.root), budget, graph)}` finds the cheapest mix that meets it",
         )

@@ -75,8 +75,9 @@ def refuse_unwritten(run: Run) -> None:
         name = str(path.relative_to(run.root))
         if name not in written and any(fnmatchcase(path.name, pattern) for pattern in LOADED):
             raise InputError(
-                f"{path}: no stage of this run wrote it, and loaders read such a file; delete it (generate and serve "
-                "take a chat template with --template)"
+                path,
+                "no stage of this run wrote it, and loaders read such a file",
+                "delete it (generate and serve take a chat template with --template)",
             )
 
 
@@ -89,8 +90,9 @@ def files_of(run: Run, precision: Precision) -> dict[str, str]:
     run.require(checkpoint_of(run, precision) / GRAPH, f"export-{precision}")
     if run.is_stale(f"export-{precision}"):
         raise InputError(
-            f"{checkpoint_of(run, precision)}: was made of other statistics or scales than the run has now; run `fp8q "
-            f"export {run.root} --precision {precision}` again"
+            checkpoint_of(run, precision),
+            "was made of other statistics or scales than the run has now",
+            f"run `fp8q export {run.root} --precision {precision}` again",
         )
     return hashes
 
@@ -105,7 +107,7 @@ def hashes_of(run: Run, *stages: str) -> dict[str, str]:
         outputs = run.record().stages[by].outputs if by in run.record().stages else {}
         for name, digest in outputs.items():
             if not (folder := (run.root / name).parent).is_dir():
-                raise InputError(f"{folder}: is missing; `{stage_command(by, run.root)}` writes it, run that first")
+                raise InputError(folder, "is missing", f"`{stage_command(by, run.root)}` writes it, run that first")
             run.require(run.root / name, by)
             hashes[name] = digest
     return hashes

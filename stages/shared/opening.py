@@ -23,22 +23,25 @@ def open_run(path: Path) -> Run:
     run = Run(Path(path))
     if not run.root.exists():
         raise InputError(
-            f"{path}: there is no such directory; make a run with `fp8q calibrate MODEL --data TEXT --out {path}`"
+            path, "there is no such directory", f"make a run with `fp8q calibrate MODEL --data TEXT --out {path}`"
         )
     if not run.exists():
         if (run.root / "config.json").is_file():
             raise InputError(
-                f"{path}: is a checkpoint, and a run is wanted here; make one with `fp8q calibrate {path} --data TEXT "
-                "--out RUN`, and give its directory"
+                path,
+                "is a checkpoint, and a run is wanted here",
+                f"make one with `fp8q calibrate {path} --data TEXT --out RUN`, and give its directory",
             )
         raise InputError(
-            f"{path}: is no fp8q run (there is no run.json); make one with `fp8q calibrate MODEL --data TEXT --out "
-            f"{path}`"
+            path,
+            "is no fp8q run (there is no run.json)",
+            f"make one with `fp8q calibrate MODEL --data TEXT --out {path}`",
         )
     if MEASURE.name in run.record().stages and (batches := run.options(MEASURE).batches):
         raise InputError(
-            f"{run.root}: holds what --batches {':'.join(map(str, batches))} measured; add it to the other batches' "
-            "runs with `fp8q merge`, or run `fp8q calibrate` without --batches"
+            run.root,
+            f"holds what --batches {':'.join(map(str, batches))} measured",
+            "add it to the other batches' runs with `fp8q merge`, or run `fp8q calibrate` without --batches",
         )
     return run
 

@@ -47,8 +47,10 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     check_stored(source, model)
     if options.kv_cache != "off" and len(attention_modules(model)) != source.text_config.num_hidden_layers:
         raise InputError(
-            f"--kv-cache {options.kv_cache}: {source.architecture} writes its cache where it cannot be told which "
-            "layer it is, so that no scale has a place; leave it out"
+            f"--kv-cache {options.kv_cache}",
+            f"{source.architecture} writes its cache where it cannot be told which layer it is, so that no scale has "
+            "a place",
+            "leave it out",
         )
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
@@ -80,8 +82,10 @@ def check_stored(source: "Source", model: "PreTrainedModel") -> None:
     for name in matrix_products(model):
         if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
             raise InputError(
-                f"{source.name}: {source.architecture} stores no {name}.weight, which transformers makes of other "
-                "tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"
+                source.name,
+                f"{source.architecture} stores no {name}.weight, which transformers makes of other tensors when it "
+                "loads them, so that its codes have no place",
+                "give a checkpoint that stores it",
             )
 
 
@@ -131,7 +135,7 @@ def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT
     """Open the checkpoint `model`, with the adapter that the run's record says is merged into it, and its tokenizer."""
     merged = identity.get("adapter")
     if merged is not None and not Path(merged).is_dir():
-        raise InputError(f"{merged}: the adapter that was merged is no longer there; put it back, or calibrate again")
+        raise InputError(merged, "the adapter that was merged is no longer there", "put it back, or calibrate again")
     tokenizer: TokenizerChoice = "file" if identity.get("tokenizer") == "file" else "auto"  # older runs say nothing
     adapter = (Path(merged),) if merged is not None else ()
     return opened(model, SourceOptions(adapter=adapter, tokenizer=tokenizer), report)
@@ -145,14 +149,16 @@ def source_of(run: Run) -> "Source":
     model = run.record().model
     if not Path(model["path"]).is_dir():
         raise InputError(
-            f"{model['path']}: the model that {run.root} was made of is no longer there; put it back, or calibrate "
-            "again"
+            model["path"],
+            f"the model that {run.root} was made of is no longer there",
+            "put it back, or calibrate again",
         )
     source = opened_as(model["path"], model)
     if source.fingerprint != model["fingerprint"]:
         raise InputError(
-            f"{model['path']}: is no longer the model that {run.root} was made of (its fingerprint differs); restore "
-            "it, or calibrate again into another directory"
+            model["path"],
+            f"is no longer the model that {run.root} was made of (its fingerprint differs)",
+            "restore it, or calibrate again into another directory",
         )
     if not (names := adapters_of(run)):
         return source
@@ -167,8 +173,10 @@ def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
     """
     if before and before["fingerprint"] != source.fingerprint:
         raise InputError(
-            f"{run.root}: is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, "
-            f"not {source.fingerprint[:12]}); name another directory with --out"
+            run.root,
+            f"is a run of another model ({before['name']}, fingerprint {before['fingerprint'][:12]}, not "
+            f"{source.fingerprint[:12]})",
+            "name another directory with --out",
         )
 
 
@@ -178,8 +186,9 @@ def check_same(source: "Source", world: "World") -> None:
         found = theirs["fingerprint"]
         if world.rank == 0 and found not in ("", source.identity):
             raise InputError(
-                f"{member['name']}: {source.name} there is another model (fingerprint {found[:12]}, not "
-                f"{source.identity[:12]}); give all machines the same files"
+                member["name"],
+                f"{source.name} there is another model (fingerprint {found[:12]}, not {source.identity[:12]})",
+                "give all machines the same files",
             )
 
 

@@ -98,7 +98,9 @@ def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
             told = f"--data {first.name}: {found.shown} of the text is in both this and {second.name}"
             if found.too_much and not allowed:
                 raise InputError(
-                    f"{told}, so that none of it can be held out; give it once, or --eval-data, or --allow-overlap"
+                    "",
+                    f"{told}, so that none of it can be held out",
+                    "give it once, or --eval-data, or --allow-overlap",
                 )
             if found.too_much:
                 report.note(told)
@@ -157,13 +159,16 @@ def _shares(
     if any(count > there for count, there in zip(counts, available, strict=True)):
         nearest = mixture.largest_total(available, weights, samples)
         raise InputError(
-            f"--samples {samples:,}: cannot be shared out by these weights, {because}; ask for {nearest:,} or {most:,}"
+            f"--samples {samples:,}",
+            f"cannot be shared out by these weights, {because}",
+            f"ask for {nearest:,} or {most:,}",
         )
     for text, weight, count in zip(texts, weights, counts, strict=True):
         if not count:
             raise InputError(
-                f"--data {text.name}: its weight {float(weight):g} of {float(sum(weights)):g} is no window of "
-                f"{samples:,}; give it more, or more --samples"
+                f"--data {text.name}",
+                f"its weight {float(weight):g} of {float(sum(weights)):g} is no window of {samples:,}",
+                "give it more, or more --samples",
             )
     if len(parts) > 1:
         given = (f"{count:,} of {text.name}" for text, count in zip(texts, counts, strict=True))

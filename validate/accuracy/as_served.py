@@ -125,7 +125,7 @@ def session_start(session: Session) -> Start[npt.NDArray[np.float32]]:
                     logits = batch.prefill(0, tokens, filled, np.full(windows, tokens.shape[1]))
             except Exception as error:  # its exceptions have no common class of their own
                 batch.clear()
-                raise BackendError(f"{type(error).__name__}: {error}") from error
+                raise BackendError("", f"{type(error).__name__}: {error}") from error
             found: npt.NDArray[np.float32] = logits.copy()
             filled[:] += tokens.shape[1]
             if filled[0] == context - 1:

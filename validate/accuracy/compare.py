@@ -320,7 +320,7 @@ def loading(name: str, opener: Opener) -> AnyForward:
     try:
         return opener()
     except (RuntimeError, MemoryError) as error:
-        raise BackendError(f"{name}: cannot be loaded ({told(error)})") from error
+        raise BackendError(name, f"cannot be loaded ({told(error)})") from error
 
 
 def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> Logits:
@@ -329,7 +329,7 @@ def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows:
         return forward(ids)
     except (BackendError, RuntimeError, MemoryError) as error:
         where = f"window {windows.start + 1}" + (f" to {windows.stop}" if len(ids) > 1 else "")
-        raise BackendError(f"{name}: failed at {where} of {of} ({told(error)})") from error
+        raise BackendError(name, f"failed at {where} of {of} ({told(error)})") from error
 
 
 def told(error: BaseException) -> str:

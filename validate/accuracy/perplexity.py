@@ -48,7 +48,7 @@ def cut(
     """
     packing = Packing(context, prefix)
     if context < 2:
-        raise InputError(f"--context {context}: a window needs at least 2 tokens, one to read and one to score")
+        raise InputError(f"--context {context}", "a window needs at least 2 tokens, one to read and one to score")
     packing.check("--context")
     if not 1 <= stride <= packing.text:
         most = (
@@ -56,17 +56,19 @@ def cut(
             if not prefix
             else (f"{packing.text}, the context {context} less the {len(prefix)} that each window begins with")
         )
-        raise InputError(f"--stride {stride}: must lie between 1 and {most}")
+        raise InputError(f"--stride {stride}", f"must lie between 1 and {most}")
     if prompt is not None and not prompt < context:
         raise InputError(
-            f"--as-served {prompt}: leaves no token of a window of {context} to decode; give less, or a larger "
-            "--context"
+            f"--as-served {prompt}",
+            f"leaves no token of a window of {context} to decode",
+            "give less, or a larger --context",
         )
     starts = packing.starts(ids, stride)
     if not len(starts):
         raise InputError(
-            f"{dataset}: has {len(ids):,} tokens, less than one window of {context:,}; give more text or a smaller "
-            "--context"
+            dataset,
+            f"has {len(ids):,} tokens, less than one window of {context:,}",
+            "give more text or a smaller --context",
         )
     scored = _scored(packing, ids, starts)
     scored[:, : prompt or 0] = False

@@ -57,7 +57,7 @@ def session(
         try:
             logits, _ = opened.forward(ids, np.ones_like(ids), positions)
         except Exception as error:  # its exceptions have no common class of their own
-            raise BackendError(f"{type(error).__name__}: {error}") from error
+            raise BackendError("", f"{type(error).__name__}: {error}") from error
         return logits
 
     return forward
@@ -91,8 +91,9 @@ def engine_logits(session: EngineSession, prompt: int | None = None, context: in
     def within(ids: npt.NDArray[np.int64]) -> Logits:
         if session.most_positions is not None and ids.shape[1] > session.most_positions:
             raise BackendError(
-                f"a window of {ids.shape[1]} tokens is longer than the engine's {session.most_positions} slots; give "
-                f"--context {session.most_positions}"
+                "",
+                f"a window of {ids.shape[1]} tokens is longer than the engine's {session.most_positions} slots",
+                f"give --context {session.most_positions}",
             )
         rows = rows_that_fit(session, ids.shape[1])
         while True:

@@ -105,6 +105,8 @@ def refuse_bad(found: Checkup) -> None:
         names = sorted({each.check for each in bad})
         first = bad[0]
         raise GateError(
+            "",
             f"{len(names)} of {len({each.check for each in found.checks})} checks are bad ({', '.join(names)}); "
-            f"{first.module or 'the model'}: {first.what} {first.said}; {first.remedy}"
+            f"{first.module or 'the model'}: {first.what} {first.said}",
+            f"{first.remedy}",
         )

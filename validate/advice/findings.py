@@ -170,8 +170,9 @@ def findings(
 def unmeasured(tensor: str) -> InputError:
     """The error of a scale that nothing was measured for."""
     return InputError(
-        f"{tensor}: has a scale, and the statistics have no such tensor; restore statistics.safetensors and "
-        "scales.json, or calibrate again"
+        tensor,
+        "has a scale, and the statistics have no such tensor",
+        "restore statistics.safetensors and scales.json, or calibrate again",
     )
 
 

@@ -69,7 +69,7 @@ def find_model(client: Client, served: str | None) -> ServedModel:
     try:
         listed = read_answer(TritonModels, answer) if triton else read_answer(AnsweredModelList, answer).data
     except UnansweredError as error:
-        raise InputError(f"{client.url}: lists no models ({error}); is it the address of a model's server?") from None
+        raise InputError(client.url, f"lists no models ({error})", "is it the address of a model's server?") from None
     limits = dict(map(_named, listed))
     if served not in limits and (served is not None or len(limits) != 1):
         option, names = client.option.replace("url", "served"), ", ".join(limits)
@@ -116,8 +116,9 @@ def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int
     answers = joined_answers(found)
     if not len(answers.rows):
         raise InputError(
-            f"{server.client.url}: gives no token that can be compared; no beginning of the evaluation text is read as "
-            "the same tokens again"
+            server.client.url,
+            "gives no token that can be compared",
+            "no beginning of the evaluation text is read as the same tokens again",
         )
     return Asked(answers, form.name)
 
@@ -144,8 +145,9 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
         if fault is not None:
             raise fault
     raise InputError(
-        f"{server.client.url}: answers no completion of {server.model} ({'; '.join(dict.fromkeys(reasons))[:600]}); "
-        "compare needs /v1/completions, since a chat's template would stand before the text"
+        server.client.url,
+        f"answers no completion of {server.model} ({'; '.join(dict.fromkeys(reasons))[:600]})",
+        "compare needs /v1/completions, since a chat's template would stand before the text",
     )
 
 
@@ -176,7 +178,7 @@ def translated(client: Client) -> Iterator[None]:
     try:
         yield
     except UnansweredError as error:
-        raise InputError(f"{client.url}: answered one prompt and not another ({error}); ask it again") from None
+        raise InputError(client.url, f"answered one prompt and not another ({error})", "ask it again") from None
     except RefusedError as error:
         raise server_refusal(client, error) from None
 
@@ -188,7 +190,7 @@ def server_refusal(
     `remedy` is told.
     """
     if error.status in (401, 403):
-        return InputError(f"{client.url}: wants a key ({error}); set OPENAI_API_KEY")
+        return InputError(client.url, f"wants a key ({error})", "set OPENAI_API_KEY")
     if error.status >= FAULT or error.status in BUSY:
-        return BackendError(f"{client.url}: failed ({error}); see the server's log, and ask again")
-    return InputError(f"{client.url}: refused{what} ({error}); {remedy}")
+        return BackendError(client.url, f"failed ({error})", "see the server's log, and ask again")
+    return InputError(client.url, f"refused{what} ({error})", remedy)

@@ -40,14 +40,14 @@ def run_checkpoint(
     with torch.inference_mode(), report.track(f"Running {directory}", len(prompts), "windows") as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=device)
-            with foreign(lambda error: BackendError(f"{directory}: failed on a window ({_told(error)})")):
+            with foreign(lambda error: BackendError(directory, f"failed on a window ({_told(error)})")):
                 logits = model(input_ids=ids, use_cache=False).logits[0, prompt.positions - 1].float()
             top = top_of(logits)
             try:
                 check_logprobs(top.logprobs, logits.shape[-1], top.rest)
             except ValueError as error:
                 raise BackendError(
-                    f"{directory}: gives log-probabilities that no model can ({error}); mend its weights"
+                    directory, f"gives log-probabilities that no model can ({error})", "mend its weights"
                 ) from None
             targets = ids[0, torch.from_numpy(prompt.positions).to(device)]
             nll = -torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].double().cpu().numpy()
@@ -64,8 +64,8 @@ def loaded_checkpoint(directory: Path) -> "torch.nn.Module":
 
     def fault(error: BaseException) -> Fp8qError:
         if isinstance(error, ImportError):  # of a quantizer that its config.json names
-            return BackendError(f"--model {directory}: needs what is not installed here ({_told(error)})")
-        return InputError(f"--model {directory}: transformers cannot load it ({_told(error)}); {AGAIN}")
+            return BackendError(f"--model {directory}", f"needs what is not installed here ({_told(error)})")
+        return InputError(f"--model {directory}", f"transformers cannot load it ({_told(error)})", AGAIN)
 
     with quiet_transformers(), muted(), foreign(fault):
         result: Any = AutoModelForCausalLM.from_pretrained(
@@ -74,7 +74,7 @@ def loaded_checkpoint(directory: Path) -> "torch.nn.Module":
     loaded, report = result
     if missing := sorted(report["missing_keys"]):
         more = f", nor {len(missing) - 1:,} more tensors" if len(missing) > 1 else ""
-        raise InputError(f"--model {directory}: has no {missing[0]}{more}, and would run with random weights; {AGAIN}")
+        raise InputError(f"--model {directory}", f"has no {missing[0]}{more}, and would run with random weights", AGAIN)
     assert isinstance(loaded, torch.nn.Module), "a model of transformers is a module"
     return loaded.eval()
 
@@ -86,7 +86,7 @@ def _told(error: BaseException) -> str:
 def check_tokens(directory: Path, own: Path, prompts: Sequence[Prompt]) -> None:
     """Raise InputError where the checkpoint's tokenizer reads the prompts' tokens as another text than the run's."""
     if not directory.is_dir():
-        raise InputError(f"--model {directory}: there is no such directory; give that of a checkpoint")
+        raise InputError(f"--model {directory}", "there is no such directory", "give that of a checkpoint")
     try:
         theirs, ours = (Vocabulary.read(each) for each in (directory, own))
     except ModelFileError as error:
@@ -95,6 +95,7 @@ def check_tokens(directory: Path, own: Path, prompts: Sequence[Prompt]) -> None:
         texts = [each.tokenizer.decode(list(prompt.ids), skip_special_tokens=False) for each in (theirs, ours)]
         if texts[0] != texts[1]:
             raise InputError(
-                f"--model {directory}: has another tokenizer than the run, and so is another model; its tokens cannot "
-                "be compared"
+                f"--model {directory}",
+                "has another tokenizer than the run, and so is another model",
+                "its tokens cannot be compared",
             )

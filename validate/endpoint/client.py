@@ -57,11 +57,12 @@ class Client:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"{option} {url}: is no address of a server; give one such as http://127.0.0.1:8000")
+            raise InputError(f"{option} {url}", "is no address of a server", "give one such as http://127.0.0.1:8000")
         if parts.username or parts.password:
             raise InputError(
-                f"{option} {parts.hostname}: holds a password, which would be shown and written; leave it out, and set "
-                "OPENAI_API_KEY"
+                f"{option} {parts.hostname}",
+                "holds a password, which would be shown and written",
+                "leave it out, and set OPENAI_API_KEY",
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.requests, self.option, self._less = 0, option, less
@@ -97,15 +98,17 @@ class Client:
             raise RefusedError(status, _words(content))
         if len(content) > most:
             raise InputError(
-                f"{self.url}{path}: answers with more than {most:,} bytes, the most that such an answer has; is it "
-                "the right server?"
+                f"{self.url}{path}",
+                f"answers with more than {most:,} bytes, the most that such an answer has",
+                "is it the right server?",
             )
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise InputError(
-                f"{self.url}{path}: answers with no JSON ({str(error)[:MOST_QUOTED]}); is it the address of a model's "
-                "server?"
+                f"{self.url}{path}",
+                f"answers with no JSON ({str(error)[:MOST_QUOTED]})",
+                "is it the address of a model's server?",
             ) from None
 
     def _answer(self, method: str, path: str, body: bytes | None, most: int) -> tuple[int, bytes]:
@@ -126,19 +129,20 @@ class Client:
 
     def _late(self) -> BackendError:
         return BackendError(
-            f"{self.url}: did not answer within {self._timeout_s:g} seconds; give it longer with --timeout, or ask "
-            f"less with {self._less}"
+            self.url,
+            f"did not answer within {self._timeout_s:g} seconds",
+            f"give it longer with --timeout, or ask less with {self._less}",
         )
 
     def _unreachable(self, error: HTTPError, late: bool) -> BackendError:
         cause: BaseException | None = error.reason if isinstance(error, MaxRetryError) else error
         if isinstance(cause, NewConnectionError | ConnectTimeoutError):
             return BackendError(
-                f"{self.url}: no server answers there; start it, or give its address with {self.option}"
+                self.url, "no server answers there", f"start it, or give its address with {self.option}"
             )
         if late or isinstance(cause, ReadTimeoutError):
             return self._late()
-        return BackendError(f"{self.url}: the connection broke off ({type(cause).__name__}); see the server's log")
+        return BackendError(self.url, f"the connection broke off ({type(cause).__name__})", "see the server's log")
 
 
 class Deadline:

@@ -104,8 +104,10 @@ class Endpoint:
             number = int(named[1]) if named else token
             if isinstance(number, int) and number >= self.kept.vocabulary:
                 raise InputError(
-                    f"{self.client.url}: gives a log-probability of token {number} ({of}), and the run's model has "
-                    f"{self.kept.vocabulary:,} tokens; it is another model, or has another tokenizer"
+                    self.client.url,
+                    f"gives a log-probability of token {number} ({of}), and the run's model has "
+                    f"{self.kept.vocabulary:,} tokens",
+                    "it is another model, or has another tokenizer",
                 )
 
 
@@ -117,7 +119,7 @@ def check_possible(client: Client, logprobs: Sequence[float], of: str, vocabular
         check_logprobs(np.array([logprobs], np.float64), vocabulary)
     except ValueError as error:
         raise InputError(
-            f"{client.url}: gives {of} that no model can: {error}; see the server's log, or ask another server"
+            client.url, f"gives {of} that no model can: {error}", "see the server's log, or ask another server"
         ) from None
 
 
@@ -145,9 +147,10 @@ def ask_prompt_logprobs(server: Endpoint, prompt: Prompt, number: int) -> Likely
         server.likely(best, "prompt_logprobs")
         if prompt.ids[position] not in best:
             raise InputError(
-                f"{server.client.url}: read the token {server.text(next(iter(best), 0))!r} where "
-                f"{server.text(prompt.ids[position])!r} was sent; it has another tokenizer, or sets other tokens "
-                "before a prompt"
+                server.client.url,
+                f"read the token {server.text(next(iter(best), 0))!r} where {server.text(prompt.ids[position])!r} was "
+                "sent",
+                "it has another tokenizer, or sets other tokens before a prompt",
             )
         found.append(answered_position(row, best, best[prompt.ids[position]]))
     return answers_of(enough(found, server, number), len(prompt.ids), answer.counted)
@@ -168,8 +171,9 @@ def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
         text, sent, value = str(tokens[position]), prompt.ids[position], own[position]
         if text not in (server.text(sent), f"token_id:{sent}"):
             raise InputError(
-                f"{server.client.url}: echoes the token {text[:40]!r} where {server.text(sent)!r} was sent; it has "
-                "another tokenizer, or sets other tokens before a prompt"
+                server.client.url,
+                f"echoes the token {text[:40]!r} where {server.text(sent)!r} was sent",
+                "it has another tokenizer, or sets other tokens before a prompt",
             )
         if value is None:
             raise UnansweredError(f"no logprobs.token_logprobs of token {position + 1}")
@@ -303,8 +307,10 @@ def of_length(table: list[Item] | None, length: int, name: str, more: int = 0) -
         raise UnansweredError(f"no {name}")
     if not length <= len(table) <= length + more:
         raise InputError(
+            "",
             f"the server gives {name} of {len(table):,} tokens where {length:,} were sent: it cuts prompts short, or "
-            "sets other tokens before them; serve the model with a longer context, without a template"
+            "sets other tokens before them",
+            "serve the model with a longer context, without a template",
         )
     return table
 
@@ -315,7 +321,8 @@ def enough(found: list[Position], server: Endpoint, number: int) -> list[Positio
     least = min(LEAST, number, len(server.kept.runtimes) and next(iter(server.kept.runtimes.values())).tokens.shape[1])
     if most < least:
         raise InputError(
-            f"{server.client.url}: gives {most} log-probabilities of a token where {number} were asked for, too few to "
-            f"compare; let it give {least} or more (vLLM: --max-logprobs 20)"
+            server.client.url,
+            f"gives {most} log-probabilities of a token where {number} were asked for, too few to compare",
+            f"let it give {least} or more (vLLM: --max-logprobs 20)",
         )
     return found

@@ -51,8 +51,9 @@ def prompts_of(kept: KeptTokens, tail: int | None, windows: int | None, longest:
             found.append(Prompt(window, ids, positions, numbers[window, positions]))
     if not found:
         raise InputError(
-            f"the server takes {longest:,} tokens of a prompt, and the run's positions begin behind {least:,}; give "
-            "the server a longer context, or validate with a shorter one: `fp8q validate RUN --context N`"
+            "",
+            f"the server takes {longest:,} tokens of a prompt, and the run's positions begin behind {least:,}",
+            "give the server a longer context, or validate with a shorter one: `fp8q validate RUN --context N`",
         )
     return found
 

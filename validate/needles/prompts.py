@@ -65,8 +65,10 @@ def read_haystack(path: Path, encode: Encode, prefix: tuple[int, ...]) -> Haysta
         first, _, filler = path.read_text(encoding="utf-8").partition("\n")
     if not re.fullmatch(r"[^{}]*\{key\}[^{}]*\{value\}[^{}]*", first):
         raise InputError(
-            f"--needle-text {path}: its first line is {first[:60]!r}; give there the sentence to hide, with {{key}} "
-            f"and behind it {{value}}, such as {SENTENCE!r}, and the filler text behind that line"
+            f"--needle-text {path}",
+            f"its first line is {first[:60]!r}",
+            f"give there the sentence to hide, with {{key}} and behind it {{value}}, such as {SENTENCE!r}, and the "
+            "filler text behind that line",
         )
     return Haystack(str(path), np.array(encode(filler), np.int64), first, prefix)
 
@@ -97,13 +99,15 @@ def _needle(haystack: Haystack, cell: tuple[int, float, int], encode: Encode, dr
     room = length - len(haystack.prefix) - len(hidden) - len(whole)
     if room < 1:
         raise InputError(
-            f"--needles {length}: leaves no token of the text beside {length - room} of the sentence and the question; "
-            f"give at least {length - room + 1}"
+            f"--needles {length}",
+            f"leaves no token of the text beside {length - room} of the sentence and the question",
+            f"give at least {length - room + 1}",
         )
     if len(haystack.ids) < room:
         raise InputError(
-            f"--needles {length}: hides a needle in {room:,} tokens of text, and {haystack.name} has "
-            f"{len(haystack.ids):,}; give more with --needle-text FILE, or fewer tokens"
+            f"--needles {length}",
+            f"hides a needle in {room:,} tokens of text, and {haystack.name} has {len(haystack.ids):,}",
+            "give more with --needle-text FILE, or fewer tokens",
         )
     start = draw.integers(len(haystack.ids) - room, endpoint=True)
     filler, cut = haystack.ids[start : start + room].tolist(), round(depth * room)

@@ -48,8 +48,9 @@ def execute(notebook: Path, directory: Path, parameters: Mapping[str, str | list
             done = pool.submit(executed, private, groups).result()
         except (NoSuchKernel, RuntimeError) as error:
             raise BackendError(
-                f"no Jupyter kernel starts to execute the report ({error}); install one with `pip install "
-                "'fp8q[report]'`"
+                "",
+                f"no Jupyter kernel starts to execute the report ({error})",
+                "install one with `pip install 'fp8q[report]'`",
             ) from error
     for part in (done, *done.cells):
         part.metadata.pop("papermill", None)

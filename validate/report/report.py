@@ -72,7 +72,7 @@ def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> lis
     for module in REPORT_MODULES:
         if find_spec(module) is None:
             raise BackendError(
-                f"{module} is not installed and the report needs it; install it with `pip install 'fp8q[report]'`"
+                "", f"{module} is not installed and the report needs it", "install it with `pip install 'fp8q[report]'`"
             )
     with report.track("Writing the report", 2, "files") as advance:
         page = render(run, others)

@@ -101,7 +101,7 @@ def open_tasks(options: EvaluateOptions, template: Template | None) -> Tasks:
             loaded = _load(manager, name)
             tasks = {each: _question(each, task, options, template) for each, task in loaded["tasks"].items()}
             if twice := sorted(tasks.keys() & questions.keys()):
-                raise InputError(f"--tasks {name}: has {twice[0]}, which is asked already; name each task once")
+                raise InputError(f"--tasks {name}", f"has {twice[0]}, which is asked already", "name each task once")
             questions |= tasks
             if name in loaded.get("groups", {}):
                 groups[name] = list(tasks)
@@ -134,8 +134,9 @@ def check_name(name: str, known: Sequence[str]) -> None:
         return
     near = get_close_matches(name, known, 1)
     raise InputError(
-        f"--tasks {name}: lm-eval {harness_version()} has no such task{f' (it has {near[0]})' if near else ''}; "
-        "`lm_eval ls tasks` lists them, and --include-path adds a folder of your own"
+        f"--tasks {name}",
+        f"lm-eval {harness_version()} has no such task{f' (it has {near[0]})' if near else ''}",
+        "`lm_eval ls tasks` lists them, and --include-path adds a folder of your own",
     )
 
 
@@ -146,11 +147,12 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & HUB_ERRORS:
             return InputError(
-                f"--tasks {name}: its data is on the hub, which does not give it here ({error_text(error)}); run it "
-                "once with a network, which leaves the data in the cache, or give a task of local files with "
-                "--include-path"
+                f"--tasks {name}",
+                f"its data is on the hub, which does not give it here ({error_text(error)})",
+                "run it once with a network, which leaves the data in the cache, or give a task of local files with "
+                "--include-path",
             )
-        return InputError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error_text(error)})")
+        return InputError(f"--tasks {name}", f"cannot be loaded ({type(error).__name__}: {error_text(error)})")
 
     _seed(FIXED_SEED)
     with foreign(fault):
@@ -161,15 +163,15 @@ def _load(manager: Any, name: str) -> dict[str, Any]:
 def _question(name: str, task: Any, options: EvaluateOptions, template: Template | None) -> AskedTask:
     """Build the questions of a loaded task."""
     if getattr(task, "UNSAFE_CODE", False):
-        raise InputError(f"--tasks {name}: runs the code that the model writes, which fp8q does not; leave it out")
+        raise InputError(f"--tasks {name}", "runs the code that the model writes, which fp8q does not", "leave it out")
     if getattr(task, "MULTIMODAL", False):
-        raise InputError(f"--tasks {name}: shows images, and fp8q gives a model text alone; leave it out")
+        raise InputError(f"--tasks {name}", "shows images, and fp8q gives a model text alone", "leave it out")
     if options.num_fewshot is not None and task.get_config("num_fewshot") != 0:
         task.set_config(key="num_fewshot", value=options.num_fewshot)
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     task.set_fewshot_seed(seed=FIXED_SEED)
-    with foreign(lambda error: InputError(f"--tasks {name}: its questions cannot be built ({error_text(error)})")):
+    with foreign(lambda error: InputError(f"--tasks {name}", f"its questions cannot be built ({error_text(error)})")):
         task.build_all_requests(
             limit=options.limit,
             apply_chat_template=template is not None,
@@ -177,7 +179,7 @@ def _question(name: str, task: Any, options: EvaluateOptions, template: Template
             chat_template=template,
         )
     if not task.instances:
-        raise InputError(f"--tasks {name}: asks no question; give it data")
+        raise InputError(f"--tasks {name}", "asks no question", "give it data")
     digest = hashlib.sha256(json.dumps(task.dump_config(), sort_keys=True, default=_stable).encode())
     for each in task.instances:
         digest.update(json.dumps([each.request_type, each.args, each.doc_id], default=_stable).encode())
@@ -202,7 +204,7 @@ def ask(
     """
 
     def fault(error: BaseException) -> BackendError:
-        return BackendError(f"{question.name}: {runtime} failed ({type(error).__name__}: {error_text(error)})")
+        return BackendError(question.name, f"{runtime} failed ({type(error).__name__}: {error_text(error)})")
 
     from lm_eval.evaluator import evaluate
 

@@ -36,7 +36,7 @@ def served_model(client: Client, served: str | None, tokenizer: Path, batch_size
 
     found = find_model(client, served)
     if found.triton:
-        raise InputError(f"{client.url}: is Triton, which has no /v1/completions; give a server of OpenAI's API")
+        raise InputError(client.url, "is Triton, which has no /v1/completions", "give a server of OpenAI's API")
     with quiet_harness():
         model = LocalCompletionsAPI(
             model=found.name,
@@ -73,7 +73,7 @@ def completed(client: Client, fields: dict[str, Any], generate: bool) -> Any:
         many = isinstance(prompts, list) and not isinstance(prompts[0], int)
         choices = read_answer(AnsweredCompletion, answer).of(len(prompts) if many else 1)
     except UnansweredError as error:
-        raise InputError(f"{client.url}: gives no answer to a question ({error}); see the server's log") from None
+        raise InputError(client.url, f"gives no answer to a question ({error})", "see the server's log") from None
     except RefusedError as error:
         remedy = (
             "see the server's log"

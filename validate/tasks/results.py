@@ -31,8 +31,9 @@ def check_same_questions(task: str, models: ModelAnswers) -> None:
     for runtime, questions in others:
         if questions != first[1]:
             raise InputError(
-                f"{task}: {runtime} was asked other questions than {first[0]}, since the task chooses them anew each "
-                "time; take one whose questions are fixed"
+                task,
+                f"{runtime} was asked other questions than {first[0]}, since the task chooses them anew each time",
+                "take one whose questions are fixed",
             )
 
 

@@ -48,16 +48,19 @@ def check_task_files(folders: Sequence[Path]) -> None:
     named = dict[str, Path]()
     for folder in folders:
         if not folder.is_dir():
-            raise InputError(f"--include-path {folder}: there is no such folder; give one that has task files (YAML)")
+            raise InputError(
+                f"--include-path {folder}", "there is no such folder", "give one that has task files (YAML)"
+            )
         files = sorted(file for file in folder.rglob("*.yaml") if not {*IGNORED} & {*file.parts})
         if not files:
-            raise InputError(f"--include-path {folder}: holds no task file (*.yaml); give a folder that does")
+            raise InputError(f"--include-path {folder}", "holds no task file (*.yaml)", "give a folder that does")
         for file in files:
             name = check_task_file(file)
             if name is not None and named.setdefault(name, file) != file:
                 raise InputError(
-                    f"{file}: names the task {name}, as {named[name]} does; name each task once, or take one of the "
-                    "files out of --include-path"
+                    file,
+                    f"names the task {name}, as {named[name]} does",
+                    "name each task once, or take one of the files out of --include-path",
                 )
 
 
@@ -75,13 +78,13 @@ def check_task_file(file: Path) -> str | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{file}: is no YAML: {error.problem}{where}; {remedy}") from None
+        raise InputError(file, f"is no YAML: {error.problem}{where}", remedy) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: is no YAML: {error_text(error)}; {remedy}") from None
+        raise InputError(file, f"is no YAML: {error_text(error)}", remedy) from None
     if not isinstance(content, dict):
-        raise InputError(f"{file}: is no task file, which has `task: NAME` and more such lines; {remedy}")
+        raise InputError(file, "is no task file, which has `task: NAME` and more such lines", remedy)
     try:
         return TaskFile.model_validate(content).name
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise InputError(f"{file}: `{first['loc'][0]}` {plain_text(first)}; {remedy}") from None
+        raise InputError(file, f"`{first['loc'][0]}` {plain_text(first)}", remedy) from None
