@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__, api
 from ..core.columns import Column, Table, magnitude, share
 from ..options import DoctorOptions
-from ..validate.advice.check_tables import check_table, remedies
+from ..validate.advice.checkup import check_table, remedies
 from ..validate.report.rows import layer_of
 from . import doctor
 

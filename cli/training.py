@@ -37,7 +37,7 @@ def refuse_run_options(options: Options, names: Iterable[str], **others: object)
 
 def show_log(speak: "Terminal", path: Path, gradients: GradientFormat, as_json: bool) -> None:
     """Show the log at `path` by depth, and the checklist: the worst last, where a terminal leaves the eye."""
-    from ..validate.advice.check_tables import check_table
+    from ..validate.advice.checkup import check_table
     from ..validate.report.training_page import advice, ran, sentence, training_depth_table
     from . import views
 

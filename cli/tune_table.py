@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def show_tuning(speak: "Terminal", run: Path, found: "Tuning", as_json: bool) -> None:
     """Show the tuning of `run`, and what to do next."""
-    from ..validate.tuning.tables import change_table, conclusion, outcome_table, point_table
+    from ..validate.tuning.document import change_table, conclusion, outcome_table, point_table
 
     if as_json:
         emit(found.model_dump(by_alias=True, mode="json"))

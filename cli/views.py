@@ -23,10 +23,8 @@ from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
 from ..validate.needles.document import load_needles, needle_table
 from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows
-from ..validate.report.position_buckets import not_covered
-from ..validate.report.prompt_distance import distance_rows, distance_table
-from ..validate.report.rows import engine_rows, module_rows, stage_rows, wrote
-from ..validate.report.size_rows import size_rows
+from ..validate.report.loss_buckets import distance_rows, distance_table, not_covered
+from ..validate.report.rows import engine_rows, module_rows, size_rows, stage_rows, wrote
 from ..validate.report.tables import (
     accuracy_table,
     against_table,

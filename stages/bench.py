@@ -96,7 +96,7 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
 
 
 def _draw(found: Bench, plot: Path) -> None:
-    from ..validate.report.bench_plot import bench_plot
+    from ..validate.report.plots import bench_plot
 
     with replacing(plot) as partial:
         partial.write_text(bench_plot(found).wide, encoding="utf-8")

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ..calibrate.model.source import Source
-    from ..validate.tasks.answers import RuntimeName, TaskAnswers
-    from ..validate.tasks.document import TaskScores
+    from ..validate.tasks.document import RuntimeName, TaskAnswers, TaskScores
     from ..validate.tasks.harness import AskedTask, Tasks
 
 #: The import name of the package of the extra `evaluate`.
@@ -235,7 +234,7 @@ class Stored:
 
     def load(self, contestant: Contestant, question: "AskedTask", seed: int | None) -> "TaskAnswers | None":
         """Read the answers of this model to this question; None where there are none, or of another state."""
-        from ..validate.tasks.answers import TaskAnswers, answers_file
+        from ..validate.tasks.document import TaskAnswers, answers_file
 
         path = answers_file(self.run.answers, question.name, contestant.runtime, seed)
         if path in self.spoiled or not path.is_file():
@@ -247,7 +246,7 @@ class Stored:
 
     def save(self, answers: "TaskAnswers") -> None:
         """Write a file of answers."""
-        from ..validate.tasks.answers import answers_file
+        from ..validate.tasks.document import answers_file
 
         self.run.answers.mkdir(exist_ok=True)
         write_document(answers_file(self.run.answers, answers.task, answers.runtime, answers.seed), answers)

@@ -69,8 +69,7 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
     import torch
 
     from ..calibrate.model.source import load_model
-    from ..validate.accuracy.runtimes import open_reference
-    from ..validate.accuracy.torch_session import TorchSession
+    from ..validate.accuracy.runtimes import TorchSession, open_reference
 
     if runtime == "bf16":
         source = source_of(run)

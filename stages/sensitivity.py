@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..calibrate.model.source import Source
-    from ..validate.sensitivity.document import Sensitivity
+    from ..validate.sensitivity.document import Predicted, Sensitivity, Site
     from ..validate.sensitivity.single_site import Prefix
-    from ..validate.sensitivity.site import Predicted, Site
     from ..validate.sensitivity.site_quantizers import Quantizer
 
 #: The most tokens that run through the model at a time, in whole windows.
@@ -233,8 +232,8 @@ def _worst(
     sites: "list[Site]", progress: SensitivityProgress, prefix: "Prefix | None", options: SensitivityOptions
 ) -> "list[Site]":
     """The sites to measure: the worst by prediction, as many as the option says, or as `MEASURING_PASSES` allow."""
+    from ..validate.sensitivity.document import AS_IT_IS
     from ..validate.sensitivity.gradients import summed
-    from ..validate.sensitivity.site import AS_IT_IS
 
     if progress.chosen is None:
         predicted = summed(progress.predicted)
@@ -280,8 +279,8 @@ def _over_all(progress: SensitivityProgress) -> dict[str, float]:
     """Measured site -> nats over all batches. A measurement of the first batches alone is extrapolated by the ratio of
     the predictions (ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
     """
+    from ..validate.sensitivity.document import AS_IT_IS
     from ..validate.sensitivity.gradients import summed
-    from ..validate.sensitivity.site import AS_IT_IS
 
     measured, every = progress.measured, summed(progress.predicted)
     there = summed(progress.predicted[: len(measured)])

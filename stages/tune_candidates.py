@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..calibrate.model.source import Source
     from ..quantize.scales.decisions import Scales, TensorScale
     from ..quantize.weights.rounding_progress import Rounded
-    from ..validate.sensitivity.site import Predicted
+    from ..validate.sensitivity.document import Predicted
     from ..validate.tuning.candidates import Candidates, Kind
     from ..validate.tuning.choices import Form, Mix, RoundingName, Shape
     from ..validate.tuning.joint import Measured, Runner
@@ -130,8 +130,8 @@ def predicted_candidates(
     """
     from ..quantize.scales.decisions import load_scales
     from ..validate.sensitivity.gradients import summed
+    from ..validate.tuning.candidates import gather, round_weights
     from ..validate.tuning.choices import CACHES
-    from ..validate.tuning.rounding import gather, round_weights
     from ..validate.tuning.solve import Losses
 
     scales, options = load_scales(run), run.options(QUANTIZE)

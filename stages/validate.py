@@ -29,10 +29,10 @@ from .shared.stored_validation import BesideRun, beside_run, run_beside
 
 if TYPE_CHECKING:
     from ..calibrate.model.source import Source
-    from ..validate.accuracy.adapters import AdapterOutcome
     from ..validate.accuracy.compare import Outcome
     from ..validate.accuracy.document import Accuracy, RuntimeAccuracy
     from ..validate.accuracy.perplexity import Evaluation
+    from ..validate.accuracy.runtimes import AdapterOutcome
 
 
 @command(modules=())
@@ -284,8 +284,8 @@ def _with_adapters(
     run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
 ) -> "AdapterOutcome":
     """Evaluate each adapter of the run's model; empty without adapters."""
-    from ..validate.accuracy.adapters import AdapterOutcome, compare_adapted
     from ..validate.accuracy.compare import Workplace
+    from ..validate.accuracy.runtimes import AdapterOutcome, compare_adapted
 
     if not (names := adapters_of(run)):
         return AdapterOutcome()
@@ -302,8 +302,7 @@ def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
     from ..validate.accuracy.bootstrap import increase_halves
     from ..validate.accuracy.compare import BASELINE, FLOAT32
     from ..validate.accuracy.nonfinite import blamed
-    from ..validate.report.position_buckets import by_position
-    from ..validate.report.token_frequency import by_frequency
+    from ..validate.report.loss_buckets import by_frequency, by_position
 
     accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
     calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
 
     from ...calibrate.model.decoder import Layers
     from ...calibrate.model.source import Source
-    from ...validate.advice.checkup import Check, Checkup
+    from ...validate.advice.checkup import Check, Checkup, Remedies
     from ...validate.advice.hidden_states import ModelPair
     from ...validate.advice.loops import Loops
-    from ...validate.advice.remedies import Remedies
     from ...validate.advice.scale_checks import ScaledTensor
 
 #: The most tokens that run through both models at a time, in whole windows.
@@ -52,8 +51,7 @@ class Examined:
 def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
     from ...validate.advice.checkup import Checkup, worst_first
-    from ...validate.advice.scale_checks import stored_checks, tensors_of
-    from ...validate.advice.served_cache import served_cache
+    from ...validate.advice.scale_checks import served_cache, stored_checks, tensors_of
 
     run.refuse_stale("measure", "quantize", "export")
     note_base_alone(run, "what runs is of", notes)
@@ -70,7 +68,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
 
 
 def _remedies(run: Run, scales: Scales) -> "Remedies":
-    from ...validate.advice.remedies import Remedies
+    from ...validate.advice.checkup import Remedies
 
     record, corpus = run.record(), load_record(run).corpus
     chosen = run.options(QUANTIZE)

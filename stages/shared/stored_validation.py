@@ -208,7 +208,7 @@ def explained(asked: BesideRun, found: "Outcome") -> "dict[str, RuntimeAccuracy]
     """The rows of what ran, with the loss by the frequency of tokens and by distance from the prompt."""
     from ...validate.accuracy.as_served import by_distance
     from ...validate.accuracy.stored_reference import against_stored
-    from ...validate.report.token_frequency import by_frequency
+    from ...validate.report.loss_buckets import by_frequency
 
     tokens, base = asked.reference.evaluation, asked.reference.nll.get("bf16")
     return {

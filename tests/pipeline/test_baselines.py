@@ -32,8 +32,7 @@ from fp8q.validate.bench.capacity import footprint, with_both
 from fp8q.validate.bench.document import Bench
 from fp8q.validate.report.accuracy_rows import accuracy_rows
 from fp8q.validate.report.report import summary_sentences
-from fp8q.validate.report.rows import engine_rows, module_rows
-from fp8q.validate.report.size_rows import size_rows
+from fp8q.validate.report.rows import engine_rows, module_rows, size_rows
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.document import load_token_losses as load_nll
 from fp8q.validate.bench.capacity import product_shapes
 from fp8q.validate.report.gains import gains
-from fp8q.validate.report.size_rows import size_rows
+from fp8q.validate.report.rows import size_rows
 
 pytestmark = pytest.mark.slow
 

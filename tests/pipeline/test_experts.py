@@ -38,9 +38,9 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.steps import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.report import render
+from fp8q.validate.sensitivity.document import AS_IT_IS
 from fp8q.validate.sensitivity.gradients import predict_sites
 from fp8q.validate.sensitivity.single_site import Float
-from fp8q.validate.sensitivity.site import AS_IT_IS
 from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 from fp8q.validate.tuning.document import Chosen, Recipe, Tuning
 

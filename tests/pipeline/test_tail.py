@@ -22,7 +22,7 @@ from fp8q.serve.loop.sessions import open_session
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.as_served import served, torch_start
 from fp8q.validate.accuracy.document import load_accuracy
-from fp8q.validate.report.prompt_distance import distance_rows, distance_table
+from fp8q.validate.report.loss_buckets import distance_rows, distance_table
 from fp8q.validate.report.run_comparison import terms
 
 from .other_models import mean_kl

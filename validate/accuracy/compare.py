@@ -26,10 +26,9 @@ from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ...core.undo import scratch
-from .divergence import REVERSED, Against, Baselines, Found, joined, measure_tokens
+from .divergence import REVERSED, Against, Baselines, Found, StoredLogits, Writer, joined, measure_tokens
 from .document import Accuracy, Divergence, RuntimeAccuracy
 from .perplexity import Evaluation
-from .stored_logits import StoredLogits, Writer
 from .top_logits import UNFINISHED, TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
 
 if TYPE_CHECKING:

@@ -5,21 +5,26 @@ one token's probability, averages away. Top-1 agreement: both runtimes have the 
 the share of the baseline's five likeliest tokens that are among this runtime's five, in any order. (The baseline's
 likeliest token alone is nearly always among these five, 100.00 % on the demo.)
 
-A few positions are computed at a time: five tables of a vocabulary are needed together, which for a whole batch took
-most of the memory.
+The logits of the runtimes that others are compared with are on disk (`StoredLogits`): with a vocabulary of 128,000 a
+token's logits take a quarter of a megabyte in BF16, so those of a text do not fit into memory. They are written in the
+type that they were computed in, and read a few rows at a time: five tables of a vocabulary are needed together, which
+for a whole batch took most of the memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from .stored_logits import StoredLogits, Writer
+from ...core.files import replacing
 
 if TYPE_CHECKING:
     import torch
+
 
 #: Largest float32 table of positions by vocabulary at a time, in bytes.
 BLOCK_BYTES = 1 << 20
@@ -30,6 +35,60 @@ TOP = 5
 Found = dict[str, npt.NDArray[np.float32 | np.bool_]]
 #: What the name of a divergence the other way round ends in.
 REVERSED = "_reversed"
+#: What the name of such a file ends in, behind the type of its rows.
+SUFFIX = ".logits"
+#: Takes rows [rows, vocabulary] as they come.
+Writer = Callable[["torch.Tensor"], None]
+
+
+class StoredLogits:
+    """The logits of one runtime in `folder`: rows of `name`, in the order they were written."""
+
+    def __init__(self, folder: Path, name: str, rows: int):
+        """Find the file of `rows` rows that was written there, if any."""
+        self._folder, self._name, self._rows = folder, name, rows
+
+    @property
+    def _path(self) -> Path | None:
+        return next(iter(self._folder.glob(f"{self._name}.*{SUFFIX}")), None)
+
+    def exists(self) -> bool:
+        """Tell whether all rows are there."""
+        return self._path is not None
+
+    @contextmanager
+    def writing(self) -> Iterator[Writer]:
+        """Write the rows; they are there when the block has ended well."""
+        import torch
+
+        types = set[torch.dtype]()
+        with replacing(self._folder / f"{self._name}{SUFFIX}") as partial, open(partial, "wb") as handle:
+
+            def write(rows: "torch.Tensor") -> None:
+                types.add(rows.dtype)
+                rows.cpu().contiguous().view(torch.uint8).numpy().tofile(handle)
+
+            yield write
+        (dtype,) = types
+        (self._folder / f"{self._name}{SUFFIX}").rename(
+            self._folder / f"{self._name}.{str(dtype).removeprefix('torch.')}{SUFFIX}"
+        )
+
+    def read(self, start: int, stop: int) -> "torch.Tensor":
+        """Rows `start` to `stop` [rows, vocabulary], in their own type."""
+        import torch
+
+        path = self._path
+        assert path is not None, f"{self._name}: its logits were not written"
+        dtype = getattr(torch, path.name.removesuffix(SUFFIX).rpartition(".")[2])
+        row = path.stat().st_size // self._rows
+        data = np.fromfile(path, np.uint8, (stop - start) * row, offset=start * row)
+        return torch.from_numpy(data).view(dtype).view(stop - start, -1)
+
+    def remove(self) -> None:
+        """Give the disk back."""
+        if path := self._path:
+            path.unlink()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,20 @@
-"""The runtimes that can be asked for logits, each as a function of a batch of windows; those that need torch."""
+"""The runtimes that need torch, each as a function from a batch of windows to logits.
 
-from collections.abc import Callable
+With an adapter on, FP8 is compared with BF16 under the same adapter, so that its numbers show the loss by FP8 for the
+adapter's users, and nothing of the adapter's own effect (`compare_adapted`). `TorchSession` runs one sequence at a time
+through a torch model in the generation loop, to compare generated text; it is not for serving.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.source import Source, load_model
 from ...core.files import reading
@@ -13,9 +23,13 @@ from ...options import ONE_TERM_ALONE
 from ...quantize.reading.run_checkpoint import adapter_directory
 from ...quantize.reference.fp8_model import Reference, load_reference
 from ...quantize.reference.linear import Mode
+from ...serve.loop.sessions import Pace
 from .as_served import served, torch_start
-from .compare import FLOAT32, Forward, Opener
+from .compare import FLOAT32, Forward, Opener, Workplace, compare_in_turn
+from .document import RuntimeAccuracy, with_adapter
+from .perplexity import Evaluation
 from .session_logits import session_opener
+from .top_logits import TopLogits
 
 #: The runtime of the checkpoint's own type.
 ORIGINAL = "original"
@@ -104,3 +118,107 @@ def vocabulary(directory: Path) -> int:
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(directory).get_text_config().vocab_size)
+
+
+@dataclass(frozen=True)
+class AdapterOutcome:
+    """The accuracy by adapter and runtime; by `<runtime> with <adapter>` the losses of all tokens, the likeliest tokens
+    at `positions_to_keep`, and why one failed.
+    """
+
+    rows: dict[str, dict[str, RuntimeAccuracy]] = field(default_factory=dict)
+    nll: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    top: dict[str, TopLogits] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def compare_adapted(
+    run: Run,
+    evaluation: Evaluation,
+    runtimes: Mapping[str, tuple[str, ...]],
+    source: Callable[[], Source],
+    workplace: Workplace,
+) -> AdapterOutcome:
+    """Run `evaluation` once with each adapter of the run, through its `runtimes`.
+
+    `source` opens the model with its adapters beside it.
+    """
+    found, prompt = AdapterOutcome(), evaluation.protocol.prompt
+    for variant in source().variants[1:]:
+        assert variant.on, "what is beside the base is an adapter"
+        name = variant.on.name
+        chosen = runtimes[name]
+        made = openers(chosen, run, lambda: variant, workplace.device, name, prompt)  # noqa: B023  # called before the next
+        own = {each: opener for each, opener in made.items() if each in chosen}
+        workplace.report.note(f"{name}: {', '.join(own)} with this adapter on")
+        folder = workplace.folder / f"adapter-{name}"
+        outcome = compare_in_turn(evaluation, own, vocabulary(run.model), folder, workplace.report)
+        found.rows[name] = outcome.accuracy.runtimes
+        found.nll.update({with_adapter(each, name): values for each, values in outcome.nll.items()})
+        found.top.update({with_adapter(each, name): top for each, top in outcome.top.items()})
+        found.failed.update({with_adapter(each, name): why for each, why in outcome.failed.items()})
+    return found
+
+
+class TorchSession:
+    """A causal model of transformers."""
+
+    pace = Pace(chunk=512, share=512)
+    most_rows: int | None = 1
+    most_positions: int | None = None
+
+    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], DynamicCache] = DynamicCache):
+        """Generate with `model`, on a cache that `new_cache` makes for each sequence."""
+        self._model, self._new_cache = model, new_cache
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+
+    def open_batch(self, rows: int, positions: int) -> "TorchBatch":
+        """Room for one sequence."""
+        assert rows == 1, "the loop keeps to most_rows"
+        return TorchBatch(self._model, self._new_cache)
+
+
+class TorchBatch:
+    """A `Batch` of one row; see there for what each method does."""
+
+    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], DynamicCache]):
+        """Nothing is in flight yet."""
+        self._model, self._new_cache = model, new_cache
+        self._cache = new_cache()
+
+    def reserve(self, needed: int, most: int, rows: int) -> None:
+        """Nothing to do: the cache grows by itself."""
+
+    def prefill(
+        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Take in a chunk of the prompt, which has no padding."""
+        if not filled[0]:
+            self._cache = self._new_cache()
+        return self._forward(tokens)
+
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Take in one token."""
+        return self._forward(tokens[:, None])
+
+    def _forward(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        ids = torch.from_numpy(tokens).to(self._model.device)
+        with torch.inference_mode():
+            logits = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True).logits[:, -1]
+        found: NDArray[np.float32] = logits.float().cpu().numpy()
+        return found
+
+    def move(self, source: int, target: int, filled: int) -> None:
+        """Nothing to do: there is one row."""
+
+    def wipe(self, row: int) -> None:
+        """Forget the row."""
+        self.clear()
+
+    def idle(self) -> None:
+        """Forget the row."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the row."""
+        self._cache = self._new_cache()

@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
-from .divergence import BLOCK_BYTES, Baselines, Found, joined
+from .divergence import BLOCK_BYTES, Baselines, Found, Writer, joined
 from .document import AgainstStored, Estimate, NotFinite, RuntimeAccuracy, StoredDistance
 from .perplexity import Evaluation, first_not_finite
-from .stored_logits import Writer
 from .top_divergence import bounded_kl
 from .top_logits import KeptTokens, TopLogits, joined_top, top_of_array
 

@@ -4,8 +4,7 @@ criteria            the register of both: name, text and limits of every check
 findings            outliers in the statistics, ranked; the two what-ifs
 certificate         whether the calibration text is enough
 expert_coverage     which experts saw the calibration text
-checkup             the verdict of a check, and the document of all
-remedies            the commands that help
+checkup             the verdict of a check, the command that helps, the document of all and its tables
 scale_checks        checks of the run's files alone: saturation, underflow, scales, jumps
 activation_watch    what the float model does on a few windows: norms, attention, tokens of the cache
 hidden_states       where BF16 and FP8 part, run beside each other

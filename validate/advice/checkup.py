@@ -1,18 +1,25 @@
-"""The result of a check: verdict, module, value, and a command as remedy."""
+"""The result of a check (verdict, module, value), the command that helps, and the tables that show both."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isfinite, isnan
+from shlex import quote
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ...core.columns import Table, text_column
+from ...core.commands import tune_command
 from ...core.errors import GateError
 from ...core.files import Strict
+from ...quantize.scales.decisions import TensorScale
 from .criteria import Criterion, Limit
 
 Verdict = Literal["good", "watch", "bad", "unknown"]
 #: The worst first.
 ORDER: tuple[Verdict, ...] = ("bad", "watch", "unknown", "good")
+#: Entries of one check that are shown; the rest are counted.
+LISTED = 6
 
 
 class AtDepth(Strict):
@@ -110,3 +117,115 @@ def refuse_bad(found: Checkup) -> None:
             f"{first.module or 'the model'}: {first.what} {first.said}",
             f"{first.remedy}",
         )
+
+
+def shown_entries(checks: Sequence[Check]) -> list[Check]:
+    """The entries that are shown, the worst first: of one check and verdict the first few."""
+    counts: dict[tuple[str, str], int] = {}
+    shown = []
+    for each in checks:
+        key = (each.check, each.verdict)
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] <= LISTED:
+            shown.append(each)
+    return shown
+
+
+def check_table(checks: Sequence[Check], ran: str) -> Table[Check]:
+    """Tabulate every check, the worst last; `ran` tells in the title on what they were measured."""
+    columns = (
+        text_column("verdict"),
+        text_column("check"),
+        text_column("module"),
+        text_column("found", "said"),
+    )
+    left = len(checks) - len(shown_entries(checks))
+    title = f"Checklist ({ran}{f'; {left} more entries with --json' if left else ''})"
+    return Table(title, shown_entries(checks)[::-1], columns, "Nothing to check.")
+
+
+def remedies(checks: Sequence[Check]) -> list[str]:
+    """List what helps, a line each, the worst last."""
+    lines: dict[str, None] = {}
+    for each in shown_entries(checks):
+        if each.remedy:
+            lines.setdefault(f"{each.verdict}: {each.module or each.check}: {each.remedy}")
+    return [*lines][::-1]
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Make the commands of remedies: `run` is the run's directory, `two_terms`, `skip` and `kv_skip` the patterns that
+    `fp8q scales` was given; `cached`: the attention modules whose cache is codes. `graph`: the run has an
+    ONNX graph.
+
+    An option with several patterns replaces the run's, so the run's patterns are repeated.
+    """
+
+    run: str
+    model: str
+    data: str
+    samples: int
+    two_terms: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    kv_skip: tuple[str, ...] = ()
+    cached: tuple[str, ...] = ()
+    graph: bool = True
+
+    def scales(self, *words: str) -> str:
+        """`fp8q scales RUN` with those options."""
+        return self._command("scales", quote(self.run), *words)
+
+    def two(self, pattern: str) -> str:
+        """Take two terms for modules that match, and for those that have them already."""
+        return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
+
+    def wide(self, tensor: str) -> str:
+        """A tensor in BF16: a module by --skip; keys and values with their layer by --kv-skip, or by the option of the
+        cache where no other layer is in codes.
+        """
+        module, _, part = tensor.rpartition(".")
+        if part in ("k", "v"):
+            if module in self.cached and len(self.cached) > 1:
+                return self.scales(*_repeated("--kv-skip", (*self.kv_skip, module)))
+            return self.scales("--kv-cache", "v" if part == "k" else "off")
+        return self.scales(*_repeated("--skip", (*self.skip, tensor)))
+
+    def better(self, tensor: str, scale: TensorScale | None = None) -> str:
+        """The next better form of a tensor with this `scale` (None: of one term): two terms for one, BF16 for two.
+
+        A cache has no two terms.
+        """
+        exact = scale is not None and scale.grid.by_value
+        return self.wide(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
+
+    def again(self) -> str:
+        """Choose all scales again by the same options, where the files differ from their result."""
+        return f"`rm {quote(f'{self.run}/scales.json')}`, then {self.scales()}"
+
+    def more_text(self) -> str:
+        """Calibrate on twice the windows."""
+        samples = str(2 * self.samples)
+        return self._command(
+            "calibrate", quote(self.model), "--data", quote(self.data), "--out", "OTHER", "--samples", samples
+        )
+
+    def tune(self) -> str:
+        """Let `fp8q tune` find the change."""
+        return f"`{tune_command(quote(self.run), '--max-ppl-increase 0.5%', self.graph)}`"
+
+    def wide_graph(self) -> str:
+        """The graphs in BF16 instead of FP16."""
+        return self._command("export", quote(self.run), "--dtype", "bf16")
+
+    def restored(self) -> str:
+        """The remedy for a source that is gone."""
+        return f"put the model back at {self.model}, or calibrate again"
+
+    @staticmethod
+    def _command(*words: str) -> str:
+        return f"`fp8q {' '.join(words)}`"
+
+
+def _repeated(option: str, patterns: tuple[str, ...]) -> list[str]:
+    return [word for pattern in dict.fromkeys(patterns) for word in (option, quote(pattern))]

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from ...core.columns import magnitude, share
 from ...quantize.scales.decisions import TensorScale
 from . import criteria
-from .checkup import AtDepth, Check, finite, graded, unknown
-from .remedies import Remedies
+from .checkup import AtDepth, Check, Remedies, finite, graded, unknown
 from .scale_checks import ScaledTensor, relative_error
 
 if TYPE_CHECKING:

@@ -2,6 +2,10 @@
 
 The scales are read from `model/`, like every runtime does, and not from `scales.json`, whose statements on a scale
 (saturation, SQNR) come from the program that wrote it.
+
+`served_cache` checks how other servers read the scales of an FP8 cache, by the rules of the checkpoint's lint that are
+about these: a server that finds no scale takes 1.0, and one that has no place for a scale leaves it unread; both go on
+without a word (`quantize/lint/rules_cache.py`).
 """
 
 import math
@@ -15,16 +19,22 @@ import numpy.typing as npt
 from ...calibrate.measure.histogram import Histogram
 from ...calibrate.measure.statistics import Statistics
 from ...core.columns import magnitude, share
+from ...core.findings import Finding
 from ...options import Clipping
 from ...quantize.codes.formats import E4M3, Grid
+from ...quantize.lint.check import RULES
+from ...quantize.reading.fp8_tensors import open_checkpoint
+from ...quantize.reading.quantization_config import read_by_fp8q_alone
 from ...quantize.reading.run_checkpoint import stored_arrays
 from ...quantize.scales.clip import clip_mse, lost_share, saturation, scale_of, sqnr_db, underflow
 from ...quantize.scales.decisions import Scales, TensorScale, group_of
 from ...quantize.scales.delayed import largest_jump, measured
 from . import criteria
-from .checkup import Check, graded
+from .checkup import Check, Remedies, graded, unknown
 from .findings import unmeasured
-from .remedies import Remedies
+
+#: Scales of 1.0, missing ones, those that nothing reads, and those that some servers read.
+OF_THE_CACHE = ("C119", "C120", "C126", "C127")
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,4 +191,34 @@ def _jumps(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
         values,
         lambda value: f"{value:.3g}-fold",
         lambda name, value: remedies.more_text(),
+    )
+
+
+def served_cache(model: Path) -> list[Check]:
+    """Return an entry for each place at which a server's cache differs from the run's, or one that is good.
+
+    `model`: the folder of the checkpoint. One that other servers cannot load at all is unknown.
+    """
+    criterion = criteria.CACHE_SERVED
+    checkpoint = None if read_by_fp8q_alone(model) else open_checkpoint(model)
+    if checkpoint is None:
+        return [unknown(criterion, "other servers do not load this checkpoint, and fp8q's own read every scale")]
+    found = [finding for number in OF_THE_CACHE for finding in RULES[number].findings(checkpoint)]
+    if found:
+        return [_entry(finding) for finding in found]
+    return [Check(check=criterion.check, verdict="good", value=0, what=criterion.what, said="none")]
+
+
+def _entry(finding: Finding) -> Check:
+    """The entry of a broken rule, whose message ends in the remedy."""
+    criterion = criteria.CACHE_SERVED
+    said, _, remedy = finding.message.rpartition("; ")
+    return Check(
+        check=criterion.check,
+        verdict="watch",
+        module=finding.node or None,
+        value=finding.places,
+        what=criterion.what,
+        said=f"{finding.rule}: {said}",
+        remedy=remedy,
     )

@@ -1,44 +1,19 @@
-"""Judge answers by their distances: the validated model, another arithmetic of it, another model, another prompt.
+"""Judge answers by their distances from the run's runtimes: the validated model, another arithmetic, another model, or
+another prompt.
 
-For small deviations KL is half a squared length, so distances have angles. Seen from a runtime c that was validated,
-the answers a and a runtime b of another arithmetic share
+Three distances give the share that the answers have of the error of a runtime in another arithmetic (`Field.share`).
+The answers are that arithmetic's where the share is clearly, in its whole interval, more than `SHARE`, and the
+validated model's where it is clearly less than `NONE` for every such runtime; in between that cannot be told.
 
-    s(a) = (D(c, b) + D(c, a) - D(b, a)) / 2,
-
-the product of their deviations from c. Another implementation c' of what was validated (ONNX Runtime beside the
-reference, an engine) shares s(c') with b by rounding alone: what c itself is off, and how BF16 rounds in any program.
-So the answers have the share
-
-    e = (s(a) - s(c')) / (D(c, b) - s(c'))
-
-of b's own error. It is 0 for an implementation of what was validated, however it rounds; for one of b's arithmetic it
-is the part of b's error that all its implementations have. Of one term that is about half: a last bit of BF16 moves
-every sixteenth activation into the next code, so that vLLM and the reference, both of one term, are as far from each
-other as one term is from two, and nearness alone tells nothing.
-
-The answers are another arithmetic's where e is clearly (in its interval) more than `SHARE`, and what was validated
-where it is clearly less than `NONE` for every b; in between that cannot be told. Both are held against a size too, of
-KL, of flips and of loss (`limits`), any of which excludes: the answers are at most `FURTHER` times as far from c as its
-own other runtime is, or as b is; else it is an arithmetic that the run has no runtime of. And it is another model where
-one of the three is beyond `FAR` times the largest between any two of the run's runtimes.
-
-What is nearer than that cannot be told from what was validated, whoever made it: scales of another calibration text, an
-epsilon of another size. So a verdict that passes says which differences would not have passed; where the positions are
-too few to exclude another model, it is `undecided`, and does not pass (docs/decisions/0060-each-measure-suffices.md).
-
-The runtime `bf16` of a model whose weights lose little is little but rounding, of which a server of BF16 shares some
-part, which nobody knows; `fp32` is BF16's arithmetic without it, where e is 0 or 1, and takes its place.
-
-A run with one validated runtime does not say what rounding shares. Then s(c') counts as 0, which is too little, so b is
-excluded below `SHARE`, what was validated from half of b's error on, and its size is the distance from the nearest b.
-One with a single runtime does not say how far any other may be, and nothing passes.
-
-Where only likeliest tokens are known, flips take the place of KL, mostly at positions where the runtimes differ, and
-the nearest runtime is the verdict. They hardly tell an unknown arithmetic from a known one.
+Size counts too, of KL, flips and loss (`excesses`), any of which suffices to exclude: the validated model is at most
+`FURTHER` times as far as a second runtime of its arithmetic, and the model in any arithmetic at most `FAR` times the
+largest distance between two of the run's runtimes. `docs/compare.md` has the derivation and the limits' reasons.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import expm1, sqrt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,9 +26,8 @@ from ..accuracy.top_logits import KeptTokens
 from .answers import LikelyTokens
 from .distance import Distances, distances, flip_shares, own_distances
 from .document import BF16, VALIDATED, Noticed, RuntimeDistance, Verdict
-from .limits import Excess, excesses, noise_of, noticed
 
-#: See above: shares of an error, of them `HALF` with one validated runtime; and of distances.
+#: Limits of the share of an error (`HALF`: with one validated runtime), and of distances, as factors.
 NONE, SHARE, HALF = 0.1, 0.25, 0.5
 FURTHER, FAR = 2.0, 10.0
 #: What the distance must fall to without a BOS, for that to be the reason.
@@ -63,6 +37,89 @@ ANOTHER = "another model"
 #: What the arithmetic of a runtime is called that the run is not served by.
 NAMES = dict.fromkeys(("bf16", "fp32", "original", "onnxruntime-bf16"), BF16) | {"onnxruntime-int8": "INT8"}
 NAMES[ONE_TERM_ALONE] = "one term where two were validated"
+#: The least KL and loss, in nats: the run's log-probabilities are of single precision.
+SINGLE = 1e-6
+#: The least share of n positions that none of them excludes, times n.
+RULE_OF_THREE = 3.0
+
+
+class Excess(NamedTuple):
+    """By how much a measure is more than its limit, and that limit; below zero where it is less."""
+
+    measure: str
+    interval: MeanInterval
+    limit: float
+
+    @property
+    def sure(self) -> bool:
+        """Tell whether it is more in the whole interval."""
+        return self.interval.low > 0
+
+    @property
+    def possible(self) -> bool:
+        """Tell whether it is more in a part of the interval."""
+        return self.interval.high > 0
+
+    @property
+    def noticed(self) -> float:
+        """The least value that would have been more in the whole interval, were it as wide."""
+        return self.limit + self.interval.mean - self.interval.low
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The largest distances between some runtimes of the run: `kl` float64 [n] in nats of the pair that is furthest
+    apart, `flips` a share of all kept positions, `loss` in nats, the far end of an interval.
+    """
+
+    kl: Values
+    flips: float
+    loss: float
+
+
+def noise_of(pairs: Sequence[Distances], shares: Sequence[float], kept: int, bootstrap: Bootstrap) -> Noise:
+    """The noise of `pairs` of runtimes at the answered positions; `shares`: their flips, of all `kept` positions."""
+    losses = [bootstrap.interval(pair.loss) for pair in pairs]
+    return Noise(
+        kl=np.maximum(max((pair.kl for pair in pairs), key=lambda kl: float(np.nanmean(kl))), SINGLE),
+        flips=max(*shares, RULE_OF_THREE / kept),
+        loss=max(SINGLE, *(max(abs(each.low), abs(each.high)) for each in losses)),
+    )
+
+
+def excesses(
+    found: Distances, noise: Noise, factor: float, agreed: npt.NDArray[np.bool_] | None, bootstrap: Bootstrap
+) -> list[Excess]:
+    """By how much each measure of `found` is more than `factor` times `noise`; measures that are not known are left
+    out.
+
+    `agreed` bool [n]: the positions at which all runtimes have one likeliest token, where only such tokens are known;
+    else None.
+    """
+    share = sqrt(factor) * noise.flips
+    flips = found.flips if agreed is None else np.where(agreed, found.flips, np.nan)
+    measures = [Excess("flips", bootstrap.interval(flips - share), share)]
+    if agreed is None:
+        kl = bootstrap.interval(found.kl - factor * noise.kl)
+        measures.insert(0, Excess("KL", kl, factor * float(np.nanmean(noise.kl))))
+        measures.append(
+            Excess("loss", _beyond(bootstrap.interval(found.loss), factor * noise.loss), factor * noise.loss)
+        )
+    return [each for each in measures if np.isfinite(each.interval.mean) and np.isfinite(each.limit)]
+
+
+def _beyond(found: MeanInterval, limit: float) -> MeanInterval:
+    """The interval of the distance from zero of what lies in `found`, less `limit`."""
+    ends = sorted((abs(found.low), abs(found.high)))
+    least = 0.0 if found.low <= 0 <= found.high else ends[0]
+    return MeanInterval(abs(found.mean) - limit, least - limit, ends[1] - limit)
+
+
+def noticed(measures: Sequence[Excess]) -> Noticed:
+    """The least differences that would have been more than the limits."""
+    least = {each.measure: each.noticed for each in measures}
+    loss = least.get("loss")
+    return Noticed(kl_nats=least.get("KL"), flips=least.get("flips"), perplexity=None if loss is None else expm1(loss))
 
 
 @dataclass(frozen=True)

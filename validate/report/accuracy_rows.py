@@ -1,12 +1,13 @@
 """The accuracy of a run as rows: every runtime that was evaluated, with the interval of its increase over BF16."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
+from ...core.columns import share
 from ...core.run import Run
 from ..accuracy.bootstrap import increase_interval, paired
-from ..accuracy.document import load_accuracy, load_token_losses
+from ..accuracy.document import RuntimeAccuracy, load_accuracy, load_token_losses
 from .rows import wrote
-from .stored_numbers import stored_numbers
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,20 @@ def adapter_rows(run: Run) -> list[AccuracyRow]:
         for what, beside in load_accuracy(run).each()[1:]
         for name, found in beside.runtimes.items()
     ]
+
+
+def stored_numbers(found: RuntimeAccuracy) -> dict[str, Any]:
+    """The fields of a runtime's row that come from what the run keeps of BF16, or of the first that it keeps; empty for
+    a runtime that ran beside the others.
+    """
+    if not found.stored:
+        return {}
+    name = "bf16" if "bf16" in found.stored.runtimes else next(iter(found.stored.runtimes))
+    distance = found.stored.runtimes[name]
+    where = f"the {found.stored.top} likeliest tokens at {found.stored.positions:,} positions"
+    return {
+        "kl_least_nats": distance.kl_nats.mean,
+        "top1_agreement": distance.top1_agreement,
+        "stored": f"held against what the run keeps of {name}, {where}; all others have {share(distance.rest)} of the "
+        "probability there, and KL is at least what is shown",
+    }

@@ -10,7 +10,7 @@ from ...core.run import Run
 from ..accuracy.document import load_divergences, load_token_losses
 from .accuracy_rows import accuracy_rows
 from .curves import error_shares, rounding_alone_db
-from .position_buckets import PositionRow, is_flat, position_rows
+from .loss_buckets import PositionRow, is_flat, position_rows
 from .rows import ModuleRow, module_rows, wrote
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def drawings(run: Run) -> Drawings:
     """Draw what shows something, and say of the rest what it would show."""
     from ..tuning.document import load_tuning
     from . import loss_plots
-    from .learning_plot import learned_weights, learning_plot
+    from .loss_plots import learned_weights, learning_plot
 
     found = Drawings()
     _draw_errors(run, found)

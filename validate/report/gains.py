@@ -17,8 +17,7 @@ from ..accuracy.document import load_accuracy
 from ..accuracy.log_probabilities import vocabulary_size
 from ..bench.capacity import cache_of, product_shapes
 from ..bench.document import DIGITS, Bench, times
-from .rows import wrote
-from .size_rows import size_rows
+from .rows import size_rows, wrote
 
 #: The two models of a run that its times compare.
 BF16, FP8 = "bf16", "fp8"

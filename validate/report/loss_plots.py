@@ -1,5 +1,5 @@
 """Plots of the loss: the KL that each layer causes, from `sensitivity.json`; the KL along the window, token by token;
-and the price of less loss, from `tune.json`.
+the price of less loss, from `tune.json`; and the held-out KL by step of `fp8q distill`, from `distill.json`.
 
 Colours and sizes are those of `plots`.
 """
@@ -13,14 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.columns import nats
+from ...core.run import Run
 from .curves import along_window
 from .plots import BLUE, GREEN, MUTED, SERIES, VERMILLION, WIDE, Plot, figure_of, integers, name_lines, plot
+from .rows import wrote
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from ...quantize.learning.document import Distillation
     from ..sensitivity.document import Loss
     from ..tuning.document import Point, Tuning
+
 
 #: What each part of a bar is of, from the axis outwards.
 KINDS = {"activation": (BLUE, "activations"), "weight": (VERMILLION, "weights"), "kv_cache": (GREEN, "cache")}
@@ -132,3 +136,39 @@ def frontier_plot(tuning: "Tuning") -> Plot:
         "cache’s form, that nothing cheaper betters, as predicted; the run and what was chosen are measured."
     )
     return plot("Loss against cost", caption, draw)
+
+
+def learned_weights(run: Run) -> "Distillation | None":
+    """Read what `run` learned; None where nothing was, or the checkpoint has other codes now."""
+    from ...quantize.learning.document import load_distillation
+
+    if not wrote(run, run.distillation, "distill"):
+        return None
+    found, quantized = load_distillation(run), run.record().stages.get("quantize")
+    in_use = quantized is not None and run.distilled.name in quantized.inputs
+    return found if in_use or found.best.step == 0 else None
+
+
+def learning_plot(found: "Distillation") -> Plot:
+    """The held-out KL by step while weights were learned."""
+    moments, marked = found.moments, {"start": (found.start, VERMILLION), "best": (found.best, GREEN)}
+
+    def draw(width: float) -> "Figure":
+        figure = figure_of(width, 2.6)
+        axes = figure.add_subplot()
+        axes.plot([each.step for each in moments], [each.kl for each in moments], "o-", color=BLUE, markersize=3)
+        for name, (moment, color) in marked.items():
+            axes.plot([moment.step], [moment.kl], "o", color=color, markersize=5)
+            where = (moment.step, moment.kl)
+            axes.annotate(name, where, xytext=(5, 4), textcoords="offset points", color=color)
+        axes.margins(x=0.08, y=0.15)
+        axes.xaxis.set_major_locator(integers())
+        axes.set_xlabel("step", color=MUTED)
+        axes.set_ylabel("held-out KL, nats")
+        return figure
+
+    caption = (
+        f"The KL from BF16 on {found.held_out:,} held-out tokens while weights were learned from {found.tokens:,} of "
+        f"{found.data}: {found.conclusion}."
+    )
+    return plot("Learning weights", caption, draw)

@@ -1,5 +1,5 @@
-"""The three plots of a report, as SVG: one tensor against the E4M3 grid, the error of every layer, the loss along the
-window.
+"""Plots as SVG: one tensor against the E4M3 grid, the error of every layer, the loss along the window, and the times of
+`fp8q bench`.
 
 Drawn without pyplot (no global state), with text left as text and a fixed hash salt, so that equal runs make equal
 bytes. Colours are Okabe and Ito's ("Color Universal Design", 2008), which colour-blind readers can distinguish; lines
@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from ...calibrate.measure.histogram import Histogram
 from ...core.columns import magnitude, noise, share
 from ...quantize.codes.formats import E4M3
+from ..bench.document import Bench, BenchRow
 from .curves import Curve, ErrorShares, Floats, along_window, density, error_density, error_shares, rounding_alone_db
 from .rows import ModuleRow
 from .tables import lossless
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import Locator
+
 
 #: Colours, and the custom properties that stand for them in a page.
 PAPER, INK, MUTED, FAINT = "#ffffff", "#1c1c1c", "#666667", "#d8d8d9"
@@ -368,3 +371,52 @@ def name_lines(axes: "Axes", ends: Mapping[str, tuple[float, str]]) -> None:
 
 def _color(names: Sequence[str], name: str) -> str:
     return SERIES[names.index(name) % len(SERIES)] if name in names else INK
+
+
+def bench_plot(found: Bench) -> Plot:
+    """Latency of a token (the line its medians, upright its 99th percentiles) above, throughput below."""
+    prompts = sorted({row.prompt for row in found.rows})
+    batches = sorted({row.batch for row in found.rows})
+    names = dict.fromkeys(row.variant for row in found.rows)
+    colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(names)}
+
+    def draw(width: float) -> "Figure":
+        figure = figure_of(width, 4.4)
+        panels = figure.subplots(2, len(prompts), sharex=True, sharey="row", squeeze=False)
+        for column, prompt in enumerate(prompts):
+            for name in names:
+                rows = [row for row in found.rows if (row.prompt, row.variant) == (prompt, name)]
+                _lines(panels[:, column].tolist(), rows, colors[name])
+            panels[0, column].set_title(f"prompts of {prompt:,} tokens", loc="left", color=INK)
+        for axes, label in zip(panels[:, 0], ("between tokens, ms", "tokens a second"), strict=True):
+            axes.set_ylabel(label)
+            axes.set_ylim(0)
+        last = [row for row in found.rows if (row.batch, row.prompt) == (found.rows[-1].batch, prompts[-1])]
+        name_lines(panels[1, -1], {short(row.variant): (row.tokens_per_second, colors[row.variant]) for row in last})
+        axes.set_xscale("log", base=2)  # shared by all panels, as the ticks are
+        axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
+        axes.minorticks_off()
+        figure.supxlabel("batch size", color=INK, fontsize=8)
+        return figure
+
+    its = found.protocol
+    emulated = " FP8 is emulated there, and nothing of this is its speed on a GPU." if its.emulated else ""
+    caption = (
+        f"{its.runtime} {its.version} on {its.device}: the median time from token to token and its 99th percentile, "
+        f"and tokens a second of all rows, in answers of {its.tokens:,} tokens.{emulated}"
+    )
+    return plot("Latency and throughput", caption, draw)
+
+
+def short(variant: str) -> str:
+    """A variant's name as a picture has room for: of another run's path the last part."""
+    precision, _, path = variant.partition(" ")
+    return f"{precision} {Path(path).name}" if path else precision
+
+
+def _lines(panels: "Sequence[Axes]", rows: Sequence[BenchRow], color: str) -> None:
+    batches = [row.batch for row in rows]
+    median, slow = [row.itl_p50_ms for row in rows], [row.itl_p99_ms for row in rows]
+    panels[0].vlines(batches, median, slow, color=color, alpha=0.4)
+    for axes, values in zip(panels, (median, [row.tokens_per_second for row in rows]), strict=True):
+        axes.plot(batches, values, color=color, marker="o", markersize=2.5)

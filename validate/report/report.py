@@ -32,15 +32,14 @@ from ..advice.certificate import Certificate
 from ..advice.expert_coverage import expert_rows, expert_table
 from ..needles.document import load_needles, needle_table
 from ..tasks.document import evaluation_table, load_evaluation
-from . import curves, prompt_distance, run_comparison, tables, token_frequency
+from . import curves, loss_buckets, run_comparison, tables
 from . import rows as run_rows
 from .accuracy_rows import AccuracyRow, accuracy_rows, adapter_rows
 from .drawings import drawings, losses_by_tensor
 from .gains import gain_table, gains
+from .loss_buckets import not_covered, position_rows, position_table
 from .notebook import execute
-from .position_buckets import not_covered, position_rows, position_table
-from .rows import EngineRow, ModuleRow
-from .size_rows import size_rows
+from .rows import EngineRow, ModuleRow, size_rows
 from .verdict import next_steps, report_verdict, standing, step_table
 
 if TYPE_CHECKING:
@@ -106,8 +105,8 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "positions": position_table(position_rows(run), not_covered(accuracy) if accuracy else ""),
         "tasks": evaluation_table(load_evaluation(run) if run_rows.wrote(run, run.evaluated, "evaluate") else None),
         "needles": needle_table(load_needles(run) if run_rows.wrote(run, run.needles, "needles") else None),
-        "distance": prompt_distance.distance_table(prompt_distance.distance_rows(run)),
-        "frequency": token_frequency.frequency_table(token_frequency.frequency_rows(run)),
+        "distance": loss_buckets.distance_table(loss_buckets.distance_rows(run)),
+        "frequency": loss_buckets.frequency_table(loss_buckets.frequency_rows(run)),
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
         "loss": replace(tables.loss_table(losses_by_tensor(run)[:WORST]), missing=NOT_LOCATED),
         "sizes": tables.size_table(size_rows(run)),

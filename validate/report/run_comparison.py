@@ -17,8 +17,7 @@ from ..accuracy.bootstrap import increase_interval
 from ..accuracy.decision import interval_text
 from ..accuracy.document import load_accuracy, load_token_losses
 from .accuracy_rows import accuracy_rows
-from .rows import wrote
-from .size_rows import SizeRow, size_rows
+from .rows import SizeRow, size_rows, wrote
 from .verdict import report_verdict
 
 CACHES = {"": "BF16", "v": "values in FP8", "kv": "FP8"}

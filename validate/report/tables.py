@@ -24,8 +24,7 @@ from ..accuracy.decision import BF16, FP32, interval_text, too_short
 from ..accuracy.document import Accuracy, Divergence
 from ..advice.findings import AgainstRow, DelayedRow, Outlier
 from .accuracy_rows import AccuracyRow
-from .rows import PRECISIONS, EngineRow, FactRow, ModuleRow, StageRow
-from .size_rows import SizeRow
+from .rows import PRECISIONS, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 
 if TYPE_CHECKING:
     from ..sensitivity.document import Loss

@@ -13,8 +13,7 @@ from ...core.columns import Column, Table, magnitude, share
 from ...core.files import replacing
 from ...options import GradientFormat, Scaling
 from ...quantize.training.training_log import KINDS, Kind, TrainingLog
-from ..advice.check_tables import check_table
-from ..advice.checkup import Check
+from ..advice.checkup import Check, check_table
 from ..advice.training_checks import TrainingCheckup, shares
 from .plots import BLUE, INK, MUTED, VERMILLION, Plot, plot
 from .report import page_template

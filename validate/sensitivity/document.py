@@ -1,14 +1,36 @@
-"""`sensitivity.json`: what each tensor that is quantized costs alone, worst first."""
+"""The tensors whose loss is located (`Site`), and `sensitivity.json`: the loss that each causes alone, worst first."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
 from ...quantize.scales.decisions import Scales
-from .site import AS_IT_IS, TWO_TERMS, Kind, Predicted, Site
+
+Kind = Literal["weight", "activation", "kv_cache"]
+#: What a site's KL is predicted for: as the run has it, and an activation in two terms.
+AS_IT_IS, TWO_TERMS = "as_it_is", "two_terms"
+#: Site -> variant -> nats.
+Predicted = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor of `kind`: the weight of `module`, the input of `module` and the others of `members`, which receive the
+    same one, or the cache tensor `module` (`<attention>.k` or `.v`).
+    """
+
+    module: str
+    kind: Kind
+    members: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Its name in files."""
+        return f"{self.kind}:{self.module}"
 
 
 class KlAfter(Strict):

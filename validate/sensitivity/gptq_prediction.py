@@ -25,7 +25,7 @@ import torch
 from ...calibrate.measure.moments import SecondMoments, load_moments
 from ...core.files import replacing
 from ...quantize.weights.gptq import DAMPING
-from .site import Site
+from .document import Site
 from .site_quantizers import Quantizer
 
 #: Of the batches that are run, one in so many is gathered, from the first on.

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.expert_modules import shared_inputs
 from ...quantize.scales.decisions import BOTH_TERMS
-from .site import AS_IT_IS, TWO_TERMS, Predicted, Site
+from .document import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
 #: Of the windows, one in so many tells what two terms would leave: next to nothing, so a half tells as much as all.

@@ -35,9 +35,9 @@ from ...core.errors import InputError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...quantize.scales.decisions import Scales
+from .document import Predicted, Site
 from .gptq_prediction import Gathered, left_of_sites
 from .gradients import End, PassTensors, drawn_loss, found_back, next_token_log_probabilities, seeing, summed
-from .site import Predicted, Site
 from .site_quantizers import Coded, LoadedProducts, Quantizer
 
 Calls = Mapping[tuple[int, ...], list[LayerCall]]

@@ -23,8 +23,8 @@ from ...calibrate.model.decoder import (
     trace_layers,
 )
 from ...calibrate.model.source import Source, meta_model
+from .document import Site
 from .gradients import next_token_log_probabilities
-from .site import Site
 from .site_quantizers import Quantizer
 
 

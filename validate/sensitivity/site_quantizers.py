@@ -20,7 +20,7 @@ from ...quantize.scales.clip import power_of_two_ceil
 from ...quantize.scales.decisions import Scales, TensorScale
 from ...quantize.weights.sequential import product_input
 from ..accuracy.perplexity import prompt_of
-from .site import Site
+from .document import Site
 
 
 def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:

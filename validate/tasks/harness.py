@@ -27,7 +27,7 @@ from ...calibrate.input.silence import quiet_transformers
 from ...calibrate.input.untrusted import error_text, foreign
 from ...core.errors import BackendError, InputError
 from ...options import EvaluateOptions
-from .answers import MetricAnswers, RuntimeName, TaskAnswers
+from .document import MetricAnswers, RuntimeName, TaskAnswers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

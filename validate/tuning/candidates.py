@@ -1,31 +1,40 @@
 """The scales and codes of all choices, and the model under a mix of them.
 
 One FP32 model serves every mix: its weights are replaced by the values of their codes, and hooks round the inputs of
-products, while a mix is measured. Scales are those that `fp8q scales` would choose, so that the measured model is the
-one that it would write. Codes by `gptq` also depend on the form of the activation, whose error they compensate
-(`quantize.weights.gptq`).
+GEMMs, while a mix is measured. Scales are those that `fp8q scales` would choose, so that the measured model is the one
+that it would write. Codes are rounded to nearest, and by `gptq` for each form of the activation, whose error they
+compensate (`quantize.weights.gptq`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ...calibrate.measure.moments import SecondMoments, moments_file
+from ...calibrate.model.expert_modules import whole_input_module
 from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
+from ...core.reporter import Reporter
 from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
+from ...quantize.scales.clip import lost_share
 from ...quantize.scales.decisions import TensorScale
-from ...quantize.weights.channels import RoundedCodes
-from ...quantize.weights.sequential import product_input
+from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, WeightMethod, quantize_weight
+from ...quantize.weights.gptq import Compensations
+from ...quantize.weights.rounding_progress import Rounded
+from ...quantize.weights.sequential import product_input, weight_rows
 from ..accuracy.perplexity import prompt_of
 from ..sensitivity.site_quantizers import input_with_tail
 from .choices import Form, Mix
 
 #: How codes were rounded, and for which form of the activation.
 Kind = tuple[str, Form]
+#: Says of a folder that what was gathered in it is complete.
+DONE = "done"
 
 
 @dataclass(frozen=True)
@@ -129,3 +138,54 @@ def exchanged(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         module._parameters["weight"] = before
+
+
+def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path, report: Reporter) -> None:
+    """Add up the second moments of what each group gets on `batches` (ids int64 [windows, seq_len]) in `folder`, unless
+    that is done.
+    """
+    if (folder / DONE).is_file():
+        return
+    moments = SecondMoments(folder)
+
+    def adding(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda module, given: moments.add(name, given[0])
+
+    with ExitStack() as stack, report.track("Gathering second moments", len(batches), "batches") as advance:
+        for name, members in candidates.groups.items():
+            module = whole_input_module(candidates.model, members[0])
+            stack.callback(module.register_forward_pre_hook(adding(name)).remove)
+        for ids in batches:
+            with torch.inference_mode():
+                candidates.model(input_ids=ids, use_cache=False)
+            advance(1)
+    moments.close()
+    (folder / DONE).touch()
+
+
+def round_weights(
+    candidates: Candidates,
+    codes: Mapping[Kind, Rounded],
+    method: WeightMethod,
+    moments: Path,
+    report: Reporter,
+) -> None:
+    """Round every weight into `codes` that are not there yet; a group that no token of the `moments` came by is rounded
+    to nearest.
+    """
+    first = {member: name for name, members in candidates.groups.items() for member in members}
+    products, todo = candidates.products, len(first) * len({kept.folder for kept in codes.values()})
+    with report.track("Rounding weights", todo, "weights") as advance:
+        of_inputs = {kind: kept for kind, kept in codes.items() if kind[1] in candidates.inputs}
+        for kind, kept in {kept.folder: (kind, kept) for kind, kept in of_inputs.items()}.values():
+            lost = {module: lost_share(found.sqnr_db) for module, found in candidates.inputs[kind[1]].items()}
+            compensations = Compensations(moments, first, lost)
+            for module, name in first.items():
+                if kept.of(module) is None:
+                    known = kind[0] == "gptq" and moments_file(moments, name).is_file()
+                    made = quantize_weight(
+                        weight_rows(products[module]), method, compensations.of(module) if known else None
+                    )
+                    assert isinstance(made, QuantizedWeight), "scales.json says that it was quantized"
+                    kept.add(module, made)
+                advance(1)

@@ -25,8 +25,8 @@ from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.validate.advice import model_checks
 from fp8q.validate.advice.activation_watch import LargestValues, Watcher, head_logits, one_hot
+from fp8q.validate.advice.checkup import Remedies
 from fp8q.validate.advice.hidden_states import Parted, Sums, float_product, fp8_product
-from fp8q.validate.advice.remedies import Remedies
 
 REMEDIES = Remedies("RUN", "MODEL", "TEXT", 8)
 INFINITY = float("inf")

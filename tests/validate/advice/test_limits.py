@@ -14,9 +14,8 @@ from fp8q.options import Clipping
 from fp8q.quantize.scales.decisions import Scales, TensorScale, tensor_scale
 from fp8q.validate.advice import criteria, model_checks
 from fp8q.validate.advice.activation_watch import LargestValues
-from fp8q.validate.advice.checkup import Check, verdict_of
+from fp8q.validate.advice.checkup import Check, Remedies, verdict_of
 from fp8q.validate.advice.hidden_states import Parted, Sums
-from fp8q.validate.advice.remedies import Remedies
 from fp8q.validate.advice.scale_checks import ScaledTensor, stored_checks
 
 REMEDIES = Remedies("RUN", "MODEL", "TEXT", 8)

@@ -18,8 +18,7 @@ from fp8q.export.engine.profiles import profiles
 from fp8q.validate.accuracy.decision import interval_text
 from fp8q.validate.report import tables
 from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
-from fp8q.validate.report.rows import ModuleRow, engine_rows, fact_rows, module_rows, stage_rows
-from fp8q.validate.report.size_rows import size_rows
+from fp8q.validate.report.rows import ModuleRow, engine_rows, fact_rows, module_rows, size_rows, stage_rows
 
 MODULES = ["model.layers.0.q", "model.layers.0.k", "model.layers.0.down", "model.layers.1.q", "model.layers.1.k"]
 CACHES = ["model.layers.0.k", "model.layers.0.v", "model.layers.1.k", "model.layers.1.v"]
@@ -197,9 +196,9 @@ def test_rows_are_read_without_torch_and_without_matplotlib(evaluated_run: Run) 
 import sys
 from pathlib import Path
 from fp8q.core.run import Run
-from fp8q.validate.report import accuracy_rows, rows, size_rows, tables
+from fp8q.validate.report import accuracy_rows, rows, tables
 run = Run(Path({str(evaluated_run.root)!r}))
-made = (rows.module_rows, accuracy_rows.accuracy_rows, size_rows.size_rows, rows.stage_rows, rows.engine_rows)
+made = (rows.module_rows, accuracy_rows.accuracy_rows, rows.size_rows, rows.stage_rows, rows.engine_rows)
 print(*(len(rows(run)) for rows in made))
 print(sorted({{"torch", "matplotlib", "transformers", "jinja2", "papermill"}} & set(sys.modules)))
 """

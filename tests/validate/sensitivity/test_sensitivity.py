@@ -24,10 +24,9 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import sensitivity as sensitivity_stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.sensitivity.document import Sensitivity
+from fp8q.validate.sensitivity.document import AS_IT_IS, TWO_TERMS, Sensitivity, Site
 from fp8q.validate.sensitivity.gradients import predict_sites, summed
 from fp8q.validate.sensitivity.single_site import Float, Prefix
-from fp8q.validate.sensitivity.site import AS_IT_IS, TWO_TERMS, Site
 from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 
 WINDOWS = 4

@@ -4,8 +4,17 @@ from typing import Any
 
 import pytest
 
-from fp8q.validate.tuning.document import Change, Chosen, Interval, Point, Recipe, Tuning, Windows
-from fp8q.validate.tuning.tables import change_table, conclusion
+from fp8q.validate.tuning.document import (
+    Change,
+    Chosen,
+    Interval,
+    Point,
+    Recipe,
+    Tuning,
+    Windows,
+    change_table,
+    conclusion,
+)
 
 RUN = Point(
     kl_nats=0.002, measured=True, weight_bytes=1000, cache_bytes=100, prefill_flops_ratio=1.0,

@@ -11,8 +11,7 @@ from fp8q.validate.accuracy.bootstrap import Bootstrap
 from fp8q.validate.accuracy.top_logits import KeptTokens, TopLogits
 from fp8q.validate.endpoint.answers import LikelyTokens
 from fp8q.validate.endpoint.distance import Distances
-from fp8q.validate.endpoint.judgement import Judged, judge
-from fp8q.validate.endpoint.limits import excesses, noise_of, noticed
+from fp8q.validate.endpoint.judgement import Judged, excesses, judge, noise_of, noticed
 
 WINDOWS, EACH, TOKENS = 12, 50, 32
 ROWS = WINDOWS * EACH
