@@ -298,7 +298,7 @@ def rows_of_size(
 ) -> list[BenchRow]:
     """Make the rows of one `size`: batch size, tokens of each prompt, tokens of each answer."""
     rows, length, tokens = size
-    timings = [timing(each.each, rows) for each in answers]
+    timings = [timing(each.timings, rows) for each in answers]
     return [
         BenchRow(
             variant=name,
@@ -307,7 +307,7 @@ def rows_of_size(
             **asdict(its),
             memory_bytes=each.memory_bytes,
             improvement=None if emulated or len(names) == 1 else timings[0].latency_ms / its.latency_ms,
-            joules_per_token=None if each.joules is None else each.joules / (len(each.each) * rows * tokens),
+            joules_per_token=None if each.joules is None else each.joules / (len(each.timings) * rows * tokens),
             cost_per_million_tokens=price and million_tokens_cost(price, its.tokens_per_second),
         )
         for name, each, its in zip(names, answers, timings, strict=True)

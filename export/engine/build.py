@@ -105,10 +105,10 @@ def build_engines(
         for target in options.targets:
             job = Job(options.runtime, target, wanted, options.workspace, directory / f"{target}.timings")
             build_one = partial(build_engine, job=job, promised=promised, report=report)
-            (info, found), built = in_better_form(graph, fresh / f"{target}.plan", build_one, report)
+            (info, gemm_types), built = in_better_form(graph, fresh / f"{target}.plan", build_one, report)
             write_document(fresh / f"{target}.json", info)
             write_script(fresh / f"{target}.sh", built, info, options.workspace)
-            for line in remarks(info, found) if options.precision == "fp8" else []:
+            for line in remarks(info, gemm_types) if options.precision == "fp8" else []:
                 report.note(line)
         placed = {file.name for file in fresh.iterdir()}
     for stale in [path for path in directory.iterdir() if path.suffix in WRITTEN or path.is_symlink()]:
@@ -169,29 +169,29 @@ def build_engine(
     began = time.monotonic()
     plan = build(onnx_file, job, report)
     seconds = round(time.monotonic() - began, 3)
-    with replacing(path) as whole:
-        whole.write_bytes(plan)
-    looked = looked_into(plan, path, job)
-    found = evidence(looked, {names.matmul(module): module for module in promised}, len(job.profiles))
-    kind = found.kind if promised or looked is None else looked.kind
-    ran = None if promised or looked is None else modules_by_types(looked)
+    with replacing(path) as partial_file:
+        partial_file.write_bytes(plan)
+    read_back = looked_into(plan, path, job)
+    gemm_types = evidence(read_back, {names.matmul(module): module for module in promised}, len(job.profiles))
+    kind = gemm_types.kind if promised or read_back is None else read_back.kind
+    ran = None if promised or read_back is None else modules_by_types(read_back)
     info = EngineInfo(
         runtime=job.runtime,
         version=import_runtime(job.runtime).__version__,
         target=job.target,
         bytes=plan.nbytes,
         promised_products=len(promised),
-        fp8_products=len(found.fp8),
-        wide_products=[module for module in promised if module in found.wide],
-        narrow_products=[module for module in promised if module in found.narrow],
-        unknown_products=[module for module in promised if module in found.unknown],
+        fp8_products=len(gemm_types.fp8),
+        wide_products=[module for module in promised if module in gemm_types.wide],
+        narrow_products=[module for module in promised if module in gemm_types.narrow],
+        unknown_products=[module for module in promised if module in gemm_types.unknown],
         evidence=kind,
         profiles=list(job.profiles),
         build_seconds=seconds,
         ran=ran,
         branches=any(has_body(node) for node in load_graph(onnx_file).nodes),
     )
-    return info, found
+    return info, gemm_types
 
 
 def looked_into(plan: memoryview, path: Path, job: Job) -> Plan | None:
@@ -200,35 +200,35 @@ def looked_into(plan: memoryview, path: Path, job: Job) -> Plan | None:
     """
     if job.runtime == "tensorrt":
         information = inspect_plan(plan)
-        with replacing(path.with_suffix(LAYERS)) as whole:
-            whole.write_text(information, encoding="utf-8")
+        with replacing(path.with_suffix(LAYERS)) as partial_file:
+            partial_file.write_text(information, encoding="utf-8")
         return read_inspector(information)
-    looked = read_plan(plan)
-    return None if looked is None or doubt(plan, looked, job.target) else looked
+    read_back = read_plan(plan)
+    return None if read_back is None or doubt(plan, read_back, job.target) else read_back
 
 
-def remarks(info: EngineInfo, found: Evidence) -> list[str]:
+def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
     """List the promised products of an engine that run wide; count those that are not told, and those that answer in
     less than FP32.
     """
     lines = [
-        f"{info.target}: {module} is not FP8 on both sides: {found.wide[module]}"
+        f"{info.target}: {module} is not FP8 on both sides: {gemm_types.wide[module]}"
         for module in info.wide_products[:LISTED]
     ]
-    if found.unknown:
-        example, reason = next(iter(found.unknown.items()))
-        kept = f"; {info.target}{LAYERS} has what its inspector says" if info.runtime == "tensorrt" else ""
+    if gemm_types.unknown:
+        example, reason = next(iter(gemm_types.unknown.items()))
+        inspector_note = f"; {info.target}{LAYERS} has what its inspector says" if info.runtime == "tensorrt" else ""
         lines.append(
-            f"{info.target}: whether {len(found.unknown)} of {info.promised_products} promised products are FP8 on "
-            f"both sides cannot be told (as {example}: {reason}){kept}"
+            f"{info.target}: whether {len(gemm_types.unknown)} of {info.promised_products} promised products are FP8 "
+            f"on both sides cannot be told (as {example}: {reason}){inspector_note}"
         )
-    if found.narrow:
-        example = min(found.narrow)
+    if gemm_types.narrow:
+        example = min(gemm_types.narrow)
         reason = "their weights' scales are per tensor, or narrower than FP32"
-        if found.kind == "inspector":
+        if gemm_types.kind == "inspector":
             reason = "a kernel that scales by itself rounds its sum once, to the graph's next type"
         lines.append(
-            f"{info.target}: {len(found.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}"
+            f"{info.target}: {len(gemm_types.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}"
         )
     return lines
 
@@ -305,20 +305,20 @@ def load_timings(config: Any, file: Path) -> None:
 
 def save_timings(config: Any, file: Path) -> None:
     """Save the timing cache for the next build."""
-    with replacing(file) as whole:
-        whole.write_bytes(bytes(config.get_timing_cache().serialize()))
+    with replacing(file) as partial_file:
+        partial_file.write_bytes(bytes(config.get_timing_cache().serialize()))
 
 
 def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
     """Set `profile` for every input of `network`, from the names of its dimensions."""
-    made = builder.create_optimization_profile()
+    profile_shapes = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         dimensions = [
             size if size >= 0 else tensor.get_dimension_name(axis) or "" for axis, size in enumerate(tensor.shape)
         ]
-        made.set_shape(tensor.name, *profile.shapes(tensor.name, dimensions))
-    return made
+        profile_shapes.set_shape(tensor.name, *profile.shapes(tensor.name, dimensions))
+    return profile_shapes
 
 
 def progress_monitor(trt: Any, progress: BuildProgress) -> Any:

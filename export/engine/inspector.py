@@ -78,7 +78,7 @@ def read_inspector(information: str) -> Plan | None:
     for layer in layers:
         mark = _PROFILE.search(str(layer.get("Name")))
         profile, nodes = int(mark[1]) if mark else 0, tuple(LAYER.findall(str(layer.get("Metadata"))))
-        inputs, outputs = (tuple(each.type for each in _tensors(layer, end)) for end in ("Inputs", "Outputs"))
+        inputs, outputs = (tuple(tensor.type for tensor in _tensors(layer, end)) for end in ("Inputs", "Outputs"))
         if nodes and is_product(layer):
             result = outputs[0] if outputs else UNTOLD
             products.setdefault(profile, []).append(
@@ -88,8 +88,8 @@ def read_inspector(information: str) -> Plan | None:
             kernels.setdefault(profile, []).append(Kernel(str(layer.get("Name")), nodes, inputs, outputs))
     if not products:
         return None
-    found = {profile: tuple(_with_own_nodes(products[profile])) for profile in sorted(products)}
-    return Plan(found, "inspector", {profile: tuple(listed) for profile, listed in kernels.items()})
+    by_profile = {profile: tuple(_with_own_nodes(products[profile])) for profile in sorted(products)}
+    return Plan(by_profile, "inspector", {profile: tuple(listed) for profile, listed in kernels.items()})
 
 
 def _layers(information: str) -> list[Layer] | None:
@@ -99,8 +99,10 @@ def _layers(information: str) -> list[Layer] | None:
     except (ValueError, KeyError, TypeError):
         return None
     ends = [layer.get(end) or [] for layer in layers for end in ("Inputs", "Outputs")]
-    well = all(isinstance(listed, list) and all(isinstance(each, dict) for each in listed) for listed in ends)
-    return layers if well else None
+    well_formed = all(
+        isinstance(listed, list) and all(isinstance(tensor, dict) for tensor in listed) for listed in ends
+    )
+    return layers if well_formed else None
 
 
 def is_product(layer: Layer) -> bool:
@@ -118,8 +120,8 @@ def operands(layer: Layer) -> tuple[str, str]:
     inputs, tactic = _tensors(layer, "Inputs"), str(layer.get("TacticName") or "")
     left = inputs[0].type if inputs else UNTOLD
     by_kernel = operands_of_kernel(tactic)
-    weights = [each for each in _tensors(layer, "Constants") if each.matrix]
-    right = max(weights, key=lambda each: math.prod(each.sizes)).type if weights else _second(inputs, tactic)
+    weights = [tensor for tensor in _tensors(layer, "Constants") if tensor.matrix]
+    right = max(weights, key=lambda tensor: math.prod(tensor.sizes)).type if weights else _second(inputs, tactic)
     if by_kernel is not None and left == by_kernel[1] != by_kernel[0]:
         by_kernel = by_kernel[::-1]  # it multiplies the transposes
     return (left, right) if by_kernel is None else (_wider(left, by_kernel[0]), _wider(right, by_kernel[1]))
@@ -129,7 +131,7 @@ def _second(inputs: list[_Tensor], tactic: str) -> str:
     """The type of the operand that no constant tells: of the second input, which may also be a residual that is added
     to the product, so that only FP8 is believed where a kernel's name might tell.
     """
-    others = [each.type for each in inputs[1:] if each.matrix]
+    others = [tensor.type for tensor in inputs[1:] if tensor.matrix]
     if "fp8" in others:
         return "fp8"
     return others[0] if others and not tactic else UNTOLD
@@ -141,11 +143,11 @@ def operands_of_kernel(tactic: str) -> tuple[str, str] | None:
     return (_ELEMENTS.get(match[1], match[1]), _ELEMENTS.get(match[2], match[2])) if match else None
 
 
-def _wider(told: str, by_kernel: str) -> str:
+def _wider(by_tensor: str, by_kernel: str) -> str:
     """The type of an operand of which two sources tell; the one that is not FP8 where they disagree."""
-    if UNTOLD in (told, by_kernel):
-        return by_kernel if told == UNTOLD else told
-    return by_kernel if told == "fp8" else told
+    if UNTOLD in (by_tensor, by_kernel):
+        return by_kernel if by_tensor == UNTOLD else by_tensor
+    return by_kernel if by_tensor == "fp8" else by_tensor
 
 
 def _with_own_nodes(listed: list[tuple[Layer, EngineProduct]]) -> Iterable[EngineProduct]:
@@ -158,8 +160,8 @@ def _with_own_nodes(listed: list[tuple[Layer, EngineProduct]]) -> Iterable[Engin
     elsewhere = {node for nodes in named for node in nodes}
     for (_, product), nodes in zip(listed, named, strict=True):
         multiplied = tuple(node for node in product.nodes if multiplies(node) and node not in elsewhere)
-        own = nodes or multiplied or product.nodes
-        yield EngineProduct(own, product.operands, product.result, product.layers)
+        computed = nodes or multiplied or product.nodes
+        yield EngineProduct(computed, product.operands, product.result, product.layers)
 
 
 def multiplies(node: str) -> bool:
@@ -182,7 +184,7 @@ def _plain(node: str) -> str:
 
 def _tensors(layer: Layer, end: str) -> list[_Tensor]:
     listed = layer.get(end)
-    return [_tensor(each) for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    return [_tensor(tensor) for tensor in listed if isinstance(tensor, dict)] if isinstance(listed, list) else []
 
 
 def _tensor(tensor: Mapping[str, object]) -> _Tensor:

@@ -139,20 +139,20 @@ def _attention_module(kernels: Sequence[Kernel]) -> str | None:
     return first.rpartition(".")[0] if first else None
 
 
-def wide_rows(plan: Plan | None, found: Evidence, graph: Indexed, skipped: Mapping[str, str]) -> list[WideRow]:
+def wide_rows(plan: Plan | None, gemm_types: Evidence, graph: Indexed, skipped: Mapping[str, str]) -> list[WideRow]:
     """Every product without FP8 on both sides, promised ones first.
 
     `skipped`: module -> the reason why scales.json keeps it in BF16.
     """
     products = {product.node.name: product for product in graph.products}
     rows = []
-    for module, what in found.wide.items():
-        rows.append(WideRow(module, True, f"{what}{_cause(graph, products.get(names.matmul(module)))}"))
-    rows += [WideRow(module, True, what) for module, what in found.unknown.items()]
+    for module, reason in gemm_types.wide.items():
+        rows.append(WideRow(module, True, f"{reason}{_cause(graph, products.get(names.matmul(module)))}"))
+    rows += [WideRow(module, True, reason) for module, reason in gemm_types.unknown.items()]
     seen = {row.product for row in rows}
     for product_row in [] if plan is None else product_rows(plan, [str(index) for index in plan.profiles]):
         name = names.product_of(product_row.node)
-        if product_row.operands != ("fp8", "fp8") and name not in seen and name not in found.fp8:
+        if product_row.operands != ("fp8", "fp8") and name not in seen and name not in gemm_types.fp8:
             seen.add(name)
             types = f"{product_row.operands[0]} × {product_row.operands[1]} -> {product_row.result}"
             rows.append(

@@ -37,8 +37,10 @@ Literal = tuple[str, str | None, np.float32]
 
 @dataclass(frozen=True)
 class Difference:
-    """A number of a module that differs between engine (`found`) and run (`expected`); where `told` is false, `found`
-    says why it is unknown.
+    """A number of a module that differs between the engine (`found`) and the run (`expected`).
+
+    Where the engine does not show the number, `told` is false and `found` says why. The names of the fields are keys of
+    `fp8q engine --json`.
     """
 
     module: str
@@ -71,8 +73,12 @@ class ProgramProduct:
 
     def numbers(self, names: Iterable[str]) -> list[Numbers]:
         """The FP32 constants among `names`, each flattened."""
-        found = (self.constant(name) for name in names)
-        return [each.astype(np.float32).ravel() for each in found if each is not None and each.dtype == np.float32]
+        constants = (self.constant(name) for name in names)
+        return [
+            constant.astype(np.float32).ravel()
+            for constant in constants
+            if constant is not None and constant.dtype == np.float32
+        ]
 
     def alpha(self, product: Statement) -> np.float32 | None:
         """The scalar that a product multiplies its sums by."""
@@ -81,12 +87,12 @@ class ProgramProduct:
 
     def columns(self, promise: ProductNumbers) -> slice:
         """The columns of a module in the product."""
-        start = sum(len(each.factors) for each in self.promises[: self.promises.index(promise)])
+        start = sum(len(earlier.factors) for earlier in self.promises[: self.promises.index(promise)])
         return slice(start, start + len(promise.factors))
 
-    def differs(self, promise: ProductNumbers, what: str, found: str, expected: str) -> Difference:
+    def differs(self, promise: ProductNumbers, what: str, actual: str, expected: str) -> Difference:
         """A Difference for a number that is not the expected one."""
-        return Difference(promise.module, self.profile, what, found, expected)
+        return Difference(promise.module, self.profile, what, actual, expected)
 
     def untold(self, promise: ProductNumbers, what: str, reason: str) -> Difference:
         """A Difference for a number that is not found."""
@@ -102,23 +108,25 @@ def compare_numbers(
     `attention`: node -> the scales of both sides; `profiles`: their names, in order.
     """
     by_node, named = {promise.node: promise for promise in promised}, dict(enumerate(profiles))
-    literals = [(node, named.get(each.profile), number) for each in plan.programs for node, number in each.scalings]
+    literals = [
+        (node, named.get(program.profile), number) for program in plan.programs for node, number in program.scalings
+    ]
     same: set[tuple[str, int | None]] = set()  # codes that were compared already: profiles share their constants
     for program in plan.programs:
         profile = named.get(program.profile, str(program.profile))
         for statement in program.statements:
-            if not (own := tuple(by_node[node] for node in statement.nodes if node in by_node)):
+            if not (merged := tuple(by_node[node] for node in statement.nodes if node in by_node)):
                 continue
-            if pool is None or len(own) < len(statement.nodes):
+            if pool is None or len(merged) < len(statement.nodes):
                 reason = "its constants do not read" if pool is None else "it is merged with a product not promised"
                 yield from (
-                    Difference(each.module, profile, what, reason, "", told=False)
-                    for each in own
+                    Difference(promise.module, profile, what, reason, "", told=False)
+                    for promise in merged
                     for what in (CODES, FACTORS, INPUT)
                 )
                 continue
-            seen = ProgramProduct(program, profile, pool, statement, own)
-            for promise in own:
+            seen = ProgramProduct(program, profile, pool, statement, merged)
+            for promise in merged:
                 yield from _codes(seen, promise, by_node.values(), same)
                 yield from _factors(seen, promise)
                 yield from _input(seen, promise, attention, literals)
@@ -129,25 +137,30 @@ def _codes(
 ) -> Iterator[Difference]:
     """Compare the codes that the product multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
-    held, columns, shape = seen.constant(name), seen.columns(promise), promise.codes.shape
-    if held is None or held.dtype != np.uint8 or held.ndim != len(shape) or held[: shape[0], columns].shape != shape:
+    constant, columns, shape = seen.constant(name), seen.columns(promise), promise.codes.shape
+    if (
+        constant is None
+        or constant.dtype != np.uint8
+        or constant.ndim != len(shape)
+        or constant[: shape[0], columns].shape != shape
+    ):
         yield seen.untold(promise, CODES, "its product takes no constant of their size")
         return
     if (key := (promise.module, seen.program.tensors[name].constant)) in same:
         return
-    found = held[: shape[0], columns]
-    if np.array_equal(found, promise.codes):
+    engine_codes = constant[: shape[0], columns]
+    if np.array_equal(engine_codes, promise.codes):
         same.add(key)
         return
-    owner = next((other.module for other in others if _same(found, other.codes)), None)
-    number = int((found != promise.codes).sum())
-    text = f"the codes of {owner}" if owner else f"{number} codes of {found.size} that are others"
+    owner = next((other.module for other in others if _same(engine_codes, other.codes)), None)
+    number = int((engine_codes != promise.codes).sum())
+    text = f"the codes of {owner}" if owner else f"{number} codes of {engine_codes.size} that are others"
     yield seen.differs(promise, CODES, f"its product multiplies {text}", "its own in model.onnx")
 
 
-def _same(found: npt.NDArray[np.generic], codes: Codes) -> bool:
+def _same(engine_codes: npt.NDArray[np.generic], codes: Codes) -> bool:
     """Compare two matrices, the first rows first."""
-    return np.array_equal(found[:1], codes[:1]) and np.array_equal(found, codes)
+    return np.array_equal(engine_codes[:1], codes[:1]) and np.array_equal(engine_codes, codes)
 
 
 def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Difference]:
@@ -161,16 +174,16 @@ def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Differen
         if not candidates and columns.start <= start < columns.stop:
             yield seen.untold(promise, FACTORS, f"{kernel} reads its product and takes none of them")
             return
-        if not (parts := [(inside, found) for inside, found in parts if found.size]):
+        if not (parts := [(inside, factors) for inside, factors in parts if factors.size]):
             continue
-        own = [inside for inside, found in parts if np.array_equal(found, promise.factors[inside])]
-        if not own:
-            inside, found = parts[0]
-            at = int(np.flatnonzero(found != promise.factors[inside])[0])
-            scaled = f"its product is scaled by {found[at]:.9g} in channel {inside.start + at}"
+        equal = [inside for inside, factors in parts if np.array_equal(factors, promise.factors[inside])]
+        if not equal:
+            inside, factors = parts[0]
+            at = int(np.flatnonzero(factors != promise.factors[inside])[0])
+            scaled = f"its product is scaled by {factors[at]:.9g} in channel {inside.start + at}"
             yield seen.differs(promise, FACTORS, scaled, f"s_x · s_w = {promise.factors[inside][at]:.9g}")
             return
-        covered[own[0]] = True
+        covered[equal[0]] = True
     if not covered.all():
         yield seen.untold(promise, FACTORS, "no kernel takes them together with its product")
 
@@ -198,8 +211,8 @@ def _applied(seen: ProgramProduct) -> Iterator[tuple[str, int, list[Numbers]]]:
         for reader, index in program.readers.get(root, ()):
             name = reader.inputs[index]
             column = begin + (program.root(name)[1] - origin) // _FP32 % max(strides[0] if strides else 0, 1)
-            beside = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
-            if numbers := [each for each in seen.numbers(beside) if each.size == program.width(name)]:
+            neighbours = [reader.inputs[at] for at in (index + 1, index - 1) if 0 <= at < len(reader.inputs)]
+            if numbers := [constant for constant in seen.numbers(neighbours) if constant.size == program.width(name)]:
                 yield reader.name, column, numbers
             elif moves and (onward := moved_by(program, reader, name)) is not None:
                 waiting.append((onward, column, moves - 1))
@@ -233,8 +246,8 @@ def _input(
         yield from _folded(seen, promise, maker, attention)
         return
     constants = seen.numbers(maker.inputs)
-    own = (promise.quantizer, seen.profile)
-    constants += [np.array([number]) for *where, number in literals if tuple(where) == own and not constants]
+    quantized_in = (promise.quantizer, seen.profile)
+    constants += [np.array([number]) for *where, number in literals if tuple(where) == quantized_in and not constants]
     scales = [scale for numbers in constants for scale in _scales(numbers, promise)]
     if any(math.isclose(scale, promise.scale, rel_tol=RELATIVE) for scale in scales):
         return

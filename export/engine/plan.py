@@ -110,25 +110,25 @@ def read_plan(plan: Buffer) -> Plan | None:
     """Read the matrix products of a serialized TensorRT-RTX engine, the whole of it as bytes or a mapped file; None
     where none parse.
     """
-    found: dict[Profile, list[EngineProduct]] = {}
+    by_profile: dict[Profile, list[EngineProduct]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
-    kept: list[Program] = []
+    programs: list[Program] = []
     targets: set[str] = set()
     for program in read_programs(plan):
         targets |= program.targets
         if products := list(
             _products(program)
         ):  # a program of one profile; those of single kernels repeat what it says
-            found.setdefault(program.profile, []).extend(products)
+            by_profile.setdefault(program.profile, []).extend(products)
             kernels.setdefault(program.profile, []).extend(_kernels(program))
-            kept.append(program)
-    if not found:
+            programs.append(program)
+    if not by_profile:
         return None
     return Plan(
-        {profile: tuple(found[profile]) for profile in sorted(found)},
+        {profile: tuple(by_profile[profile]) for profile in sorted(by_profile)},
         kernels={profile: tuple(made) for profile, made in kernels.items()},
         targets=frozenset(targets - {"*"}),
-        programs=tuple(kept),
+        programs=tuple(programs),
     )
 
 

@@ -146,11 +146,11 @@ class Program:
     @cached_property
     def readers(self) -> Mapping[str, list[tuple[Statement, int]]]:
         """Tensor -> the statements that read it, or a part of it, with the number of the input."""
-        found: dict[str, list[tuple[Statement, int]]] = {}
+        readers: dict[str, list[tuple[Statement, int]]] = {}
         for statement in self.statements:
             for index, name in enumerate(statement.inputs):
-                found.setdefault(self.root(name)[0], []).append((statement, index))
-        return found
+                readers.setdefault(self.root(name)[0], []).append((statement, index))
+        return readers
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def read_programs(plan: Buffer) -> Iterator[Program]:
     """Yield each program of a plan. The plan is searched in place (3 GB/s), and programs are copied one at a time."""
     for match in _PROGRAM.finditer(memoryview(plan).cast("B")):
         text = match.group()
-        statements = [_statement(found) for found in _STATEMENT.finditer(text)]
+        statements = [_statement(statement) for statement in _STATEMENT.finditer(text)]
         scalings = [(node_of(node)[0], bits) for bits, rest in _SCALING.findall(text) for node in _layers(rest)]
         profile = max((profile for profile, _ in statements), default=0)
         yield Program(
@@ -204,7 +204,9 @@ def read_pool(plan: Buffer) -> Pool | None:
     if len(data) < _SEGMENT + 16 or first is None:
         return None
     end = sum(struct.unpack_from("<QQ", data, _SEGMENT))
-    tables = [found for match in _TABLE.finditer(data[: first.start()]) if (found := _places(data, match.start(), end))]
+    tables = [
+        places for match in _TABLE.finditer(data[: first.start()]) if (places := _places(data, match.start(), end))
+    ]
     return Pool(plan, tables[0]) if len(tables) == 1 else None
 
 
@@ -226,18 +228,18 @@ def _places(data: memoryview, start: int, end: int) -> tuple[int, ...] | None:
     return tuple(end - size + offset for offset in offsets)
 
 
-def _statement(found: re.Match[bytes]) -> tuple[int, Statement]:
+def _statement(match: re.Match[bytes]) -> tuple[int, Statement]:
     """Parse a statement, and the profile in its label."""
-    rest = found["more"] if found["label"] is not None else found["rest"]
+    rest = match["more"] if match["label"] is not None else match["rest"]
     layers = tuple(node for node, _ in map(node_of, _layers(rest)))
-    if found["label"] is None:
-        name = found["kernel"].decode(errors="replace")
-        return 0, Statement(name, (), _quoted(found["taken"]), _quoted(found["given"]), layers)
-    label = found["label"].decode(errors="replace")
+    if match["label"] is None:
+        name = match["kernel"].decode(errors="replace")
+        return 0, Statement(name, (), _quoted(match["taken"]), _quoted(match["given"]), layers)
+    label = match["label"].decode(errors="replace")
     nodes = [node_of(part) for part in label.split("+")]
     profile = max((profile for _, profile in nodes), default=0)
     return profile, Statement(
-        label, tuple(node for node, _ in nodes), _quoted(found["read"]), _quoted(found["made"]), layers
+        label, tuple(node for node, _ in nodes), _quoted(match["read"]), _quoted(match["made"]), layers
     )
 
 
@@ -258,22 +260,22 @@ def _quoted(names: bytes) -> tuple[str, ...]:
 
 def _tensor(fields: bytes, kind: bytes) -> Iterator[tuple[str, ProgramTensor]]:
     """Parse the line of a tensor; return its name and the tensor."""
-    told = {key: (text or listed or word) for key, text, listed, word in _FIELD.findall(fields)}
-    if (name := told.get(b"name")) is None or b"offset" not in told:
+    values = {key: (text or listed or word) for key, text, listed, word in _FIELD.findall(fields)}
+    if (name := values.get(b"name")) is None or b"offset" not in values:
         return
-    base = told.get(b"base")
+    base = values.get(b"base")
     yield (
         name.decode(errors="replace"),
         ProgramTensor(
             program_type_name(kind.decode()),
-            _numbers(told.get(b"dims", b"")),
-            _numbers(told.get(b"strides", b"")),
-            _number(told[b"offset"])
-            if b"const_payload_size" in told and _POOLED.match(told.get(b"region", b""))
+            _numbers(values.get(b"dims", b"")),
+            _numbers(values.get(b"strides", b"")),
+            _number(values[b"offset"])
+            if b"const_payload_size" in values and _POOLED.match(values.get(b"region", b""))
             else None,
             base.decode(errors="replace") if base is not None else None,
-            _number(told.get(b"const_offset", b"0")),
-            tuple(size.decode(errors="replace").strip('"') for size in _SIZE.findall(told.get(b"dims", b""))),
+            _number(values.get(b"const_offset", b"0")),
+            tuple(size.decode(errors="replace").strip('"') for size in _SIZE.findall(values.get(b"dims", b""))),
         ),
     )
 

@@ -117,10 +117,10 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
 
     Raises InputError for a file that is cut short or missing.
     """
-    found = graph.initializers[tensor]
-    if (where := stored_at(found)) is None:
-        return numpy_helper.to_array(found).view(np.uint8)
-    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(found)
+    initializer = graph.initializers[tensor]
+    if (where := stored_at(initializer)) is None:
+        return numpy_helper.to_array(initializer).view(np.uint8)
+    place, end = graph.storage.places.at(where.location), where.offset + bytes_of(initializer)
     if place.size is None:
         raise InputError(place.path, f"{place.why or 'lies outside model/'}", "copy the whole of model/ again")
     if where.offset < 0 or end > place.size:
@@ -129,7 +129,7 @@ def stored_codes(graph: Indexed, tensor: str) -> Codes:
             f"is cut short: the codes of {tensor} end at byte {end}, and it has {place.size}",
             "copy the whole of model/ again",
         )
-    return np.memmap(place.path, np.uint8, "r", where.offset, tuple(found.dims))
+    return np.memmap(place.path, np.uint8, "r", where.offset, tuple(initializer.dims))
 
 
 def _norms(graph: Indexed, value: str, width: int) -> Iterator[Numbers]:

@@ -44,13 +44,13 @@ class Proof:
     compared: frozenset[str] | None = None
     differences: tuple[Difference, ...] = ()
 
-    def found(self, what: str) -> int | None:
+    def matching(self, what: str) -> int | None:
         """The number of modules whose codes (or factors, or input scale) equal the run's; None where they were not
         compared.
         """
         if self.compared is None:
             return None
-        return len(self.compared - {each.module for each in self.differences if each.what == what})
+        return len(self.compared - {difference.module for difference in self.differences if difference.what == what})
 
 
 def broken(differences: Sequence[Difference]) -> list[Difference]:
@@ -58,9 +58,13 @@ def broken(differences: Sequence[Difference]) -> list[Difference]:
 
     Values hidden inside a kernel's code do not fail it: the scale of an input, and fused attention.
     """
-    once = {(each.module, each.what, each.told): each for each in reversed(differences)}
-    kept = [each for each in reversed(once.values()) if each.told or each.what not in (INPUT, INSIDE)]
-    return sorted(kept, key=lambda each: not each.told)
+    once = {(difference.module, difference.what, difference.told): difference for difference in reversed(differences)}
+    failing = [
+        difference
+        for difference in reversed(once.values())
+        if difference.told or difference.what not in (INPUT, INSIDE)
+    ]
+    return sorted(failing, key=lambda difference: not difference.told)
 
 
 def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Proof:
@@ -68,15 +72,15 @@ def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, pro
 
     `profiles`: the names of the engine's profiles.
     """
-    found = evidence(plan, {names.matmul(module): module for module in promise.modules}, len(profiles))
-    if plan is None or found.kind == "unknown":
-        return Proof(found)
+    gemm_types = evidence(plan, {names.matmul(module): module for module in promise.modules}, len(profiles))
+    if plan is None or gemm_types.kind == "unknown":
+        return Proof(gemm_types)
     attention = list(_attention(plan, promise.attention, profiles))
     if not plan.programs:
-        return Proof(found, None, tuple(attention))
-    pool, compared = read_pool(data), found.fp8 - found.narrow
+        return Proof(gemm_types, None, tuple(attention))
+    pool, compared = read_pool(data), gemm_types.fp8 - gemm_types.narrow
     promised = list(promises(graph, [module for module in promise.modules if module in compared]))
-    missing = [module for module in promise.modules if module in compared - {each.module for each in promised}]
+    missing = [module for module in promise.modules if module in compared - {numbers.module for numbers in promised}]
     differences = [
         *(
             Difference(module, profiles[0], what, "model.onnx does not have it on FP8 codes", "", told=False)
@@ -85,14 +89,14 @@ def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, pro
         ),
         *sorted(
             compare_numbers(plan, pool, promised, promise.attention, profiles),
-            key=lambda each: promise.modules.index(each.module),
+            key=lambda difference: promise.modules.index(difference.module),
         ),
         *_terms(plan, pool, (graph, promise), promised, profiles),
         *_cache(plan, graph, promise, profiles),
         *attention,
         *(_attention_scales(plan, pool, promise.attention, profiles) if pool is not None else ()),
     ]
-    return Proof(found, compared, tuple(differences))
+    return Proof(gemm_types, compared, tuple(differences))
 
 
 def _terms(
@@ -102,14 +106,14 @@ def _terms(
     """Inputs that are promised in two terms, and whose products are not of both."""
     graph, promise = promised
     two_terms = promise.two_terms or ()
-    both = [each for each in products if each.module in two_terms]
+    both = [numbers for numbers in products if numbers.module in two_terms]
     attention = {node: scales for node, scales in promise.attention.items() if node in two_terms}
     if pool is not None:
         yield from compare_terms(plan, pool, both, profiles, promise.tails)
         yield from compare_attention(plan, pool, list(attended(graph, attention)), profiles)
     else:
         reason = "its constants do not read"
-        named = [*(each.module for each in both), *attention]
+        named = [*(numbers.module for numbers in both), *attention]
         yield from (Difference(name, profiles[0], TERMS, reason, "", told=False) for name in named)
 
 
@@ -162,11 +166,11 @@ def _attention_scales(
                 continue
             alpha = pool.read(program.tensors.get(next(iter(statement.inputs[_ALPHA:]), "")))
             left, right = promised[node]
-            profile, wanted = profiles[program.profile], left * right
+            profile, expected = profiles[program.profile], left * right
             if alpha is None or alpha.dtype != np.float32 or alpha.size != 1:
                 yield Difference(node, profile, FACTORS, "the product states no alpha", "", told=False)
-            elif not math.isclose(found := float(alpha.astype(np.float32).ravel()[0]), wanted, rel_tol=RELATIVE):
-                yield Difference(node, profile, FACTORS, f"the product is scaled by {found:.9g}", f"{wanted:.9g}")
+            elif not math.isclose(actual := float(alpha.astype(np.float32).ravel()[0]), expected, rel_tol=RELATIVE):
+                yield Difference(node, profile, FACTORS, f"the product is scaled by {actual:.9g}", f"{expected:.9g}")
 
 
 def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Iterator[Difference]:

@@ -80,12 +80,12 @@ def why_not_started(runtime: Runtime) -> str:
 
 def driver_cuda() -> tuple[int, int] | None:
     """The newest version of CUDA that this machine's driver knows, as (12, 4); None without a driver."""
-    found = ctypes.c_int()
+    cuda_version = ctypes.c_int()
     try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(found))
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda_version))
     except OSError:
         return None
-    return None if failed else (found.value // 1000, found.value % 1000 // 10)
+    return None if failed else (cuda_version.value // 1000, cuda_version.value % 1000 // 10)
 
 
 def cuda_of(runtime: Runtime) -> int | None:

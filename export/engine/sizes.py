@@ -22,10 +22,10 @@ _QUOTED = re.compile(r'"([^"]*)"')
 _NUMBER = re.compile(r"(?:__s\^(\d+)i64|(\d+))")
 _SIGNED = re.compile(r"(?:\w*__s\^)?(M?)(\d+)(?:i64)?")
 _OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
-    "copy": lambda of: of[0],
+    "copy": lambda operands: operands[0],
     "mul": prod,
     "add": sum,
-    "sub": lambda of: of[0] - sum(of[1:]),
+    "sub": lambda operands: operands[0] - sum(operands[1:]),
     "max": max,
     "min": min,
 }
@@ -38,11 +38,11 @@ _STEPS = 8
 def read_sizes(text: bytes) -> Sizes:
     """Parse the sizes in the text of a program."""
     return {
-        found["made"].decode(errors="replace"): (
-            found["how"].decode(),
-            tuple(_QUOTED.findall(found["of"].decode(errors="replace"))),
+        match["made"].decode(errors="replace"): (
+            match["how"].decode(),
+            tuple(_QUOTED.findall(match["of"].decode(errors="replace"))),
         )
-        for found in _MADE.finditer(text)
+        for match in _MADE.finditer(text)
     }
 
 
@@ -50,14 +50,14 @@ def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
     """Split a size into its factor and base, `(4, "seq")`; the base of a plain number is ""."""
     factor = 1
     for _ in range(_STEPS):
-        how, of = sizes.get(name, ("", ()))
-        numbers = [int(found[1] or found[2]) for found in map(_NUMBER.fullmatch, of) if found]
-        others = [each for each in of if not _NUMBER.fullmatch(each)]
-        if how == "mul" and len(others) == 1:
+        operation, operands = sizes.get(name, ("", ()))
+        numbers = [int(match[1] or match[2]) for match in map(_NUMBER.fullmatch, operands) if match]
+        others = [size for size in operands if not _NUMBER.fullmatch(size)]
+        if operation == "mul" and len(others) == 1:
             factor *= prod(numbers)
-        elif how == "add" and len(set(others)) == 1 and not numbers:
+        elif operation == "add" and len(set(others)) == 1 and not numbers:
             factor *= len(others)
-        elif how != "copy" or len(others) != 1:
+        elif operation != "copy" or len(others) != 1:
             break
         name = others[0]
     return (factor * int(name), "") if name.isdigit() else (factor, name)
@@ -69,7 +69,9 @@ def value_of(sizes: Sizes, name: str, known: Mapping[str, int], depth: int = _DE
         return known[name]
     if number := _SIGNED.fullmatch(name):
         return int(number[2]) * (-1 if number[1] else 1)
-    how, of = sizes.get(name, ("", ()))
-    values = [value_of(sizes, each, known, depth - 1) for each in of] if depth and how in _OPERATIONS else []
-    told = [value for value in values if value is not None]
-    return _OPERATIONS[how](told) if values and len(told) == len(values) else None
+    operation, operands = sizes.get(name, ("", ()))
+    values = (
+        [value_of(sizes, size, known, depth - 1) for size in operands] if depth and operation in _OPERATIONS else []
+    )
+    numbers = [value for value in values if value is not None]
+    return _OPERATIONS[operation](numbers) if values and len(numbers) == len(values) else None

@@ -53,13 +53,13 @@ def gpu_target() -> str | None:
     except OSError:
         return None
     device, major, minor = (ctypes.c_int() for _ in range(3))
-    found = (
+    has_gpu = (
         cuda.cuInit(0) == 0
         and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
         and cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device) == 0
         and cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device) == 0
     )
-    return f"sm{major.value}{minor.value}" if found else None
+    return f"sm{major.value}{minor.value}" if has_gpu else None
 
 
 def choose_runtime(

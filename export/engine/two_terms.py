@@ -50,17 +50,20 @@ def compare_terms(
     """
     for program in plan.programs:
         profile = profiles[program.profile]
-        found = {each.module: [one for one in program.statements if each.node in one.nodes] for each in promised}
-        roots = {program.root(each[0].outputs[0])[0] for each in found.values() if each}
+        by_module = {
+            numbers.module: [statement for statement in program.statements if numbers.node in statement.nodes]
+            for numbers in promised
+        }
+        roots = {program.root(matching[0].outputs[0])[0] for matching in by_module.values() if matching}
         for promise in promised:
-            statements = found[promise.module]
+            statements = by_module[promise.module]
             if len(statements) > 1:
                 what = f"it is {len(statements)} products"
                 yield Difference(promise.module, profile, TERMS, what, "one of two terms")
             elif statements:
                 read, tail = _Read(program, pool), tails.get(promise.module)
-                for what, expected, told in _faults(read, promise, statements[0], roots, tail):
-                    yield Difference(promise.module, profile, TERMS, what, expected, told)
+                for what, expected, known in _faults(read, promise, statements[0], roots, tail):
+                    yield Difference(promise.module, profile, TERMS, what, expected, known)
 
 
 def compare_attention(
@@ -72,12 +75,12 @@ def compare_attention(
     """
     for program, promise in pairs(plan.programs, promised):
         profile = profiles[program.profile]
-        found = [each for each in program.statements if promise.node in each.nodes]
-        if len(found) > 1:
-            yield Difference(promise.node, profile, TERMS, f"it is {len(found)} products", "one of two terms")
-        for product in found[:1]:
-            for what, expected, told in _faults_of_attention(_Read(program, pool), promise, product):
-                yield Difference(promise.node, profile, TERMS, what, expected, told)
+        statements = [statement for statement in program.statements if promise.node in statement.nodes]
+        if len(statements) > 1:
+            yield Difference(promise.node, profile, TERMS, f"it is {len(statements)} products", "one of two terms")
+        for product in statements[:1]:
+            for what, expected, known in _faults_of_attention(_Read(program, pool), promise, product):
+                yield Difference(promise.node, profile, TERMS, what, expected, known)
 
 
 class _Read:
@@ -89,8 +92,12 @@ class _Read:
     def singles(self, kernels: Iterable[Statement], literals: bool = False) -> list[float]:
         """The scalar constants of kernels, `literals` included."""
         taken = [name for kernel in kernels for name in kernel.inputs if literals or _LITERAL not in name]
-        held = [self.pool.read(self.program.tensors.get(name)) for name in taken]
-        return [float(each.ravel()[0]) for each in held if each is not None and each.size == 1 and each.dtype != "u1"]
+        constants = [self.pool.read(self.program.tensors.get(name)) for name in taken]
+        return [
+            float(constant.ravel()[0])
+            for constant in constants
+            if constant is not None and constant.size == 1 and constant.dtype != "u1"
+        ]
 
     def before(self, kernel: Statement) -> list[Statement]:
         """A kernel, and the producers of its inputs."""
@@ -107,8 +114,12 @@ def _faults(
 ) -> Iterator[Fault]:
     program, divisor = read.program, TWO_TERMS.divisor
     codes = next((name for name in product.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), "")
-    whole = program.tensors.get(program.root(codes)[0])
-    fault = _fault_of_rows(program, whole, roots) if tail is None else _fault_of_positions(program, whole, tail)
+    codes_tensor = program.tensors.get(program.root(codes)[0])
+    fault = (
+        _fault_of_rows(program, codes_tensor, roots)
+        if tail is None
+        else _fault_of_positions(program, codes_tensor, tail)
+    )
     if fault:
         yield fault
         if fault[-1]:
@@ -203,9 +214,9 @@ def _faults_of_attention(read: _Read, promise: Attended, product: Statement) -> 
     if not (readers := _readers(program, root)):
         yield "no kernel reads its product", "", False
     for reader, at in readers:
-        beside = read.singles([replace(reader, inputs=(*reader.inputs[at + 1 : at + 2], *reader.inputs[:at][-1:]))])
-        if share not in beside:
-            number = f"{beside[0]:g}" if beside else "no number"
+        neighbours = read.singles([replace(reader, inputs=(*reader.inputs[at + 1 : at + 2], *reader.inputs[:at][-1:]))])
+        if share not in neighbours:
+            number = f"{neighbours[0]:g}" if neighbours else "no number"
             yield f"{reader.name} takes {number} beside its product", f"{share:g}, for the second half", True
 
 
@@ -215,8 +226,10 @@ def _rows_a_token(program: Program, codes: str) -> int | None:
     tensor = program.tensors.get(codes)
     if tensor is None or tokens is None or len(tensor.symbols) < _MATRIX or len(tokens.symbols) < _MATRIX:
         return None
-    (rows, of), (each, token) = (multiple(program.sizes, size) for size in (tensor.symbols[-2], tokens.symbols[-1]))
-    return rows // each if of == token and each and rows % each == 0 else None
+    (rows, rows_base), (token_factor, token_base) = (
+        multiple(program.sizes, size) for size in (tensor.symbols[-2], tokens.symbols[-1])
+    )
+    return rows // token_factor if rows_base == token_base and token_factor and rows % token_factor == 0 else None
 
 
 def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Collection[str]) -> set[str]:
@@ -226,24 +239,28 @@ def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Coll
     if codes is None or not codes.symbols:
         return set()
     if len(codes.symbols) >= _RANK:
-        given = [program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)]
+        references = [program.tensors.get(name) for name in program.bound if name.startswith(_TOKENS)]
     else:
-        others = [each for each in program.statements if each.nodes and program.root(each.outputs[0])[0] not in roots]
-        given = [program.tensors.get(each.inputs[0]) for each in others]
-    return {each.symbols[0] for each in given if each is not None and each.symbols and not each.dims[0]}
+        others = [
+            statement
+            for statement in program.statements
+            if statement.nodes and program.root(statement.outputs[0])[0] not in roots
+        ]
+        references = [program.tensors.get(statement.inputs[0]) for statement in others]
+    return {tensor.symbols[0] for tensor in references if tensor is not None and tensor.symbols and not tensor.dims[0]}
 
 
 def _readers(program: Program, root: str) -> list[tuple[Statement, int]]:
     """The kernels that read a product, each once and with the first of its inputs that is of it; those that only move
     it are looked through.
     """
-    waiting, found = [(root, MOVES)], dict[int, tuple[Statement, int]]()
+    waiting, readers = [(root, MOVES)], dict[int, tuple[Statement, int]]()
     while waiting:
         made, moves = waiting.pop()
         for reader, index in program.readers.get(made, ()):
             onward = moved_by(program, reader, reader.inputs[index]) if moves else None
             if onward is None:
-                found.setdefault(id(reader), (reader, index))
+                readers.setdefault(id(reader), (reader, index))
             else:
                 waiting.append((program.root(onward)[0], moves - 1))
-    return [*found.values()]
+    return [*readers.values()]

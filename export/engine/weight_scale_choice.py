@@ -20,9 +20,9 @@ Built = tuple[EngineInfo, Evidence]
 Build = Callable[[Path, Path], Built]
 
 
-def worth_trying(found: Evidence) -> bool:
+def worth_trying(gemm_types: Evidence) -> bool:
     """Tell whether the other form may do better: where TensorRT's inspector shows promised products that are wide."""
-    return found.kind == "inspector" and bool(found.wide)
+    return gemm_types.kind == "inspector" and bool(gemm_types.wide)
 
 
 def better(first: Evidence, second: Evidence) -> bool:
@@ -32,36 +32,37 @@ def better(first: Evidence, second: Evidence) -> bool:
     return second.kind != "unknown" and _short(second) < _short(first)
 
 
-def _short(found: Evidence) -> tuple[int, int]:
-    return len(found.wide) + len(found.unknown), len(found.wide)
+def _short(gemm_types: Evidence) -> tuple[int, int]:
+    return len(gemm_types.wide) + len(gemm_types.unknown), len(gemm_types.wide)
 
 
 def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
     """Build the engine `path` of a graph, and where that is worth trying of its other form, which is then written
     beside the engine; returns what was built, and the graph that it is of.
     """
-    built = info, found = build(graph, path)
-    if not worth_trying(found):
+    built = info, gemm_types = build(graph, path)
+    if not worth_trying(gemm_types):
         return built, graph
     form = recorded_form(load_graph(graph))
-    beside, again = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
-    wide = f"{len(found.wide)} of {info.promised_products} products are not FP8 on both sides"
+    other_graph, other_plan = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
+    wide = f"{len(gemm_types.wide)} of {info.promised_products} products are not FP8 on both sides"
     tried = f"{info.target}: with --weight-scale {form} {wide}"
     links = link_data(graph, path.parent)
-    write_form(graph, beside, other(form))
+    write_form(graph, other_graph, other(form))
     try:
-        other_info, in_other = build(beside, again)
-        kept = better(found, in_other)
-        report.note(f"{tried}, {len(in_other.wide)} with {other(form)}; the {'second' if kept else 'first'} is kept")
+        other_info, other_types = build(other_graph, other_plan)
+        other_is_better = better(gemm_types, other_types)
+        winner = "second" if other_is_better else "first"
+        report.note(f"{tried}, {len(other_types.wide)} with {other(form)}; the {winner} is kept")
     except BackendError as error:
-        kept = False
+        other_is_better = False
         report.note(f"{tried}; with {other(form)} it cannot be built: {error}")
-    said = again.with_suffix(LAYERS)
-    if kept:
-        again.replace(path)
-        if said.exists():
-            said.replace(path.with_suffix(LAYERS))
-        return (other_info.model_copy(update={"weight_scale": other(form)}), in_other), beside
-    for file in (beside, again, said, *links):
+    inspector_file = other_plan.with_suffix(LAYERS)
+    if other_is_better:
+        other_plan.replace(path)
+        if inspector_file.exists():
+            inspector_file.replace(path.with_suffix(LAYERS))
+        return (other_info.model_copy(update={"weight_scale": other(form)}), other_types), other_graph
+    for file in (other_graph, other_plan, inspector_file, *links):
         file.unlink(missing_ok=True)
     return built, graph

@@ -64,8 +64,8 @@ def _adapted(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def initializer_name(name: str) -> str:
     """Name the initializer of a tensor of the traced model: `M.adapter.a` is PEFT's `M.lora_A.weight`."""
     for part, end in zip("ab", ENDS, strict=True):
-        if name.endswith(own := f".{CHILD}.{part}"):
-            return name.removesuffix(own) + end
+        if name.endswith(suffix := f".{CHILD}.{part}"):
+            return name.removesuffix(suffix) + end
     return name
 
 

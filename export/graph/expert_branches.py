@@ -40,8 +40,8 @@ class ExpertPattern:
 
     def renamed(self, name: str | None, number: int) -> str | None:
         """Translate `name` of this expert to expert `number`; None for a name that belongs to no expert."""
-        own = f"{self.place}.{self.number}."
-        return f"{self.place}.{number}.{name.removeprefix(own)}" if name and name.startswith(own) else None
+        prefix = f"{self.place}.{self.number}."
+        return f"{self.place}.{number}.{name.removeprefix(prefix)}" if name and name.startswith(prefix) else None
 
 
 def branch_experts(model: ir.Model, place: Place) -> None:
@@ -56,12 +56,14 @@ def branch_experts(model: ir.Model, place: Place) -> None:
         patterns = _patterns(model.graph, last)
         total = patterns[0].begins.inputs[0]
         assert total is not None, "a mark reads a total"
-        for number, pattern in sorted((number, each) for each in patterns for number in each.members):
+        for number, pattern in sorted((number, traced) for traced in patterns for number in traced.members):
             index = numbers.get(number) or numbers.setdefault(number, _number(model, pattern, number))
             nodes, total = _branch(model, pattern, index, total, place)
             model.graph.insert_before(last, nodes)
         last.outputs[0].replace_all_uses_with(total)
-        model.graph.remove([node for each in patterns for node in (each.begins, *each.nodes, each.ends)], safe=True)
+        model.graph.remove(
+            [node for pattern in patterns for node in (pattern.begins, *pattern.nodes, pattern.ends)], safe=True
+        )
 
 
 def _is(node: ir.Node | None, operator: tuple[str, str]) -> bool:
@@ -75,16 +77,16 @@ def _goes_on(mark: ir.Node) -> bool:
 
 def _patterns(graph: ir.Graph, last: ir.Node) -> list[ExpertPattern]:
     """The traced experts of one layer, in order, found from the mark that ends its `last` expert."""
-    found: list[ExpertPattern] = []
+    patterns: list[ExpertPattern] = []
     ends: ir.Node | None = last
     while ends is not None and _is(ends, EXPERT_ENDS):
         prefix = (ends.name or "").rpartition(".")[0]
         place, _, number = prefix.rpartition(".")
         begins, *nodes = (node for node in graph if (node.name or "").startswith(f"{prefix}.") and node is not ends)
         assert _is(begins, EXPERT_BEGINS), f"{begins.name} begins an expert"
-        found.insert(0, ExpertPattern(place, int(number), begins, tuple(nodes), ends))
+        patterns.insert(0, ExpertPattern(place, int(number), begins, tuple(nodes), ends))
         ends = begins.inputs[0].producer() if begins.inputs[0] is not None else None
-    return found
+    return patterns
 
 
 def _number(model: ir.Model, pattern: ExpertPattern, number: int) -> ir.Value:
@@ -111,15 +113,15 @@ def _branch(
     share = _node("Gather", [shares, index], f"{name}.share", old_share, axis=1)
     known = {old_total: total, old_share: share.outputs[0]}
     nodes = [share, *_copies(model, pattern, number, known, place)]
-    kept = _node("Identity", [total], f"{name}.kept", old_total)
-    made = pattern.ends.inputs[0]
-    assert made is not None, "a mark reads a total"
+    unchanged = _node("Identity", [total], f"{name}.kept", old_total)
+    output = pattern.ends.inputs[0]
+    assert output is not None, "a mark reads a total"
     condition = ir.node("Gather", [chosen, index], {"axis": 0}, name=f"{name}.chosen")
     value = condition.outputs[0]
     value.name, value.dtype, value.shape = f"{name}.chosen.output", ir.DataType.BOOL, ir.Shape([])
     branches = {
-        "then_branch": ir.Graph([], [known[made]], nodes=nodes, name=f"{name}.then"),
-        "else_branch": ir.Graph([], [kept.outputs[0]], nodes=[kept], name=f"{name}.else"),
+        "then_branch": ir.Graph([], [known[output]], nodes=nodes, name=f"{name}.then"),
+        "else_branch": ir.Graph([], [unchanged.outputs[0]], nodes=[unchanged], name=f"{name}.else"),
     }
     choice = _node("If", [value], f"{name}.If", old_total, **branches)
     return [condition, choice], choice.outputs[0]
@@ -158,7 +160,7 @@ def _read(
     name = pattern.renamed(value.name, number)
     if name in (None, value.name) or not isinstance(value.const_value, ir.ExternalTensor):
         return value
-    own = known[value] = like(value, name)
-    own.const_value = place(name, value.const_value)
-    model.graph.register_initializer(own)
-    return own
+    tensor = known[value] = like(value, name)
+    tensor.const_value = place(name, value.const_value)
+    model.graph.register_initializer(tensor)
+    return tensor

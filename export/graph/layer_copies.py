@@ -34,9 +34,9 @@ class Block:
 
     def renamed(self, name: str | None, index: int) -> str | None:
         """Translate `name` of this layer to layer `index`; None for a name that belongs to no layer, or to another."""
-        own = f"{self.prefix}{self.index}."
-        if name is not None and name.startswith(own):
-            return f"{self.prefix}{index}.{name.removeprefix(own)}"
+        prefix = f"{self.prefix}{self.index}."
+        if name is not None and name.startswith(prefix):
+            return f"{self.prefix}{index}.{name.removeprefix(prefix)}"
         match = _CACHE.fullmatch(name or "")
         return f"{match[1]}.{index}.{match[3]}" if match and int(match[2]) == self.index else None
 
@@ -97,7 +97,7 @@ def blocks_of(model: ir.Model, prefix: str) -> dict[int, Block]:
         previous = at
         if index is not None:
             nodes.setdefault(index, []).append(node)
-    return {index: Block(prefix, index, tuple(found)) for index, found in nodes.items()}
+    return {index: Block(prefix, index, tuple(members)) for index, members in nodes.items()}
 
 
 def _entering(second: Block, last: Block) -> frozenset[tuple[int, int]]:
@@ -151,12 +151,12 @@ def _alike(one: ir.Value, other: ir.Value) -> bool:
 
 def _leaving(block: Block) -> str:
     """The name of the only value of `block` that is read outside it."""
-    own = set(block.nodes)
+    inside = set(block.nodes)
     leaving = [
         value.name or ""
         for node in block.nodes
         for value in node.outputs
-        if any(usage.node not in own for usage in value.uses())
+        if any(usage.node not in inside for usage in value.uses())
     ]
     if len(leaving) != 1:
         raise NotAlikeError(f"of layer {block.index}, {len(leaving)} values are read by others")
@@ -197,14 +197,14 @@ def like(value: ir.Value, name: str | None) -> ir.Value:
 
 def _own(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
     """The input or stored tensor `name` of a layer that corresponds to `value` of another layer."""
-    own = like(value, name)
+    counterpart = like(value, name)
     if value.is_graph_input():
-        model.graph.inputs.append(own)
+        model.graph.inputs.append(counterpart)
     else:
         assert value.const_value is not None, f"{value.name} is neither made nor stored"
-        own.const_value = place(name, value.const_value)
-        model.graph.register_initializer(own)
-    return own
+        counterpart.const_value = place(name, value.const_value)
+        model.graph.register_initializer(counterpart)
+    return counterpart
 
 
 def order_interface(model: ir.Model) -> None:

@@ -90,8 +90,10 @@ class Tensors:
 
     def types(self) -> dict[str, ir.DataType]:
         """Tensor name -> its element type in the file, under both names of a tied tensor."""
-        found = {name: tensor.dtype for name, tensor in self.stored.items()}
-        return {name: found[other] for name, other in self.aliases.items() if other in found} | found
+        stored_types = {name: tensor.dtype for name, tensor in self.stored.items()}
+        return {
+            name: stored_types[other] for name, other in self.aliases.items() if other in stored_types
+        } | stored_types
 
     def external(self, name: str, shape: ir.Shape | None) -> ir.ExternalTensor:
         """The stored tensor `name` as external data, declared with `shape`."""
@@ -211,14 +213,14 @@ def merge_constants(model: ir.Model) -> None:
     """Merge constants of the same type, shape and bytes. Stored tensors, whose values are not known yet, are left
     alone.
     """
-    found: dict[tuple[object, ...], ir.Value] = {}
+    first_equal: dict[tuple[object, ...], ir.Value] = {}
     for name, value in [*model.graph.initializers.items()]:
         tensor = value.const_value
         if tensor is None:
             continue
-        kept = found.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), value)
-        if kept is not value:
-            value.replace_all_uses_with(kept)
+        merged = first_equal.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), value)
+        if merged is not value:
+            value.replace_all_uses_with(merged)
             model.graph.initializers.pop(name)
 
 
@@ -277,11 +279,11 @@ def state_heads(model: ir.Model) -> None:
         inferred = [at for at, part in enumerate(parts.inputs) if _constant_of(part) == [-1]]
         if len(inferred) != 1 or not isinstance(size := shape[inferred[0]], int):
             continue
-        told = ir.node("Constant", [], attributes={"value": ir.tensor([size], ir.DataType.INT64)})
-        inputs = [told.outputs[0] if at in inferred else part for at, part in enumerate(parts.inputs)]
-        own = ir.node("Concat", inputs, attributes={"axis": 0}, metadata_props=dict(parts.metadata_props))
-        model.graph.insert_before(node, [told, own])
-        node.replace_input_with(1, own.outputs[0])
+        constant = ir.node("Constant", [], attributes={"value": ir.tensor([size], ir.DataType.INT64)})
+        inputs = [constant.outputs[0] if at in inferred else part for at, part in enumerate(parts.inputs)]
+        concat = ir.node("Concat", inputs, attributes={"axis": 0}, metadata_props=dict(parts.metadata_props))
+        model.graph.insert_before(node, [constant, concat])
+        node.replace_input_with(1, concat.outputs[0])
 
 
 def _constant_of(value: ir.Value | None) -> list[int] | None:

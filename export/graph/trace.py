@@ -58,7 +58,7 @@ def export_model(run: Run, plan: GraphPlan, adapters: Iterable[str], report: Rep
     return their paths.
     """
     plans = [plan, *(replace(plan, adapter=name) for name in adapters)]
-    return [path for each in plans for path in export_graphs(run.model, each, report)]
+    return [path for planned in plans for path in export_graphs(run.model, planned, report)]
 
 
 def graph_plan(
@@ -108,12 +108,12 @@ def export_graphs(directory: Path, plan: GraphPlan, report: Reporter) -> list[Pa
 
 def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]:
     """Wrap `advance` so that it gets at most `total` units in all."""
-    told = 0
+    reported = 0
 
     def tell(done: int) -> None:
-        nonlocal told
-        done = min(done, total - told)
-        told += done
+        nonlocal reported
+        done = min(done, total - reported)
+        reported += done
         advance(done)
 
     return tell
@@ -121,8 +121,8 @@ def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]
 
 def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
     """The groups of modules that share an input, reduced to the modules in FP8 and keyed by the first of these."""
-    kept = [[member for member in members if member in scales.weights] for members in groups.values()]
-    return {members[0]: members for members in kept if members}
+    quantized = [[member for member in members if member in scales.weights] for members in groups.values()]
+    return {members[0]: members for members in quantized if members}
 
 
 def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
@@ -258,9 +258,9 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        kept = first.setdefault(id(parameter), name)
-        if kept != name:
-            aliases |= {name: kept, kept: name}
+        first_name = first.setdefault(id(parameter), name)
+        if first_name != name:
+            aliases |= {name: first_name, first_name: name}
     return aliases
 
 

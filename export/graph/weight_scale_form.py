@@ -82,13 +82,16 @@ def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
     """
     graph = Indexed(model, directory)
     fits, change = {"dq": (_is_mul, _to_dq), "mul": (_is_dq, _to_mul)}[form]
-    scaled = [_scaled(graph, each) for each in _alone(graph, [each for each in graph.products if fits(graph, each)])]
-    gone = {node.output[0] for each in scaled for node in each.behind}
-    kept = [[(node.output[0], node) for node in part.node if node.output[0] not in gone] for part in graph.graphs]
-    made = {each.product.node.output[0]: change(each) for each in scaled}
-    types = {value: kind for each in scaled for value, kind in _answer(graph, each, form)}
-    for part, of_it in zip(graph.graphs, kept, strict=True):  # a branch before the node that has it
-        nodes = [each for value, node in of_it for each in made.get(value, [node])]
+    scaled = [
+        _scaled(graph, product)
+        for product in _alone(graph, [product for product in graph.products if fits(graph, product)])
+    ]
+    gone = {node.output[0] for gemm in scaled for node in gemm.behind}
+    remaining = [[(node.output[0], node) for node in part.node if node.output[0] not in gone] for part in graph.graphs]
+    made = {gemm.product.node.output[0]: change(gemm) for gemm in scaled}
+    types = {value: kind for gemm in scaled for value, kind in _answer(graph, gemm, form)}
+    for part, of_it in zip(graph.graphs, remaining, strict=True):  # a branch before the node that has it
+        nodes = [new_node for value, node in of_it for new_node in made.get(value, [node])]
         del part.node[:]  # what was read of it is stale from here on
         part.node.extend(nodes)
         for value in part.value_info:
@@ -142,14 +145,14 @@ def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
     """The `products` on whose two sides all other readers are such products too."""
     while True:
         reading = {product.node.output[0] for product in products}
-        kept = [
+        convertible = [
             product
             for product in products
             if all(node.output[0] in reading for side in product.operands for node in _read_by(graph, side))
         ]
-        if len(kept) == len(products):
-            return kept
-        products = kept
+        if len(convertible) == len(products):
+            return convertible
+        products = convertible
 
 
 def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:

@@ -78,17 +78,17 @@ def _node(node: NodeProto, opset: int) -> str | None:
 
 def _attributes(node: NodeProto, schema: Schema) -> str | None:
     """Describe the fault of a node's attributes by its operator's schema; None where nothing is."""
-    given: set[str] = set()
+    names: set[str] = set()
     for entry in node.attribute:
-        if entry.name in given:
+        if entry.name in names:
             return f"has the attribute {entry.name} twice"
-        given.add(entry.name)
+        names.add(entry.name)
         wanted = schema.attributes.get(entry.name, entry.type)
         if entry.type != wanted:
             return f"has the attribute {entry.name} as {type_of(entry.type)} and takes {type_of(wanted)}"
         if entry.name in TYPED and entry.i not in (ELEMENTS if entry.name == "to" else STATED):
             return f"names the element type {entry.i}, which there is not"
-    missing = next((name for name in schema.required if name not in given), None)
+    missing = next((name for name in schema.required if name not in names), None)
     return f"has no attribute {missing}" if missing is not None else None
 
 

@@ -168,14 +168,14 @@ def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
         wanted: tuple[object, ...] | None = (
             (PAST if past[1] == "past" else NEW) if past else logits if name == "logits" else tokens.get(name)
         )
-        found = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        if wanted is None or (past and past[1] == "new" and _holds_past(found)):
+        sizes = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        if wanted is None or (past and past[1] == "new" and _holds_past(sizes)):
             continue
-        if len(found) != len(wanted) or not all(
-            isinstance(size, int) and size > 0 if want is int else size == want for size, want in zip(found, wanted)
+        if len(sizes) != len(wanted) or not all(
+            isinstance(size, int) and size > 0 if want is int else size == want for size, want in zip(sizes, wanted)
         ):
             text = ", ".join("size" if want is int else str(want) for want in wanted)
-            yield "", f"{name} is [{', '.join(map(str, found))}]; give it the contract's [{text}]"
+            yield "", f"{name} is [{', '.join(map(str, sizes))}]; give it the contract's [{text}]"
 
 
 @promise_rule("F308", "new-keys-alone")

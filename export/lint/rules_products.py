@@ -127,8 +127,8 @@ def weights_alone(graph: Indexed, promise: Promise) -> Broken:
     for module in promise.bf16_inputs:
         product = products.get(names.matmul(module))
         if product is None or weight_of(graph, product) is None:
-            found = "there is no such product" if product is None else "its weight is not FP8 codes"
-            yield names.matmul(module), f"is promised with its weight in FP8: {found}; {_AGAIN}"
+            fault = "there is no such product" if product is None else "its weight is not FP8 codes"
+            yield names.matmul(module), f"is promised with its weight in FP8: {fault}; {_AGAIN}"
         elif is_fp8(product):
             yield product.node.name, f"is promised with its weight alone in FP8, and its input is quantized; {_AGAIN}"
 
@@ -175,22 +175,22 @@ def weight_scale(graph: Indexed, promise: Promise) -> Broken:
     """
     for product in graph.products:
         side, expected = weight_of(graph, product), promise.weight_scales.get(names.module_of(product.node.name) or "")
-        found = weight_scales(graph, product)
-        if found is None or expected is None or side is None or side.dequantize is None:
+        scales = weight_scales(graph, product)
+        if scales is None or expected is None or side is None or side.dequantize is None:
             continue
-        wanted, node = np.asarray(expected, np.float32).ravel(), rescale_of(graph, product) or side.dequantize
-        if found.size == 1 < wanted.size:
+        stored, node = np.asarray(expected, np.float32).ravel(), rescale_of(graph, product) or side.dequantize
+        if scales.size == 1 < stored.size:
             yield (
                 node.name,
-                f"has one scale for all, and no Mul behind the product the checkpoint's {wanted.size}; {_AGAIN}",
+                f"has one scale for all, and no Mul behind the product the checkpoint's {stored.size}; {_AGAIN}",
             )
-        elif found.shape != wanted.shape:
-            yield node.name, f"has {found.size} scales, and the checkpoint {wanted.size}; {_AGAIN}"
-        elif (different := np.flatnonzero(found != wanted)).size:
+        elif scales.shape != stored.shape:
+            yield node.name, f"has {scales.size} scales, and the checkpoint {stored.size}; {_AGAIN}"
+        elif (different := np.flatnonzero(scales != stored)).size:
             first = different[0]
             yield (
                 node.name,
-                f"scale {first} is {found[first]:.9g}, and the checkpoint has {wanted[first]:.9g}; {_AGAIN}",
+                f"scale {first} is {scales[first]:.9g}, and the checkpoint has {stored[first]:.9g}; {_AGAIN}",
             )
 
 

@@ -142,7 +142,7 @@ def header_of(path: Path) -> Header | None:
         stored = read_header(path)
     except InputError:
         return None
-    return Header(stored, {found.start: name for name, found in reversed(stored.items())}) if stored else None
+    return Header(stored, {tensor.start: name for name, tensor in reversed(stored.items())}) if stored else None
 
 
 @rule("F406", "external-overlap")
@@ -168,6 +168,6 @@ def inline_size(graph: Indexed) -> Broken:
             if len(tensor.raw_data) != bytes_of(tensor):
                 yield name, f"its data are {len(tensor.raw_data)} bytes, and {kind} takes {bytes_of(tensor)}; {AGAIN}"
         elif tensor.data_type in ONE_EACH:
-            found = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
-            if found != elements_of(tensor):
-                yield name, f"it holds {found} numbers, and {kind} takes {elements_of(tensor)}; {AGAIN}"
+            count = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
+            if count != elements_of(tensor):
+                yield name, f"it holds {count} numbers, and {kind} takes {elements_of(tensor)}; {AGAIN}"

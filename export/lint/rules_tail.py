@@ -36,9 +36,11 @@ class Slices:
         if node is None or node.op_type != "Mul":
             return value, 1.0
         constants = {name: self.graph.constant(name) for name in node.input if self.graph.constants.is_stored(name)}
-        number = next((each for each in constants.values() if each is not None and each.size == 1), None)
-        of = next((name for name in node.input if name not in constants), None)
-        return (of, float(number.ravel()[0])) if number is not None else (value, 1.0)
+        number = next(
+            (constant for constant in constants.values() if constant is not None and constant.size == 1), None
+        )
+        factor_of = next((name for name in node.input if name not in constants), None)
+        return (factor_of, float(number.ravel()[0])) if number is not None else (value, 1.0)
 
     def bounds(self, value: str, of: str) -> tuple[int | str, int | str] | None:
         """The bounds of the part that `value` is `of` another: numbers, or names of computed ones; None where no Slice
@@ -53,8 +55,8 @@ class Slices:
     def last(self, value: str, of: str) -> int | None:
         """The number of last positions `of` a tensor that `value` is; None where it is no such part."""
         start, end = self.bounds(value, of) or (0, 0)
-        told = isinstance(start, int) and isinstance(end, int) and start < 0 and end >= _BEYOND
-        return -start if told and isinstance(start, int) else None
+        to_the_end = isinstance(start, int) and isinstance(end, int) and start < 0 and end >= _BEYOND
+        return -start if to_the_end and isinstance(start, int) else None
 
     def counts(self, name: int | str, of: str) -> bool:
         """Tell whether a computed number is the size of a tensor's axis."""
@@ -80,9 +82,9 @@ def tail_fault(slices: Slices, product: str, joined: NodeProto, tail: int) -> st
     parts = [node.output[0] for node, _ in graph.readers.get(product, ())]
     bounds = {value: slices.bounds(value, product) for value in parts}
     first = next(
-        (value for value, found in bounds.items() if found and found[0] == 0 and slices.counts(found[1], x)), None
+        (value for value, bound in bounds.items() if bound and bound[0] == 0 and slices.counts(bound[1], x)), None
     )
-    second = next((value for value, found in bounds.items() if found and slices.counts(found[0], x)), None)
+    second = next((value for value, bound in bounds.items() if bound and slices.counts(bound[0], x)), None)
     if len(parts) != _PARTS or first is None or second is None:
         return "its product is not cut behind the positions of the call"
     for node, _ in (

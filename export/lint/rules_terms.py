@@ -93,7 +93,7 @@ def second_fault(graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProt
     if first.input[0] != left.input[0] and slices.last(first.input[0], x) != part:
         return "its second term is not of what the codes leave of the first"
     if part != tail:
-        places = ["all positions" if each is None else f"the last {each} positions" for each in (part, tail)]
+        places = ["all positions" if count is None else f"the last {count} positions" for count in (part, tail)]
         return f"its second term is of {places[0]}, and not of {places[1]}"
     scale = graph.constants.fingerprint(quantize.input[1])
     if other := next((node for node in (first, taken) if graph.constants.fingerprint(node.input[1]) != scale), None):

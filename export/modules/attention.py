@@ -56,9 +56,9 @@ def attention(
     if window is not None:
         allowed = allowed & (queries - keys < window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (own := getattr(module, "fp8q_attention", None)) is not None:
+    if (quantized := getattr(module, "fp8q_attention", None)) is not None:
         assert bias is None, "queries of an attention with ALiBi are not measured"
-        output = own(query, key, value, allowed, scale, softcap)
+        output = quantized(query, key, value, allowed, scale, softcap)
     elif (
         softcap is not None
         or bias is not None

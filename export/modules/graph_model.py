@@ -178,8 +178,8 @@ class HalvesOfTail(nn.Module):
         """`product` float32 [batch, seq + tail, out] of `x` [batch, seq, in] to [batch, seq, out]."""
         first, second = operators.part_behind(product, x)
         tail = operators.last_positions(first, self.length) + second * (1 / TWO_TERMS.divisor)
-        whole = torch.cat([operators.first_positions(first, self.length), tail], dim=1)
-        both: torch.Tensor = operators.positions_of(whole, x, product.shape[-1])
+        rows = torch.cat([operators.first_positions(first, self.length), tail], dim=1)
+        both: torch.Tensor = operators.positions_of(rows, x, product.shape[-1])
         return both
 
 
@@ -254,13 +254,13 @@ class Graph(nn.Module):
             for i, pair in zip(sorted(self.attention), past, strict=True)
         }
         cache = GraphCache(layers)
-        given = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
+        inputs = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
         added = bias(self.model, self.slopes, keys)
         if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
             for axis in (0, 1):
                 torch._check(position_ids.shape[axis] == input_ids.shape[axis])
         with attending(position_ids, keys, attention_mask, added), at_positions(self.model, logits_indices):
-            logits = self.model(**given, past_key_values=cache, use_cache=True).logits
+            logits = self.model(**inputs, past_key_values=cache, use_cache=True).logits
         return (logits, *(new for layer in layers.values() for new in layer.new))
 
 

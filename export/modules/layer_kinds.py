@@ -75,11 +75,11 @@ def kinds_of(
     members: dict[object, list[int]] = {}
     for index in sorted(attention_modules(model)):
         layer = model.get_submodule(f"{prefix}{index}")
-        members.setdefault(_told(layer, f"{prefix}{index}", index, stored, computed), []).append(index)
-    return [Kind(tuple(each)) for each in members.values()]
+        members.setdefault(_description(layer, f"{prefix}{index}", index, stored, computed), []).append(index)
+    return [Kind(tuple(indices)) for indices in members.values()]
 
 
-def _told(
+def _description(
     layer: nn.Module,
     name: str,
     index: int,
@@ -88,7 +88,7 @@ def _told(
 ) -> object:
     """Everything that distinguishes `layer` from others, without its index, as a value to compare."""
     inside = {id(module): path for path, module in layer.named_modules()}
-    told: list[object] = []
+    description: list[object] = []
     for path, module in layer.named_modules():
         attributes = {
             key: "own" if key == "layer_idx" and value == index else _value(value, inside)
@@ -100,8 +100,8 @@ def _told(
             full = ".".join(filter(None, (name, path, key)))
             values = computed[full].tobytes() if full in computed else None
             tensors.append((key, type(tensor), tuple(tensor.shape), tensor.dtype, stored.get(full), values))
-        told.append((path, type(module), tuple(sorted(attributes.items())), tuple(tensors)))
-    return tuple(told)
+        description.append((path, type(module), tuple(sorted(attributes.items())), tuple(tensors)))
+    return tuple(description)
 
 
 def _value(value: object, inside: Mapping[int, str]) -> object:
@@ -111,11 +111,11 @@ def _value(value: object, inside: Mapping[int, str]) -> object:
     if isinstance(value, PLAIN):
         return (type(value), repr(value))
     if isinstance(value, list | tuple):
-        return (type(value), tuple(_value(each, inside) for each in value))
+        return (type(value), tuple(_value(item, inside) for item in value))
     if isinstance(value, set | frozenset):
-        return (type(value), frozenset(_value(each, inside) for each in value))
+        return (type(value), frozenset(_value(item, inside) for item in value))
     if isinstance(value, dict):
-        return (type(value), tuple((_value(key, inside), _value(each, inside)) for key, each in value.items()))
+        return (type(value), tuple((_value(key, inside), _value(item, inside)) for key, item in value.items()))
     if isinstance(value, partial):
         return (partial, _value([value.func, value.args, value.keywords], inside))
     if isinstance(value, MethodType):
@@ -127,7 +127,7 @@ def _value(value: object, inside: Mapping[int, str]) -> object:
 class Call:
     """The last arguments and outputs of the layers of a kind."""
 
-    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     output: object = None
 
 
@@ -191,7 +191,7 @@ def skip(model: nn.Module, prefix: str, kinds: Sequence[Kind]) -> None:
 
 def _watch(layer: nn.Module, call: Call) -> None:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call.given = (args, kwargs)
+        call.arguments = (args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         call.output = output
@@ -204,15 +204,15 @@ def _handing_on(index: int, call: Call) -> Callable[..., object]:
     """Make the forward pass of the skipped layer `index`; `call` has the arguments of its kind."""
 
     def forward(*args: Any, **kwargs: Any) -> object:
-        if call.given is None:
+        if call.arguments is None:
             raise NotAlikeError(f"layer {index} runs before the first of its kind")
-        seen, named = call.given
+        seen, named = call.arguments
         if not args or not seen or not _same((args[1:], kwargs), (seen[1:], named)):
             raise NotAlikeError(f"layer {index} is handed something else than its kind")
         passed = operators.layer(args[0], index)
         if isinstance(call.output, torch.Tensor):
             return passed
-        if isinstance(call.output, tuple) and all(each is None for each in call.output[1:]):
+        if isinstance(call.output, tuple) and all(output is None for output in call.output[1:]):
             return (passed, *call.output[1:])
         raise NotAlikeError(f"layer {index} gives back more than its hidden states")
 

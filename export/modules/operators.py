@@ -100,9 +100,9 @@ def part_behind(rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @part_behind.register_fake
 def _(rows: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, whole, out = rows.shape
+    batch, positions, out = rows.shape
     seq = x.shape[1]
-    return rows.new_empty((batch, seq, out)), rows.new_empty((batch, whole - seq, out))
+    return rows.new_empty((batch, seq, out)), rows.new_empty((batch, positions - seq, out))
 
 
 @torch.library.custom_op("fp8q::positions_of", mutates_args=())

@@ -71,7 +71,7 @@ def bias(model: PreTrainedModel, slopes: Sequence[float], keys: torch.Tensor) ->
         return None
     # one by one: on the meta device a tensor of them would have no values
     slope: torch.Tensor = torch.cat(
-        [torch.full((1,), each, dtype=torch.float32, device=keys.device) for each in slopes]
+        [torch.full((1,), number, dtype=torch.float32, device=keys.device) for number in slopes]
     )
     positions: torch.Tensor = keys.float()[:, None, None, :]
     config: Any = model.config

@@ -17,7 +17,7 @@ def fix_frequencies(model: nn.Module) -> None:
         if isinstance(kind, str):
             vars(module)["rope_type"] = _fixed(kind)
         elif isinstance(kind, dict):  # one for each type of layer
-            vars(module)["rope_type"] = {layer: _fixed(each) for layer, each in kind.items()}
+            vars(module)["rope_type"] = {layer: _fixed(layer_kind) for layer, layer_kind in kind.items()}
 
 
 def _fixed(kind: str) -> str:

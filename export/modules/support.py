@@ -73,10 +73,10 @@ def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | No
             f"{MOST_BRANCHES} are not worth building"
         )
     code = inspect.getsource(code_of(model))
-    own = replaceable(model)
-    if "ALL_ATTENTION_FUNCTIONS" not in code and not own:
+    replaced = replaceable(model)
+    if "ALL_ATTENTION_FUNCTIONS" not in code and not replaced:
         return "has an attention that transformers does not let be replaced"
-    if "position_ids" not in inspect.signature(model.forward).parameters and not own:
+    if "position_ids" not in inspect.signature(model.forward).parameters and not replaced:
         return "counts positions from its cache (its forward takes no position_ids)"
     if "create_position_ids_from_input_ids" in code:
         return "counts positions from its padding token on"
@@ -107,7 +107,7 @@ class Looked:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Replace attention: record the arguments and return a tensor of the right shape."""
-        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in KEYWORDS)
+        unknown = sorted(name for name, argument in kwargs.items() if argument is not None and name not in KEYWORDS)
         if attention_mask is not None:
             self.reasons.append(f"computes an attention mask of its own ({type(module).__name__})")
         elif getattr(module, "is_causal", True) is False:
@@ -154,11 +154,11 @@ def seen_in_a_pass(
         written = looked.shapes.get(layer)
         if written is None:
             return f"writes no cache in {name}"
-        for part, found, shape in zip(("keys", "values"), written, shapes, strict=True):
-            if found != shape:
+        for part, actual, expected in zip(("keys", "values"), written, shapes, strict=True):
+            if actual != expected:
                 return (
-                    f"writes {part} of {found[0]} heads of {found[1]} in {name}, and not {shape[0]} of {shape[1]} as "
-                    "its config.json has it for all"
+                    f"writes {part} of {actual[0]} heads of {actual[1]} in {name}, and not {expected[0]} of "
+                    f"{expected[1]} as its config.json has it for all"
                 )
     return None
 

@@ -21,12 +21,12 @@ def groups_by_expert(places: Iterable[str], groups: Mapping[str, list[str]]) -> 
     read one tensor, and each quantizes it in its own branch.
     """
     prefixes = tuple(f"{place}." for place in places)
-    found: dict[tuple[str, str], list[str]] = {}
+    by_expert: dict[tuple[str, str], list[str]] = {}
     for first, members in groups.items():
         for member in members:
-            own = member.rpartition(".")[0] if member.startswith(prefixes) else ""
-            found.setdefault((first, own), []).append(member)
-    return [*found.values()]
+            expert = member.rpartition(".")[0] if member.startswith(prefixes) else ""
+            by_expert.setdefault((first, expert), []).append(member)
+    return [*by_expert.values()]
 
 
 class GraphExpert(nn.Module):
@@ -97,8 +97,8 @@ def expert_kinds(experts: Sequence[Expert]) -> list[list[int]]:
     kinds: dict[object, list[int]] = {}
     for number, expert in enumerate(experts):
         linears = [expert.get_submodule(name) for names in FUSED.values() for name in names]
-        told = tuple((type(linear), has_two_terms(linear), getattr(linear, "tail", None)) for linear in linears)
-        kinds.setdefault(told, []).append(number)
+        description = tuple((type(linear), has_two_terms(linear), getattr(linear, "tail", None)) for linear in linears)
+        kinds.setdefault(description, []).append(number)
     return [*kinds.values()]
 
 

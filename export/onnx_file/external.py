@@ -128,10 +128,10 @@ def read_tensor(tensor: TensorProto, places: Places) -> Array | None:
     try:
         if (where := stored_at(tensor)) is None:
             return numpy_helper.to_array(tensor)
-        found = places.at(where.location)
-        if found.size is None or where.offset < 0 or where.offset + bytes_of(tensor) > found.size:
+        file = places.at(where.location)
+        if file.size is None or where.offset < 0 or where.offset + bytes_of(tensor) > file.size:
             return None
-        with open(found.path, "rb") as handle:
+        with open(file.path, "rb") as handle:
             handle.seek(where.offset)
             data = handle.read(bytes_of(tensor))
         return np.frombuffer(data, helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tuple(tensor.dims))

@@ -107,11 +107,11 @@ class Indexed:
     @cached_property
     def initializers(self) -> Mapping[str, TensorProto]:
         """The tensors of the file by name, external ones and `Constant` nodes included."""
-        found = {tensor.name: tensor for graph in self.graphs for tensor in graph.initializer}
+        tensors = {tensor.name: tensor for graph in self.graphs for tensor in graph.initializer}
         for node in self.nodes:
             if node.op_type == "Constant" and node.output:
-                found[node.output[0]] = constant_of(node)
-        return found
+                tensors[node.output[0]] = constant_of(node)
+        return tensors
 
     @cached_property
     def tensors(self) -> list[tuple[str, TensorProto]]:
@@ -142,17 +142,17 @@ class Indexed:
     @cached_property
     def readers(self) -> Mapping[str, list[tuple[NodeProto, int]]]:
         """Value -> the nodes that read it, with the number of the input."""
-        found: dict[str, list[tuple[NodeProto, int]]] = {}
+        readers: dict[str, list[tuple[NodeProto, int]]] = {}
         for node in self.nodes:
             for index, name in enumerate(node.input):
-                found.setdefault(name, []).append((node, index))
-        return found
+                readers.setdefault(name, []).append((node, index))
+        return readers
 
     @cached_property
     def codes(self) -> Mapping[str, int]:
         """Every value that holds FP8 codes -> their element type; operators that only move data pass codes on."""
-        found = {name: tensor.data_type for name, tensor in self.initializers.items() if tensor.data_type in FP8_TYPES}
-        found |= {
+        types = {name: tensor.data_type for name, tensor in self.initializers.items() if tensor.data_type in FP8_TYPES}
+        types |= {
             name: value.type.tensor_type.elem_type
             for name, value in self.inputs.items()
             if value.type.tensor_type.elem_type in FP8_TYPES
@@ -160,10 +160,10 @@ class Indexed:
         for node in self.ordered:
             kind = self.quantized_type(node) if node.op_type in ("QuantizeLinear", "Cast") else 0
             if node.op_type in _CARRYING and node.input:
-                kind = found.get(node.input[0], 0)
+                kind = types.get(node.input[0], 0)
             if kind in FP8_TYPES:
-                found |= dict.fromkeys(filter(None, node.output), kind)
-        return found
+                types |= dict.fromkeys(filter(None, node.output), kind)
+        return types
 
     def code_type(self, value: str) -> int:
         """The element type of the input of a DequantizeLinear: stored, of a graph input, or made by a QuantizeLinear
@@ -208,19 +208,19 @@ class Indexed:
     @cached_property
     def _operands(self) -> Mapping[str, Operand]:
         """Every value that comes from a DequantizeLinear through operators that move it, or compute with constants."""
-        found: dict[str, Operand] = {}
+        operands: dict[str, Operand] = {}
         for node in self.ordered:
             operand = None
             if node.op_type == "DequantizeLinear":
                 operand = Operand(node, clean=True) if node.input[0] in self.codes else Operand(other=node)
             elif node.op_type in _MOVING or node.op_type in _ARITHMETIC:
                 computed = self._computed(node)
-                before = found.get(computed[0]) if computed else None
+                before = operands.get(computed[0]) if computed else None
                 if before and (node.op_type in _MOVING or len(computed) == 1):
                     operand = before.through(node)
             if operand is not None:
-                found |= dict.fromkeys(node.output, operand)
-        return found
+                operands |= dict.fromkeys(node.output, operand)
+        return operands
 
     def _computed(self, node: NodeProto) -> list[str]:
         """The inputs of a node that are not tensors of the file."""
@@ -229,21 +229,21 @@ class Indexed:
     @cached_property
     def movers(self) -> Mapping[str, NodeProto]:
         """The producer of each value, looking through Transposes."""
-        found: dict[str, NodeProto] = {}
+        movers: dict[str, NodeProto] = {}
         for node in self.ordered:
-            mover = found.get(node.input[0]) if node.op_type == "Transpose" and node.input else node
+            mover = movers.get(node.input[0]) if node.op_type == "Transpose" and node.input else node
             if mover is not None:
-                found |= dict.fromkeys(node.output, mover)
-        return found
+                movers |= dict.fromkeys(node.output, mover)
+        return movers
 
     @cached_property
     def folded(self) -> set[str]:
         """The tensors of the file, and every value that is computed from them alone."""
-        found = set(self.initializers)
+        constants = set(self.initializers)
         for node in self.ordered:
-            if node.input and found.issuperset(filter(None, node.input)):
-                found.update(node.output)
-        return found
+            if node.input and constants.issuperset(filter(None, node.input)):
+                constants.update(node.output)
+        return constants
 
     def behind(self, value: str) -> NodeProto | None:
         """The only DequantizeLinear of FP8 codes that a value is computed from, by any operators but products; None
@@ -253,18 +253,18 @@ class Indexed:
 
     @cached_property
     def _behind(self) -> Mapping[str, NodeProto]:
-        found: dict[str, NodeProto] = {}
+        sources: dict[str, NodeProto] = {}
         for node in self.ordered:
             if node.op_type in PRODUCTS:
                 continue
             if node.op_type == "DequantizeLinear" and node.input[0] in self.codes:
-                found |= dict.fromkeys(node.output, node)
+                sources |= dict.fromkeys(node.output, node)
                 continue
             computed = self._computed(node)
             if len(computed) == 1 or not self.folded.isdisjoint(node.output):
-                first = next((found[name] for name in computed if name in found), None)
-                found |= dict.fromkeys(node.output, first) if first is not None else {}
-        return found
+                first = next((sources[name] for name in computed if name in sources), None)
+                sources |= dict.fromkeys(node.output, first) if first is not None else {}
+        return sources
 
     def module_near(self, name: str) -> str | None:
         """The module of the named node that is nearest to the node `name`, in steps up or down the graph; None where

@@ -41,13 +41,15 @@ def output_axis(product: Product, side: Operand, rank: int) -> int:
 def weight_scales(graph: Indexed, product: Product) -> Numbers | None:
     """The scales of a product's weight, float32 [channels] or [1]; None without FP8 codes, or where not read."""
     side = weight_of(graph, product)
-    own = graph.constant(side.dequantize.input[1]) if side is not None and side.dequantize is not None else None
+    dequantize_scale = (
+        graph.constant(side.dequantize.input[1]) if side is not None and side.dequantize is not None else None
+    )
     rescale = rescale_of(graph, product)
-    if own is None or rescale is None:
-        return None if own is None else own.ravel()
+    if dequantize_scale is None or rescale is None:
+        return None if dequantize_scale is None else dequantize_scale.ravel()
     rest = graph.constant(factors_of(graph, rescale))
     with np.errstate(all="ignore"):  # what becomes infinite or zero is not what the checkpoint has
-        return None if rest is None else own.ravel() * rest.ravel()
+        return None if rest is None else dequantize_scale.ravel() * rest.ravel()
 
 
 def rescale_of(graph: Indexed, product: Product) -> NodeProto | None:
@@ -81,8 +83,8 @@ def factors_of(graph: Indexed, rescale: NodeProto) -> str:
 
 def _per_column(graph: Indexed, product: Product, side: Operand, node: NodeProto) -> bool:
     assert side.dequantize is not None, "the side of a weight"
-    own, rest = (graph.constant(name) for name in (side.dequantize.input[1], factors_of(graph, node)))
+    dequantize_scale, rest = (graph.constant(name) for name in (side.dequantize.input[1], factors_of(graph, node)))
     dims = graph.initializers[side.dequantize.input[0]].dims
-    if own is None or rest is None or own.size != 1 or len(dims) < 2:
+    if dequantize_scale is None or rest is None or dequantize_scale.size != 1 or len(dims) < 2:
         return False
     return rest.shape == (dims[output_axis(product, side, len(dims))],)

@@ -31,7 +31,7 @@ class Answers:
     """
 
     memory_bytes: int
-    each: list[BatchTiming] = field(default_factory=list)
+    timings: list[BatchTiming] = field(default_factory=list)
     joules: float | None = 0.0
 
 
@@ -46,26 +46,26 @@ def time_contenders(
     tokens of each answer. `advance` is called with each number of answers given.
     """
     rows, length, tokens = size
-    vocabulary = min(each.session.vocabulary for each in contenders)
+    vocabulary = min(contender.session.vocabulary for contender in contenders)
     prompts = np.random.default_rng(0).integers(0, vocabulary, (rows, length))
-    batches, found = [], []
-    for each in contenders:
-        with each.held.counting():
-            batches.append(each.session.open_batch(rows, length + tokens))
-            time_batch(batches[-1], each.session.pace, prompts, tokens, clock)
-        found.append(Answers(each.held.bytes))
+    batches, answers_by_contender = [], []
+    for contender in contenders:
+        with contender.held.counting():
+            batches.append(contender.session.open_batch(rows, length + tokens))
+            time_batch(batches[-1], contender.session.pace, prompts, tokens, clock)
+        answers_by_contender.append(Answers(contender.held.bytes))
         advance(1)
     for number in range(rounds):
         for turn in range(len(contenders)):
             index = (number + turn) % len(contenders)
-            each, answers = contenders[index], found[index]
-            before = each.held.meter.joules()
-            answers.each.append(time_batch(batches[index], each.session.pace, prompts, tokens, clock))
-            after = each.held.meter.joules()
+            contender, answers = contenders[index], answers_by_contender[index]
+            before = contender.held.meter.joules()
+            answers.timings.append(time_batch(batches[index], contender.session.pace, prompts, tokens, clock))
+            after = contender.held.meter.joules()
             spent = None if before is None or after is None else after - before
             answers.joules = None if answers.joules is None or spent is None else answers.joules + spent
             advance(1)
-    for each, batch in zip(contenders, batches, strict=True):
-        with each.held.counting():
+    for contender, batch in zip(contenders, batches, strict=True):
+        with contender.held.counting():
             batch.clear()
-    return found
+    return answers_by_contender

@@ -85,10 +85,10 @@ def _first_tokens(batch: Batch, pace: Pace, prompts: NDArray[np.int64], most: in
 
 def timing(answers: Sequence[BatchTiming], rows: int) -> Timing:
     """Summarize the times of `answers` of `rows` rows each."""
-    p50, p95, p99 = np.quantile([1e3 * step for each in answers for step in each.between], QUANTILES).tolist()
-    whole = median(each.whole for each in answers)
+    p50, p95, p99 = np.quantile([1e3 * seconds for answer in answers for seconds in answer.between], QUANTILES).tolist()
+    total = median(answer.whole for answer in answers)
     tokens = rows * (len(answers[0].between) + 1)
-    return Timing(1e3 * median(each.first for each in answers), p50, p95, p99, 1e3 * whole, tokens / whole)
+    return Timing(1e3 * median(answer.first for answer in answers), p50, p95, p99, 1e3 * total, tokens / total)
 
 
 def million_tokens_cost(price_an_hour: float, tokens_per_second: float) -> float:

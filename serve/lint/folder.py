@@ -56,8 +56,8 @@ class ModelFolder:
     @cached_property
     def numbered(self) -> list[Path]:
         """The folders of its versions, the newest last; Triton looks at no others."""
-        found = [path for path in self.folder.iterdir() if path.is_dir() and _is_version(path.name)]
-        return sorted(found, key=lambda path: int(path.name))
+        versions = [path for path in self.folder.iterdir() if path.is_dir() and _is_version(path.name)]
+        return sorted(versions, key=lambda path: int(path.name))
 
     @cached_property
     def served(self) -> list[Path]:
@@ -72,8 +72,8 @@ class ModelFolder:
     @property
     def model_file(self) -> str | None:
         """The file that its backend opens in a version's folder; None where that is not known here."""
-        given = str(self.config.default_model_filename) if self.config is not None else ""
-        return given or MODEL_FILES.get(self.backend)
+        file_name = str(self.config.default_model_filename) if self.config is not None else ""
+        return file_name or MODEL_FILES.get(self.backend)
 
     @cached_property
     def model_files(self) -> list[Path]:
@@ -102,8 +102,8 @@ class ModelFolder:
     @property
     def parameters(self) -> dict[str, str]:
         """Its parameters."""
-        given = self.config.parameters if self.config is not None else {}
-        return {name: str(given[name].string_value) for name in given}
+        parameters = self.config.parameters if self.config is not None else {}
+        return {name: str(parameters[name].string_value) for name in parameters}
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def _open_model(root: Path, folder: Path) -> ModelFolder:
     except UnicodeDecodeError as error:
         return ModelFolder(root, folder, None, f"is no text in UTF-8 ({error})")
     except (text_format.ParseError, ValueError, RecursionError) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        return ModelFolder(root, folder, None, f"does not read by Triton's schema ({told})")
+        fault = " ".join(str(error).split()) or type(error).__name__
+        return ModelFolder(root, folder, None, f"does not read by Triton's schema ({fault})")
 
 
 def _is_version(name: str) -> bool:

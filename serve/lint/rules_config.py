@@ -23,8 +23,8 @@ def config_reads(repository: Repository) -> Broken:
     for model in repository.models:
         if model.config is None:
             place = model.place()
-            told = f"there is no {CONFIG}" if model.problem == "there is no such file" else model.problem
-            yield place, f"{told}; {AGAIN}, or move the folder out of the repository"
+            fault = f"there is no {CONFIG}" if model.problem == "there is no such file" else model.problem
+            yield place, f"{fault}; {AGAIN}, or move the folder out of the repository"
 
 
 @model_rule("R102", "model-name")
@@ -32,9 +32,9 @@ def name_of_folder(model: ModelFolder) -> Broken:
     """A model is called as its folder, and by letters, digits, '.', '_' and '-'. Triton refuses another name than the
     folder's; other characters do not pass through URLs as they are.
     """
-    folder, given = model.folder.name, model.config.name if model.config is not None else ""
-    if given and given != folder:
-        yield model.place(), f"the name is {given}, and the folder's {folder}; give both one name"
+    folder, name = model.folder.name, model.config.name if model.config is not None else ""
+    if name and name != folder:
+        yield model.place(), f"the name is {name}, and the folder's {folder}; give both one name"
     if folder != model_name(folder):
         yield model.place(), f"{folder} is no name for a model; rename the folder, for example {model_name(folder)}"
 

@@ -35,13 +35,13 @@ def plan(model: ModelFolder) -> Broken:
             whose = "TensorRT-RTX's, which Triton does not read" if runtime else "not of TensorRT's form"
             yield model.place(file), f"is {whose}; put an engine there that `fp8q build-engine` built with TensorRT"
         elif runtime and isinstance(described, EngineModel):
-            told = [
+            comparisons = [
                 (f"{file.stat().st_size} bytes", described.bytes and f"{described.bytes} bytes"),
                 (f"TensorRT {version}", version and described.tensorrt and f"TensorRT {described.tensorrt}"),
             ]
-            for found, wanted in told:
-                if wanted and found != wanted:
-                    yield model.place(file), f"is of {found}, and engine.json of {wanted}; run `fp8q triton` again"
+            for actual, expected in comparisons:
+                if expected and actual != expected:
+                    yield model.place(file), f"is of {actual}, and engine.json of {expected}; run `fp8q triton` again"
 
 
 @repository_rule("R116", "image")

@@ -44,8 +44,8 @@ def python_code(model: ModelFolder) -> Broken:
     if model.backend != "python":
         return
     for file in model.model_files:
-        for place, told in _imports(file, {file}):
-            yield model.place(place), f"{told}; {AGAIN}"
+        for place, fault in _imports(file, {file}):
+            yield model.place(place), f"{fault}; {AGAIN}"
         tree = _parsed(file)
         if isinstance(tree, ast.Module) and CLASS not in _names(tree):
             yield model.place(file), f"has no class {CLASS}; {AGAIN}"
@@ -76,22 +76,22 @@ def _imports(file: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
         if not isinstance(node, ast.ImportFrom) or node.level != 1:
             continue
         for name in [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]:
-            beside = file.parent / f"{name}.py"
-            if beside in seen or (file.parent / name).is_dir():
+            imported = file.parent / f"{name}.py"
+            if imported in seen or (file.parent / name).is_dir():
                 continue
-            seen.add(beside)
-            yield from _imports(beside, seen)
+            seen.add(imported)
+            yield from _imports(imported, seen)
 
 
 def _names(tree: ast.Module) -> set[str]:
     """Return the names that a module defines or imports at its top."""
-    found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
-            found |= {alias.asname or alias.name for alias in node.names}
+            names |= {alias.asname or alias.name for alias in node.names}
         if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
 
 
 @model_rule("R107", "python-environment")
@@ -104,10 +104,10 @@ def python_environment(model: ModelFolder) -> Broken:
     stub = model.folder / STUB
     if (stub.exists() or stub.is_symlink()) and not (stub.is_file() and os.access(stub, os.X_OK)):
         yield model.place(stub), "cannot be executed; set its mode (`chmod +x`), or take it out"
-    if given := model.parameters.get(ENVIRONMENT):
-        path = Path(given.replace(OWN_FOLDER, str(model.folder)))
-        if OWN_FOLDER in given and not path.exists():
-            yield model.place(), f"{ENVIRONMENT} names {given}, which is not there; put it there, or leave it out"
+    if environment := model.parameters.get(ENVIRONMENT):
+        path = Path(environment.replace(OWN_FOLDER, str(model.folder)))
+        if OWN_FOLDER in environment and not path.exists():
+            yield model.place(), f"{ENVIRONMENT} names {environment}, which is not there; put it there, or leave it out"
 
 
 @model_rule("R108", "parameters", scope="text")
@@ -126,7 +126,7 @@ def parameters(model: ModelFolder) -> Broken:
             model.place(),
             f"holds no engine of {runtime} in the version's {ENGINES}; set {AUTO}, or {AGAIN}",
         )
-    for plan in (plan for each in RUNTIMES for plan in _plans(model, each)):
+    for plan in (plan for engine_runtime in RUNTIMES for plan in _plans(model, engine_runtime)):
         if not is_regular(plan) or not plan.stat().st_size:
             yield model.place(plan), f"is no file that reads, or empty; {AGAIN}"
     if not (most.isascii() and most.isdecimal() and int(most[:20]) > 0):
@@ -161,8 +161,8 @@ def model_files(model: ModelFolder) -> Broken:
             file = next((file for file in files if str(error).startswith(f"{file}: ")), weights)
             yield model.place(file), f"{why(error, file)}; {AGAIN}"
         except DAMAGE as error:
-            told = " ".join(str(error).split()) or type(error).__name__
-            yield model.place(weights), f"the configurations do not say what generation needs ({told}); {AGAIN}"
+            fault = " ".join(str(error).split()) or type(error).__name__
+            yield model.place(weights), f"the configurations do not say what generation needs ({fault}); {AGAIN}"
 
 
 @model_rule("R110", "weights", scope="text")

@@ -16,8 +16,8 @@ Tensor = tuple[str, list[int]]
 
 def engine_of(model: ModelFolder) -> EngineModel | None:
     """Return the description of a plain engine whose tensors all have a type of Triton's."""
-    found = model.engine if model.is_engine else None
-    return found if isinstance(found, EngineModel) and not found.untyped else None
+    description = model.engine if model.is_engine else None
+    return description if isinstance(description, EngineModel) and not description.untyped else None
 
 
 @model_rule("R112", "tensors")
@@ -34,13 +34,13 @@ def tensors(model: ModelFolder) -> Broken:
         kind = model.engine.tensors[name].type
         yield model.place(), f"{name} is {kind}, for which Triton has no type; calibrate with --kv-cache off"
     for field, wanted in _wanted(model):
-        given = _given(model, field)
+        declared_tensors = _given(model, field)
         for name in wanted:
-            if name not in given:
+            if name not in declared_tensors:
                 yield model.place(), f"the {field} {name} is not declared; {AGAIN}"
-            elif (found := _shown(given[name])) != (right := _shown(wanted[name])):
-                yield model.place(), f"the {field} {name} is {found}, and should be {right}; {AGAIN}"
-        for name in given:
+            elif (actual := _shown(declared_tensors[name])) != (expected := _shown(wanted[name])):
+                yield model.place(), f"the {field} {name} is {actual}, and should be {expected}; {AGAIN}"
+        for name in declared_tensors:
             if name not in wanted:
                 yield model.place(), f"the {field} {name} is none of the model's; {AGAIN}"
 
@@ -109,7 +109,7 @@ def warm_up(model: ModelFolder) -> Broken:
             if name not in request.inputs and not entry.optional:
                 yield model.place(), f"{what} has no {name}; give it one"
             elif name in request.inputs and request.inputs[name].data_type != entry.data_type:
-                kinds = [_type(each.data_type) for each in (request.inputs[name], entry)]
+                kinds = [_type(tensor.data_type) for tensor in (request.inputs[name], entry)]
                 yield model.place(), f"{what} has {name} as {kinds[0]}, and it is {kinds[1]}; give it that type"
         for name in request.inputs:
             if name not in inputs:
@@ -118,15 +118,15 @@ def warm_up(model: ModelFolder) -> Broken:
             yield model.place(), f"{what} has dimensions that no profile takes; {AGAIN}"
 
 
-def _fits(engine: EngineModel, given: Mapping[str, Sequence[int]]) -> bool:
+def _fits(engine: EngineModel, shapes: Mapping[str, Sequence[int]]) -> bool:
     """Tell whether inputs of these dimensions (without the batch) belong together, and a profile takes them."""
     sizes: dict[str, int] = {}
     sums: list[tuple[list[str], int]] = []
-    for name in given.keys() & engine.inputs.keys():
+    for name in shapes.keys() & engine.inputs.keys():
         dims = engine.inputs[name].dims[1:]
-        if len(dims) != len(given[name]):
+        if len(dims) != len(shapes[name]):
             return False
-        for dim, size in zip(dims, given[name], strict=True):
+        for dim, size in zip(dims, shapes[name], strict=True):
             words = str(dim).replace(" ", "").split("+")
             if dim != size and (isinstance(dim, int) or (len(words) == 1 and sizes.setdefault(dim, size) != size)):
                 return False

@@ -72,6 +72,6 @@ def read_template(file: Path) -> str:
         raise InputError(f"--template {file}", f"is no text in UTF-8 ({error})", "give a template in Jinja") from None
 
 
-def _token(given: object) -> str:
+def _token(token: object) -> str:
     """A special token, which may be a string or an object with further fields."""
-    return str(given.get("content", "")) if isinstance(given, dict) else str(given)
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token)

@@ -108,10 +108,10 @@ def generate_answers(
     try:
         return complete(generator, requests)
     except (RequestError, GenerationError, SessionError) as error:
-        raise _told(error) from error
+        raise _as_input_error(error) from error
 
 
-def answer_request(generator: Generator, request: Request, told: Callable[[str], None]) -> GeneratedAnswer:
+def answer_request(generator: Generator, request: Request, on_text: Callable[[str], None]) -> GeneratedAnswer:
     """Generate an answer to one request, and tell its text as it comes.
 
     Raises InputError for a request that cannot be served, and for logits that are no numbers; BackendError where the
@@ -121,11 +121,11 @@ def answer_request(generator: Generator, request: Request, told: Callable[[str],
     try:
         for piece in generator.run([request]):
             pieces.append(piece)
-            told(piece.text)
+            on_text(piece.text)
         return completion(pieces)
     except (RequestError, GenerationError, SessionError) as error:
-        raise _told(error) from error
+        raise _as_input_error(error) from error
 
 
-def _told(error: Exception) -> Fp8qError:
+def _as_input_error(error: Exception) -> Fp8qError:
     return BackendError(str(error)) if isinstance(error, SessionError) else InputError(str(error))

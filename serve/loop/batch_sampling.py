@@ -56,10 +56,10 @@ def choose_all(choices: Sequence[RowChoice]) -> list[int | Exception]:
     threads = min(_most_threads(), sum(choice.logits.size for choice in choices) // THREAD_WORTH, len(choices))
     if threads < 2:
         return _chosen(pairs)
-    found: list[int | Exception] = [0] * len(pairs)
+    chosen: list[int | Exception] = [0] * len(pairs)
     for index, tokens in enumerate(_pool().map(_chosen, [pairs[index::threads] for index in range(threads)])):
-        found[index::threads] = tokens
-    return found
+        chosen[index::threads] = tokens
+    return chosen
 
 
 @cache
@@ -79,15 +79,15 @@ def _drawn(choice: RowChoice) -> float:
 
 
 def _chosen(pairs: Sequence[tuple[RowChoice, float]]) -> list[int | Exception]:
-    found: list[int | Exception] = []
+    chosen: list[int | Exception] = []
     for choice, uniform in pairs:
         try:
             logits = penalized(choice.logits, choice.sampling, choice.counts)
             token = likely_token(logits, choice.sampling, uniform) if logits.size >= ROW_WORTH else None
-            found.append(token_at(logits, choice.sampling, uniform) if token is None else token)
+            chosen.append(token_at(logits, choice.sampling, uniform) if token is None else token)
         except Exception as error:  # noqa: BLE001  # a row's own misfortune, told where it belongs
-            found.append(error)
-    return found
+            chosen.append(error)
+    return chosen
 
 
 def likely_token(logits: NDArray[np.float32], sampling: Sampling, uniform: float) -> int | None:

@@ -69,8 +69,8 @@ class HostCache:
 
     def resize(self, capacity: int, count: int) -> None:
         """Have room for `capacity` positions; what the first `count` rows store there stays."""
-        kept = min(capacity, self.capacity)
+        stored = min(capacity, self.capacity)
         for index, after in enumerate(self._zeros(capacity)):  # tensor by tensor, or memory would have to hold both
-            after[:count, :, :kept] = self._buffers[index][:count, :, :kept]
+            after[:count, :, :stored] = self._buffers[index][:count, :, :stored]
             self._buffers[index] = after
         self.capacity = capacity

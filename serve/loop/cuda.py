@@ -139,14 +139,14 @@ class CudaDevice:
         self._keep_free_memory(device)
 
     def _keep_free_memory(self, device: ctypes.c_int) -> None:
-        pool, kept = Handle(), ctypes.c_uint64(KEPT_FREE)
+        pool, threshold = Handle(), ctypes.c_uint64(KEPT_FREE)
         self._call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), device)
-        self._call("cuMemPoolSetAttribute", pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(kept))
+        self._call("cuMemPoolSetAttribute", pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(threshold))
 
     def _attribute(self, which: int, device: ctypes.c_int) -> int:
-        found = ctypes.c_int()
-        self._check("cuDeviceGetAttribute", ctypes.byref(found), ctypes.c_int(which), device)
-        return found.value
+        value = ctypes.c_int()
+        self._check("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(which), device)
+        return value.value
 
     def free_memory(self) -> int:
         """The bytes of the GPU's memory that nobody has."""
@@ -182,16 +182,16 @@ class CudaDevice:
 
     def allocate(self, size: int) -> int:
         """Memory in the order of the stream, from the driver's pool: it waits for nothing."""
-        found = Address()
+        address = Address()
         try:
-            self._call("cuMemAllocAsync", ctypes.byref(found), ctypes.c_size_t(size), self._stream)
+            self._call("cuMemAllocAsync", ctypes.byref(address), ctypes.c_size_t(size), self._stream)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(
                 f"the GPU gives no {memory_text(size)} more of memory, and {memory_text(self.free_memory())} are free "
                 f"({error})",
                 "take a smaller --max-batch or --max-seq-len, or end what else runs there",
             ) from error
-        return found.value
+        return address.value
 
     def free(self, address: int) -> None:
         """Free memory after all work that was queued before."""
@@ -199,11 +199,11 @@ class CudaDevice:
 
     def host(self, size: int) -> NDArray[np.uint8]:
         """Page-locked host memory."""
-        found = Handle()
-        self._call("cuMemHostAlloc", ctypes.byref(found), ctypes.c_size_t(size), ctypes.c_uint(0))
-        held = (ctypes.c_uint8 * size).from_address(found.value or 0)
-        weakref.finalize(held, self._cuda.cuMemFreeHost, found)
-        return np.ctypeslib.as_array(held)
+        address = Handle()
+        self._call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(0))
+        memory = (ctypes.c_uint8 * size).from_address(address.value or 0)
+        weakref.finalize(memory, self._cuda.cuMemFreeHost, address)
+        return np.ctypeslib.as_array(memory)
 
     def upload(self, source: NDArray[Any], target: int) -> None:
         """Copy to the GPU, later."""

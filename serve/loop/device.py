@@ -97,10 +97,10 @@ class CacheGroup:
 
 def groups_of(layout: CacheLayout) -> list[CacheGroup]:
     """The tensors of a cache by shape and width."""
-    found: dict[tuple[int, int], list[int]] = {}
+    by_shape: dict[tuple[int, int], list[int]] = {}
     for number, ((heads, size), dtype) in enumerate(zip(layout.shapes, layout.dtypes, strict=True)):
-        found.setdefault((heads, size * dtype.itemsize), []).append(number)
-    return [CacheGroup(tuple(numbers), heads, size) for (heads, size), numbers in found.items()]
+        by_shape.setdefault((heads, size * dtype.itemsize), []).append(number)
+    return [CacheGroup(tuple(numbers), heads, size) for (heads, size), numbers in by_shape.items()]
 
 
 def slot_step(layout: CacheLayout) -> int:
@@ -110,8 +110,8 @@ def slot_step(layout: CacheLayout) -> int:
 
 def new_block(group: CacheGroup, rows: int, seq: int) -> int:
     """Bytes from one tensor to the next of a step's new keys and values: whole lines, and a multiple of `ALIGNMENT`."""
-    whole = lcm(ALIGNMENT, seq * group.size)
-    return -(-rows * group.heads * seq * group.size // whole) * whole
+    unit = lcm(ALIGNMENT, seq * group.size)
+    return -(-rows * group.heads * seq * group.size // unit) * unit
 
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -126,27 +126,36 @@ class DeviceBatch:
         return self._read_chunk(0, tokens, filled, np.full(count, seq), seq)
 
     def _read_chunk(
-        self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64], kept: int
+        self,
+        first: int,
+        tokens: NDArray[np.int64],
+        filled: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        scored_positions: int,
     ) -> NDArray[np.float32]:
         """Read a chunk of prompts; return the logits of each row's last `kept` positions [count, kept, vocabulary]."""
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
-        context, shape = self._context(0), CallShape(count, seq, past, kept if self._program.asks else None)
+        context, shape = self._context(0), CallShape(count, seq, past, scored_positions if self._program.asks else None)
         call = bound_call(self._program, context, "prefill", shape, cache.addresses(first), self._prompts)
         call.tokens[:] = tokens
         call.positions[:], real = chunk_layout(seq, filled, lengths)
         call.mask[:] = attention_mask(filled, past, real)
-        self._device.upload(call.whole, call.address)
+        self._device.upload(call.uploaded, call.address)
         call.run()
         width = call.logits.shape[1]
-        logits = call.logits if kept == 1 else self._device.host(count * kept * width).reshape(count, kept * width)
+        logits = (
+            call.logits
+            if scored_positions == 1
+            else self._device.host(count * scored_positions * width).reshape(count, scored_positions * width)
+        )
         for row, (slot, length) in enumerate(zip(filled.tolist(), lengths.tolist(), strict=True)):
             cache.write(call.new, (count, seq), (row, first + row, slot), 1, length)
-            last = (row + 1) * shape.scored - kept
+            last = (row + 1) * shape.scored - scored_positions
             self._device.download(call.logits_at + last * width, logits[row])
         self._device.wait()
-        found = float_logits(logits, self._program.logits_dtype)
-        return found.reshape(count, kept, -1).copy()  # the next chunk writes over them
+        converted = float_logits(logits, self._program.logits_dtype)
+        return converted.reshape(count, scored_positions, -1).copy()  # the next chunk writes over them
 
     def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
@@ -176,7 +185,7 @@ class DeviceBatch:
         call.mask[:, -1] = 1  # the new token
 
         def work() -> None:  # knows nothing of the step: that would be a cycle, which keeps both beyond their use
-            device.upload(call.whole, call.address)
+            device.upload(call.uploaded, call.address)
             call.run()
             device.download(call.logits_at, call.logits.reshape(-1))
 
@@ -204,8 +213,8 @@ class DeviceBatch:
                 "a decode step is not captured (%s); the engine runs without CUDA graphs, which is slower", error
             )
             self._captures = False
-            for each in self._steps.values():
-                each.launch = None
+            for other_step in self._steps.values():
+                other_step.launch = None
             step.work()
         step.checked += 1
 
@@ -248,7 +257,7 @@ class DeviceBatch:
         self._contexts.clear()
 
 
-def same_logits(expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
+def same_logits(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> bool:
     """Tell whether two calls gave the same logits, up to the order of sums."""
     largest = np.abs(expected, where=np.isfinite(expected), out=np.zeros_like(expected)).max()
-    return np.allclose(found, expected, rtol=0.0, atol=ALIKE * float(largest), equal_nan=True)
+    return np.allclose(actual, expected, rtol=0.0, atol=ALIKE * float(largest), equal_nan=True)

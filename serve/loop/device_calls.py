@@ -116,10 +116,10 @@ def call_layout(program: DeviceProgram, shape: CallShape) -> CallLayout:
 
 def _offsets(sizes: Sequence[int], begin: int = 0) -> list[int]:
     """The beginnings of memory of these sizes, one behind the other from `begin`, and the end; all aligned."""
-    found = [begin]
+    offsets = [begin]
     for size in sizes:
-        found.append(found[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
-    return found
+        offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return offsets
 
 
 class Room:
@@ -156,7 +156,7 @@ class BoundCall:
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     mask: NDArray[np.int64]
-    whole: NDArray[np.uint8]
+    uploaded: NDArray[np.uint8]
     address: int
     new: tuple[int, ...]
     logits_at: int
@@ -188,8 +188,8 @@ def bound_call(
         | dict(zip(program.names("new"), _new_addresses(program, shape, new), strict=True))
         | {"logits": room.address + layout.logits},
     )
-    whole = room.host[: layout.uploaded]
-    return BoundCall(tokens, positions, mask, whole, room.address, new, room.address + layout.logits, logits, run)
+    uploaded = room.host[: layout.uploaded]
+    return BoundCall(tokens, positions, mask, uploaded, room.address, new, room.address + layout.logits, logits, run)
 
 
 def input_shapes(program: DeviceProgram, shape: CallShape) -> dict[str, tuple[int, ...]]:

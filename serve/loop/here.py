@@ -32,12 +32,12 @@ def open_here(version: Path, weights: str, runtime: str = AUTO, gpu: int | None 
     engine for a GPU that was asked for by its index.
     """
     if runtime in RUNTIMES or runtime == AUTO:
-        asked = [each for each in RUNTIMES if runtime in (each, AUTO)]
-        built = any((version / ENGINES / each).is_dir() for each in asked)
+        asked = [engine_runtime for engine_runtime in RUNTIMES if runtime in (engine_runtime, AUTO)]
+        built = any((version / ENGINES / engine_runtime).is_dir() for engine_runtime in asked)
         target = cuda_target(gpu) if built else None
-        for each in asked:
-            if target and (plan := plan_path(version, each, target)).is_file():
-                return EngineSession(plan, each, gpu or 0)
+        for engine_runtime in asked:
+            if target and (plan := plan_path(version, engine_runtime, target)).is_file():
+                return EngineSession(plan, engine_runtime, gpu or 0)
         if runtime != AUTO:
             raise SessionError(f"{runtime}: {_missing(version, target, gpu, asked)}")
         if target and gpu is not None:

@@ -52,14 +52,14 @@ def last_indices(tokens: tuple[int, ...], scored: int) -> NDArray[np.int64]:
     return np.tile(np.arange(seq - scored, seq), (rows, 1))
 
 
-def next_capacity(held: int, needed: int, most: int, whole: Callable[[int], int]) -> int | None:
+def next_capacity(held: int, needed: int, most: int, round_up: Callable[[int], int]) -> int | None:
     """The slots of a new cache where the `held` ones are too few, or far too many; None where they will do.
 
     `needed` slots double what there was, up to `most`, the largest number that can be filled; `whole` rounds up.
     """
-    if needed <= held <= WASTE * whole(most):
+    if needed <= held <= WASTE * round_up(most):
         return None
-    return whole(min(max(needed, 2 * held), most))
+    return round_up(min(max(needed, 2 * held), most))
 
 
 class Forward(Protocol):

@@ -240,8 +240,8 @@ class Row:
             raise
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic in Rust, and the others must go on
             self.ended = self.failed = True
-            told = f"{type(error).__name__}: {error}"
-            return Piece(self.ticket, self.last, "", "error", *self._lengths, error=told)
+            fault = f"{type(error).__name__}: {error}"
+            return Piece(self.ticket, self.last, "", "error", *self._lengths, error=fault)
 
     @property
     def _lengths(self) -> tuple[int, int]:

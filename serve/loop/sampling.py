@@ -113,4 +113,4 @@ def log_probabilities(
     most = min(most, len(shifted))
     best = np.argpartition(-shifted, most - 1)[:most] if most else np.empty(0, np.int64)
     ranked = best[np.argsort(-shifted[best], kind="stable")].tolist()
-    return float(shifted[token]), tuple((each, float(shifted[each])) for each in ranked)
+    return float(shifted[token]), tuple((best_token, float(shifted[best_token])) for best_token in ranked)

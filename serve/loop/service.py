@@ -138,7 +138,7 @@ class Service:
         """Let the stepping thread do this before it steps again."""
         self._inbox.put(action)
 
-    def end(self, ongoing: Ongoing, told: Failed | None = None) -> None:
+    def end(self, ongoing: Ongoing, message: Failed | None = None) -> None:
         """End a request, in the stepping thread; `told`: the last message to its client."""
         if ongoing.over:
             return
@@ -149,19 +149,21 @@ class Service:
         if ongoing.ticket is not None:
             self._generator.cancel(ongoing.ticket)
             del self._ongoing[ongoing.ticket]
-        if told:
-            _tell(ongoing, told)
+        if message:
+            _tell(ongoing, message)
 
     def _prepare(self, request: Request, ongoing: Ongoing) -> None:
         """Tokenize, in a thread of the pool, and let the stepping thread go on."""
-        told = None
+        refusal = None
         try:
             ready = self._generator.prepare(request)
         except RequestError as error:
-            told = Failed(str(error), "refused", error.code)
+            refusal = Failed(str(error), "refused", error.code)
         except BaseException as error:  # noqa: BLE001  # tokenizers may panic, which is no Exception, and the client waits
-            told = Failed(f"the prompt cannot be tokenized: {type(error).__name__}: {error}", "refused")
-        self.run_between_steps((lambda: self.end(ongoing, told)) if told else (lambda: self._admit(ready, ongoing)))
+            refusal = Failed(f"the prompt cannot be tokenized: {type(error).__name__}: {error}", "refused")
+        self.run_between_steps(
+            (lambda: self.end(ongoing, refusal)) if refusal else (lambda: self._admit(ready, ongoing))
+        )
 
     def _admit(self, ready: TokenizedRequest, ongoing: Ongoing) -> None:
         if not ongoing.over:
@@ -177,15 +179,15 @@ class Service:
                 self._step()
 
     def _step(self) -> None:
-        for ongoing in [each for each in self._ongoing.values() if each.gone]:
+        for ongoing in [ongoing for ongoing in self._ongoing.values() if ongoing.gone]:
             self._ask(ongoing)
         try:
             pieces = self._generator.step()
         except BaseException as error:  # panics are no Exception, and without this thread all would wait for ever
             LOG.exception("generation failed")
-            told = Failed(f"generation failed: {type(error).__name__}: {error}", "failed")
+            failure = Failed(f"generation failed: {type(error).__name__}: {error}", "failed")
             for ticket in self._generator.drop():
-                self.end(self._ongoing[ticket], told)
+                self.end(self._ongoing[ticket], failure)
             return
         for piece in pieces:
             self._hand_on(self._ongoing[piece.ticket], piece)
@@ -211,10 +213,10 @@ class Service:
             self.end(ongoing)
 
 
-def _tell(ongoing: Ongoing, told: Piece | Failed) -> bool:
+def _tell(ongoing: Ongoing, message: Piece | Failed) -> bool:
     """Call the client back; return whether it accepted the message."""
     try:
-        ongoing.receive(told)
+        ongoing.receive(message)
     except Exception:  # the client's own callback may raise anything, and is nobody else's misfortune
         LOG.exception("a response could not be sent")
         return False

@@ -80,12 +80,12 @@ class Vocabulary:
         positions = text.get(POSITIONS) if isinstance(text, dict) else None
         if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
             raise ModelFileError(f"{config}: names no number of positions; add {POSITIONS}")
-        own = fields.get(OWN)
-        served = own.get("positions") if isinstance(own, dict) else None
+        fp8q_fields = fields.get(OWN)
+        served = fp8q_fields.get("positions") if isinstance(fp8q_fields, dict) else None
         positions = min(positions, served) if isinstance(served, int) else positions
         begin, end = (_token_ids(tokens, name, directory) for name in ("bos_token_id", "eos_token_id"))
         tokenizer = _read_tokenizer(directory / "tokenizer.json")
-        tails = isinstance(own, dict) and bool(own.get("tails"))
+        tails = isinstance(fp8q_fields, dict) and bool(fp8q_fields.get("tails"))
         return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions, tails)
 
     def encode(self, prompt: str, special_tokens: bool = True) -> list[int]:
@@ -102,7 +102,7 @@ class Vocabulary:
     def special(self) -> Mapping[int, str]:
         """The special tokens, by id, as texts spell them."""
         added = self.tokenizer.get_added_tokens_decoder()
-        return {token: each.content for token, each in added.items() if each.special}
+        return {token: token_text.content for token, token_text in added.items() if token_text.special}
 
     @cached_property
     def _bytes(self) -> dict[int, bytes | None]:
@@ -132,7 +132,7 @@ class Vocabulary:
         name = self.tokenizer.id_to_token(token) or ""
         if BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
-        return bytes(ALPHABET[each] for each in name) if name and set(name) <= set(ALPHABET) else None
+        return bytes(ALPHABET[letter] for letter in name) if name and set(name) <= set(ALPHABET) else None
 
     def offsets_in(self, prompt: str, tokens: Sequence[int]) -> list[int]:
         """The offset of each of the `tokens` that `prompt` is read as, in characters of it; 0 of a BOS that it lacks.
@@ -142,19 +142,19 @@ class Vocabulary:
         begin = self.text(tokens).find(prompt)
         if begin >= 0:
             return [min(max(0, offset - begin), len(prompt)) for offset in self.offsets(tokens)[:-1]]
-        told = [start for start, _ in self.tokenizer.encode(prompt).offsets]
-        return told[len(told) - len(tokens) :]
+        starts = [start for start, _ in self.tokenizer.encode(prompt).offsets]
+        return starts[len(starts) - len(tokens) :]
 
     def offsets(self, tokens: Sequence[int]) -> list[int]:
         """The offset of each of `tokens` in `text(tokens)`, in characters; of a part of a character, that of the whole.
 
         The last number is where a token behind them would begin.
         """
-        text, found = TextStream(self.tokenizer, (), skip_special_tokens=False), [0]
+        text, offsets = TextStream(self.tokenizer, (), skip_special_tokens=False), [0]
         for token in tokens:
             text.push(token)
-            found.append(text.characters)
-        return found
+            offsets.append(text.characters)
+        return offsets
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -189,11 +189,11 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
 
 def _token_ids(fields: dict[str, Any], name: str, directory: Path) -> list[int]:
     """The token ids of a field that may be one, a list of them, or nothing."""
-    given = fields.get(name)
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(each) is int for each in ids):
+    value = fields.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
         raise ModelFileError(
-            f"{directory}: its {name} is {str(given)[:60]!r}, and no token id or list of them; mend it in "
+            f"{directory}: its {name} is {str(value)[:60]!r}, and no token id or list of them; mend it in "
             "generation_config.json or config.json"
         )
     return ids
@@ -246,7 +246,7 @@ class TextStream:
         they are counted without the last tokens.
         """
         shorter = (self._text(self._window[:-cut]) for cut in range(1, MOST_MISSING + 1))
-        complete = next((each for each in shorter if not each.endswith(REPLACEMENT)), "")
+        complete = next((beginning_text for beginning_text in shorter if not beginning_text.endswith(REPLACEMENT)), "")
         return max(len(text.rstrip(REPLACEMENT)), len(complete))
 
     def _length(self) -> int:
@@ -302,10 +302,10 @@ class TextStream:
             return piece
         self._pending.append((piece, shown))
         text = "".join(part for part, _ in self._pending)
-        found = [at for at in (text.find(word) for word in self._stop_words) if at >= 0]
-        if found:
+        positions = [at for at in (text.find(word) for word in self._stop_words) if at >= 0]
+        if positions:
             self.stopped = True
-            return self._take(min(found))
+            return self._take(min(positions))
         held = max((beginning(text, word) for word in self._stop_words), default=0)
         return self._take(len(text) - held)
 

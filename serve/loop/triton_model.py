@@ -111,8 +111,8 @@ class TritonPythonModel:
         except RequestError as error:
             _Reply(sender).refuse(str(error), pb_utils.TritonError.INVALID_ARG)
         except Exception as error:  # noqa: BLE001  # of a tensor that does not read Triton may raise anything
-            told = f"the request cannot be read ({type(error).__name__}: {error}); send the types of config.pbtxt"
-            _Reply(sender).refuse(told, pb_utils.TritonError.INVALID_ARG)
+            fault = f"the request cannot be read ({type(error).__name__}: {error}); send the types of config.pbtxt"
+            _Reply(sender).refuse(fault, pb_utils.TritonError.INVALID_ARG)
 
     def finalize(self) -> None:
         """Return once every request is answered."""
@@ -128,7 +128,7 @@ def _request(request: Any) -> Request:
     """A Triton request's tensors as ours; raises RequestError for values out of range, text not in UTF-8, and tensors
     of other shapes than config.pbtxt has.
     """
-    given = {
+    options = {
         name: _scalar(request, name, None)
         for name in ("max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
     }
@@ -138,7 +138,7 @@ def _request(request: Any) -> Request:
     return Request(
         prompts[0],
         stop_words=tuple(_texts(request, "stop_words")),
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
     )
 
 

@@ -96,7 +96,7 @@ def describe(onnx_file: Path, profiles: Sequence[Profile], built: EngineInfo | N
 
 
 def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str, Binding]:
-    found = {}
+    bindings = {}
     for name, value in values.items():
         tensor = value.type.tensor_type
         dims = [dim.dim_param if dim.HasField("dim_param") else int(dim.dim_value) for dim in tensor.shape.dim]
@@ -107,8 +107,8 @@ def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str
                 "does",
                 "export the graph with `fp8q export`",
             )
-        found[name] = Binding(type=type_name(tensor.elem_type), dims=dims)
-    return found
+        bindings[name] = Binding(type=type_name(tensor.elem_type), dims=dims)
+    return bindings
 
 
 def declared(model: EngineModel) -> Iterator[tuple[str, str, str, list[int]]]:

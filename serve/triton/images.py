@@ -119,5 +119,5 @@ def release_in(text: str) -> str | None:
         return None
     if base[1] != "${TRITON}":
         return base[1]
-    given = _ARG.search(text)
-    return given[1] if given else None
+    release = _ARG.search(text)
+    return release[1] if release else None

@@ -111,11 +111,11 @@ def write_repository(
         replacing(out) as partial,
     ):
         _write_model(partial / name, config, weights, advance)
-        for each in own_engines:
-            place = plan_path(partial / name / "1", each.runtime, each.target)
+        for own_engine in own_engines:
+            place = plan_path(partial / name / "1", own_engine.runtime, own_engine.target)
             place.parent.mkdir(parents=True, exist_ok=True)
             for kind in (".plan", ".json"):  # what is known of an engine lies beside it there, too
-                clone_file(each.plan.with_suffix(kind), place.with_suffix(kind))
+                clone_file(own_engine.plan.with_suffix(kind), place.with_suffix(kind))
             advance(1)
         if engine:
             folder = partial / (name + SUFFIX)
@@ -126,7 +126,7 @@ def write_repository(
                 clone_file(plan, folder / "1" / PLAN)
                 advance(1)
         built_by = engine.model.tensorrt if engine else None
-        packages = PINS | {each.runtime: each.version for each in own_engines}
+        packages = PINS | {own_engine.runtime: own_engine.version for own_engine in own_engines}
         image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans, packages=packages)
         (partial / "Dockerfile").write_text(image, encoding="utf-8")
         (partial / "README.md").write_text(readme(name, options, engine, image, own_engines), encoding="utf-8")
@@ -164,7 +164,7 @@ def readme(
         instances=_instances(options.gpus),
         serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
         serve_bare=alone,
-        packages=pinned(PINS | {each.runtime: each.version for each in own_engines}),
+        packages=pinned(PINS | {own_engine.runtime: own_engine.version for own_engine in own_engines}),
         engine=_engine_section(name, engine) if engine else "",
     )
 
@@ -173,7 +173,7 @@ def _runs(engines: Sequence[OwnEngine]) -> str:
     """Describe in a sentence what the Python model runs on."""
     if not engines:
         return "It runs on ONNX Runtime on the CPU"
-    there = ", ".join(f"{each.target} ({each.runtime} {each.version})" for each in engines)
+    there = ", ".join(f"{own_engine.target} ({own_engine.runtime} {own_engine.version})" for own_engine in engines)
     return (
         f"It runs the engine of the GPU that it finds, {there}, with the cache on the GPU, and where there is none for "
         "it ONNX Runtime on the CPU"

@@ -30,7 +30,7 @@ class GoneError(Exception):
 
 
 @dataclass(frozen=True)
-class Told:
+class Delivery:
     """The form of the answer, and the name of the request's field in errors.
 
     `with_usage`: a stream ends with the numbers of tokens; `counting`: each of its chunks has those so far too.
@@ -46,10 +46,10 @@ class Told:
 class AnswerResponse(Response):
     """The answers to all prompts of one request."""
 
-    def __init__(self, handed: Handed, told: Told, counts: ModelMetrics, begun: float):
+    def __init__(self, handed: Handed, delivery: Delivery, counts: ModelMetrics, begun: float):
         """`begun`: when the request came, in seconds of `perf_counter`."""
         self.background = None
-        self._handed, self._told, self._counts = handed, told, counts
+        self._handed, self._delivery, self._counts = handed, delivery, counts
         self._times = [begun] * len(handed.ongoing)
         self._last: list[Piece | None] = [None] * len(handed.ongoing)
         self._started = False
@@ -58,7 +58,7 @@ class AnswerResponse(Response):
         """Send it (ASGI)."""
         watching = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self._told.streamed else self._whole(send))
+            await (self._stream(send) if self._delivery.streamed else self._whole(send))
         except Refusal as refusal:
             if self._started:
                 await send({"type": "http.response.body", "body": _event(refusal)})
@@ -90,18 +90,18 @@ class AnswerResponse(Response):
         arrived = await self._handed.box.fetch()
         if self._handed.box.gone:
             raise GoneError
-        found: dict[int, AnswerPart] = {}
-        for each in arrived:
-            if isinstance(each.told, Failed):
-                raise self._refused(each.told)
-            self._count(each, each.told)
-            found.setdefault(each.answer, AnswerPart()).pieces.append(each.told)
-        return found
+        parts: dict[int, AnswerPart] = {}
+        for gain in arrived:
+            if isinstance(gain.message, Failed):
+                raise self._refused(gain.message)
+            self._count(gain, gain.message)
+            parts.setdefault(gain.answer, AnswerPart()).pieces.append(gain.message)
+        return parts
 
     def _refused(self, failed: Failed) -> Refusal:
         self._counts.ended("refused" if failed.kind == "refused" else "failed", self._open)
         if failed.kind == "refused":
-            return Refusal(400, failed.reason, self._told.param, failed.code)
+            return Refusal(400, failed.reason, self._delivery.param, failed.code)
         return Refusal(500, failed.reason)
 
     def _count(self, arrived: Arrived, piece: Piece) -> None:
@@ -121,25 +121,25 @@ class AnswerResponse(Response):
     async def _whole(self, send: Send) -> None:
         answers = [AnswerPart() for _ in self._last]
         while self._open:
-            for index, found in (await self._fetch()).items():
-                answers[index].pieces += found.pieces
-        body = self._told.writer.whole(answers)
+            for index, part in (await self._fetch()).items():
+                answers[index].pieces += part.pieces
+        body = self._delivery.writer.whole(answers)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        writer = self._told.writer.stream(self._told.with_usage, self._told.counting)
-        found = await self._fetch()
+        writer = self._delivery.writer.stream(self._delivery.with_usage, self._delivery.counting)
+        parts = await self._fetch()
         self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         text = "".join(writer.opening(index) for index in range(len(self._last)))
         while True:
-            text += "".join(writer.chunk(index, gained) for index, gained in found.items())
+            text += "".join(writer.chunk(index, part) for index, part in parts.items())
             if not self._open:
                 break
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-            text, found = "", await self._fetch()
+            text, parts = "", await self._fetch()
         body = text.encode() + writer.ending(_present(self._last))
         await send({"type": "http.response.body", "body": body})
 

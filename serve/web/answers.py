@@ -43,13 +43,13 @@ class Form(Protocol):
     chunk_kind: str
     prefix: str
 
-    def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
+    def choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
 
     def opening(self, index: int) -> str | None:
         """The choice of the chunk that comes before all others, if any."""
 
-    def chunk(self, index: int, found: AnswerPart) -> str:
+    def chunk(self, index: int, part: AnswerPart) -> str:
         """The choice of a chunk."""
 
 
@@ -63,8 +63,8 @@ class Writer:
 
     def whole(self, answers: Sequence[AnswerPart]) -> bytes:
         """The answer to a request that does not stream."""
-        choices = [self.form.choice(index, found) for index, found in enumerate(answers)]
-        last = [found.pieces[-1] for found in answers]
+        choices = [self.form.choice(index, part) for index, part in enumerate(answers)]
+        last = [part.pieces[-1] for part in answers]
         head = {"object": self.form.kind, **self._head}
         return json.dumps(head | {"choices": choices, "usage": usage(last)}).encode()
 
@@ -88,10 +88,10 @@ class StreamWriter:
         choice = self._form.opening(index)
         return "" if choice is None else f"{self._before}{choice}]{self._after}"
 
-    def chunk(self, index: int, found: AnswerPart) -> str:
+    def chunk(self, index: int, part: AnswerPart) -> str:
         """The event of what an answer has gained."""
-        after = f', "usage": {json.dumps(usage(found.pieces[-1:]))}}}\n\n' if self._counting else self._after
-        return f"{self._before}{self._form.chunk(index, found)}]{after}"
+        after = f', "usage": {json.dumps(usage(part.pieces[-1:]))}}}\n\n' if self._counting else self._after
+        return f"{self._before}{self._form.chunk(index, part)}]{after}"
 
     def ending(self, last: Sequence[Piece]) -> bytes:
         """The events after all others."""
@@ -105,8 +105,8 @@ def usage(last: Sequence[Piece]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-def _tail(found: AnswerPart) -> str:
-    reason = found.finish_reason
+def _tail(part: AnswerPart) -> str:
+    reason = part.finish_reason
     return f'"finish_reason": "{reason}"}}' if reason else '"finish_reason": null}'
 
 
@@ -127,16 +127,16 @@ class CompletionForm:
         self._special_tokens = special_tokens
         self._offsets: dict[int, int] = {}  # where the next token of an answer begins in its text
 
-    def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
+    def choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
         if self._echoed:
-            return self._with_prompt(index, found)
-        prompt = [piece for piece in found.pieces if piece.of_prompt]
-        logprobs = self._listed(index, AnswerPart(found.pieces[len(prompt) :]))
+            return self._with_prompt(index, part)
+        prompt = [piece for piece in part.pieces if piece.of_prompt]
+        logprobs = self._listed(index, AnswerPart(part.pieces[len(prompt) :]))
         more = {"prompt_logprobs": [None, *map(self._by_token, prompt)]} if self._of_prompt else {}
-        return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish_reason} | more
+        return {"index": index, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish_reason} | more
 
-    def _with_prompt(self, index: int, found: AnswerPart) -> dict[str, Any]:
+    def _with_prompt(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """A whole answer behind its prompt. The first token has no log-probability, as vLLM and OpenAI have it."""
         prompt, vocabulary = self._echoed[index], self._vocabulary
         ids = vocabulary.encode(prompt, self._special_tokens) if isinstance(prompt, str) else prompt
@@ -144,10 +144,10 @@ class CompletionForm:
             text, offsets = prompt, vocabulary.offsets_in(prompt, ids)
         else:
             text, (*offsets, end) = vocabulary.text(ids), vocabulary.offsets(ids)
-            if not vocabulary.text([*ids, *(each.token for each in found.pieces)]).startswith(text):
+            if not vocabulary.text([*ids, *(piece.token for piece in part.pieces)]).startswith(text):
                 text = text[:end]  # it ends within a character, which the answer has
         self._offsets[index] = len(text)
-        logprobs = self._listed(index, found)
+        logprobs = self._listed(index, part)
         if logprobs:
             logprobs["text_offset"] = offsets + logprobs["text_offset"][len(ids) - 1 :]
             for name, value in (
@@ -156,39 +156,39 @@ class CompletionForm:
                 ("top_logprobs", None),
             ):
                 logprobs[name].insert(0, value)
-        return {"index": index, "text": text + found.text, "logprobs": logprobs, "finish_reason": found.finish_reason}
+        return {"index": index, "text": text + part.text, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def _by_token(self, piece: Piece) -> dict[str, dict[str, Any]]:
         """A token of the prompt and the best ones in its place, by id, as vLLM has them."""
-        text, own = self._vocabulary.token_text, (piece.token, piece.logprob)
+        text, listed = self._vocabulary.token_text, (piece.token, piece.logprob)
         return {
-            str(token): {"logprob": _told(logprob), "decoded_token": text(token)}
-            for token, logprob in (own, *piece.best)
+            str(token): {"logprob": _finite(logprob), "decoded_token": text(token)}
+            for token, logprob in (listed, *piece.best)
         }
 
     def opening(self, index: int) -> str | None:
         """Nothing comes before the text."""
         return None
 
-    def chunk(self, index: int, found: AnswerPart) -> str:
+    def chunk(self, index: int, part: AnswerPart) -> str:
         """The choice of a chunk."""
-        logprobs = json.dumps(self._listed(index, found)) if self._logprobs else "null"
-        return f'{{"index": {index}, "text": {json.dumps(found.text)}, "logprobs": {logprobs}, {_tail(found)}'
+        logprobs = json.dumps(self._listed(index, part)) if self._logprobs else "null"
+        return f'{{"index": {index}, "text": {json.dumps(part.text)}, "logprobs": {logprobs}, {_tail(part)}'
 
-    def _listed(self, index: int, found: AnswerPart) -> dict[str, Any] | None:
+    def _listed(self, index: int, part: AnswerPart) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        names, offsets, offset = [self._names(piece) for piece in found.pieces], [], self._offsets.get(index, 0)
-        for piece in found.pieces:
+        names, offsets, offset = [self._names(piece) for piece in part.pieces], [], self._offsets.get(index, 0)
+        for piece in part.pieces:
             offsets.append(offset)
             offset += len(piece.added)
         self._offsets[index] = offset
         return {
-            "tokens": [named[piece.token] for named, piece in zip(names, found.pieces, strict=True)],
-            "token_logprobs": [_told(piece.logprob) for piece in found.pieces],
+            "tokens": [named[piece.token] for named, piece in zip(names, part.pieces, strict=True)],
+            "token_logprobs": [_finite(piece.logprob) for piece in part.pieces],
             "top_logprobs": [
-                {named[token]: _told(logprob) for token, logprob in piece.best}
-                for named, piece in zip(names, found.pieces, strict=True)
+                {named[token]: _finite(logprob) for token, logprob in piece.best}
+                for named, piece in zip(names, part.pieces, strict=True)
             ],
             "text_offset": offsets,
         }
@@ -220,30 +220,30 @@ class ChatForm:
         """`vocabulary` gives the text of single tokens."""
         self._vocabulary, self._logprobs = vocabulary, logprobs
 
-    def choice(self, index: int, found: AnswerPart) -> dict[str, Any]:
+    def choice(self, index: int, part: AnswerPart) -> dict[str, Any]:
         """A whole answer."""
-        message = {"role": "assistant", "content": found.text, "refusal": None}
-        logprobs = self._listed(found)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": found.finish_reason}
+        message = {"role": "assistant", "content": part.text, "refusal": None}
+        logprobs = self._listed(part)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def opening(self, index: int) -> str | None:
         """Whose message it is."""
         delta = '{"role": "assistant", "content": ""}'
         return f'{{"index": {index}, "delta": {delta}, "logprobs": null, "finish_reason": null}}'
 
-    def chunk(self, index: int, found: AnswerPart) -> str:
+    def chunk(self, index: int, part: AnswerPart) -> str:
         """The choice of a chunk."""
-        logprobs = json.dumps(self._listed(found)) if self._logprobs else "null"
-        delta = f'{{"content": {json.dumps(found.text)}}}'
-        return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, {_tail(found)}'
+        logprobs = json.dumps(self._listed(part)) if self._logprobs else "null"
+        delta = f'{{"content": {json.dumps(part.text)}}}'
+        return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, {_tail(part)}'
 
-    def _listed(self, found: AnswerPart) -> dict[str, Any] | None:
+    def _listed(self, part: AnswerPart) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         content = [
             self._one(piece.token, piece.logprob, piece.added)
-            | {"top_logprobs": [self._one(*each) for each in piece.best]}
-            for piece in found.pieces
+            | {"top_logprobs": [self._one(*candidate) for candidate in piece.best]}
+            for piece in part.pieces
         ]
         return {"content": content, "refusal": None}
 
@@ -251,11 +251,11 @@ class ChatForm:
         """A token. The bytes of all that were `added`, put together, are the text: the first one of an answer may lack
         the space that it has within a text.
         """
-        name, own = self._vocabulary.token_text(token), self._vocabulary.token_bytes(token)
-        if own is not None and added and own.endswith(added.encode()):
-            own = added.encode()
-        return {"token": name, "logprob": _told(logprob), "bytes": None if own is None else list(own)}
+        name, token_bytes = self._vocabulary.token_text(token), self._vocabulary.token_bytes(token)
+        if token_bytes is not None and added and token_bytes.endswith(added.encode()):
+            token_bytes = added.encode()
+        return {"token": name, "logprob": _finite(logprob), "bytes": None if token_bytes is None else list(token_bytes)}
 
 
-def _told(logprob: float | None) -> float | None:
+def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LOWEST)

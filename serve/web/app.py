@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from ... import __version__
 from ..loop.request import Request as Asked
-from .answering import AnswerResponse, Told
+from .answering import AnswerResponse, Delivery
 from .answers import ChatForm, CompletionForm, Writer
 from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
 from .fields import ChatFields, CompletionFields, prompts
@@ -141,21 +141,21 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
     async def completions(fields: CompletionFields, request: Request) -> Response:
         """Go on from a prompt, or from several."""
         begun, model = perf_counter(), serving.find(fields.model)
-        given = prompts(fields.prompt, model.positions)
+        items = prompts(fields.prompt, model.positions)
         of_prompt = fields.prompt_logprobs
-        if of_prompt is not None and (refused := _without_prompt_logprobs(fields, model, given)):
+        if of_prompt is not None and (refused := _without_prompt_logprobs(fields, model, items)):
             raise Refusal(400, f"prompt_logprobs: {refused}", "prompt_logprobs")
         if fields.echo:
-            of_prompt = _echoed_logprobs(fields, model, given)
+            of_prompt = _echoed_logprobs(fields, model, items)
         most = _most_tokens(fields, model) or 16
-        asked = [fields.asked(prompt, most, fields.logprobs, of_prompt) for prompt in given]
-        echoed = given if fields.echo else ()
+        asked = [fields.asked(prompt, most, fields.logprobs, of_prompt) for prompt in items]
+        echoed = items if fields.echo else ()
         form = CompletionForm(
             model.vocabulary, fields.logprobs is not None, fields.prompt_logprobs is not None, echoed,
             fields.add_special_tokens is not False,
         )  # fmt: skip
-        told = _told(fields, Writer(form, model.name), "prompt")
-        return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
+        delivery = _delivery(fields, Writer(form, model.name), "prompt")
+        return AnswerResponse(_handed(serving, model, asked, delivery, request), delivery, serving.counts(model), begun)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=responses)
     async def chat(fields: ChatFields, request: Request) -> Response:
@@ -169,12 +169,12 @@ def _add_answers(app: FastAPI, serving: Serving) -> None:
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         asked = [fields.asked(prompt, most, logprobs, special_tokens=False)]
         form = ChatForm(model.vocabulary, bool(fields.logprobs))
-        told = _told(fields, Writer(form, model.name), "messages")
-        return AnswerResponse(_handed(serving, model, asked, told, request), told, serving.counts(model), begun)
+        delivery = _delivery(fields, Writer(form, model.name), "messages")
+        return AnswerResponse(_handed(serving, model, asked, delivery, request), delivery, serving.counts(model), begun)
 
 
-def _told(fields: CompletionFields | ChatFields, writer: Writer, param: str) -> Told:
-    return Told(writer, bool(fields.stream), fields.usage_wanted, param, fields.usage_counting)
+def _delivery(fields: CompletionFields | ChatFields, writer: Writer, param: str) -> Delivery:
+    return Delivery(writer, bool(fields.stream), fields.usage_wanted, param, fields.usage_counting)
 
 
 def _most_tokens(fields: CompletionFields | ChatFields, model: Model) -> int | None:
@@ -212,9 +212,9 @@ def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: Pr
     if fields.stream:
         return "come with a whole answer; leave out stream"
     # a text has at most a token for each of its bytes, and one or two that the tokenizer sets
-    sizes = (len(each.encode(errors="replace")) + 2 if isinstance(each, str) else len(each) for each in prompts)
-    each = 1 + max(fields.logprobs or 0, fields.prompt_logprobs or 0)
-    listed = sum(min(size, model.positions) for size in sizes) * each
+    sizes = (len(prompt.encode(errors="replace")) + 2 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    listed_a_position = 1 + max(fields.logprobs or 0, fields.prompt_logprobs or 0)
+    listed = sum(min(size, model.positions) for size in sizes) * listed_a_position
     if len(prompts) > 1 and listed > MOST_LISTED:
         return (
             f"are kept until all answers are whole, at most {MOST_LISTED:,} of several prompts, and these may have "
@@ -228,8 +228,8 @@ def _without_prompt_logprobs(fields: CompletionFields, model: Model, prompts: Pr
     return None
 
 
-def _handed(serving: Serving, model: Model, asked: list[Asked], told: Told, request: Request) -> Handed:
-    return serving.submit(model, asked, told.streamed, request.client.host if request.client else "")
+def _handed(serving: Serving, model: Model, asked: list[Asked], delivery: Delivery, request: Request) -> Handed:
+    return serving.submit(model, asked, delivery.streamed, request.client.host if request.client else "")
 
 
 def _add_health(app: FastAPI, serving: Serving) -> None:

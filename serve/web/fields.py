@@ -249,13 +249,13 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def prompts(given: Any, positions: int) -> list[str | tuple[int, ...]]:
+def prompts(field: Any, positions: int) -> list[str | tuple[int, ...]]:
     """The prompts that the field `prompt` holds; raises Refusal for what is none.
 
     Sizes come before looks at every item: nothing longer than the model's `positions` is gone through.
     """
-    items = given if isinstance(given, list) else [given]
-    if isinstance(given, list) and items and type(items[0]) is int:
+    items = field if isinstance(field, list) else [field]
+    if isinstance(field, list) and items and type(items[0]) is int:
         items = [items]
     if not 1 <= len(items) <= MOST_PROMPTS:
         raise Refusal(400, f"prompt: holds {len(items):,} prompts; give from 1 to {MOST_PROMPTS}", "prompt")
@@ -268,6 +268,6 @@ def prompts(given: Any, positions: int) -> list[str | tuple[int, ...]]:
                 "prompt",
                 "context_length_exceeded",
             )
-        if not isinstance(item, str) and not (isinstance(item, list) and {type(each) for each in item} <= {int}):
+        if not isinstance(item, str) and not (isinstance(item, list) and {type(token) for token in item} <= {int}):
             raise Refusal(400, "prompt: must be a text, token ids, or a list of either", "prompt")
     return [item if isinstance(item, str) else tuple(item) for item in items]

@@ -93,21 +93,21 @@ class Gate:
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body must be JSON; send it with the header Content-Type: application/json")
         body = unpacked(await self._read(headers, receive), headers, serving.largest_body)
-        given = False
+        sent = False
 
         async def again() -> Message:
-            nonlocal given
-            if given:
+            nonlocal sent
+            if sent:
                 return await receive()
-            given = True
+            sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         return again
 
     def _admit(self, headers: Headers) -> None:
         key = self._serving.key
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        admitted = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), (key or "").encode())
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        admitted = scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), (key or "").encode())
         if key is not None and not admitted:
             raise Refusal(
                 401, "this server wants its API key; send it as Authorization: Bearer KEY", None, "invalid_api_key"
@@ -146,14 +146,14 @@ def unpacked(body: bytes, headers: Headers, most: int) -> bytes:
         )
     packed = zlib.decompressobj(wbits=31)
     try:
-        found = packed.decompress(body, most + 1)
+        data = packed.decompress(body, most + 1)
     except zlib.error as error:
         raise Refusal(400, f"the body is no gzip ({error}); send it as it is, or pack it again") from None
-    if len(found) > most:
+    if len(data) > most:
         raise _too_large(most)
     if not packed.eof or packed.unused_data:
         raise Refusal(400, "the body is not one whole gzip; send it as it is, or pack it again")
-    return found
+    return data
 
 
 def _too_large(most: int) -> Refusal:

@@ -20,7 +20,7 @@ class Arrived(NamedTuple):
     """A gain of one of the answers that a client waits for, and its time (seconds of `perf_counter`)."""
 
     answer: int
-    told: Piece | Failed
+    message: Piece | Failed
     at: float
 
 
@@ -62,9 +62,9 @@ class Mailbox:
     def receiver(self, answer: int) -> Callable[[Piece | Failed], None]:
         """Return the function that the service calls with the pieces of this answer, in its own thread."""
 
-        def receive(told: Piece | Failed) -> None:
-            self._arrived.append(Arrived(answer, told, perf_counter()))
-            if isinstance(told, Failed) or told.finish_reason or (self._eager and told.text):
+        def receive(message: Piece | Failed) -> None:
+            self._arrived.append(Arrived(answer, message, perf_counter()))
+            if isinstance(message, Failed) or message.finish_reason or (self._eager and message.text):
                 self._courier.ring(self)
 
         return receive
@@ -101,7 +101,7 @@ class Mailbox:
         self._woken = False
         if self.gone:
             return []
-        found = []
+        arrived = []
         while self._arrived:
-            found.append(self._arrived.popleft())
-        return found
+            arrived.append(self._arrived.popleft())
+        return arrived

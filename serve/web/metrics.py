@@ -58,7 +58,7 @@ class ModelMetrics:
 
     def __init__(self, metrics: Metrics, model: str):
         """Count under this name."""
-        self._requests = {each: metrics._requests.labels(model, each) for each in get_args(Outcome)}
+        self._requests = {outcome: metrics._requests.labels(model, outcome) for outcome in get_args(Outcome)}
         self.first, self.between = metrics._first.labels(model), metrics._between.labels(model)
         self.prompt, self.produced = metrics._prompt.labels(model), metrics._produced.labels(model)
 

@@ -76,14 +76,14 @@ def of_fields(errors: Sequence[Any]) -> Refusal:
     within = [error for error in errors if re.match(rf"{re.escape(first)}(?:$|[.[])", _param(error) or "")]
     deepest = max(within, key=_depth)
     name = _param(deepest)
-    found = [error for error in within if _param(error) == name]
-    if any(error["type"] == "extra_forbidden" for error in found):
+    faults = [error for error in within if _param(error) == name]
+    if any(error["type"] == "extra_forbidden" for error in faults):
         return Refusal(
             400,
             f"{name}: is no field that this server knows; leave it out (docs/serve.md lists those it takes)",
             name,
         )
-    texts = " or ".join(dict.fromkeys(map(plain_text, found[:4])))
+    texts = " or ".join(dict.fromkeys(map(plain_text, faults[:4])))
     return Refusal(400, f"{name or 'the body'} {texts}", name)
 
 

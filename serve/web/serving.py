@@ -170,6 +170,6 @@ class Handed:
 
     def let_go(self) -> None:
         """Free the rows; what has ended is none to free."""
-        for each in self.ongoing:
-            each.cancel()
+        for request in self.ongoing:
+            request.cancel()
         self.serving.drop(self.box)

@@ -54,7 +54,7 @@ def test_an_engine_of_the_same_graph_has_all_its_numbers(
     cache = {} if "fp8_cache" in options else CACHE
     proof = proof_of(written, plan, cache=cache)
     assert (proof.differences, proof.compared) == ((), frozenset(written.modules))
-    assert [proof.found(what) for what in (CODES, FACTORS, INPUT)] == [len(written.modules)] * 3
+    assert [proof.matching(what) for what in (CODES, FACTORS, INPUT)] == [len(written.modules)] * 3
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -70,7 +70,7 @@ def test_a_scale_inside_a_kernels_code_cannot_be_told_and_does_not_fail(engine_o
         f"{OUT}: its input scale cannot be told, _gemm_mha_v2 takes no constant that could be it"
     )
     assert broken(proof.differences) == []
-    assert [proof.found(what) for what in (CODES, FACTORS, INPUT)] == [7, 7, 6]
+    assert [proof.matching(what) for what in (CODES, FACTORS, INPUT)] == [7, 7, 6]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -203,7 +203,7 @@ def test_a_plan_without_its_table_of_constants_tells_no_number(engine_of: Engine
     written, plan = engine_of("sm89")
     spoilt = plan[:96] + bytes(16) + plan[112:]
     proof = proof_of(written, spoilt)
-    assert [proof.found(what) for what in (CODES, FACTORS, INPUT)] == [0, 0, 0]
+    assert [proof.matching(what) for what in (CODES, FACTORS, INPUT)] == [0, 0, 0]
     assert str(broken(proof.differences)[0]) == (
         f"{written.modules[0]}: its codes cannot be told, its constants do not read"
     )

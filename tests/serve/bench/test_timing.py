@@ -100,7 +100,7 @@ def test_models_take_turns_and_another_begins_each_round(counting: CountingModel
     # one answer each that is not timed, three rounds, and the memory given back
     assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"
     assert sum(done) == 12
-    assert [each.each for each in found] == [
+    assert [each.timings for each in found] == [
         [BatchTiming(1.0, (1.0, 1.0, 1.0))] * 3
     ] * 3  # a clock that ticks once a look
     assert [each.joules for each in found] == [None] * 3
