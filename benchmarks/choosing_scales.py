@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
 from fp8q.core.reporter import SILENT
-from fp8q.options import Clipping, Method, ScaleOptions, WeightMethod
+from fp8q.options import METHODS, Clipping, ScaleOptions, WeightMethod
 from fp8q.quantize.codes.encoding import code_tables, encode
 from fp8q.quantize.codes.formats import E4M3, E5M2, Format
 from fp8q.quantize.reference.kv_cache import FP8Cache
@@ -90,7 +90,12 @@ CHOICES: dict[str, Choice] = {
     "FP8 cache, amax, margin 1": Choice(cache=Clipping(margin=1)),
     "FP8 cache, amax, power of two": Choice(cache=Clipping(scale_grid="power-of-two")),
 }
-assert {choice.clip.method for choice in CHOICES.values()} == set(get_args(Method))
+#: Methods that no row above has, with their own defaults.
+CHOICES |= {
+    f"activations by {method}": Choice(Clipping(method))
+    for method in METHODS
+    if method not in {choice.clip.method for choice in CHOICES.values()}
+}
 
 
 class Layer(FP8Linear):

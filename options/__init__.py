@@ -24,7 +24,7 @@ from .calibrate import (
     WeightMethod,
     WeightRounding,
 )
-from .clipping import AmaxAlgorithm, Clipping, History, Method, ScaleGrid
+from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
 from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
 from .evaluate import EvaluateOptions
@@ -63,6 +63,7 @@ __all__ = [
     "FLOAT",
     "LEAST_WINDOWS",
     "MAX_TOKENS",
+    "METHODS",
     "NOT_SERVED",
     "ONE_TERM_ALONE",
     "PRESETS",
@@ -77,6 +78,7 @@ __all__ = [
     "BenchOptions",
     "Bos",
     "CalibrateOptions",
+    "ClipMethod",
     "Clipping",
     "CompareOptions",
     "ContinueOptions",

@@ -1,7 +1,13 @@
-"""Options of the scale of a tensor of activations or of the cache: the clip and the grid, and the history of amax."""
+"""Options of the scale of a tensor of activations or of the cache: the clip and the grid, and the history of amax.
 
+`METHODS` is the registry of clip methods: choices of the command line, the certificate of the text, the table in
+docs/choosing-scales.md, benchmarks and tests follow from it. The function of a method needs NumPy and the formats,
+which this layer does not import, so it stands in `quantize/scales/clip.py` and names its entry.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -10,7 +16,47 @@ from .declare import SCALES, Of, Options, between, first_given, option, percenta
 
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16
-Method = Literal["amax", "percentile", "mse", "entropy", "delayed"]
+
+
+@dataclass(frozen=True)
+class ClipMethod:
+    """A method of choosing the clip of a tensor.
+
+    `clip` and `saturates` describe it in docs/choosing-scales.md: the magnitude that it clips at, and the values that
+    lie beyond. `by_batch_amax`: its clip follows from the amax of batches alone, so that the certificate of the
+    calibration text, which is computed from these, is true of it. The options of a method are fields of `Clipping` with
+    the mark `Of(name)`.
+    """
+
+    clip: str
+    saturates: str
+    by_batch_amax: bool = False
+
+
+#: The methods by the names that `--method` takes.
+METHODS: Mapping[str, ClipMethod] = {
+    "amax": ClipMethod("the largest magnitude seen", "nothing that was seen", by_batch_amax=True),
+    "percentile": ClipMethod("the observed magnitude at `--percentile`", "the rest"),
+    "mse": ClipMethod(
+        "of the BF16 scale with the least squared error, which is often a little above the amax's",
+        "what pays for itself",
+    ),
+    "entropy": ClipMethod(
+        "of the BF16 scale with the least KL divergence between the distribution and what the cells of E4M3 keep of it "
+        "(TensorRT's entropy calibrator)",
+        "often much",
+    ),
+    "delayed": ClipMethod(
+        "what Transformer Engine's history would hold after the last batch (`--amax-history-len`, "
+        "`--amax-compute-algo`, `--interval`)",
+        "what the history forgot",
+        by_batch_amax=True,
+    ),
+}
+if TYPE_CHECKING:
+    Method = str
+else:
+    Method = Literal[*METHODS]
 ScaleGrid = Literal["bf16", "power-of-two"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 

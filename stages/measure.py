@@ -52,7 +52,7 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
 
     So also for rounding that cannot be measured in parts.
     """
-    from ..quantize.scales.delayed import no_scale
+    from ..quantize.scales.clip import no_scale
 
     batches = -(-windows // options.batch_size)
     first, end = options.batches or (0, batches)

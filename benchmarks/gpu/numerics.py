@@ -22,8 +22,7 @@ from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
 from fp8q.quantize.codes.products import scaled_product
 from fp8q.quantize.reference.adder import add_products
 from fp8q.quantize.reference.linear import FP8Linear, Mode
-from fp8q.quantize.scales.clip import scale_of
-from fp8q.quantize.scales.delayed import amax_in_use
+from fp8q.quantize.scales.clip import amax_in_use, scale_of
 
 from .adder_bits import cuts, kept_bits
 from .timing import Kind, Part, Setting

@@ -1,8 +1,10 @@
-"""The table of docs/choosing-scales.md."""
+"""The tables of docs/choosing-scales.md."""
 
 from collections.abc import Mapping
 
 from markdown import Figures, load, table
+
+from fp8q.options import METHODS
 
 #: Rows of the result that nobody decides by: BF16 itself, what is near a shown row, and scales of an FP8 cache, none of
 #: which changes the KL of `FP8 cache too, by amax` by more than a tenth.
@@ -38,4 +40,13 @@ def choosing_scales() -> str:
     return table(["", *models], [*rows, ["KL of the default, nats × 10⁶", *absolute]])
 
 
-TABLES = (choosing_scales,)
+def clip_methods() -> str:
+    """The clip methods, and whether the certificate of the text judges them."""
+    rows = [
+        [f"`{name}`", method.clip, method.saturates, "yes" if method.by_batch_amax else ""]
+        for name, method in METHODS.items()
+    ]
+    return table(["`--method`", "clip", "saturates", "judged by the [certificate of the text](corpora.md)"], rows)
+
+
+TABLES = (clip_methods, choosing_scales)

@@ -7,24 +7,65 @@ prefix sums over the 32,640 finite patterns. Nothing is binned or searched for; 
 midpoint (126 for E4M3), and the optimum is taken over all BF16 scales, not over a coarse grid.
 
 The squared error of a cell of grid value g with count n, sum a and sum of squares b is b - 2(gs)a + (gs)²n. Sums are
-float64: the error, 1e-3 of the energy, keeps ten digits. `delayed` chooses a clip by the amax of each batch instead.
+float64: the error, 1e-3 of the energy, keeps ten digits.
+
+Delayed scaling chooses the clip of a batch by the amax of the batches before it. Transformer Engine does so because
+reading a tensor twice (once for its amax, once to cast it) costs time. Its rules (user guide, "FP8 Delayed Scaling",
+and `recipe.DelayedScaling`):
+
+1. The history is a window of the last `amax_history_len` batches, or of all batches where there are fewer.
+2. After each batch its amax joins the history, and the scale for the next batch is max_fp8 / amax of the history, over
+   2^margin (Transformer Engine's scale is the reciprocal of ours). The amax of the history is the largest in the window
+   (`max`) or the last one (`most_recent`).
+3. Where that amax is zero, the scale stays as it was.
+4. With an `interval` (up to release 1.x) the scale is computed once in so many batches; the history takes every batch.
+
+The first batches have no history: Transformer Engine runs them with scale 1, and here they are not judged. Static
+inference has no next batch; the method `delayed` takes the scale that the batch after the last one would have.
 """
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ...calibrate.measure.histogram import INFINITY, Histogram, magnitudes
-from ...options import Clipping, Method, ScaleGrid
+from ...core.errors import InputError
+from ...options import METHODS, Clipping, ScaleGrid
 from ..codes.formats import E4M3, Grid
 
-METHODS: tuple[str, ...] = get_args(Method)
 #: Octaves below the amax's scale that are searched: no distribution worth quantizing has its optimum lower.
 CLIP_OCTAVES = 10
+Float32s = npt.NDArray[np.float32]
 Float64s = npt.NDArray[np.float64]
+Clipper = TypeVar("Clipper", bound=Callable[..., float])
+#: The functions of `METHODS` that choose a clip, before the margin, from the histogram of a tensor.
+FROM_HISTOGRAM: dict[str, Callable[[Histogram, Grid, Clipping], float]] = {}
+#: Those that choose it from the amax of the tensor's batches, float32 [batches].
+FROM_BATCHES: dict[str, Callable[[Float32s, Clipping], float]] = {}
+
+
+def from_histogram(method: str) -> Callable[[Clipper], Clipper]:
+    """Register the function below as the one that chooses the clips of `method` from a histogram."""
+    return _registered(FROM_HISTOGRAM, method)
+
+
+def from_batches(method: str) -> Callable[[Clipper], Clipper]:
+    """Register the function below as the one that chooses the clips of `method` from the amax of batches."""
+    return _registered(FROM_BATCHES, method)
+
+
+def _registered(functions: dict[str, Any], method: str) -> Callable[[Clipper], Clipper]:
+    if method not in METHODS:
+        raise KeyError(f"options/clipping.py: METHODS has no entry {method}")
+
+    def register(function: Clipper) -> Clipper:
+        functions[method] = function
+        return function
+
+    return register
 
 
 def squared_error(histogram: Histogram, format: Grid, scales: npt.ArrayLike) -> Float64s:
@@ -148,16 +189,19 @@ def underflow(histogram: Histogram, format: Grid, scale: float) -> float:
     return float(lost / max(counts[values > 0].sum(), 1))
 
 
+@from_histogram("amax")
 def clip_amax(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """Clip at the largest finite magnitude, so that nothing saturates."""
     return histogram.amax
 
 
+@from_histogram("percentile")
 def clip_percentile(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """Clip at the observed magnitude of `clipping.percentile`."""
     return histogram.percentile(clipping.percentile)
 
 
+@from_histogram("mse")
 def clip_mse(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """Clip by the BF16 scale of least squared error; of equal ones the amax's own, else the largest below it.
 
@@ -182,6 +226,7 @@ def _error_beyond(histogram: Histogram, clips: Float64s) -> Float64s:
     return error
 
 
+@from_histogram("entropy")
 def clip_entropy(histogram: Histogram, format: Grid, clipping: Clipping) -> float:
     """Clip by the BF16 scale of least KL divergence (`entropy`); of equal ones the first of `candidate_scales`."""
     candidates = candidate_scales(histogram.amax, format)
@@ -205,14 +250,6 @@ def candidate_scales(amax: float, format: Grid) -> npt.NDArray[np.float32]:
         np.arange(top + 1, min(top + 128, INFINITY)),
     )
     return magnitudes(np.concatenate([below, above]))
-
-
-CLIPPERS: dict[str, Callable[[Histogram, Grid, Clipping], float]] = {
-    "amax": clip_amax,
-    "percentile": clip_percentile,
-    "mse": clip_mse,
-    "entropy": clip_entropy,
-}
 
 
 def bf16_ceil(values: npt.ArrayLike) -> npt.NDArray[np.float32]:
@@ -247,3 +284,70 @@ def powers_alone(format: Grid, grid: ScaleGrid) -> bool:
 
 #: The largest power of two of which every code is a BF16 number.
 LARGEST_POWER = power_of_two_ceil(magnitudes(INFINITY - 1) / np.float32(E4M3.max)) / np.float32(2)
+
+
+def amax_in_use(amax_batches: Float32s, clipping: Clipping) -> Float32s:
+    """The amax that each batch's scale follows from, and that of a next batch, float32 [batches + 1].
+
+    NaN where there is no history yet. `amax_batches` float32 [batches] in batch order, all measured.
+    """
+    batches = len(amax_batches)
+    length = min(clipping.amax_history_len, batches) if clipping.amax_compute_algo == "max" else 1
+    if not batches:
+        return np.full(1, np.nan, np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(
+        np.concatenate([np.zeros(length - 1, np.float32), amax_batches]), length
+    )
+    after = np.concatenate([[np.float32(0)], windows.max(axis=1)])  # of the history after t batches
+    counts = np.arange(batches + 1)
+    computed = np.where((counts % clipping.interval == 0) & (after > 0), counts, 0)  # a zero amax keeps the scale
+    latest = np.maximum.accumulate(computed)
+    in_use: Float32s = np.where(latest > 0, after[latest], np.nan).astype(np.float32)
+    return in_use
+
+
+def measured(amax_batches: Float32s) -> Float32s:
+    """The amax of the batches that were measured, in their order."""
+    amax: Float32s = amax_batches[~np.isnan(amax_batches)]
+    return amax
+
+
+@from_batches("delayed")
+def clip_delayed(amax_batches: Float32s, clipping: Clipping) -> float:
+    """The clip, before the margin, that the batch after the last would be quantized with.
+
+    Raises InputError when no scale was ever computed, because `interval` is larger than the number of batches.
+    """
+    clip = float(amax_in_use(measured(amax_batches), clipping)[-1])
+    if np.isnan(clip):
+        raise no_scale(clipping, len(measured(amax_batches)))
+    return clip
+
+
+def no_scale(clipping: Clipping, batches: int) -> InputError:
+    """Make the error for an interval of more than `batches` batches."""
+    return InputError(
+        f"--interval {clipping.interval}",
+        f"no scale is computed in {batches} batches",
+        "give a smaller one, or more --samples",
+    )
+
+
+def saturated_batches(amax_batches: Float32s, format: Grid, clipping: Clipping) -> npt.NDArray[np.bool_]:
+    """Tell whether each batch with a history saturates under its delayed scale, bool [batches with a history]."""
+    amax = measured(amax_batches)
+    in_use = amax_in_use(amax, clipping)[:-1]
+    judged = ~np.isnan(in_use)
+    scale = np.ldexp(scale_of(in_use[judged], format, clipping.scale_grid).astype(np.float64), clipping.margin)
+    saturated: npt.NDArray[np.bool_] = amax[judged] > scale * format.max
+    return saturated
+
+
+def largest_jump(amax_batches: Float32s) -> float:
+    """The largest ratio of a batch's amax to that of the batch before; 1.0 for fewer than two batches.
+
+    Batches whose amax is zero are left out.
+    """
+    amax = measured(amax_batches)
+    amax = amax[amax > 0].astype(np.float64)
+    return float((amax[1:] / amax[:-1]).max(initial=1.0))

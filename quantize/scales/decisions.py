@@ -19,8 +19,17 @@ from ...core.files import Strict, read_document
 from ...core.run import Run
 from ...options import Clipping, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid, Grid
-from .clip import CLIPPERS, LARGEST_POWER, clip_mse, powers_alone, saturation, scale_of, sqnr_db, underflow
-from .delayed import clip_delayed
+from .clip import (
+    FROM_BATCHES,
+    FROM_HISTOGRAM,
+    LARGEST_POWER,
+    clip_mse,
+    powers_alone,
+    saturation,
+    scale_of,
+    sqnr_db,
+    underflow,
+)
 from .expert_scales import Starved
 
 #: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
@@ -248,7 +257,8 @@ def tensor_scale(
 ) -> TensorScale:
     """Choose the scale of one tensor, and measure its error on the values it was chosen for.
 
-    The histogram must be fit (`unfit` is None). `amax_batches` float32 [batches] is used by the method `delayed`.
+    The histogram must be fit (`unfit` is None). `amax_batches` float32 [batches] is used by the methods of
+    `FROM_BATCHES`.
     """
     return described(histogram, format, clipping, _clip_and_scale(histogram, clipping, format, amax_batches))
 
@@ -281,16 +291,16 @@ def _clip_and_scale(
     so. Margins are bounded by the smallest and the largest scale.
     """
     method: str = clipping.method
-    if clipping.method == "delayed":
-        if amax_batches is None:
-            raise InputError(
-                "--method delayed",
-                "needs the amax of every batch, which a histogram does not hold",
-                "choose another method",
-            )
-        clip = clip_delayed(amax_batches, clipping)
+    if method in FROM_HISTOGRAM:
+        clip = FROM_HISTOGRAM[method](histogram, format, clipping)
+    elif amax_batches is not None:
+        clip = FROM_BATCHES[method](amax_batches, clipping)
     else:
-        clip = CLIPPERS[clipping.method](histogram, format, clipping)
+        raise InputError(
+            f"--method {method}",
+            "needs the amax of every batch, which a histogram does not hold",
+            "choose another method",
+        )
     if scale_of(clip, format) < SMALLEST_SCALE:
         method, clip = f"amax ({method} gave {clip:.3g})", histogram.amax
     scale = float(scale_with_margin(clip, clipping, format))

@@ -1,7 +1,7 @@
 """The numbers of one tensor of a training step: its amax, and what it would lose in FP8, by its exact histogram.
 
 By default a step's scale follows from the amax of steps before it, as Transformer Engine's delayed scaling has it
-(`quantize.scales.delayed`), so a value may saturate; the first step of all is scaled by its own amax.
+(`quantize.scales.clip`), so a value may saturate; the first step of all is scaled by its own amax.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ import numpy as np
 from ...calibrate.measure.histogram import Histogram
 from ...options import Clipping, WatchOptions
 from ..codes.formats import E4M3, E5M2, Format
-from ..scales.clip import saturation, scale_of, underflow
-from ..scales.delayed import Float32s, amax_in_use
+from ..scales.clip import Float32s, amax_in_use, saturation, scale_of, underflow
 
 #: The formats of training: E4M3 for activations and weights, E5M2 for gradients (Micikevicius et al. 2022, arXiv
 #: 2209.05433, section 3).

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fp8q.cli import config, launch
 from fp8q.cli.arguments import RunTexts
 from fp8q.options import (
+    METHODS,
     PRESETS,
     RUNTIMES,
     CalibrateOptions,
@@ -24,7 +25,6 @@ from fp8q.options import (
     EngineOptions,
     ExportOptions,
     KvCache,
-    Method,
     RunOptions,
     ValidateOptions,
 )
@@ -243,7 +243,7 @@ def words(draw: st.DrawFn) -> list[str]:
     one = {
         "out": draw(TEXTS.filter(lambda text: "\0" not in text)),
         "data": draw(st.sampled_from(["t.txt", "/t.txt=0.5", "org/name:part:split=3"])),
-        "method": draw(st.sampled_from([method for method in get_args(Method) if method != "delayed"])),
+        "method": draw(st.sampled_from([method for method in METHODS if method != "delayed"])),
         "margin": draw(st.integers(-16, 16)),
         "kv-cache": draw(st.sampled_from(get_args(KvCache))),
         "samples": draw(COUNTS),

@@ -3,11 +3,13 @@
 import random
 import re
 
+from fp8q.options import METHODS
+
 VALUES = (
     "0", "1", "-1", "2", "3", "7", "16", "17", "32", "33", "1000000000", "9223372036854775808", "1" + "0" * 400, "1.5",
     "0.5", "-0.1", "nan", "inf", "-inf", "1e999", "99.9", "100", "0x10", "1_000", "٣", "", " ", "x", "true", "None",
     "*", "[", "\x1b[2J", "é", "\udcff", "a" * 5000, "../x", "/dev/null", "0:1", "1:1", "2:1", "0:99", "a:b",
-    "1%", "101%", "-5%", "fp8", "v", "off", "amax", "mse", "percentile", "entropy", "delayed", "bf16", "fp16", "int8",
+    "1%", "101%", "-5%", "fp8", "v", "off", *METHODS, "bf16", "fp16", "int8",
     "gptq", "nearest", "power-of-two", "max", "most_recent", "sm89", "sm120", "sm00", "bf16,reference", "bf16,,bf16",
     "tensorrt", "tensorrt-rtx", "auto", "lm_head", "*.q_proj", "model.layers.0.*", "texts/text.txt", "texts/text.txt=2",
     "texts/text.txt=nan", "texts/text.txt=0", "texts/text.txt=-1", "texts/chats.jsonl", "tiny", "run",

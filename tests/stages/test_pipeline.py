@@ -46,10 +46,7 @@ FACTS = {
 }
 #: What has to go with another value of a field than its default.
 COMPANIONS: dict[str, dict[str, Any]] = {
-    "percentile": {"method": "percentile"},
-    "amax_history_len": {"method": "delayed"},
-    "amax_compute_algo": {"method": "delayed"},
-    "interval": {"method": "delayed"},
+    **{name: {"method": field.of} for name, field in Clipping.declared().items() if field.of},
     "exact_tail": {"activation_terms": "tail"},
     "kv_skip": {"kv_cache": "fp8"},
     "kv_scale": {"kv_cache": "fp8"},

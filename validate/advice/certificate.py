@@ -10,7 +10,7 @@ error is on the side of more text). amax have 8 significant bits, so ties are co
 Values beyond the clip saturate: they become the clip. An excess of up to 1/16 costs no more than E4M3's own rounding,
 which errs by up to 1/17 of a value. So two probabilities matter: that of an excess beyond this, and that of an excess
 beyond an octave, which loses half of the value. Room above the amax (a margin, a power of two) is included. Nothing is
-known where the clip is not a function of the batches' amax: for `percentile`, `mse` and `entropy`.
+known where the clip is not a function of the batches' amax, as a percentile is not (`ClipMethod.by_batch_amax`).
 
 Batches are not exchangeable where the text changes along the way: then there are more late records than 1/k a batch,
 and the verdict says so.
@@ -28,15 +28,13 @@ import numpy.typing as npt
 from ...calibrate.measure.statistics import Corpus, Statistics
 from ...calibrate.text.mixture import interleave
 from ...core.columns import Column, Table, count, magnitude, number_column, share, text_column
-from ...options import Method
+from ...options import METHODS
+from ...quantize.scales.clip import measured
 from ...quantize.scales.decisions import Scales, TensorScale
-from ...quantize.scales.delayed import measured
 from .findings import chosen_scales
 
 #: Batches that are too few to tell anything.
 FEWEST = 4
-#: The methods whose clip follows from the amax of batches, which is kept of each.
-OF_BATCHES: tuple[Method, ...] = ("amax", "delayed")
 #: Octaves beyond the clip that cost no more than rounding (1/17 of the value), and that cost half of the value.
 HARMLESS, LARGE = log2(17 / 16), 1.0
 #: How often a tensor may be exceeded harmfully, and by an octave, by the next batch: `good` up to the first, `bad`
@@ -157,7 +155,7 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
     }
     batches, windows = len(statistics.batches_measured), statistics.record.corpus.windows
     # an expert that saw too little has another's amax, by a method of its own name
-    by_amax = {name: scale for name, scale in chosen.items() if scale.method in OF_BATCHES}
+    by_amax = {name: scale for name, scale in chosen.items() if _by_batch_amax(scale.method)}
     if why := _untold(chosen, by_amax, batches):
         return Certificate("unknown", f"Cannot be told: {why}.", windows, batches)
     found = _records(statistics, by_amax)
@@ -185,6 +183,11 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
         texts=_set_by(corpus, found),
         records=tuple(sorted(found, key=lambda each: -(float("inf") if each.octaves is None else each.octaves))),
     )
+
+
+def _by_batch_amax(method: str) -> bool:
+    """Tell whether the amax of batches decide the clips of `method`; not of one that another quantizer chose by."""
+    return method in METHODS and METHODS[method].by_batch_amax
 
 
 def _untold(chosen: Mapping[str, TensorScale], by_amax: Mapping[str, TensorScale], batches: int) -> str | None:

@@ -16,9 +16,8 @@ from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...options import Clipping
 from ...quantize.codes.formats import E4M3
-from ...quantize.scales.clip import saturation
+from ...quantize.scales.clip import largest_jump, measured, saturated_batches, saturation
 from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_scale, unfit
-from ...quantize.scales.delayed import largest_jump, measured, saturated_batches
 from . import criteria
 from .criteria import Criterion
 

@@ -26,9 +26,17 @@ from ...quantize.lint.check import RULES
 from ...quantize.reading.fp8_tensors import open_checkpoint
 from ...quantize.reading.quantization_config import read_by_fp8q_alone
 from ...quantize.reading.run_checkpoint import stored_arrays
-from ...quantize.scales.clip import clip_mse, lost_share, saturation, scale_of, sqnr_db, underflow
+from ...quantize.scales.clip import (
+    clip_mse,
+    largest_jump,
+    lost_share,
+    measured,
+    saturation,
+    scale_of,
+    sqnr_db,
+    underflow,
+)
 from ...quantize.scales.decisions import Scales, TensorScale, group_of
-from ...quantize.scales.delayed import largest_jump, measured
 from . import criteria
 from .checkup import Check, Remedies, graded, unknown
 from .findings import unmeasured

@@ -11,13 +11,11 @@ from hypothesis.extra import numpy as arrays
 from fp8q.calibrate.measure.observe import Observer
 from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.core.errors import InputError
-from fp8q.options import Clipping
+from fp8q.options import METHODS, Clipping
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.cache_scales import query_scales, scaled_by_head
 from fp8q.quantize.scales.clip import bf16_ceil
 from fp8q.quantize.scales.decisions import SMALLEST_SCALE, unfit
-
-METHODS = ("amax", "percentile", "mse", "entropy", "delayed")
 
 
 def observed(values: npt.NDArray[np.float32]) -> TensorStatistics:
@@ -61,7 +59,7 @@ def test_a_clip_of_the_tensor_bounds_those_of_its_heads(method: str) -> None:
     values = np.random.default_rng(0).normal(size=(4096, 8)).astype(np.float32)
     values[:, 4:] /= 64
     values[0, 0] = 500
-    tensor, clipping = observed(values), Clipping(method=method)  # type: ignore[arg-type]  # one of METHODS
+    tensor, clipping = observed(values), Clipping(method=method)
     chosen, whole = (scaled_by_head("0.k", tensor, clipping, heads) for heads in (2, None))
     assert chosen.heads is not None
     second = float(bf16_ceil(tensor.amax_channels[4:].max() / np.float32(E4M3.max)))

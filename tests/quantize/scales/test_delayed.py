@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from fp8q.core.errors import InputError
 from fp8q.options import AmaxAlgorithm, Clipping
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.scales.clip import scale_of
-from fp8q.quantize.scales.delayed import amax_in_use, clip_delayed, largest_jump, saturated_batches
+from fp8q.quantize.scales.clip import amax_in_use, clip_delayed, largest_jump, saturated_batches, scale_of
 
 
 def simulation(amax_batches: list[float], length: int, algorithm: str, interval: int) -> list[float]:

@@ -1,0 +1,111 @@
+"""The recipes of CONTRIBUTING.md, followed to the letter in a copy of the package.
+
+A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list or table)
+or `# FILE: at the end`. So a recipe that no longer works, or that needs another line somewhere, fails here.
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = (
+    "__init__.py", "__main__.py", "api.py", "cli", "core", "options", "calibrate", "quantize", "export", "validate",
+    "serve", "stages", "benchmarks",
+)  # fmt: skip
+BLOCK = re.compile(r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|at the end)\n(?P<code>.*?)```", re.DOTALL)
+
+
+def recipe(title: str) -> list[re.Match[str]]:
+    """The blocks of code of the recipe `title`."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return list(BLOCK.finditer(page.partition(f"### {title}\n")[2].partition("\n##")[0]))
+
+
+def last_line(source: str, name: str) -> tuple[int, str]:
+    """The number of lines of `source` up to the end of what `name` holds, and how far its lines are indented."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            field = [child for child in node.body if isinstance(child, ast.AnnAssign)][-1]
+            return field.end_lineno or field.lineno, "    "
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return (node.end_lineno or node.lineno) - 1, "    "
+    raise AssertionError(f"no {name}")
+
+
+def follow(title: str, package: Path) -> None:
+    """Change the files of `package` as the recipe `title` says."""
+    blocks = recipe(title)
+    assert blocks, title
+    for block in blocks:
+        file = package / block["file"]
+        source = file.read_text(encoding="utf-8")
+        if block["name"]:
+            number, indent = last_line(source, block["name"])
+            lines = source.splitlines()
+            lines[number:number] = [f"{indent}{line}" for line in block["code"].splitlines()]
+            source = "\n".join(lines) + "\n"
+        else:
+            source += f"\n\n{block['code']}"
+        file.write_text(source, encoding="utf-8")
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package and of what makes the tables in docs."""
+    copied = tmp_path / "copy" / "fp8q"
+    copied.mkdir(parents=True)
+    for name in PACKAGE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copied / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copyfile(ROOT / name, copied / name)
+    return copied
+
+
+def python(package: Path, *arguments: object) -> str:
+    """Run Python with the copy of the package, and return all that it says."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=package.parent, env={"PYTHONPATH": str(package.parent)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+CLIP = """
+import numpy as np
+from fp8q.calibrate.measure.histogram import Histogram
+from fp8q.core.errors import InputError
+from fp8q.options import Clipping
+from fp8q.quantize.scales.decisions import tensor_scale
+
+one_and_896 = Histogram(np.array([0x3F80, 0x4460], np.int16), np.array([3, 1], np.int64))
+scale = tensor_scale(one_and_896, Clipping("fraction", amax_fraction=0.5))
+print(scale.method, scale.amax, scale.clip, scale.scale, scale.saturation)
+for options in ({"amax_fraction": 0.5}, {"method": "fractions"}):
+    try:
+        Clipping(**options)
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_a_clip_method_is_added_by_an_entry_an_option_and_a_function(package: Path) -> None:
+    follow("Add a clip method", package)
+    assert python(package, "-c", CLIP).splitlines() == [
+        "fraction 896.0 448.0 1.0 0.25",
+        "--amax-fraction 0.5: is for --method fraction, and the method is amax; choose that one, or leave this out",
+        "--method fractions: is none of amax, percentile, mse, entropy, delayed, fraction",
+    ]
+    shown = python(package, "-m", "fp8q", "scales", "--help-all")
+    assert "delayed, fraction" in " ".join(shown.split())
+    assert "--amax-fraction" in shown
+    tables = "import sys; sys.path.insert(0, 'fp8q/benchmarks'); from pages.choosing_scales import clip_methods as made"
+    row = python(package, "-c", f"{tables}; print(made())").splitlines()[-2]
+    assert row == "| `fraction` | `--amax-fraction` of the largest magnitude seen | what lies above |  |"
