@@ -11,13 +11,13 @@ error never grows. The price is a product of H and the weights for each pass: tw
 
 import torch
 
-from ..codes.encoding import code_values
+from ..codes.encoding import nearest_values
 
 #: Passes at most, and the share of the error that a pass must take off for another to follow.
 PASSES, WORTHWHILE = 8, 0.005
-#: Input channels that are changed before the rest of the gradient is updated.
-BLOCK = 128
-#: Share of its own square by which a change must lower the error, so that FP32 rounding decides no tie.
+#: Input channels that are changed before the rest of the gradient is updated; and before the rest of the block's is.
+BLOCK, RUN = 128, 16
+#: Share of the way to the minimum of a parabola that is left out, so that FP32 rounding decides no tie.
 MARGIN = 1e-3
 
 
@@ -27,31 +27,40 @@ def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, mom
     `wanted` float32 [in, out]: the weights to approximate; `scale` float32 [out]: of the codes; `moments` float32
     [in, in]: H, whose diagonal is positive.
     """
-    lost = wanted - values * scale
+    wanted = wanted / scale  # errors and gradients are in units of each channel's scale
+    lost, weights = wanted - values, scale.square()
     gradient = moments @ lost
-    before = float((lost * gradient).sum(dtype=torch.float64))
+    before = _total(lost, gradient, weights)
     for _ in range(PASSES):
         for start in range(0, len(values), BLOCK):
-            end = min(start + BLOCK, len(values))
-            moved = _block(values[start:end], scale, gradient[start:end], moments[start:end, start:end])
-            gradient[:start].addmm_(moments[:start, start:end], moved, alpha=-1)
-            gradient[end:].addmm_(moments[end:, start:end], moved, alpha=-1)
-        torch.sub(wanted, values * scale, out=lost)
-        after = float((lost * gradient).sum(dtype=torch.float64))
+            block = slice(start, start + BLOCK)
+            moved = _block(values[block], gradient[block], moments[block, block])
+            gradient[:start].addmm_(moments[:start, block], moved, alpha=-1)
+            gradient[start + BLOCK :].addmm_(moments[start + BLOCK :, block], moved, alpha=-1)
+        torch.sub(wanted, values, out=lost)
+        after = _total(lost, gradient, weights)
         if after >= before * (1 - WORTHWHILE):
             break
         before = after
+    values.copysign_(torch.where(values == 0, wanted, values))  # zeros have the sign that nearest rounding gives them
 
 
-def _block(values: torch.Tensor, scale: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+def _total(lost: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor) -> float:
+    """Add up the errors of all channels by their `weights` [out], in float64."""
+    return float((lost * gradient).sum(0, dtype=torch.float64) @ weights.double())
+
+
+def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
     """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out]."""
     moved = torch.empty_like(values)
-    for j, own in enumerate(moments.diagonal()):
-        old, slope = values[j], gradient[j]
-        new = code_values(torch.addcmul(slope / own, old, scale), scale)
-        moved[j] = (new - old) * scale
-        gains = 2 * slope * moved[j] > (1 + MARGIN) * own * moved[j].square()
-        moved[j].mul_(gains)
-        values[j] = torch.where(gains, new, old)
-        gradient.addr_(moments[:, j], moved[j], alpha=-1)
+    steps = ((1 - MARGIN) / moments.diagonal()).tolist()
+    for start in range(0, len(values), RUN):
+        end = min(start + RUN, len(values))
+        for j in range(start, end):
+            new = nearest_values(torch.add(values[j], gradient[j], alpha=steps[j]))
+            torch.sub(new, values[j], out=moved[j])
+            values[j] = new
+            gradient[start:end].addr_(moments[start:end, j], moved[j], alpha=-1)
+        gradient[:start].addmm_(moments[:start, start:end], moved[start:end], alpha=-1)
+        gradient[end:].addmm_(moments[end:, start:end], moved[start:end], alpha=-1)
     return moved

@@ -42,15 +42,18 @@ import torch
 
 from ...calibrate.measure.moments import load_moments
 from ...core.errors import InputError
-from ..codes.encoding import CODE, code_values
+from ..codes.encoding import CODE, nearest_values
 from .coordinate_descent import descend
+from .workers import workers
 
 #: Share of H's mean diagonal that is added to its diagonal.
 DAMPING = 0.001
 #: Input channels rounded before their errors are passed on to the rest of the matrix.
 BLOCK = 128
-#: Values that are rounded together.
-VALUES = 1 << 24
+#: Of these, inputs whose errors are passed on one by one: their weights stay in the processor's cache.
+RUN = 16
+#: Values that one thread rounds together.
+VALUES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,10 @@ def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensa
 
     Where inputs are uncorrelated and exact, these are the codes of nearest rounding, bit for bit.
     """
-    rows = max(1, VALUES // weight.shape[1])
-    parts = zip(weight.split(rows), scale.split(rows), strict=True)
-    return torch.cat([_rounded(some.float(), own, compensation) for some, own in parts])
+    with workers() as (pool, threads):
+        rows = max(1, min(VALUES // weight.shape[1], -(-len(weight) // threads)))
+        parts = zip(weight.split(rows), scale.split(rows), strict=True)
+        return torch.cat([*pool.map(lambda part: _rounded(part[0].float(), part[1], compensation), parts)])
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
@@ -136,18 +140,33 @@ def gptq_round(left: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) ->
     `factor` float32 [in, in]: U of `Compensation`. Returns the values of the codes, float32 [in, out], and the error
     (w - s c) H (w - s c)ᵀ of each channel, float32 [out].
     """
+    left.div_(scale)  # from here on in units of each channel's scale
     values, total = torch.empty_like(left), torch.zeros_like(scale)
     for start in range(0, len(left), BLOCK):
-        block = left[start : start + BLOCK]
-        inner = factor[start : start + BLOCK, start : start + BLOCK]
-        errors = torch.empty_like(block)
-        for j, row in enumerate(block):
-            values[start + j] = code_values(row, scale)
-            errors[j] = (row - values[start + j] * scale) / inner[j, j]
-            block[j + 1 :].addr_(inner[j, j + 1 :], errors[j], alpha=-1)
+        block = slice(start, start + BLOCK)
+        errors = _round_block(left[block], values[block], factor[block, block])
         total += errors.square().sum(0)
-        left[start + BLOCK :].addmm_(factor[start : start + BLOCK, start + BLOCK :].T, errors, alpha=-1)
-    return values, total
+        left[start + BLOCK :].addmm_(factor[block, start + BLOCK :].T, errors, alpha=-1)
+    return values, total.mul_(scale.square())
+
+
+def _round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Round the inputs of a block, `left` [block, out], one after the other into `values`; return their errors over the
+    diagonal of `factor` [block, block].
+
+    The errors of every `RUN` inputs reach the rest of the block as one product.
+    """
+    errors = torch.empty_like(left)
+    diagonal = factor.diagonal().tolist()
+    for start in range(0, len(left), RUN):
+        end = min(start + RUN, len(left))
+        for j in range(start, end):
+            values[j] = nearest_values(left[j])
+            torch.sub(left[j], values[j], out=errors[j]).div_(diagonal[j])
+            left[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j], alpha=-1)
+        left[end:].addmm_(factor[start:end, end:].T, errors[start:end], alpha=-1)
+    values.copysign_(left)
+    return errors
 
 
 class Compensations:

@@ -21,9 +21,6 @@ Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one p
 one pass counts.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,6 +31,7 @@ from torch.nn.functional import embedding_bag
 from ...calibrate.measure.histogram import magnitudes
 from ..codes.formats import E4M3, Float32s
 from ..scales.clip import scale_of
+from .workers import workers
 
 OCTAVE = 1 << 7
 #: Octaves of magnitudes from the amax down, and those at the top and bottom whose errors do not scale by octave.
@@ -81,10 +79,9 @@ def mse_scales(weight: torch.Tensor) -> Float32s:
     `OCTAVES` octaves of BF16's smallest number takes its amax scale.
     """
     error_table()  # made once, by this thread
-    with _single_threaded() as workers, ThreadPoolExecutor(workers) as pool:
-        return np.concatenate(
-            [*pool.map(_block_scales, weight.detach().cpu().contiguous().view(torch.int16).split(BLOCK))]
-        )
+    blocks = weight.detach().cpu().contiguous().view(torch.int16).split(BLOCK)
+    with workers() as (pool, _):
+        return np.concatenate([*pool.map(_block_scales, blocks)])
 
 
 def _block_scales(bits: torch.Tensor) -> Float32s:
@@ -125,17 +122,3 @@ def _bottom_errors(counts: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     row, pattern = few.nonzero(as_tuple=True)
     first = torch.searchsorted(row, torch.arange(len(few)))
     return embedding_bag(pattern, table, first, mode="sum", per_sample_weights=few[row, pattern].float())
-
-
-@contextmanager
-def _single_threaded() -> Iterator[int]:
-    """Let torch's operators use one thread each in this block; yield the number of threads that torch had.
-
-    Many small blocks are faster in parallel than operators that split each block.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield threads
-    finally:
-        torch.set_num_threads(threads)

@@ -19,6 +19,7 @@ from fp8q.quantize.weights.coordinate_descent import MARGIN
 from fp8q.quantize.weights.gptq import (
     BLOCK,
     DAMPING,
+    RUN,
     Compensations,
     compensation,
     gptq_codes,
@@ -87,7 +88,7 @@ def test_the_factor_is_the_upper_cholesky_factor_of_the_inverse_in_falling_order
     np.testing.assert_allclose(found.moments.numpy(), ordered.numpy(), rtol=2e-7)
 
 
-@pytest.mark.parametrize("inputs", [2, BLOCK + 1])
+@pytest.mark.parametrize("inputs", [2, RUN + 1, BLOCK + 1])
 def test_errors_reach_the_last_input_within_a_block_and_behind_it(inputs: int) -> None:
     """1.03 becomes 1, and 0.98 makes up for it: 0.95 is nearer to 0.9375 than to 1."""
     left, factor = torch.zeros(inputs, 1), torch.eye(inputs)
@@ -167,6 +168,22 @@ def test_no_other_code_for_one_weight_lowers_the_error(drawn: tuple[int, int]) -
             gap = (other - codes)[row, column] * scale[row]
             slack = MARGIN * wide[column, column] * gap**2
             assert product_error(weight, other, scale, wide)[row] >= least[row] * (1 - 1e-5) - slack
+
+
+def test_each_thread_rounds_a_part_of_the_channels() -> None:
+    weight, scale, moments = problem(2 * BLOCK + 9, 12, outputs=41)
+    found, threads = compensation(moments), torch.get_num_threads()
+    lost = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            lost.append(product_error(weight, gptq_codes(weight, scale, found), scale, damped(moments)))
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    for some in lost[1:]:  # other shapes of a product may round it otherwise, and change a code
+        np.testing.assert_allclose(some.numpy(), lost[0].numpy(), rtol=0.05)
+        assert float(some.sum()) == pytest.approx(float(lost[0].sum()), rel=0.01)
 
 
 def test_a_large_matrix_is_rounded_some_channels_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
