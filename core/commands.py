@@ -47,11 +47,3 @@ def tune_command(name: str, budget: str, graph: bool) -> str:
     without a plugin.
     """
     return f"fp8q tune {name}{'' if graph else ' --for vllm'} {budget}"
-
-
-def no_graph(root: Path, reason: str) -> str:
-    """Explain that the run at `root` has no ONNX graph."""
-    return (
-        f"{root}: has no ONNX graph, since {reason}; `fp8q generate {name_in_commands(root)} --runtime reference` runs "
-        f"its checkpoint, and {root}/model/README.md says what else does"
-    )

@@ -9,7 +9,7 @@ import copyreg
 from pathlib import Path
 from typing import Any
 
-from .commands import in_run
+from .commands import in_run, name_in_commands
 
 #: The exit codes after Ctrl-C and SIGTERM: 128 plus the signal's number, as in shells.
 INTERRUPTED, TERMINATED = 130, 143
@@ -24,11 +24,10 @@ class Fp8qError(Exception):
 
     exit_code = 1
 
-    def __init__(self, subject: str | Path, fault: str | None = None, remedy: str = ""):
-        """Store the parts; a single argument is the fault."""
+    def __init__(self, subject: str | Path, fault: str, remedy: str = ""):
+        """Store the parts."""
         super().__init__(subject, fault, remedy)
-        self.subject, self.fault = ("", str(subject)) if fault is None else (str(subject), fault)
-        self.remedy = remedy
+        self.subject, self.fault, self.remedy = str(subject), fault, remedy
 
     def __str__(self) -> str:
         """Render the error as one line."""
@@ -48,6 +47,19 @@ class InputError(Fp8qError):
     """The arguments or files of the user are wrong; no half-written file is left behind (exit code 2)."""
 
     exit_code = 2
+
+
+class NoGraphError(InputError):
+    """The run at `root` has no ONNX graph, for a `reason` that follows "since"; the rest of the run is complete."""
+
+    def __init__(self, root: Path, reason: str):
+        """Say what runs the checkpoint without a graph."""
+        super().__init__(
+            root,
+            f"has no ONNX graph, since {reason}",
+            f"`fp8q generate {name_in_commands(root)} --runtime reference` runs its checkpoint, and "
+            f"{root}/model/README.md says what else does",
+        )
 
 
 class GateError(Fp8qError):

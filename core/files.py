@@ -49,23 +49,23 @@ NO_FILES = (
 Document = TypeVar("Document", bound=BaseModel)
 
 
-#: Errors of the operating system, with a remedy each; other errors are not translated.
-REFUSALS = {
-    errno.ENOENT: "is not there, or no longer; restore it, and run the same command again",
-    errno.ENOSPC: "no space left on the disk; free some or name another directory",
-    errno.EDQUOT: "the disk quota is used up; free some space or name another directory",
-    errno.EACCES: "permission denied; name a place you have the right to, or give it to yourself",
-    errno.EPERM: "not permitted; name a place you have the right to, or give it to yourself",
-    errno.EROFS: "the file system is read-only; name a directory you may write to",
-    errno.EFBIG: "the file grew larger than it may; raise the limit (`ulimit -f`), or name another directory",
-    errno.EIO: "the disk failed (input/output error); see the system's log, and name another directory",
-    errno.ENAMETOOLONG: "the name is longer than the file system allows; name a shorter one",
-    errno.ELOOP: "the links there lead in a circle; mend them, or name another",
-    errno.ENOTDIR: "a part of the path is a file, not a directory; name another",
-    errno.EEXIST: "stands where a directory belongs; remove it, or name another",
-    errno.EISDIR: "is a directory where a file belongs; remove it, or name another",
-    errno.EMFILE: "too many files are open; raise the limit (`ulimit -n`)",
-    errno.ENFILE: "too many files are open on this machine; end what holds them",
+#: Errors of the operating system, each with its fault and remedy; other errors are not translated.
+REFUSALS: dict[int, tuple[str, str]] = {
+    errno.ENOENT: ("is not there, or no longer", "restore it, and run the same command again"),
+    errno.ENOSPC: ("no space left on the disk", "free some or name another directory"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space or name another directory"),
+    errno.EACCES: ("permission denied", "name a place you have the right to, or give it to yourself"),
+    errno.EPERM: ("not permitted", "name a place you have the right to, or give it to yourself"),
+    errno.EROFS: ("the file system is read-only", "name a directory you may write to"),
+    errno.EFBIG: ("the file grew larger than it may", "raise the limit (`ulimit -f`), or name another directory"),
+    errno.EIO: ("the disk failed (input/output error)", "see the system's log, and name another directory"),
+    errno.ENAMETOOLONG: ("the name is longer than the file system allows", "name a shorter one"),
+    errno.ELOOP: ("the links there lead in a circle", "mend them, or name another"),
+    errno.ENOTDIR: ("a part of the path is a file, not a directory", "name another"),
+    errno.EEXIST: ("stands where a directory belongs", "remove it, or name another"),
+    errno.EISDIR: ("is a directory where a file belongs", "remove it, or name another"),
+    errno.EMFILE: ("too many files are open", "raise the limit (`ulimit -n`)"),
+    errno.ENFILE: ("too many files are open on this machine", "end what holds them"),
 }
 
 
@@ -82,14 +82,15 @@ def refusal(error: OSError | SafetensorError | RuntimeError, where: Path | None 
     if isinstance(error, RuntimeError):
         if not any(part in str(error) for part in TORCH_WRITER):
             return None
-        what = "a file could not be written to its end; free space there, or name another directory"
-        return InputError(f"{where}: {what}" if where else what)
+        return InputError(
+            where or "", "a file could not be written to its end", "free space there, or name another directory"
+        )
     number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
     if number not in REFUSALS:
         return None
     name = getattr(error, "filename", None)
     place = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else where
-    return InputError(f"{place}: {REFUSALS[number]}" if place else REFUSALS[number])
+    return InputError(place or "", *REFUSALS[number])
 
 
 @contextmanager
@@ -231,12 +232,12 @@ def regular_file(path: Path, remedy: str = "") -> int:
         status = path.stat()
     except FileNotFoundError:
         what = "is a link to a file that is not there" if path.is_symlink() else "there is no such file"
-        raise InputError(path, f"{what}{remedy and f'; {remedy}'}") from None
+        raise InputError(path, what, remedy) from None
     except (OSError, ValueError) as error:
         raise unreadable(path, error, remedy) from None
     for is_one, kind in NO_FILES:
         if is_one(status.st_mode):
-            raise InputError(path, f"is a {kind}", f"{remedy or 'name a file'}")
+            raise InputError(path, f"is a {kind}", remedy or "name a file")
     if not os.access(path, os.R_OK):
         raise unreadable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)), remedy)
     return status.st_size
@@ -245,7 +246,7 @@ def regular_file(path: Path, remedy: str = "") -> int:
 def unreadable(path: Path, error: OSError | ValueError, remedy: str = "") -> InputError:
     """Make the error for a file that cannot be read."""
     why = getattr(error, "strerror", None) or error
-    return InputError(path, f"cannot be read ({why}){remedy and f'; mend that, or {remedy}'}")
+    return InputError(path, f"cannot be read ({why})", remedy and f"mend that, or {remedy}")
 
 
 def write_document(path: Path, document: BaseModel) -> None:

@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 
 from .. import __version__
 from .arithmetic import changed_machine
-from .commands import no_graph, stage_command
-from .errors import InputError
+from .commands import stage_command
+from .errors import InputError, NoGraphError
 from .files import PARTIAL, disk_errors, locked, read_document, remove, replacing, sha256_file, write_document
 from .record import (
     RunRecord,
@@ -282,7 +282,7 @@ class Run:
     def refuse_without_graph(self) -> None:
         """Raise InputError, with the reason, where the run has no ONNX graph."""
         if reason := self.without_graph():
-            raise InputError(no_graph(self.root, reason))
+            raise NoGraphError(self.root, reason)
 
     def is_stale(self, stage: str) -> bool:
         """Tell whether an input of the finished `stage` has been written again since."""

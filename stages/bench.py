@@ -288,7 +288,7 @@ def _rows(
                 try:
                     answers = time_contenders(contenders, size, options.rounds, advance)
                 except SessionError as error:
-                    raise BackendError(str(error)) from error
+                    raise BackendError("", str(error)) from error
                 names = [each.name for each in contenders]
                 yield from rows_of_size(names, answers, size, options.gpu_hour_price, emulated)
 

@@ -80,7 +80,7 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
     try:
         vocabulary = Vocabulary.read(run.model)
     except ModelFileError as error:
-        raise InputError(str(error)) from None
+        raise InputError(error.subject, error.fault, error.remedy) from None
     server, longest = find_server(client, options.served, kept, vocabulary)
     tail = min(load_scales(run).tails.values(), default=None)
     prompts = prompts_of(kept, tail, options.windows, longest)

@@ -46,8 +46,8 @@ def learn_blocks(
         learning.run(BlockSchedule(steps, options.learning_rate, seed, options.scales == "learned"), notes)
     except NoChainError as error:
         raise InputError(
-            "",
-            f"{error.what}, so it cannot learn layer by layer",
+            error.subject,
+            f"{error.reason}, so it cannot learn layer by layer",
             "give `fp8q distill` memory for the whole of it, without --stream",
         ) from error
     before, after = learning.divergences()

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.commands import no_graph
-from ..core.errors import Fp8qError, InputError
+from ..core.errors import Fp8qError, InputError, NoGraphError
 from ..core.files import replacing, write_document
 from ..core.run import Run
 from ..options import ExportOptions, WeightScale
@@ -29,10 +28,6 @@ OF_A_GRAPH = ("build-engine", "triton")
 LEFT_OUT = "--no-graph left it out (`fp8q export` makes it)"
 
 
-class NoGraphError(InputError):
-    """No ONNX graph can be made of a model; the rest of the run is complete."""
-
-
 def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """Run the stage `export`; where no graph can be made of the model, or none is asked for, note the reason instead of
     raising an error.
@@ -45,7 +40,7 @@ def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
     try:
         export(run, asked, notes)
     except (NoGraphError, UntraceableError):
-        notes.note(no_graph(run.root, str(run.without_graph())))
+        notes.note(str(NoGraphError(run.root, str(run.without_graph()))))
 
 
 def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
@@ -74,7 +69,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:
         refuse(run, Key(inputs, asked, NO_FACTS), refused, notes)
-        raise NoGraphError(no_graph(run.root, refused))
+        raise NoGraphError(run.root, refused)
     if asked.attention == "fp8":
         measure_queries(run, "--attention fp8", notes)
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
@@ -149,7 +144,7 @@ def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterat
     try:
         yield
     except UntraceableError as error:
-        refuse(run, key, error.reason, notes)
+        refuse(run, key, error.fault, notes)
         raise
 
 

@@ -89,7 +89,7 @@ def asked(prompt: str, options: GenerateOptions, special_tokens: bool = True) ->
     try:
         return Request(prompt, options.max_tokens, options.stop, special_tokens=special_tokens, **drawn)
     except RequestError as error:
-        raise InputError(str(error)) from None
+        raise InputError("", str(error)) from None
 
 
 @dataclass

@@ -265,7 +265,7 @@ def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: 
         sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
         found = found.joined(sums)
     if not found.nll:
-        raise BackendError("; ".join(found.failed.values()))
+        raise BackendError("", "; ".join(found.failed.values()))
     return found
 
 

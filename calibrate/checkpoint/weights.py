@@ -97,14 +97,14 @@ def _first(directory: Path, name: str, named: str | None) -> Path:
         return local_path(directory / named)
     found = next((directory / file for file in (SINGLE, INDEX) if exists(directory / file)), None)
     if found is None:
-        raise InputError(name, _instead(directory))
+        raise InputError(name, *_instead(directory))
     return found
 
 
-def _instead(directory: Path) -> str:
-    """Describe the weights of a checkpoint that has no safetensors, and how to convert them."""
+def _instead(directory: Path) -> tuple[str, str]:
+    """Describe the weights of a checkpoint that has no safetensors, as fault and remedy."""
     if exists(directory / ADAPTER):
-        return "is an adapter without its base model; give the base model as MODEL, and this directory with --adapter"
+        return "is an adapter without its base model", "give the base model as MODEL, and this directory with --adapter"
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
     if pickled:
         code = (
@@ -112,16 +112,16 @@ def _instead(directory: Path) -> str:
             f"[X.from_pretrained({str(directory)!r}).save_pretrained('NEW') for X in (M, T)]"
         )
         return (
-            f"has only pickled weights ({pickled[0]}), which can run code when read and are refused; convert them "
-            f'where you trust them with `python -c "{code}"` and give NEW'
+            f"has only pickled weights ({pickled[0]}), which can run code when read and are refused",
+            f'convert them where you trust them with `python -c "{code}"` and give NEW',
         )
     others = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack")
     )
     found = f" (but {others[0]})" if others else ""
     return (
-        f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read; save the "
-        "model with save_pretrained"
+        f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read",
+        "save the model with save_pretrained",
     )
 
 

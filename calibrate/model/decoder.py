@@ -107,13 +107,15 @@ class TracedCall:
 
 
 class NoChainError(InputError):
-    """The model is no chain of decoder layers; `what` says why."""
+    """The model is no chain of decoder layers; `reason` says why, as a clause that follows the model's name."""
 
-    def __init__(self, source: Source, what: str):
+    def __init__(self, source: Source, why: str):
         """Name the model and the reason, and how to calibrate it all the same."""
-        self.what = f"{source.name}: {source.architecture} {what}"
+        self.reason = f"{source.architecture} {why}"
         super().__init__(
-            f"{self.what}, so it cannot be streamed layer by layer; calibrate it in memory, with --no-stream"
+            source.name,
+            f"{self.reason}, so it cannot be streamed layer by layer",
+            "calibrate it in memory, with --no-stream",
         )
 
 

@@ -49,11 +49,15 @@ class RankError(Fp8qError):
 
     def __init__(self, failure: RankFailure):
         """Name the rank, and the cause where it is known."""
-        silent = (
-            "died without a word (killed, out of memory, or its machine is gone); what started it has its exit code; "
-            "the same command goes on from what is finished"
-        )
-        super().__init__(f"{failure.name}: {failure.message}" if failure.message else f"{failure.name} {silent}")
+        if failure.message:
+            super().__init__(failure.name, failure.message)
+        else:
+            super().__init__(
+                "",
+                f"{failure.name} died without a word (killed, out of memory, or its machine is gone); what started it "
+                "has its exit code",
+                "the same command goes on from what is finished",
+            )
         self.exit_code, self.reported = failure.code, failure.message is not None
 
 

@@ -299,5 +299,5 @@ def _give_up(heartbeat: Heartbeat, error: BaseException) -> None:
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not isinstance(error, RankError):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(Fp8qError(line_of(error)))
+        get_error_handler().record_exception(Fp8qError("", line_of(error)))
     heartbeat.end(error)

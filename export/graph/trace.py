@@ -45,12 +45,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class UntraceableError(BackendError):
-    """torch's exporter cannot trace an architecture; `reason` says why, as a clause of a sentence."""
+    """torch's exporter cannot trace an architecture; `fault` says why, as a clause of a sentence."""
 
     def __init__(self, reason: str):
         """Make the whole sentence."""
-        super().__init__(f"{reason}; `model/` is complete without the graph")
-        self.reason = reason
+        super().__init__("", reason, "`model/` is complete without the graph")
 
 
 def export_model(run: Run, plan: GraphPlan, adapters: Iterable[str], report: Reporter) -> list[Path]:

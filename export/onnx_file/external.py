@@ -94,7 +94,7 @@ class Places:
             )
             return Place(path, inside, regular_file(path) if inside else None, linked=linked and not inside)
         except InputError as error:
-            return Place(path, True, None, str(error).removeprefix(f"{path}: ").partition(";")[0])
+            return Place(path, True, None, error.fault)
         except (OSError, ValueError) as error:
             return Place(path, False, None, str(error))
 

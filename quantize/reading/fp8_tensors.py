@@ -264,7 +264,7 @@ def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple
     try:
         header, size = read_header(file), file.stat().st_size
     except InputError as error:
-        problems.append((file.name, str(error).removeprefix(f"{file}: ").partition("; ")[0]))
+        problems.append((file.name, error.fault))
         return
     for name, tensor in header.items():
         bits = BITS.get(tensor.dtype) or _bits(tensor.dtype)

@@ -63,7 +63,9 @@ def check_sequential(source: Source, device: str) -> None:
 
 
 def _no_layers(error: NoChainError) -> InputError:
-    return InputError("", f"{error.what}, so it cannot be rounded layer by layer", "use --weight-rounding gptq")
+    return InputError(
+        error.subject, f"{error.reason}, so it cannot be rounded layer by layer", "use --weight-rounding gptq"
+    )
 
 
 class InputReached(Exception):  # noqa: N818  # it stops a forward pass and is no error

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...core.errors import InputError
 from ...core.files import read_document, regular_file
+from ..loop.text import ModelFileError
 from ..triton.engine_model import DESCRIPTION, EngineModel
 from ..triton.repository import LOOP
 from ..triton.schema import import_schema
@@ -158,6 +159,6 @@ def is_regular(path: Path) -> bool:
     return True
 
 
-def why(error: Exception, path: Path) -> str:
+def why(error: InputError | ModelFileError, path: Path) -> str:
     """Describe the fault of a file, without its name and the remedy."""
-    return str(error).removeprefix(f"{path}: ").partition("; ")[0]
+    return error.fault if error.subject == str(path) else f"{error.subject}: {error.fault}"

@@ -158,7 +158,7 @@ def model_files(model: ModelFolder) -> Broken:
                 regular_file(file)
             Vocabulary.read(weights)
         except (InputError, ModelFileError) as error:
-            file = next((file for file in files if str(error).startswith(f"{file}: ")), weights)
+            file = next((file for file in files if error.subject == str(file)), weights)
             yield model.place(file), f"{why(error, file)}; {AGAIN}"
         except DAMAGE as error:
             fault = " ".join(str(error).split()) or type(error).__name__

@@ -25,8 +25,8 @@ def run_engine(run: Run) -> Broken:
                 if name.endswith(".json"):
                     read_document(run.root / name, EngineInfo)
             except InputError as error:
-                what, _, remedy = str(error).removeprefix(f"{run.root / name}: ").partition("; ")
-                yield name, f"{what}; run `{stage_command(stage, run.root)}` again" if remedy else what
+                again = f"; run `{stage_command(stage, run.root)}` again" if error.remedy else ""
+                yield name, f"{error.fault}{again}"
         if run.is_stale(stage):
             yield (
                 run.engines.name,

@@ -34,7 +34,7 @@ def open_run_session(
     try:
         return open_session(directory, runtime, graph)
     except SessionError as error:
-        raise BackendError(str(error)) from error
+        raise BackendError("", str(error)) from error
 
 
 def open_run_engine(
@@ -49,7 +49,7 @@ def open_run_engine(
         return EngineSession(plan, runtime)
     except SessionError as error:
         other = f" (version {info.version} built it)" if info.version != import_runtime(runtime).__version__ else ""
-        raise BackendError(f"{error}{other}") from error
+        raise BackendError("", f"{error}{other}") from error
 
 
 def engine_here(
@@ -92,9 +92,9 @@ def open_generator(run: Run, session: Session, max_batch: int = 8) -> Generator:
     try:
         return Generator(session, Vocabulary.read(run.model), max_batch)
     except ModelFileError as error:
-        raise InputError(str(error)) from error
+        raise InputError(error.subject, error.fault, error.remedy) from error
     except SessionError as error:
-        raise BackendError(str(error)) from error
+        raise BackendError("", str(error)) from error
 
 
 def generate_answers(
@@ -128,4 +128,4 @@ def answer_request(generator: Generator, request: Request, on_text: Callable[[st
 
 
 def _as_input_error(error: Exception) -> Fp8qError:
-    return BackendError(str(error)) if isinstance(error, SessionError) else InputError(str(error))
+    return BackendError("", str(error)) if isinstance(error, SessionError) else InputError("", str(error))

@@ -51,7 +51,19 @@ ALPHABET = _byte_alphabet()
 
 
 class ModelFileError(ValueError):
-    """A file beside the model's weights is missing or lacks what generation needs."""
+    """A file beside the model's weights is missing or lacks what generation needs.
+
+    The parts are those of `core.errors`, which a Triton repository does not have.
+    """
+
+    def __init__(self, subject: Path, fault: str, remedy: str):
+        """Store the parts."""
+        super().__init__(subject, fault, remedy)
+        self.subject, self.fault, self.remedy = str(subject), fault, remedy
+
+    def __str__(self) -> str:
+        """Render the error as one line."""
+        return f"{self.subject}: {self.fault}; {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Vocabulary:
         tokens = tokens | fields | (_read_json(generation) if generation.is_file() else {})
         positions = text.get(POSITIONS) if isinstance(text, dict) else None
         if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
-            raise ModelFileError(f"{config}: names no number of positions; add {POSITIONS}")
+            raise ModelFileError(config, "names no number of positions", f"add {POSITIONS}")
         fp8q_fields = fields.get(OWN)
         served = fp8q_fields.get("positions") if isinstance(fp8q_fields, dict) else None
         positions = min(positions, served) if isinstance(served, int) else positions
@@ -161,11 +173,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelFileError(f"{path}: there is no such file; copy it from the model") from None
+        raise ModelFileError(path, "there is no such file", "copy it from the model") from None
     except (ValueError, RecursionError) as error:  # brackets without end
-        raise ModelFileError(f"{path}: is not JSON ({error}); copy it again from the model") from None
+        raise ModelFileError(path, f"is not JSON ({error})", "copy it again from the model") from None
     if not isinstance(content, dict):
-        raise ModelFileError(f"{path}: holds no JSON object; copy it again from the model")
+        raise ModelFileError(path, "holds no JSON object", "copy it again from the model")
     return content
 
 
@@ -174,14 +186,14 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ModelFileError(
-            f"{path}: the library that reads it is missing ({error}); install it with `pip install tokenizers`"
+            path, f"the library that reads it is missing ({error})", "install it with `pip install tokenizers`"
         ) from error
     if not path.is_file():
-        raise ModelFileError(f"{path}: there is no such file; copy it from the model")
+        raise ModelFileError(path, "there is no such file", "copy it from the model")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises no class of its own
-        raise ModelFileError(f"{path}: tokenizers cannot read it ({error}); copy it again from the model") from error
+        raise ModelFileError(path, f"tokenizers cannot read it ({error})", "copy it again from the model") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -193,8 +205,9 @@ def _token_ids(fields: dict[str, Any], name: str, directory: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
         raise ModelFileError(
-            f"{directory}: its {name} is {str(value)[:60]!r}, and no token id or list of them; mend it in "
-            "generation_config.json or config.json"
+            directory,
+            f"its {name} is {str(value)[:60]!r}, and no token id or list of them",
+            "mend it in generation_config.json or config.json",
         )
     return ids
 

@@ -50,6 +50,6 @@ def _do_all(run: Run, steps: dict[str, Callable[[], object]], progress: Reporter
         except UnfinishedError as error:
             unfinished.append(error)
     if unfinished:
-        raise UnfinishedError("; ".join(map(str, [*unfinished, *gates])))
+        raise UnfinishedError("", "; ".join(map(str, [*unfinished, *gates])))
     if gates:
-        raise GateError("; ".join(map(str, gates)))
+        raise GateError("", "; ".join(map(str, gates)))

@@ -102,7 +102,7 @@ def run_beside(asked: BesideRun, notes: Notes) -> tuple[list[str], dict[str, str
         rows, nll, tops, failed = _taken(asked, turns, folder, notes)
         ran = [name for name in todo if not any(each.partition(WITH)[0] == name for each in failed)]
         if not ran:
-            raise BackendError("; ".join(failed.values()))
+            raise BackendError("", "; ".join(failed.values()))
 
         def of(named: "Mapping[str, Any]") -> dict[str, Any]:
             return {name: value for name, value in named.items() if name.partition(WITH)[0] in ran}

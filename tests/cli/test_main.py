@@ -37,9 +37,9 @@ MORE = "give the process more, calibrate with --stream or a smaller --batch-size
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (InputError("bad.txt: is empty"), 2, "bad.txt: is empty"),
-        (GateError("too much"), 3, "too much"),
-        (BackendError("no GPU"), 4, "no GPU"),
+        (InputError("bad.txt", "is empty"), 2, "bad.txt: is empty"),
+        (GateError("", "too much"), 3, "too much"),
+        (BackendError("", "no GPU"), 4, "no GPU"),
         (OutputClosedError("[Errno 28]"), 1, None),
         (
             KeyboardInterrupt(),
@@ -64,9 +64,9 @@ MORE = "give the process more, calibrate with --stream or a smaller --batch-size
                 "where, simplify that file"
             ),
         ),
-        (PermissionError(13, "Permission denied", "/x/text"), 2, f"/x/text: {REFUSALS[errno.EACCES]}"),
-        (FileNotFoundError(2, "No such file", "/x/link"), 2, f"/x/link: {REFUSALS[errno.ENOENT]}"),
-        (SafetensorError("I/O error: File too large (os error 27)"), 2, REFUSALS[errno.EFBIG]),
+        (PermissionError(13, "Permission denied", "/x/text"), 2, f"/x/text: {'; '.join(REFUSALS[errno.EACCES])}"),
+        (FileNotFoundError(2, "No such file", "/x/link"), 2, f"/x/link: {'; '.join(REFUSALS[errno.ENOENT])}"),
+        (SafetensorError("I/O error: File too large (os error 27)"), 2, "; ".join(REFUSALS[errno.EFBIG])),
         (OSError(errno.ENOTTY, "no typewriter"), 1, f"OSError: [Errno 25] no typewriter {FAULT}"),
     ],
 )

@@ -119,7 +119,7 @@ def test_what_a_reader_raises_is_said_of_its_file_in_one_line(error: Exception, 
 
 def test_what_fp8q_refuses_while_it_reads_is_said_as_it_is() -> None:
     with pytest.raises(InputError, match="^no$"), reading(Path("run"), "anything"):
-        raise InputError("no")
+        raise InputError("", "no")
 
 
 def test_a_disk_that_is_full_while_torch_writes_is_named(tmp_path: Path) -> None:

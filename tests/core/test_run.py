@@ -123,7 +123,7 @@ def test_a_stage_that_dies_leaves_the_last_good_state_and_no_partial_file(run: R
 def test_a_new_directory_of_a_stage_that_failed_is_removed(tmp_path: Path) -> None:
     fresh = Run(tmp_path / "new")
     with pytest.raises(InputError, match="^bad$"), fresh.stage("measure", {}, {}):
-        raise InputError("bad")
+        raise InputError("", "bad")
     assert not fresh.root.exists()
 
 
@@ -294,7 +294,7 @@ def test_a_file_that_may_not_grow_is_named() -> None:
 def test_whatever_the_disk_refuses_is_one_line_that_names_the_file(run: Run, number: int) -> None:
     with pytest.raises(InputError) as refused, run.stage("measure", {}, {}):
         raise OSError(number, os.strerror(number), "/some/file")
-    assert str(refused.value) == f"/some/file: {REFUSALS[number]}"
+    assert str(refused.value) == f"/some/file: {'; '.join(REFUSALS[number])}"
 
 
 def test_what_the_disk_does_not_refuse_is_not_told_as_such(run: Run) -> None:

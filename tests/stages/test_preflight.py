@@ -98,7 +98,7 @@ def test_a_refusal_while_statistics_are_made_leaves_nothing(tmp_path: Path, ther
             run.calibration.write_bytes(b"tokens")
             (run.root / ".measure.work").mkdir()
             log.outputs.append(run.calibration)
-            raise InputError("no")
+            raise InputError("", "no")
 
     with pytest.raises(InputError, match="^no$"):
         stages()
@@ -112,5 +112,5 @@ def test_what_a_finished_stage_left_before_stays(tmp_path: Path) -> None:
         run.calibration.write_bytes(b"tokens")
         log.outputs.append(run.calibration)
     with pytest.raises(InputError), nothing_left(run):
-        raise InputError("no")
+        raise InputError("", "no")
     assert run.calibration.read_bytes() == b"tokens"

@@ -155,7 +155,7 @@ def compare_runtimes(
         openers = {name: loaded(forward) for name, forward in runtimes.items()}
         outcome = compare_in_turn(evaluation, openers, vocabulary, folder, report)
     for why in outcome.failed.values():
-        raise BackendError(why)
+        raise BackendError("", why)
     return outcome.accuracy, outcome.nll
 
 

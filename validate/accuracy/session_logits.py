@@ -48,7 +48,7 @@ def session(
     try:
         opened = open_session(graph.parent, name, graph.name)
     except SessionError as error:
-        raise BackendError(str(error)) from error
+        raise BackendError("", str(error)) from error
     if prompt is not None:
         return served(session_start(opened), prompt)
 

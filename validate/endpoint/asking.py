@@ -74,9 +74,9 @@ def find_model(client: Client, served: str | None) -> ServedModel:
     if served not in limits and (served is not None or len(limits) != 1):
         option, names = client.option.replace("url", "served"), ", ".join(limits)
         raise InputError(
-            f"{client.url}: serves {names[:MOST_NAMES] or 'no model'}"
-            + (f", and not {option} {served}" if served else "")
-            + f"; name one with {option}"
+            client.url,
+            f"serves {names[:MOST_NAMES] or 'no model'}{f', and not {option} {served}' if served else ''}",
+            f"name one with {option}",
         )
     name = served or next(iter(limits))
     limit = limits[name]

@@ -90,7 +90,7 @@ def check_tokens(directory: Path, own: Path, prompts: Sequence[Prompt]) -> None:
     try:
         theirs, ours = (Vocabulary.read(each) for each in (directory, own))
     except ModelFileError as error:
-        raise InputError(str(error)) from None
+        raise InputError(error.subject, error.fault, error.remedy) from None
     for prompt in prompts:
         texts = [each.tokenizer.decode(list(prompt.ids), skip_special_tokens=False) for each in (theirs, ours)]
         if texts[0] != texts[1]:

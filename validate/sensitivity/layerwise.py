@@ -283,7 +283,7 @@ def _refused() -> Iterator[None]:
         yield
     except NoChainError as error:
         raise InputError(
-            "",
-            f"{error.what}, so it cannot be streamed layer by layer",
+            error.subject,
+            f"{error.reason}, so it cannot be streamed layer by layer",
             "give `fp8q sensitivity` memory for the whole of it, with --no-stream",
         ) from error

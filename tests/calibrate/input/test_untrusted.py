@@ -137,14 +137,16 @@ class PanicException(BaseException):
 def test_whatever_a_library_raises_is_blamed_on_its_file(error: BaseException) -> None:
     with (
         pytest.raises(InputError, match="^file: a b$"),
-        foreign(lambda found: InputError(f"file: {error_text(found)}")),
+        foreign(lambda found: InputError("file", error_text(found))),
     ):
         raise error
 
 
-@pytest.mark.parametrize("error", [InputError("ours"), MemoryError(), KeyboardInterrupt(), SystemExit(3), OSError("x")])
+@pytest.mark.parametrize(
+    "error", [InputError("", "ours"), MemoryError(), KeyboardInterrupt(), SystemExit(3), OSError("x")]
+)
 def test_what_is_not_the_files_fault_goes_through(error: BaseException) -> None:
-    with pytest.raises(type(error)) as raised, foreign(lambda found: InputError("file"), OSError):
+    with pytest.raises(type(error)) as raised, foreign(lambda found: InputError("", "file"), OSError):
         raise error
     assert raised.value is error
 

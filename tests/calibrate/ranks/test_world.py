@@ -248,7 +248,7 @@ def test_a_rank_with_a_directory_of_its_own_leaves_nothing_in_it(tmp_path: Path)
     """On a machine that does not share the run, where the disk is full, and where all went well."""
     run = Run(tmp_path / "other-machine" / "run")
     with pytest.raises(InputError), run.work("measure", {}, rank=3):
-        raise InputError("no room")
+        raise InputError("", "no room")
     assert not run.root.exists()
     with run.work("measure", {}, rank=3) as folder:
         assert folder == run.root / ".measure.work" / "rank-3"

@@ -128,7 +128,7 @@ def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fail
 
     def fails_for_the_second(onnx_file: Path, job: Job, report: Any) -> memoryview:
         if job.target == "sm120":
-            raise BackendError("the builder failed")
+            raise BackendError("", "the builder failed")
         return build(onnx_file, job, report)
 
     monkeypatch.setattr(engine, "build", fails_for_the_second)

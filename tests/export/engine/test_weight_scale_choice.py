@@ -74,7 +74,7 @@ def building(modules: tuple[str, ...], wide: dict[str, int], refused: str = "") 
     def build(graph: Path, path: Path) -> Built:
         form = recorded_form(load_graph(graph))
         if form == refused:
-            raise BackendError("TensorRT 10.15 cannot build it: no such kernel")
+            raise BackendError("TensorRT 10.15 cannot build it", "no such kernel")
         info, found = build_engine(graph, path, job, modules, SILENT)
         assert (found.kind, len(found.fp8)) == ("plan", 7)
         shown = dict.fromkeys(modules[: wide[form]], "bf16 × bf16 -> bf16 in profile 0")

@@ -230,7 +230,9 @@ def test_a_killed_call_goes_on_at_the_next_turn(small: Callable[[int], None], tm
     assert len(calls) == 4  # nothing is left to run
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), MemoryError(), BackendError("the session died")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA out of memory"), MemoryError(), BackendError("", "the session died")]
+)
 def test_a_runtime_that_fails_half_way_leaves_the_others_alone(
     small: Callable[[int], None], tmp_path: Path, error: Exception
 ) -> None:
