@@ -18,8 +18,7 @@ from ..core.run import Run
 from ..options import Baseline, BenchOptions, Precision
 from ..quantize.scales.serving_cost import largest_batch
 from ..serve.bench.meter import MemoryTaken, Meter, open_meter
-from ..serve.bench.rounds import Answers, Contender, time_contenders
-from ..serve.bench.timing import million_tokens_cost, timing
+from ..serve.bench.timing import Answers, Contender, million_tokens_cost, time_contenders, timing
 from ..serve.loop.cuda import CudaDevice, CudaError
 from ..serve.loop.sessions import SessionError, import_onnxruntime
 from ..validate.bench.capacity import Footprint, capacities, footprint, with_both

@@ -1,15 +1,21 @@
-"""Build engines from `model.onnx` and prove what runs in them.
+"""Build engines from `model.onnx` and check which GEMMs run on FP8.
 
 One path serves TensorRT and TensorRT-RTX: parse, optimization profiles, build, strongly typed, so that all types are
 the graph's. TensorRT-RTX gets a target and needs no GPU; TensorRT builds for the GPU of this machine. The engine is
-then read back (`plan`, `inspector`), and every promised product must have FP8 on both sides in every profile.
-TensorRT's own path, its inspector included, follows its documentation and public dumps, and has not run yet. What the
-inspector says is written beside the plan, so that it can be read where no GPU is, and sent with a report.
+then read back (`plan`, `inspector`), and every GEMM that `scales.json` expects on FP8 must take FP8 on both sides in
+every profile. TensorRT's own path, its inspector included, follows its documentation and public dumps, and has not run
+yet. The inspector's JSON is written next to the plan, so that it can be read without a GPU and sent with a report.
+
+A graph has two forms (`graph.weight_scale_form`), which TensorRT-RTX compiles to the same kernels. TensorRT's dense
+GEMMs are said to run on FP8 only where both sides have one scale each; its inspector says on the GPU which form does.
+So the run's own form is built first, the other one where expected GEMMs came out without FP8, and the engine with fewer
+of them is kept.
 """
 
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,25 +32,26 @@ from ...core.reporter import Reporter
 from ...core.run import Run, graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.reading.run_checkpoint import checkpoint_of
+from ..graph.weight_scale_form import link_data, other, recorded_form, write_form
 from ..lint.check import lint_graph, promised_attention, sound_graph
 from ..lint.rules import Promise
 from ..onnx_file import names
 from ..onnx_file.bodies import has_body
 from ..onnx_file.loading import load_graph
 from . import targets
-from .build_progress import BuildProgress
-from .failures import explain
 from .info import LAYERS, LISTED, EngineInfo, engines_of
 from .inspector import read_inspector
 from .plan import Evidence, Plan, doubt, evidence, modules_by_types, read_plan
 from .profiles import Profile, profiles
-from .runtime import collecting_logger, import_runtime, inspect_plan, start
+from .runtime import collecting_logger, explain, import_runtime, inspect_plan, start
 from .script import write_script
 from .targets import Runtime
-from .weight_scale_choice import in_better_form
 
 #: What an engine's files end in; ONNX where it was built of another form of the graph.
 WRITTEN = (".plan", ".json", LAYERS, ".sh", ".onnx")
+Built = tuple[EngineInfo, Evidence]
+#: Builds a graph into the file of an engine, and looks into it.
+Build = Callable[[Path, Path], Built]
 
 
 def resolve(options: EngineOptions) -> EngineOptions:
@@ -233,6 +240,54 @@ def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
     return lines
 
 
+def worth_trying(gemm_types: Evidence) -> bool:
+    """Tell whether the other form may do better: where TensorRT's inspector shows promised products that are wide."""
+    return gemm_types.kind == "inspector" and bool(gemm_types.wide)
+
+
+def better(first: Evidence, second: Evidence) -> bool:
+    """Tell whether the `second` of two engines runs more of what is promised as promised; with as many, the first
+    stays.
+    """
+    return second.kind != "unknown" and _short(second) < _short(first)
+
+
+def _short(gemm_types: Evidence) -> tuple[int, int]:
+    return len(gemm_types.wide) + len(gemm_types.unknown), len(gemm_types.wide)
+
+
+def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
+    """Build the engine `path` of a graph, and where that is worth trying of its other form, which is then written
+    beside the engine; returns what was built, and the graph that it is of.
+    """
+    built = info, gemm_types = build(graph, path)
+    if not worth_trying(gemm_types):
+        return built, graph
+    form = recorded_form(load_graph(graph))
+    other_graph, other_plan = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
+    wide = f"{len(gemm_types.wide)} of {info.promised_products} products are not FP8 on both sides"
+    tried = f"{info.target}: with --weight-scale {form} {wide}"
+    links = link_data(graph, path.parent)
+    write_form(graph, other_graph, other(form))
+    try:
+        other_info, other_types = build(other_graph, other_plan)
+        other_is_better = better(gemm_types, other_types)
+        winner = "second" if other_is_better else "first"
+        report.note(f"{tried}, {len(other_types.wide)} with {other(form)}; the {winner} is kept")
+    except BackendError as error:
+        other_is_better = False
+        report.note(f"{tried}; with {other(form)} it cannot be built: {error}")
+    inspector_file = other_plan.with_suffix(LAYERS)
+    if other_is_better:
+        other_plan.replace(path)
+        if inspector_file.exists():
+            inspector_file.replace(path.with_suffix(LAYERS))
+        return (other_info.model_copy(update={"weight_scale": other(form)}), other_types), other_graph
+    for file in (other_graph, other_plan, inspector_file, *links):
+        file.unlink(missing_ok=True)
+    return built, graph
+
+
 def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     """Build the engine of a graph; returns the serialized plan, in the builder's own memory.
 
@@ -319,6 +374,52 @@ def optimization_profile(builder: Any, network: Any, profile: Profile) -> Any:
         ]
         profile_shapes.set_shape(tensor.name, *profile.shapes(tensor.name, dimensions))
     return profile_shapes
+
+
+class BuildProgress:
+    """The finished share of a build. Each phase is one step of its parent phase and has steps of its own.
+
+    The builder calls from its own threads. `cancel` makes it stop at the next step.
+    """
+
+    TOTAL = 100
+
+    def __init__(self, advance: Callable[[int], None]):
+        """Call `advance` for every finished hundredth."""
+        self._advance, self._reported = advance, 0
+        self._phases: dict[
+            str, tuple[float, float, int]
+        ] = {}  # where it begins, how wide one of its steps is, how many are done
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        """Begin a phase of `steps` steps within `parent`."""
+        begin, width, done = self._phases.get(parent or "", (0.0, 1.0, 0))
+        self._phases[phase] = (begin + done * width, width / max(1, steps), 0)
+
+    def step(self, phase: str, index: int) -> bool:
+        """Finish step `index` of a phase; return whether to go on."""
+        if phase in self._phases:
+            begin, width, _ = self._phases[phase]
+            self._phases[phase] = (begin, width, index + 1)
+            self.reach(begin + (index + 1) * width)
+        return not self._cancelled.is_set()
+
+    def finish(self, phase: str) -> None:
+        """End a phase."""
+        self._phases.pop(phase, None)
+
+    def reach(self, share: float) -> None:
+        """Report the finished share of the whole; a smaller share than before is ignored."""
+        with self._lock:
+            if (percent := min(self.TOTAL, int(share * self.TOTAL + 1e-9))) > self._reported:
+                self._advance(percent - self._reported)
+                self._reported = percent
+
+    def cancel(self) -> None:
+        """Make the builder stop."""
+        self._cancelled.set()
 
 
 def progress_monitor(trt: Any, progress: BuildProgress) -> Any:

@@ -1,14 +1,19 @@
-"""Choose the runtime and its target GPUs: TensorRT builds for the GPU of this machine, TensorRT-RTX ahead of time for
-any that it knows.
+"""The runtimes and their target GPUs: TensorRT builds for the GPU of this machine, TensorRT-RTX ahead of time for any
+that it knows.
 
 A target is named after its compute capability, `sm89`. FP8 tensor cores begin with Ada (8.9). For older GPUs the
 builder fails after all the work ("the model contains HW-specific datatypes"), so they are refused before. No runtime is
 imported here.
+
+An engine's runtime and version are in its first bytes. TensorRT's are read as `trtexec --getPlanVersionOnly` reads them
+(NVIDIA/TensorRT, samples/common/sampleEngines.cpp): the tag, a serialization version of 0, and four numbers from byte
+24 on. TensorRT-RTX's are recognized by their tag, which was seen in engines of 1.7.1.
 """
 
 import ctypes
 import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from ...core.errors import BackendError, InputError
@@ -18,6 +23,9 @@ Runtime = Literal["tensorrt", "tensorrt-rtx"]
 MODULES: dict[Runtime, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 #: How the runtimes write themselves.
 TITLES: dict[Runtime, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+#: The first bytes of an engine -> its runtime; and the bytes of TensorRT's header, up to its version.
+TAGS: dict[bytes, Runtime] = {b"ftrt": "tensorrt", b"vtrt": "tensorrt-rtx"}
+HEADER_BYTES = 28
 #: What TensorRT-RTX builds for where there is no GPU: Ada and Blackwell RTX cards.
 AHEAD_OF_TIME = ("sm89", "sm120")
 #: GPUs with FP8 that TensorRT alone builds for, on the GPU itself, by their generation.
@@ -124,3 +132,15 @@ def check_target(target: str, runtime: Runtime, known: tuple[str, ...]) -> None:
                 "`fp8q build-engine RUN --runtime tensorrt`",
             )
         raise InputError(f"--target {target}", f"{TITLES[runtime]} does not know it{here}", f"choose from {fit}")
+
+
+def read_engine_header(path: Path) -> tuple[Runtime | None, str | None]:
+    """The runtime that an engine is for (None: it is no engine), and the version that built it (None: unknown). Raises
+    OSError.
+    """
+    with open(path, "rb") as handle:
+        head = handle.read(HEADER_BYTES)
+    runtime = TAGS.get(head[:4])
+    if runtime != "tensorrt" or len(head) < HEADER_BYTES or any(head[4:8]):
+        return runtime, None
+    return runtime, ".".join(map(str, head[24:28]))

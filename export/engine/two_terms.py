@@ -30,9 +30,8 @@ from math import prod
 from ...quantize.codes.formats import TWO_TERMS
 from .numbers import MOVES, OPERANDS, Difference, moved_by, quantizer_of
 from .plan import Plan
-from .program import Pool, Program, ProgramTensor, Statement
+from .program import Pool, Program, ProgramTensor, Statement, multiple, value_of
 from .promise import Attended, ProductNumbers
-from .sizes import multiple, value_of
 
 #: What of a module is compared.
 TERMS = "two terms"

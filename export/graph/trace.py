@@ -36,8 +36,8 @@ from ..modules.layer_kinds import NotAlikeError, kinds_of, layer_prefix, skip
 from . import passes, renaming
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
 from .expert_branches import branch_experts
-from .heads import split_by_heads
 from .layer_copies import stamp
+from .passes import split_by_heads
 
 OPSET = 23
 Dtype = Literal["bf16", "fp16"]

@@ -25,11 +25,18 @@ from ...quantize.codes.encoding import CODE
 from ...quantize.codes.formats import TWO_TERMS
 from ...quantize.reference.linear import replace_linears
 from . import operators
-from .attention import as_sequences, attending, attention, weights_of
-from .cache import GraphCache, GraphLayer, PlainCache, QuantizedCache
-from .replaced_attention import alibi_slopes, bias
+from .attention import (
+    GraphCache,
+    GraphLayer,
+    PlainCache,
+    QuantizedCache,
+    as_sequences,
+    attending,
+    attention,
+    weights_of,
+)
+from .replaced_attention import alibi_slopes, bias, fix_frequencies
 from .replaced_attention import replace as replace_attention
-from .rotary import fix_frequencies
 from .traced_experts import GraphExperts, groups_by_expert
 
 ATTENTION = "fp8q"

@@ -22,8 +22,7 @@ from ...calibrate.model.classes import code_of
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.products import attention_modules, cache_shapes
 from .graph_model import text_input
-from .replaced_attention import replace, replaceable, restore
-from .rotary import fix_frequencies
+from .replaced_attention import fix_frequencies, replace, replaceable, restore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

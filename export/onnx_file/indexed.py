@@ -4,11 +4,14 @@ matrix product.
 Graphs have 100,000 nodes, and chains of any length. So properties of values are computed once for all values, in the
 order of the nodes, from the properties of a node's inputs: no rule walks back from each product.
 
+ONNX asks for nodes in topological order (F313), and most files have it; a file that does not is sorted and checked all
+the same (`in_order`).
+
 No weight is read. Constants are read one at a time, and only scales and zero points.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +23,6 @@ from . import names
 from .bodies import graph_and_branches, nodes_of, one_value_a_name
 from .constants import Constants, Numbers
 from .external import Storage
-from .order import in_order
 from .tensors import attribute, constant_of, every_tensor
 
 #: The FP8 element types of ONNX.
@@ -294,3 +296,29 @@ class Indexed:
     def constant(self, value: str) -> Numbers | None:
         """The values of a small constant as FP32, through Cast and Identity; None where it is computed or not read."""
         return self.constants.get(value)
+
+
+def in_order(nodes: Sequence[NodeProto], makers: Mapping[str, NodeProto]) -> list[NodeProto]:
+    """Sort the nodes so that each comes behind the producers of its inputs, and otherwise keep the file's order.
+
+    Nodes in a cycle, and nodes that depend on one, come last. `makers`: value -> the node that makes it.
+    """
+    made: set[str] = set()
+    readers: dict[str, list[int]] = {}
+    missing: list[int] = []
+    ordered: list[NodeProto] = []
+    for index, node in enumerate(nodes):
+        lacking = {name for name in node.input if name in makers and name not in made}
+        for name in lacking:
+            readers.setdefault(name, []).append(index)
+        missing.append(len(lacking))
+        free = [] if lacking else [index]
+        while free:
+            ready = nodes[free.pop()]
+            ordered.append(ready)
+            for name in ready.output:
+                made.add(name)
+                for waiting in readers.pop(name, ()):
+                    missing[waiting] -= 1
+                    free += [] if missing[waiting] else [waiting]
+    return ordered + [node for node, lacking in zip(nodes, missing, strict=True) if lacking]

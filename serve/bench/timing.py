@@ -4,18 +4,23 @@ All prompts of a batch arrive together and are read as in the loop of `generate.
 row by row or as many rows as a chunk holds. Then each row gains one greedy token a step. An answer begins as after a
 pause: on the CPU with no cache, so that allocating it counts, on a GPU with what the runtime keeps.
 
+Several models are measured in turns (`time_contenders`), so that the machine's other load affects all alike. All of
+them are in memory together. Before the rounds of a size each gives one untimed answer; then each round times one answer
+of each, and the order rotates.
+
 Other traffic, sampling and text cost more; these belong to the server and are measured there.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..loop.sessions import Batch, Pace
+from ..loop.sessions import Batch, Pace, Session
+from .meter import MemoryTaken
 
 Clock = Callable[[], float]
 #: Shares of the steps that take no longer than what is told.
@@ -94,3 +99,59 @@ def timing(answers: Sequence[BatchTiming], rows: int) -> Timing:
 def million_tokens_cost(price_an_hour: float, tokens_per_second: float) -> float:
     """Return the cost of a million tokens, at that price of an hour, in its currency."""
     return price_an_hour / SECONDS_AN_HOUR / tokens_per_second * MILLION
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A model that is measured: its name, its session, and what it holds of memory."""
+
+    name: str
+    session: Session
+    held: MemoryTaken
+
+
+@dataclass
+class Answers:
+    """A contender's answers to one size, one a round; the memory that it held with them, and the energy that they took,
+    None where there is no counter.
+    """
+
+    memory_bytes: int
+    timings: list[BatchTiming] = field(default_factory=list)
+    joules: float | None = 0.0
+
+
+def time_contenders(
+    contenders: Sequence[Contender],
+    size: tuple[int, int, int],
+    rounds: int,
+    advance: Callable[[int], None] = lambda done: None,
+    clock: Clock = time.perf_counter,
+) -> list[Answers]:
+    """Time the answers of each of `contenders`, models of one vocabulary, for `size`: rows, tokens of each prompt,
+    tokens of each answer. `advance` is called with each number of answers given.
+    """
+    rows, length, tokens = size
+    vocabulary = min(contender.session.vocabulary for contender in contenders)
+    prompts = np.random.default_rng(0).integers(0, vocabulary, (rows, length))
+    batches, answers_by_contender = [], []
+    for contender in contenders:
+        with contender.held.counting():
+            batches.append(contender.session.open_batch(rows, length + tokens))
+            time_batch(batches[-1], contender.session.pace, prompts, tokens, clock)
+        answers_by_contender.append(Answers(contender.held.bytes))
+        advance(1)
+    for number in range(rounds):
+        for turn in range(len(contenders)):
+            index = (number + turn) % len(contenders)
+            contender, answers = contenders[index], answers_by_contender[index]
+            before = contender.held.meter.joules()
+            answers.timings.append(time_batch(batches[index], contender.session.pace, prompts, tokens, clock))
+            after = contender.held.meter.joules()
+            spent = None if before is None or after is None else after - before
+            answers.joules = None if answers.joules is None or spent is None else answers.joules + spent
+            advance(1)
+    for contender, batch in zip(contenders, batches, strict=True):
+        with contender.held.counting():
+            batch.clear()
+    return answers_by_contender

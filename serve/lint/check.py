@@ -1,13 +1,22 @@
-"""Hold a Triton repository against everything that is known to keep a server from starting; no server needed."""
+"""Check a Triton repository against everything that is known to keep a server from starting; no server needed.
+
+Rules R119 and R120, about a run's record of its engines and of its repository, are here too.
+"""
 
 from pathlib import Path
 
-from ...core.findings import Finding
+from ...core.commands import stage_command
+from ...core.errors import InputError
+from ...core.files import read_document
+from ...core.findings import Broken, Finding
 from ...core.run import Run
-from . import rules_config, rules_files, rules_python, rules_run, rules_tensors  # noqa: F401  # enter their rules
+from ...export.engine.info import EngineInfo
+from . import rules_config, rules_files, rules_python, rules_tensors  # noqa: F401  # enter their rules
 from .folder import Repository, open_repository
-from .rules import RULES
+from .rules import RULES, run_rule
 
+#: The stages that build engines begin with this.
+ENGINES = "build-engine"
 __all__ = ["RULES", "lint_engines", "lint_repository"]
 
 
@@ -28,3 +37,33 @@ def lint_engines(run: Run) -> list[Finding]:
 def _broken(held: Repository | Run) -> list[Finding]:
     rules = [RULES[number] for number in sorted(RULES) if (RULES[number].scope == "run") == isinstance(held, Run)]
     return [finding for rule in rules for finding in rule.findings(held)]
+
+
+@run_rule("R119", "run-engine")
+def run_engine(run: Run) -> Broken:
+    """The engines of a run are those that were built, of the graphs that are there now, and beside each lies what is
+    known of it.
+    """
+    for stage, record in run.record().stages.items():
+        if not stage.startswith(ENGINES):
+            continue
+        for name in record.outputs:
+            try:
+                run.require(run.root / name, stage)
+                if name.endswith(".json"):
+                    read_document(run.root / name, EngineInfo)
+            except InputError as error:
+                again = f"; run `{stage_command(stage, run.root)}` again" if error.remedy else ""
+                yield name, f"{error.fault}{again}"
+        if run.is_stale(stage):
+            yield (
+                run.engines.name,
+                f"is of other graphs than there are now; run `{stage_command(stage, run.root)}` again",
+            )
+
+
+@run_rule("R120", "run-repository")
+def run_repository(run: Run) -> Broken:
+    """The repository of a run was written of the files that are there now."""
+    if "triton" in run.record().stages and run.is_stale("triton"):
+        yield run.triton.name, f"is of other files than there are now; run `{stage_command('triton', run.root)}` again"

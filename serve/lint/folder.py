@@ -13,9 +13,8 @@ from typing import Any
 from ...core.errors import InputError
 from ...core.files import read_document, regular_file
 from ..loop.text import ModelFileError
-from ..triton.engine_model import DESCRIPTION, EngineModel
+from ..triton.engine_model import DESCRIPTION, EngineModel, import_schema
 from ..triton.repository import LOOP
-from ..triton.schema import import_schema
 
 CONFIG = "config.pbtxt"
 LARGEST_CONFIG = 16 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.errors import InputError
 from ...core.files import NO_FILES, regular_file
 from ...core.findings import Broken
-from ...export.engine.header import read_engine_header
+from ...export.engine.targets import read_engine_header
 from ..triton.engine_model import EngineModel
 from ..triton.images import RELEASES, release_in
 from .folder import ModelFolder, Repository

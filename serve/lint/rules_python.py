@@ -20,8 +20,8 @@ from ...export.onnx_file.loading import load_graph
 from ..loop.engine_session import RUNTIMES
 from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
 from ..loop.text import ModelFileError, Vocabulary
+from ..triton.engine_model import import_schema
 from ..triton.repository import COMPANIONS
-from ..triton.schema import import_schema
 from .folder import ModelFolder, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN

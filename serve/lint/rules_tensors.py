@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...core.errors import InputError
 from ...core.findings import Broken
-from ..triton.engine_model import DESCRIPTION, EngineModel, declared
+from ..triton.engine_model import DESCRIPTION, EngineModel, declared, import_schema
 from ..triton.repository import INPUTS, OUTPUTS
-from ..triton.schema import import_schema
 from .folder import ModelFolder, why
 from .rules import model_rule
 from .rules_config import AGAIN

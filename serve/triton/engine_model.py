@@ -17,16 +17,16 @@ least one slot, for an empty tensor has no buffer to warm up with.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from onnx import ValueInfoProto
 
-from ...core.errors import InputError
+from ...core.errors import BackendError, InputError
 from ...core.files import Strict
 from ...export.engine.info import EngineInfo
 from ...export.engine.profiles import Profile
 from ...export.lint.check import sound_graph
 from ...export.onnx_file.tensors import type_name
-from .schema import import_schema
 
 #: What follows the name of the Python model.
 SUFFIX = "_engine"
@@ -43,6 +43,24 @@ TRITON_TYPES = {
     "INT64": "TYPE_INT64",
     "BOOL": "TYPE_BOOL",
 }
+
+
+def import_schema() -> tuple[Any, Any]:
+    """Import Triton's `model_config_pb2`, by which fp8q writes and `fp8q lint` reads `config.pbtxt`, and protobuf's
+    `text_format`.
+
+    Raises BackendError, naming the package, where they are not installed.
+    """
+    try:
+        from google.protobuf import text_format
+        from tritonclient.grpc import model_config_pb2
+    except (ImportError, RuntimeError) as error:  # tritonclient turns a missing grpcio into a RuntimeError
+        raise BackendError(
+            "",
+            f"Triton's protobuf schema cannot be imported ({error})",
+            "install it with `pip install 'tritonclient[grpc]'`",
+        ) from error
+    return model_config_pb2, text_format
 
 
 class Binding(Strict):

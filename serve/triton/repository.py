@@ -31,10 +31,9 @@ from ...core.run import Run
 from ...options import TritonOptions, model_name
 from ..loop.engine_session import EngineRuntime
 from ..loop.here import AUTO, ONNX_RUNTIME, plan_path
-from .engine_model import DESCRIPTION, PLAN, SUFFIX, TRITON_TYPES, Binding, EngineModel, engine_config
+from .engine_model import DESCRIPTION, PLAN, SUFFIX, TRITON_TYPES, Binding, EngineModel, engine_config, import_schema
 from .images import PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
 from .ownership import own
-from .schema import import_schema
 
 #: The files of the loop, which lie side by side in a repository as they do there.
 LOOP_FOLDER = Path(__file__).parent.parent / "loop"

@@ -1,9 +1,16 @@
 """The application: OpenAI's endpoints, health, metrics and the page, with their description at /openapi.json.
 
-Pages that show that description would load their scripts from elsewhere, so there are none.
+Pages that show that description would load their scripts from elsewhere, so there are none. The page at `/` is one
+file, which may load nothing and talk to its own server alone. Its script and style are allowed by their hashes (Content
+Security Policy 3, section 8.4), so that text which a model writes could do nothing even if it became part of the page,
+which it does not: it is inserted as text.
 """
 
+import re
+from base64 import b64encode
 from collections.abc import Callable, Coroutine, Sequence
+from hashlib import sha256
+from importlib.resources import files
 from time import perf_counter
 from typing import Any
 
@@ -14,15 +21,14 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse
 
 from ... import __version__
 from ..loop.request import Request as Asked
 from .answering import AnswerResponse, Delivery
 from .answers import ChatForm, CompletionForm, Writer
-from .documents import ChatCompletion, Completion, Health, ModelList, ModelObject
-from .fields import ChatFields, CompletionFields, prompts
+from .fields import ChatCompletion, ChatFields, Completion, CompletionFields, Health, ModelList, ModelObject, prompts
 from .gate import KEYED, Gate
-from .page import page_response
 from .refusals import ErrorBody, Refusal, of_fields
 from .serving import Handed, Model, Serving
 
@@ -254,3 +260,26 @@ def _add_health(app: FastAPI, serving: Serving) -> None:
     async def metrics() -> Response:
         """Counts for Prometheus."""
         return Response(serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def page_response() -> HTMLResponse:
+    """The page, with the headers that hold it to what it is."""
+    text = files(__package__).joinpath("templates/page.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy(text), **HEADERS})
+
+
+HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
+
+
+def policy(text: str) -> str:
+    """The policy of a page: its one script, its one style, its own server, and nothing else."""
+    allowed = {kind: _hash(text, kind) for kind in ("script", "style")}
+    return (
+        f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hash(text: str, kind: str) -> str:
+    (content,) = re.findall(f"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fp8q.calibrate.model.source import open_source
-from fp8q.export.modules.rotary import fix_frequencies
+from fp8q.export.modules.replaced_attention import fix_frequencies
 from fp8q.serve.loop.text import Vocabulary
 
 from ..command_result import Result

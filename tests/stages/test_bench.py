@@ -11,8 +11,7 @@ from fp8q.core.run import Run
 from fp8q.options import BenchOptions
 from fp8q.quantize.scales.serving_cost import Cost
 from fp8q.serve.bench.meter import HostMeter, MemoryTaken
-from fp8q.serve.bench.rounds import Answers, Contender
-from fp8q.serve.bench.timing import BatchTiming
+from fp8q.serve.bench.timing import Answers, BatchTiming, Contender
 from fp8q.stages import bench as bench_stage
 from fp8q.stages.pipeline import steps
 from fp8q.stages.pipeline.steps import Notes

@@ -1,6 +1,6 @@
 """How far a build is, from the builder's nested phases."""
 
-from fp8q.export.engine.build_progress import BuildProgress
+from fp8q.export.engine.build import BuildProgress
 
 
 def test_progress_is_the_share_of_nested_phases() -> None:

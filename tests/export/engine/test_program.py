@@ -8,9 +8,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp8q.export.engine.program import Pool, Program, ProgramTensor, Statement, node_of, read_pool, read_programs
+from fp8q.export.engine.program import (
+    Pool,
+    Program,
+    ProgramTensor,
+    Statement,
+    multiple,
+    node_of,
+    read_pool,
+    read_programs,
+    read_sizes,
+    value_of,
+)
 from fp8q.export.engine.promise import promises
-from fp8q.export.engine.sizes import multiple, read_sizes, value_of
 from fp8q.export.onnx_file import names
 from fp8q.export.onnx_file.loading import load_graph
 

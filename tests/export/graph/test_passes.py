@@ -1,75 +1,126 @@
-"""Passes on graphs of a few nodes: which constants are one, and which number a Reshape is told."""
+"""Passes on graphs of a few nodes, as ONNX text."""
 
 import numpy as np
-import numpy.typing as npt
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx.reference import ReferenceEvaluator
 
-from fp8q.export.graph.passes import merge_constants, state_heads, strip
+from fp8q.export.graph.passes import merge_constants, split_by_heads, state_heads, strip
 
-Values = npt.NDArray[np.generic]
-
-
-def constant(name: str, values: Values) -> ir.Value:
-    tensor = ir.tensor(values, name=name)
-    return ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape))
-
-
-def model_of(nodes: list[ir.Node], inputs: list[ir.Value], constants: list[ir.Value]) -> ir.Model:
-    outputs = [value for node in nodes for value in node.outputs if not value.uses()]
-    graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=constants, opset_imports={"": 23}, name="small")
-    return ir.Model(graph, ir_version=11)
+HEAD = '<ir_version: 11, opset_import: ["" : 23]>'
 
 
 @pytest.mark.parametrize(
     ("other", "merged"),
     [
-        (np.array([1, 2], np.int64), True),
-        (np.array([[1, 2]], np.int64), False),  # the same bytes in another shape
-        (np.array([1, 2], np.int64).view(np.float64), False),  # and of another type
-        (np.array([1, 3], np.int64), False),
+        ("int64[2] two = {1, 2}", True),
+        ("int64[1, 2] two = {1, 2}", False),  # the same bytes in another shape
+        ("uint64[2] two = {1, 2}", False),  # and of another type
+        ("int64[2] two = {1, 3}", False),
     ],
 )
-def test_constants_are_merged_where_type_shape_and_bytes_are_the_same(other: Values, merged: bool) -> None:
-    constants = [constant("one", np.array([1, 2], np.int64)), constant("two", other)]
-    nodes = [ir.node("Identity", [value]) for value in constants]
-    model = model_of(nodes, [], constants)
+def test_constants_are_merged_where_type_shape_and_bytes_are_the_same(other: str, merged: bool) -> None:
+    model = ir.from_onnx_text(f"""{HEAD}
+        small () => (first, second) <int64[2] one = {{1, 2}}, {other}> {{
+          first = Identity(one)
+          second = Identity(two)
+        }}""")
     merge_constants(model)
     assert [*model.graph.initializers] == (["one"] if merged else ["one", "two"])
-    assert (nodes[1].inputs[0] is nodes[0].inputs[0]) == merged
+    assert [node.inputs[0].name for node in model.graph if node.inputs[0] is not None] == [
+        "one",
+        "one" if merged else "two",
+    ]
 
 
 @pytest.mark.parametrize(
     ("sizes", "shape", "stated"),
     [
-        ([2, -1, 4], (2, 3, 4), [2, 3, 4]),  # three heads of four
-        ([2, 3, -1], (2, 3, 4), [2, 3, 4]),
-        ([2, -1, 4], (2, None, 4), [2, -1, 4]),  # nobody knows how many
-        ([-1, 3, -1], (2, 3, 4), [-1, 3, -1]),  # no runtime takes two
+        ((2, -1, 4), "2, 3, 4", [2, 3, 4]),  # three heads of four
+        ((2, 3, -1), "2, 3, 4", [2, 3, 4]),
+        ((2, -1, 4), "2, heads, 4", [2, -1, 4]),  # nobody knows how many
+        ((-1, 3, -1), "2, 3, 4", [-1, 3, -1]),  # no runtime takes two
     ],
 )
 def test_the_size_that_a_reshape_would_infer_is_stated_where_it_is_known(
-    sizes: list[int], shape: tuple[int | None, ...], stated: list[int]
+    sizes: tuple[int, int, int], shape: str, stated: list[int]
 ) -> None:
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, 12]))
-    parts = [constant(f"size{at}", np.array([size], np.int64)) for at, size in enumerate(sizes)]
-    joined = ir.node("Concat", parts, {"axis": 0})
-    reshape = ir.node("Reshape", [x, joined.outputs[0]])
-    reshape.outputs[0].shape = ir.Shape(shape)
-    model = model_of([joined, reshape], [x], parts)
+    a, b, c = sizes
+    model = ir.from_onnx_text(f"""{HEAD}
+        reshaped (float[2, 12] x) => (float[{shape}] y)
+        <int64[1] a = {{{a}}}, int64[1] b = {{{b}}}, int64[1] c = {{{c}}}> {{
+          sizes = Concat <axis = 0> (a, b, c)
+          y = Reshape(x, sizes)
+        }}""")
     state_heads(model)
-    shapes = reshape.inputs[1]
-    concat = shapes.producer() if shapes is not None else None
+    reshape = next(node for node in model.graph if node.op_type == "Reshape")
+    concat = reshape.inputs[1].producer() if reshape.inputs[1] is not None else None
     assert concat is not None
-    assert [value_of(part) for part in concat.inputs] == stated
+    assert [number(part) for part in concat.inputs] == stated
 
 
-def value_of(part: ir.Value | None) -> int:
-    assert part is not None
-    made = part.producer()
-    tensor = part.const_value if made is None else made.attributes["value"].as_tensor()
+def number(value: ir.Value | None) -> int:
+    """The number of a constant, an initializer or a Constant node."""
+    assert value is not None
+    node = value.producer()
+    tensor = value.const_value if node is None else node.attributes["value"].as_tensor()
     assert tensor is not None
     return int(tensor.numpy().item())
+
+
+def fused(name: str = "h.0.attn.c_attn.matmul", perm: str = "0, 2, 1, 3") -> onnx.ModelProto:
+    """A fused q/k/v GEMM that is split on its last axis into two query heads, a key head and a value head of 4."""
+    shapes = [[f"{size}" for size in (2, 5, heads, 4)] for heads in (2, 1, 1)]
+    q, k, v = (", ".join(shape[int(axis)] for axis in perm.split(", ")) for shape in shapes)
+    model = onnx.parser.parse_model(f"""{HEAD}
+        fused (float[2, 5, 12] x, float[12, 16] weight) => (float[{q}] queries, float[{k}] keys, float[{v}] values)
+        <int64[3] widths = {{8, 4, 4}}, int64[4] two = {{2, 5, 2, 4}}, int64[4] one = {{2, 5, 1, 4}}> {{
+          ["{name}"] product = MatMul(x, weight)
+          ["cut"] q, k, v = Split <axis = 2> (product, widths)
+          ["rows.q"] q_heads = Reshape(q, two)
+          ["heads.q"] queries = Transpose <perm = [{perm}]> (q_heads)
+          ["rows.k"] k_heads = Reshape(k, one)
+          ["heads.k"] keys = Transpose <perm = [{perm}]> (k_heads)
+          ["rows.v"] v_heads = Reshape(v, one)
+          ["heads.v"] values = Transpose <perm = [{perm}]> (v_heads)
+        }}""")
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def with_heads_split(model: onnx.ModelProto) -> onnx.ModelProto:
+    converted = ir.from_proto(model)
+    split_by_heads(converted)
+    return ir.to_proto(converted)
+
+
+def test_heads_are_cut_on_an_axis_of_their_own_and_hold_the_same_numbers() -> None:
+    model = fused()
+    changed = with_heads_split(model)
+    onnx.checker.check_model(changed)
+    assert [node.op_type for node in changed.graph.node] == ["MatMul", "Reshape", "Transpose", "Split"]
+    assert {attribute.name: attribute.i for attribute in changed.graph.node[-1].attribute} == {"axis": 1}
+    assert [value.name for value in changed.graph.output] == ["queries", "keys", "values"]
+    random = np.random.default_rng(0)
+    inputs = {
+        name: random.normal(size=shape).astype(np.float32) for name, shape in (("x", (2, 5, 12)), ("weight", (12, 16)))
+    }
+    for before, after in zip(
+        ReferenceEvaluator(model).run(None, inputs), ReferenceEvaluator(changed).run(None, inputs), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(fused(name="node_matmul"), id="no module's product"),
+        pytest.param(fused(perm="0, 1, 2, 3"), id="not transposed to heads first"),
+        pytest.param(fused(perm="0, 2, 3, 1"), id="keys transposed at once"),
+    ],
+)
+def test_a_split_of_anything_else_stays_as_it_is(model: onnx.ModelProto) -> None:
+    assert [node.op_type for node in with_heads_split(model).graph.node] == [node.op_type for node in model.graph.node]
 
 
 def test_the_graph_says_how_a_padded_batch_fills_the_cache() -> None:

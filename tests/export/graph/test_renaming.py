@@ -4,6 +4,7 @@ of a layer in FP32, whose norms are all ones.
 
 import re
 
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -39,9 +40,9 @@ def test_equal_constants_are_one(graph: ir.Graph) -> None:
         for value in graph.initializers.values()
         if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor)
     ]
-    told = [(tensor.dtype, tuple(tensor.shape), tensor.tobytes()) for tensor in constants]
-    assert len(told) > 5
-    assert len(set(told)) == len(told)
+    distinct = [(tensor.dtype, tuple(tensor.shape), tensor.tobytes()) for tensor in constants]
+    assert len(distinct) > 5
+    assert len(set(distinct)) == len(distinct)
 
 
 def test_a_node_is_named_after_its_module_and_its_place_in_it(graph: ir.Graph) -> None:
@@ -91,33 +92,38 @@ def test_no_name_counts_over_the_whole_graph_and_no_note_of_the_exporter_remains
 
 
 def test_a_size_is_read_from_the_first_input_that_has_it() -> None:
-    shapes: dict[str, list[str | int]] = {
-        "input_ids": ["batch", "seq"],
-        "past_key_values.0.key": ["batch", 2, "capacity", 8],
-    }
-    shapes["past_key_values.2.key"] = shapes["past_key_values.0.key"]
-    inputs = [ir.Value(name=name, shape=ir.Shape(shape)) for name, shape in shapes.items()]
-    nodes = [ir.node("Shape", [inputs[2]], {"start": axis, "end": axis + 1}) for axis in (0, 2)]
-    nodes.append(ir.node("Shape", [inputs[2]]))
-    graph = ir.Graph(inputs, [node.outputs[0] for node in nodes], nodes=nodes, opset_imports={"": 23})
-    read_sizes_first(ir.Model(graph, ir_version=11))
-    found = [(node.inputs[0].name, node.attributes.get_int("start", 0)) for node in graph if node.inputs[0] is not None]
-    assert found == [("input_ids", 0), ("past_key_values.0.key", 2), ("past_key_values.2.key", 0)]
+    model = onnx.parser.parse_model("""<ir_version: 11, opset_import: ["" : 23]>
+        sizes (int64[batch, seq] input_ids, float[batch, 2, capacity, 8] past_0, float[batch, 2, capacity, 8] past_2)
+        => (int64[1] rows, int64[1] slots, int64[4] all) {
+          rows = Shape <start = 0, end = 1> (past_2)
+          slots = Shape <start = 2, end = 3> (past_2)
+          all = Shape(past_2)
+        }""")
+    converted = ir.from_proto(model)
+    read_sizes_first(converted)
+    sources = [
+        (node.inputs[0].name, node.attributes.get_int("start", 0))
+        for node in converted.graph
+        if node.inputs[0] is not None
+    ]
+    assert sources == [("input_ids", 0), ("past_0", 2), ("past_2", 0)]
 
 
 def test_what_a_router_adds_to_its_scores_is_no_bias_of_its_product() -> None:
     """DeepSeek's routers add to the sigmoid of their logits; a linear layer's bias is added to the product itself."""
-    scopes = {SCOPES: str(["", "model.layers.0.gate", "matmul"])}
-    given = [ir.Value(name=name) for name in ("x", "model.layers.0.gate.weight", "correction", "bias")]
-    product = ir.node("MatMul", given[:2], metadata_props=scopes)
-    scores = ir.node("Sigmoid", [product.outputs[0]], metadata_props=scopes)
-    corrected = ir.node("Add", [scores.outputs[0], given[2]], metadata_props=scopes)
-    biased = ir.node("Add", [product.outputs[0], given[3]], metadata_props=scopes)
-    graph = ir.Graph(
-        [given[0]], [corrected.outputs[0], biased.outputs[0]], nodes=[product, scores, corrected, biased],
-        initializers=given[1:], opset_imports={"": 23},
-    )  # fmt: skip
-    name_nodes(ir.Model(graph, ir_version=11))
+    model = ir.from_onnx_text("""<ir_version: 11, opset_import: ["" : 23]>
+        router (float[2, 1] x) => (float[2, 2] corrected, float[2, 2] biased)
+        <float[1, 2] weight = {1.0, 2.0}, float[2] correction = {3.0, 4.0}, float[2] bias = {5.0, 6.0}> {
+          logits = MatMul(x, weight)
+          scores = Sigmoid(logits)
+          corrected = Add(scores, correction)
+          biased = Add(logits, bias)
+        }""")
+    model.graph.initializers["weight"].name = "model.layers.0.gate.weight"
+    for node in model.graph:
+        node.metadata_props[SCOPES] = str(["", "model.layers.0.gate", "matmul"])
+    name_nodes(model)
+    product, _, corrected, biased = model.graph
     assert product.name == "layers.0.gate.matmul"
     assert biased.name == "layers.0.gate.bias_add"
     assert corrected.name != biased.name

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from fp8q.serve.bench.meter import GpuMeter, HostMeter, MemoryTaken, open_meter
-from fp8q.serve.bench.rounds import Contender, time_contenders
-from fp8q.serve.bench.timing import BatchTiming, million_tokens_cost, time_batch, timing
+from fp8q.serve.bench.timing import BatchTiming, Contender, million_tokens_cost, time_batch, time_contenders, timing
 from fp8q.serve.loop.host_batch import HostBatch
 from fp8q.serve.loop.sessions import Pace
 

@@ -14,10 +14,9 @@ import pytest
 
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT, Silent
-from fp8q.export.engine.build import Job, build_engine
+from fp8q.export.engine.build import Built, Job, better, build_engine, in_better_form, worth_trying
 from fp8q.export.engine.plan import Evidence, read_plan
 from fp8q.export.engine.profiles import profiles
-from fp8q.export.engine.weight_scale_choice import Built, better, in_better_form, worth_trying
 from fp8q.export.graph.weight_scale_form import recorded_form
 from fp8q.export.onnx_file.loading import load_graph
 

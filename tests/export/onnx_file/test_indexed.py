@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from fp8q.export.onnx_file.indexed import PRODUCTS, Indexed
-from fp8q.export.onnx_file.order import in_order
+from fp8q.export.onnx_file.indexed import PRODUCTS, Indexed, in_order
 
 OPERATORS = ["Transpose", "Relu", "Mul", "Identity", "DequantizeLinear", "MatMul", "Add", "Concat"]
 

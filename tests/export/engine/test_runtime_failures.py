@@ -11,8 +11,8 @@ from fp8q.core.errors import BackendError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.export.engine import targets
 from fp8q.export.engine.build import Job, build
-from fp8q.export.engine.failures import explain
 from fp8q.export.engine.profiles import profiles
+from fp8q.export.engine.runtime import explain
 
 Decoders = Callable[..., Any]
 Edit = Callable[[Path, Callable[[ModelProto], None]], None]
