@@ -4,7 +4,9 @@ one line.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
+from pkgutil import iter_modules
 from typing import Literal
 
 from .errors import visible
@@ -71,3 +73,10 @@ def first_places(
         yield found(node, message)
     if more := sum(1 for _ in places_left):
         yield found("", f"{more:,} more places break this rule; mend those that are listed first", more)
+
+
+def enter_rules(package: str) -> None:
+    """Import every module `rules_…` of a package; each enters its rules in the registry of the package."""
+    for module in iter_modules(import_module(package).__path__):
+        if module.name.startswith("rules_"):
+            import_module(f"{package}.{module.name}")

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
+import onnx.parser
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,3 +111,23 @@ def test_a_clip_method_is_added_by_an_entry_an_option_and_a_function(package: Pa
     tables = "import sys; sys.path.insert(0, 'fp8q/benchmarks'); from pages.choosing_scales import clip_methods as made"
     row = python(package, "-c", f"{tables}; print(made())").splitlines()[-2]
     assert row == "| `fraction` | `--amax-fraction` of the largest magnitude seen | what lies above |  |"
+
+
+LINTED = """<ir_version: 11, opset_import: ["" : 23]>
+copied (float[batch, 4] x) => (float[batch, 4] y) {
+  [copy] y = Identity(x)
+}"""
+
+
+def test_a_lint_rule_is_added_by_one_function(package: Path) -> None:
+    follow("Add a lint rule", package)
+    graph = package.parent / "model.onnx"
+    graph.write_bytes(onnx.parser.parse_model(LINTED).SerializeToString())
+    assert "warning F319 producer: names no producer; set producer_name to the tool that writes the graph" in (
+        python(package, "-m", "fp8q", "lint", graph).splitlines()
+    )
+    explained = python(package, "-m", "fp8q", "lint", "--explain", "F319")
+    assert " ".join(explained.split()) == (
+        "F319 producer Warning, for any graph. The file names the tool that wrote it: whoever finds a fault can then "
+        "report it there."
+    )

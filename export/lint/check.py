@@ -2,8 +2,7 @@
 no torch, no weight read.
 
 Any FP8 graph can be checked, others' too. With a promise (which modules run on FP8, and their scales) the graph is also
-held against `scales.json` and against the interface that serving relies on. The rules are in `rules_codes` (F1xx),
-`rules_products` (F2xx), `rules_graph`, `rules_interface` and `rules_form` (F3xx) and `rules_storage` (F4xx).
+held against `scales.json` and against the interface that serving relies on. The rules are in the files `rules_…`.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,24 +11,16 @@ from types import MappingProxyType
 
 from ...core.errors import InputError
 from ...core.files import read_document
-from ...core.findings import Finding
+from ...core.findings import Finding, enter_rules
 from ...core.run import Run
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.loading import load_graph
 from ..onnx_file.tensors import Array
-from . import (  # noqa: F401  # enter their rules
-    rules_codes,
-    rules_form,
-    rules_graph,
-    rules_interface,
-    rules_products,
-    rules_storage,
-    rules_terms,
-)
 from .rules import RULES, Promise, Rule
 
+enter_rules(__package__)
 #: The rule that the others take for granted.
 FORM = "F314"
 #: The rules that a file keeps whose external data can be opened.

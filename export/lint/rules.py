@@ -1,7 +1,8 @@
-"""The rules of a graph: the register that every rule enters under its number.
+"""The registry of rules for graphs, by number.
 
-A rule is a function from the graph, and what is promised of it, to the places where it is broken. Its docstring says
-why the rule is there.
+A rule is a function from a graph, and what `scales.json` promises of it, to the places where the graph breaks the rule.
+Its docstring gives the reason, which `fp8q lint --explain` and docs/lint.md show. CONTRIBUTING.md has the recipe for a
+new rule.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -92,7 +93,7 @@ def _owner(tensor: str, graph: Indexed) -> str | None:
     return tensor.rpartition(".")[0] or None if tensor in graph.initializers else None
 
 
-#: Number -> rule, in the order of their numbers once all rules are imported (`lint` does so).
+#: Number -> rule, once all rules are imported (`check` does so).
 RULES: dict[str, Rule] = {}
 
 

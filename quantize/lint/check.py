@@ -7,18 +7,11 @@ once, for NaN.
 from pathlib import Path
 
 from ...core.errors import InputError
-from ...core.findings import Finding
+from ...core.findings import Finding, enter_rules
 from ..reading.fp8_tensors import Checkpoint, open_checkpoint
-from . import (  # noqa: F401  # enter their rules
-    rules_cache,
-    rules_files,
-    rules_modules,
-    rules_scales,
-    rules_values,
-    rules_weights,
-)
 from .rules import RULES
 
+enter_rules(__package__)
 __all__ = ["RULES", "checkpoint_findings"]
 
 

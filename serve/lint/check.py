@@ -8,14 +8,14 @@ from pathlib import Path
 from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import read_document
-from ...core.findings import Broken, Finding
+from ...core.findings import Broken, Finding, enter_rules
 from ...core.run import Run
 from ...export.engine.info import EngineInfo
-from . import rules_config, rules_files, rules_python, rules_tensors  # noqa: F401  # enter their rules
 from .folder import Repository, open_repository
 from .rules import RULES, run_rule
 
-#: The stages that build engines begin with this.
+enter_rules(__package__)
+#: The names of stages that build engines begin with this.
 ENGINES = "build-engine"
 __all__ = ["RULES", "lint_engines", "lint_repository"]
 
