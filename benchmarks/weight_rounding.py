@@ -162,7 +162,7 @@ def sequential(
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
         rounded = kind(source, scales.activations, "mse", batches, Path(folder)).run(SILENT)
-        found = {module: rounded.of(module) for module in scales.activations}
+        found = {module: rounded.get(module) for module in scales.activations}
     return {module: pair[0].float() * pair[1][:, None] for module, pair in found.items() if pair}
 
 

@@ -34,7 +34,7 @@ def learn_blocks(
     from ..quantize.reference.fp8_model import open_codes
 
     begun, seed = time.monotonic(), options.seed
-    windows = BlockText.of(text.windows, text.held_out, options.batch_size, seed)
+    windows = BlockText.cut(text.windows, text.held_out, options.batch_size, seed)
     steps = max(1, round(len(windows.train) * options.epochs))
     notes.note(
         f"distill: {text.windows.size:,} tokens of {text.name}, {options.epochs:g} passes in each layer, "

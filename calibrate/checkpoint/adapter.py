@@ -76,7 +76,7 @@ class LoraConfig(BaseModel):
     base_model_name_or_path: str | None = None
     _file: PatternFile = PrivateAttr(default_factory=lambda: PatternFile(Path(ADAPTER)))
 
-    def of(self, file: Path) -> "LoraConfig":
+    def read_from(self, file: Path) -> "LoraConfig":
         """Name the file that this was read from, for errors of its patterns."""
         self._file = PatternFile(file)
         return self
@@ -152,8 +152,8 @@ class Adapter:
         from safetensors import safe_open
 
         with safe_open(self.path / TENSORS, framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-        return found
+            values: torch.Tensor = opened.get_tensor(name)
+        return values
 
     def added(self, module: str) -> "torch.Tensor":
         """Compute s · B A of `module`, float32 [out, in]."""
@@ -174,11 +174,11 @@ def open_adapter(directory: str | Path) -> Adapter:
         raise InputError(f"--adapter {directory}", what, "give the one that PEFT's save_pretrained wrote")
     config = read_lora(path)
     if not exists(path / TENSORS):
-        pickled = next((each.name for each in sorted(path.iterdir()) if each.suffix in PICKLED), None)
-        found = f" but {pickled}, which can run code when read" if pickled else ""
+        pickled = next((file.name for file in sorted(path.iterdir()) if file.suffix in PICKLED), None)
+        pickled_note = f" but {pickled}, which can run code when read" if pickled else ""
         raise InputError(
             f"--adapter {directory}",
-            f"has no {TENSORS}{found}",
+            f"has no {TENSORS}{pickled_note}",
             "load it with PEFT where you trust it, and save_pretrained",
         )
     headers = read_headers((path / TENSORS,))
@@ -203,7 +203,7 @@ def read_lora(path: Path) -> LoraConfig:
     if kind != "LORA":
         raise InputError(file, f"peft_type is {kind}, and LORA alone is read", MERGE_YOURSELF)
     try:
-        config = LoraConfig.model_validate(raw).of(file)
+        config = LoraConfig.model_validate(raw).read_from(file)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
@@ -239,8 +239,10 @@ def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> Non
 
 def _copies(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
     """Map modules to their whole weights among the adapter's tensors."""
-    whole = [name for name in headers if name.startswith(PREFIX) and name.endswith(WEIGHT) and "lora_" not in name]
-    return {name.removeprefix(PREFIX).removesuffix(WEIGHT).removesuffix(UNDER): name for name in whole}
+    full_weights = [
+        name for name in headers if name.startswith(PREFIX) and name.endswith(WEIGHT) and "lora_" not in name
+    ]
+    return {name.removeprefix(PREFIX).removesuffix(WEIGHT).removesuffix(UNDER): name for name in full_weights}
 
 
 def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) -> dict[str, LoraPart]:
@@ -266,8 +268,8 @@ def _part(file: Path, config: LoraConfig, headers: Mapping[str, TensorHeader], m
     a, b = (f"{PREFIX}{module}{end}" for end in ENDS)
     if missing := next((name for name in (a, b) if name not in headers), None):
         raise InputError(file, f"has no {missing}, whose other half is there", "copy or download it again")
-    rank, found = config.rank(module), (headers[a].shape[0], headers[b].shape[1])
-    if found != (rank, rank):
+    rank, ranks = config.rank(module), (headers[a].shape[0], headers[b].shape[1])
+    if ranks != (rank, rank):
         raise InputError(
             file,
             f"{module} has A {list(headers[a].shape)} and B {list(headers[b].shape)}, and {ADAPTER} gives it the rank "

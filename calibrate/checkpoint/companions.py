@@ -66,22 +66,22 @@ def companion_files(path: Path, adapter: Path | None = None) -> dict[str, Path]:
 
     An adapter with a vocabulary brings a whole tokenizer, one with chat templates alone all templates.
     """
-    found = {str(file.relative_to(path)): file for file in companions(path)}
+    base_files = {str(file.relative_to(path)): file for file in companions(path)}
     if adapter is None:
-        return found
-    own = {str(file.relative_to(adapter)): file for file in companions(adapter) if not file.match("LICENSE*")}
-    config = own.get("tokenizer_config.json")
-    templates = any(map(_is_template, own)) or (config is not None and "chat_template" in read_json(config))
-    whole = any(name in VOCABULARY for name in own)
-    if not whole:  # a configuration without its tokenizer says nothing of the base's
-        own = {name: file for name, file in own.items() if _is_template(name) or name == GENERATION}
+        return base_files
+    adapter_files = {str(file.relative_to(adapter)): file for file in companions(adapter) if not file.match("LICENSE*")}
+    config = adapter_files.get("tokenizer_config.json")
+    templates = any(map(_is_template, adapter_files)) or (config is not None and "chat_template" in read_json(config))
+    has_tokenizer = any(name in VOCABULARY for name in adapter_files)
+    if not has_tokenizer:  # a configuration without its tokenizer says nothing of the base's
+        adapter_files = {name: file for name, file in adapter_files.items() if _is_template(name) or name == GENERATION}
 
     def replaced(name: str) -> bool:
         if _is_template(name):
             return templates
-        return whole and name != GENERATION and not fnmatchcase(name, "LICENSE*") and "processor" not in name
+        return has_tokenizer and name != GENERATION and not fnmatchcase(name, "LICENSE*") and "processor" not in name
 
-    return {name: file for name, file in found.items() if not replaced(name)} | own
+    return {name: file for name, file in base_files.items() if not replaced(name)} | adapter_files
 
 
 def _is_template(name: str) -> bool:

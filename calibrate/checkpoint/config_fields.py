@@ -92,11 +92,11 @@ def _without_windows(config: Mapping[str, Any]) -> bool:
 
 def _ids(value: object) -> bool:
     listed = value if isinstance(value, list) else [value]
-    return all(isinstance(each, int) and not isinstance(each, bool) for each in listed)
+    return all(isinstance(number, int) and not isinstance(number, bool) for number in listed)
 
 
 def _strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _small(value: object) -> bool:

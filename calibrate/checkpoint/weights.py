@@ -95,10 +95,10 @@ def _first(directory: Path, name: str, named: str | None) -> Path:
                 "the checkpoint is damaged or not to be trusted",
             )
         return local_path(directory / named)
-    found = next((directory / file for file in (SINGLE, INDEX) if exists(directory / file)), None)
-    if found is None:
+    path = next((directory / file for file in (SINGLE, INDEX) if exists(directory / file)), None)
+    if path is None:
         raise InputError(name, *_instead(directory))
-    return found
+    return path
 
 
 def _instead(directory: Path) -> tuple[str, str]:
@@ -118,9 +118,9 @@ def _instead(directory: Path) -> tuple[str, str]:
     others = sorted(
         path.name for path in directory.iterdir() if path.suffix in (".safetensors", ".gguf", ".h5", ".msgpack")
     )
-    found = f" (but {others[0]})" if others else ""
+    other_format = f" (but {others[0]})" if others else ""
     return (
-        f"has no safetensors weights: neither {SINGLE} nor {INDEX}{found}, and pickled ones are not read",
+        f"has no safetensors weights: neither {SINGLE} nor {INDEX}{other_format}, and pickled ones are not read",
         "save the model with save_pretrained",
     )
 
@@ -156,14 +156,14 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, TensorHeader]:
         regular_file(file, AGAIN)
         with foreign(partial(_damaged, file)), safe_open(file, framework="numpy") as opened:
             views = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            found = {
+            file_headers = {
                 name: TensorHeader(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()
             }
-        for name in found.keys() & headers.keys():
+        for name in file_headers.keys() & headers.keys():
             raise InputError(
                 file, f"holds {name}, and so does {headers[name].file.name}", "copy or download the checkpoint again"
             )
-        headers |= found
+        headers |= file_headers
     return headers
 
 
@@ -228,8 +228,8 @@ class Weights:
         memory.
         """
         part = self._parts.get(name, TensorPart(name))
-        found = self._coding.decoded(part.tensor, self.stored) if self._coding else None
-        tensor = self.stored(part.tensor) if found is None else found
+        decoded = self._coding.decoded(part.tensor, self.stored) if self._coding else None
+        tensor = self.stored(part.tensor) if decoded is None else decoded
         return tensor if part.index is None else tensor[part.index, part.start : part.end]
 
     def stored(self, name: str) -> "torch.Tensor":

@@ -64,11 +64,11 @@ class BoundedPattern:
         """Tell whether the expression matches `text` from its first letter on; raises InputError for too much work."""
         self._check(len(text))
         begun = time.thread_time()
-        found = self._compiled.match(text) is not None
+        matched = self._compiled.match(text) is not None
         self._file.left -= time.thread_time() - begun
         if self._file.left < 0:
             raise self._file.refused(self.expression, f"the patterns of this file take over {SECONDS:.0f} seconds")
-        return found
+        return matched
 
     def _check(self, length: int) -> None:
         if length not in self._ways:
@@ -84,39 +84,41 @@ def ways_of(expression: str, length: int) -> float:
 
 def ways(tree: Any, length: int) -> float:
     """Bound from above in how many ways a parsed expression can be laid over a text of so many letters."""
-    found, repeats = 1.0, 0
+    bound, repeats = 1.0, 0
     for operator, argument in tree:
         match str(operator):
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN" | "AT" | "GROUPREF":
                 continue
             case "BRANCH":
-                found *= sum(ways(each, length) for each in argument[1])
+                bound *= sum(ways(branch, length) for branch in argument[1])
             case "SUBPATTERN" | "ASSERT" | "ASSERT_NOT":
-                found *= ways(argument[-1], length)
+                bound *= ways(argument[-1], length)
             case "ATOMIC_GROUP":
-                found *= ways(argument, length)
+                bound *= ways(argument, length)
             case "GROUPREF_EXISTS":
-                found *= sum(ways(each, length) for each in argument[1:] if each is not None)
+                bound *= sum(ways(branch, length) for branch in argument[1:] if branch is not None)
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
                 least, most, inner = argument
                 if ways(inner, length) == 1 and inner.getwidth()[0] > 0 and least <= 1 and most > length:
                     repeats += 1
                 else:
-                    found *= _repeated(int(least), int(most), ways(inner, length), inner.getwidth()[0], length)
+                    bound *= _repeated(int(least), int(most), ways(inner, length), inner.getwidth()[0], length)
             case _:
                 return float("inf")
-        if found > MOST_WAYS:
+        if bound > MOST_WAYS:
             return float("inf")
-    return found * comb(length + repeats, repeats)
+    return bound * comb(length + repeats, repeats)
 
 
-def _repeated(least: int, most: int, each: float, width: int, length: int) -> float:
-    """Bound the ways of a repeat from `least` to `most` times of something with `each` ways and at least `width`
+def _repeated(least: int, most: int, ways_once: float, width: int, length: int) -> float:
+    """Bound the ways of a repeat from `least` to `most` times of something with `ways_once` ways and at least `width`
     letters; what may be empty is tried `least` times all the same.
     """
     most = min(most, length // width if width else least + length)
     if not width and least > LONGEST:
         return float("inf")
-    if each == 1:
+    if ways_once == 1:
         return max(most - least, 0) + 1.0 + (0 if width else least)
-    return sum(each**times for times in range(min(least, most), most + 1)) if most * each < 400 else float("inf")
+    return (
+        sum(ways_once**times for times in range(min(least, most), most + 1)) if most * ways_once < 400 else float("inf")
+    )

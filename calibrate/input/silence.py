@@ -32,16 +32,16 @@ def muted() -> Iterator[None]:
     every gap of a vocabulary. The message of a signal that ends the program still appears.
     """
     try:
-        kept = os.dup(2)
+        stderr_copy = os.dup(2)
     except OSError:  # standard error is closed
         yield
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        with at_end(lambda: os.dup2(kept, 2)):
+        with at_end(lambda: os.dup2(stderr_copy, 2)):
             os.dup2(nowhere, 2)
             yield
     finally:
-        os.dup2(kept, 2)
+        os.dup2(stderr_copy, 2)
         os.close(nowhere)
-        os.close(kept)
+        os.close(stderr_copy)

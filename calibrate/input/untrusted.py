@@ -96,12 +96,12 @@ def read_json(path: Path, limit: int = JSON_BYTES, finite: bool = True) -> Any:
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         raise InputError(path, f"does not parse: {error_text(error)}", "copy or download it again") from None
-    for place, found in walk(value) if finite else ():
+    for place, item in walk(value) if finite else ():
         if place.count("\0") >= JSON_DEPTH:
             raise InputError(path, f"is nested more than {JSON_DEPTH} deep", "copy or download it again")
-        if isinstance(found, float) and not math.isfinite(found):
+        if isinstance(item, float) and not math.isfinite(item):
             raise InputError(
-                path, f"{place.replace(chr(0), '.')} is {found}, which is no finite number", "copy or download it again"
+                path, f"{place.replace(chr(0), '.')} is {item}, which is no finite number", "copy or download it again"
             )
     return value
 
@@ -113,10 +113,10 @@ def walk(value: Any) -> Iterator[tuple[str, Any]]:
     """
     waiting = [("", 0, value)]
     while waiting:
-        place, depth, found = waiting.pop()
+        place, depth, item = waiting.pop()
         if depth:
-            yield place, found
-        inside = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+            yield place, item
+        inside = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
         if depth <= JSON_DEPTH + 1:
             waiting += [(f"{place}\0{key}" if depth else str(key), depth + 1, held) for key, held in inside]
 

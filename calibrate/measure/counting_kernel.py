@@ -23,12 +23,12 @@ BLOCKS_A_TABLE, LAUNCHED_AT_A_TIME = 16, 1 << 30
 @triton.jit
 def _private(patterns_at, tables_at, count, bins: tl.constexpr, block: tl.constexpr):
     """Count every so many blocks of `count` patterns, int16, into the program's own table, int32."""
-    own = tables_at + tl.program_id(0).to(tl.int64) * bins
+    table = tables_at + tl.program_id(0).to(tl.int64) * bins
     for start in range(tl.program_id(0) * block, count, tl.num_programs(0) * block):
         at = start + tl.arange(0, block)
         inside = at < count
         pattern = tl.load(patterns_at + at, mask=inside, other=0).to(tl.int32)
-        tl.atomic_add(own + pattern, 1, mask=inside, sem="relaxed")
+        tl.atomic_add(table + pattern, 1, mask=inside, sem="relaxed")
 
 
 def triton_count(patterns: torch.Tensor, programs: int | None = None) -> torch.Tensor:

@@ -168,18 +168,18 @@ class Chain:
             return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return self.layer_output.of(LayerCall.of(args, kwargs)[1])
+            return self.layer_output.wrap(LayerCall.split(args, kwargs)[1])
 
         def logits(hidden: torch.Tensor) -> torch.Tensor:
             leaving[:] = [hidden]
             ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
-            found: torch.Tensor = self.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
-            return found
+            output: torch.Tensor = self.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
+            return output
 
-        stands = [pass_on] * (self.layers.count - 1) + [lambda *args, **kwargs: self.layer_output.of(leaving[0])]
+        stands = [pass_on] * (self.layers.count - 1) + [lambda *args, **kwargs: self.layer_output.wrap(leaving[0])]
         with (
             self.weights.filled([*needed, head]),
-            standing_in([*self.layers.of(self.model), embedding], [*stands, blank]),
+            standing_in([*self.layers.modules(self.model), embedding], [*stands, blank]),
         ):
             yield logits
 
@@ -261,7 +261,7 @@ class Stream(Chain):
         """Step n: run all batches through decoder layer n - 1."""
         index = step - 1
         before, after = self.hidden[index % 2], self.hidden[step % 2]
-        layer = self.layers.of(self.model)[index]
+        layer = self.layers.modules(self.model)[index]
         watch = self._watch(index)
         with (
             self.weights.filled(self.inside(index)),

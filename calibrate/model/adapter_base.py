@@ -100,12 +100,11 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
         weight = products[module].weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
         out, width = tuple(weight.shape)[:: -1 if output_channel_axis(products[module]) else 1]
-        found = (adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1])
-        if found != (out, width):
+        outputs, inputs = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
+        if (outputs, inputs) != (out, width):
             raise InputError(
                 adapter.path / TENSORS,
-                f"adapts {module} of {found[1]} inputs and {found[0]} outputs, which here has {width} and {out}: "
-                f"{other}",
+                f"adapts {module} of {inputs} inputs and {outputs} outputs, which here has {width} and {out}: {other}",
             )
     _check_copies(adapter, source, model)
     head = output_head(model) or ""
@@ -123,19 +122,19 @@ def _check_copies(adapter: Adapter, source: Source, model: PreTrainedModel) -> N
     PEFT's save_pretrained writes those of embedding and output head, where these are adapted or where it is asked to;
     loading the adapter puts them in the place of the base's.
     """
-    weights, own = source.weights(), model.state_dict().keys()
+    weights, model_names = source.weights(), model.state_dict().keys()
     for module, name in adapter.copies.items():
         file, stored = adapter.path / TENSORS, source.stored(f"{module}.weight")
-        if f"{module}.weight" not in own or stored not in weights.names():
+        if f"{module}.weight" not in model_names or stored not in weights.names():
             raise InputError(
                 file, f"{name} is none of a linear layer's A and B, and plain LoRA alone is read", MERGE_YOURSELF
             )
-        given, base = adapter.tensor(name), weights.tensor(stored)
-        if given.shape != base.shape or not torch.equal(base.to(given.dtype), given):
+        adapter_weight, base = adapter.tensor(name), weights.tensor(stored)
+        if adapter_weight.shape != base.shape or not torch.equal(base.to(adapter_weight.dtype), adapter_weight):
             raise InputError(
                 file,
-                f"{name} {list(given.shape)} is not the weight of {module} {list(base.shape)} in {source.name}, so "
-                "that the adapter has a whole module of its own",
+                f"{name} {list(adapter_weight.shape)} is not the weight of {module} {list(base.shape)} in "
+                f"{source.name}, so that the adapter has a whole module of its own",
                 MERGE_YOURSELF,
             )
 
@@ -145,29 +144,31 @@ def adapter_remarks(source: Source) -> list[str]:
 
     vLLM does not read ranks and alphas of single modules.
     """
-    of = [adapter for adapter in (source.merged, *source.adapters) if adapter]
-    found = [remark for adapter in of if (remark := foreign_base(adapter, source))]
-    for adapter in of:
-        own, merged = own_of_adapter(source, adapter), adapter is source.merged
-        if own and merged:
-            found.append(f"--adapter {adapter.path}: its own {' and '.join(own)} is taken, which is not the base's")
-        elif own:
-            found.append(
-                f"--adapter {adapter.path}: has a {' and '.join(own)} of its own, which is left aside: base and "
+    adapters = [adapter for adapter in (source.merged, *source.adapters) if adapter]
+    remarks = [remark for adapter in adapters if (remark := foreign_base(adapter, source))]
+    for adapter in adapters:
+        own_files, merged = own_of_adapter(source, adapter), adapter is source.merged
+        if own_files and merged:
+            remarks.append(
+                f"--adapter {adapter.path}: its own {' and '.join(own_files)} is taken, which is not the base's"
+            )
+        elif own_files:
+            remarks.append(
+                f"--adapter {adapter.path}: has a {' and '.join(own_files)} of its own, which is left aside: base and "
                 "adapters are served by the base's"
             )
     for adapter in source.adapters:
         if adapter.patterned:
-            found.append(
+            remarks.append(
                 f"--adapter {adapter.path}: gives single modules a rank or an alpha of their own, which vLLM does not "
                 "read: there some would be scaled by another factor"
             )
         if adapter.copies:
-            found.append(
+            remarks.append(
                 f"--adapter {adapter.path}: holds the base's {next(iter(adapter.copies))} too, for which vLLM refuses "
                 "it; save it with PEFT's save_pretrained(…, save_embedding_layers=False) for vLLM"
             )
-    return found
+    return remarks
 
 
 def foreign_base(adapter: Adapter, source: Source) -> str | None:

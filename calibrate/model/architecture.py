@@ -175,7 +175,7 @@ def refuse_experts(model: "nn.Module", name: str, architecture: str) -> None:
 
 def _holds_experts(name: str, module: "nn.Module") -> bool:
     """Tell whether a module holds several experts, by its names; a shared expert is an ordinary feed-forward block."""
-    if name.startswith("shared_expert") and not any(each.dim() > 2 for each in module.parameters()):
+    if name.startswith("shared_expert") and not any(parameter.dim() > 2 for parameter in module.parameters()):
         return False
     return "expert" in name.lower() or "expert" in type(module).__name__.lower()
 
@@ -214,4 +214,4 @@ def unknown_rotary(config: "PreTrainedConfig") -> str | None:
 def _rotary(text: "PreTrainedConfig") -> list[dict[str, Any]]:
     """The parameters of a language model's rotary frequencies: one set, or one for each kind of layer."""
     kinds = getattr(text, "rope_parameters", None) or {}
-    return [kinds, *(each for each in kinds.values() if isinstance(each, dict))]
+    return [kinds, *(kind for kind in kinds.values() if isinstance(kind, dict))]

@@ -83,14 +83,16 @@ class WidenedProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, widened where it is a product of BF16 matrices."""
-        given = kwargs or {}
+        named = kwargs or {}
         if func is nn.functional.linear and all(map(_is_wanted, args[:2])) and len(args) > 1:
-            bias = args[2] if len(args) > 2 else given.get("bias")
+            bias = args[2] if len(args) > 2 else named.get("bias")
             if args[0].numel() > args[0].shape[-1] and (bias is None or _is_wanted(bias)):
                 return bf16_linear(args[0], args[1], bias)
         elif func in PRODUCTS and (taken := [*filter(_is_tensor, args)]) and all(map(_is_wanted, taken)):
-            return func(*(each.float() if _is_tensor(each) else each for each in args), **given).to(torch.bfloat16)
-        return func(*args, **given)
+            return func(*(argument.float() if _is_tensor(argument) else argument for argument in args), **named).to(
+                torch.bfloat16
+            )
+        return func(*args, **named)
 
 
 def _is_tensor(value: object) -> bool:

@@ -55,8 +55,8 @@ def decoder(model: "nn.Module") -> str:
     config = getattr(model, "config", None)
     if config is None or not nested(config):
         return ""
-    found = model.get_decoder()  # type: ignore[operator]  # it is a PreTrainedModel, having such a configuration
-    name = next((name for name, module in model.named_modules() if module is found), "")
+    language_model = model.get_decoder()  # type: ignore[operator]  # it is a PreTrainedModel, having such a configuration
+    name = next((name for name, module in model.named_modules() if module is language_model), "")
     return f"{name}." if name else ""
 
 

@@ -34,7 +34,7 @@ class LayerCall:
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["LayerCall", torch.Tensor]:
+    def split(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple["LayerCall", torch.Tensor]:
         """Separate the hidden states, the first argument or the one of that name, from the other arguments."""
         hidden = args[0] if args else kwargs["hidden_states"]
         first = (HIDDEN,) if args else ()
@@ -65,7 +65,7 @@ class Layers:
     prefix: str
     count: int
 
-    def of(self, model: PreTrainedModel) -> list[nn.Module]:
+    def modules(self, model: PreTrainedModel) -> list[nn.Module]:
         """The layers of `model`, in order."""
         return [model.get_submodule(f"{self.prefix}.{index}") for index in range(self.count)]
 
@@ -86,7 +86,7 @@ class LayerOutput:
     width: int
     dtype: torch.dtype
 
-    def of(self, hidden: torch.Tensor) -> Any:
+    def wrap(self, hidden: torch.Tensor) -> Any:
         """Put `hidden` into the form that a layer returns."""
         return (hidden, *[None] * (self.outputs - 1)) if self.outputs else hidden
 
@@ -158,7 +158,7 @@ def trace_layers(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, 
         return call
 
     with (
-        standing_in(layers.of(model), [forward(*numbered) for numbered in enumerate(layers.of(meta))]),
+        standing_in(layers.modules(model), [forward(*numbered) for numbered in enumerate(layers.modules(meta))]),
         torch.inference_mode(),
     ):
         model.base_model(
@@ -181,7 +181,7 @@ def common_output(calls: Sequence[TracedCall], layers: Layers, source: Source) -
     for index, traced in enumerate(calls):
         if not traced.args and "hidden_states" not in traced.kwargs:
             raise NoChainError(source, f"does not give layer {index} its hidden states as the first argument")
-        call, hidden = LayerCall.of(traced.args, traced.kwargs)
+        call, hidden = LayerCall.split(traced.args, traced.kwargs)
         if index and hidden is not calls[index - 1].hidden:
             raise NoChainError(source, f"changes the hidden states between layer {index - 1} and layer {index}")
         if any(id(leaf) in outputs for leaf in tree_leaves((call.args, call.kwargs))):
@@ -217,14 +217,14 @@ def record_calls(
     entering: list[torch.Tensor] = []
 
     def pass_on(*args: Any, **kwargs: Any) -> Any:
-        call, hidden = LayerCall.of(args, kwargs)
+        call, hidden = LayerCall.split(args, kwargs)
         calls.append(call)
         entering.append(hidden)
         if len(calls) == layers.count:
             raise LayersReached
-        return output.of(hidden)
+        return output.wrap(hidden)
 
-    with standing_in(layers.of(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
+    with standing_in(layers.modules(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
         model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
     return calls, entering[0]
 
@@ -244,13 +244,13 @@ def run_after(
     with ExitStack() as stack, torch.inference_mode():
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return output.of(LayerCall.of(args, kwargs)[1])
+            return output.wrap(LayerCall.split(args, kwargs)[1])
 
         def leave(*args: Any, **kwargs: Any) -> Any:
             stack.enter_context(observing)
-            return output.of(leaving)
+            return output.wrap(leaving)
 
-        stack.enter_context(standing_in(layers.of(model), [pass_on] * (layers.count - 1) + [leave]))
+        stack.enter_context(standing_in(layers.modules(model), [pass_on] * (layers.count - 1) + [leave]))
         model.base_model(input_ids=input_ids, past_key_values=DynamicCache(), use_cache=True)
 
 

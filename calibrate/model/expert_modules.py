@@ -128,10 +128,10 @@ class Routing:
         """As `Experts.rows_from` has it: the host waits for all experts at once, and once for their products."""
         if (first, positions) not in self._rows:
             late = [token % positions >= first for _, _, token in self.routes]
-            counts = torch.stack([each.sum() for each in late]).tolist()
+            counts = torch.stack([is_late.sum() for is_late in late]).tolist()
             self._rows[first, positions] = [
-                each.byte().argsort(descending=True, stable=True)[:count]
-                for each, count in zip(late, counts, strict=True)
+                is_late.byte().argsort(descending=True, stable=True)[:count]
+                for is_late, count in zip(late, counts, strict=True)
             ]
         return self._rows[first, positions][self.current]
 
@@ -229,11 +229,11 @@ def _empty_linear(width: int, height: int, like: torch.Tensor) -> nn.Linear:
 
 def _has_the_shapes(module: nn.Module) -> bool:
     """Tell whether `module` has the two fused parameters, in matching shapes, and an activation."""
-    own = dict(module.named_parameters())
-    if own.keys() != FUSED.keys() or not hasattr(module, "act_fn"):
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != FUSED.keys() or not hasattr(module, "act_fn"):
         return False
-    number, width, inner = (*own["down_proj"].shape, 0, 0, 0)[:3]
-    return tuple(own["gate_up_proj"].shape) == (number, 2 * inner, width)
+    number, width, inner = (*parameters["down_proj"].shape, 0, 0, 0)[:3]
+    return tuple(parameters["gate_up_proj"].shape) == (number, 2 * inner, width)
 
 
 def computes_the_same(module: nn.Module) -> bool:

@@ -30,12 +30,16 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
     empty.
     """
     conversions = Conversions(model)
-    fused = {name: own for name in shapes if (own := conversions.own(name)[0]) in conversions.fused}
-    fused = {name: own for name, own in fused.items() if len(shapes[name]) == 3}
-    found: dict[str, TensorPart] = {}
+    fused = {
+        name: model_name for name in shapes if (model_name := conversions.model_name(name)[0]) in conversions.fused
+    }
+    fused = {name: model_name for name, model_name in fused.items() if len(shapes[name]) == 3}
+    parts: dict[str, TensorPart] = {}
     for name, shape in shapes.items():
         if name not in fused:
-            found[conversions.original(name) if conversions.beside_experts(name) else name] = TensorPart(name)
+            parts[conversions.original(name) if conversions.shares_a_block_with_experts(name) else name] = TensorPart(
+                name
+            )
             continue
         experts, _, tensor = fused[name].rpartition(".")
         products = FUSED[tensor]
@@ -43,8 +47,8 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
         for expert in range(shape[0]):
             for half, product in enumerate(products):
                 under = conversions.original_of(experts, expert, product)
-                found[under] = TensorPart(name, expert, half * rows, (half + 1) * rows)
-    return found if fused else {}
+                parts[under] = TensorPart(name, expert, half * rows, (half + 1) * rows)
+    return parts if fused else {}
 
 
 class Conversions:
@@ -59,14 +63,16 @@ class Conversions:
         #: The fused tensors that there would be, by name.
         self.fused = {f"{name}.{tensor}": tensor for name in self.experts for tensor in FUSED}
         table = get_model_conversion_mapping(model) if self.experts else []
-        self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
-        self._converters: list[WeightConverter] = [each for each in table if isinstance(each, WeightConverter)]
+        self._renamings = [conversion for conversion in table if isinstance(conversion, WeightRenaming)]
+        self._converters: list[WeightConverter] = [
+            conversion for conversion in table if isinstance(conversion, WeightConverter)
+        ]
         self._places = {**dict.fromkeys(model.state_dict(), True), **dict.fromkeys(self.fused, True)}
         self._prefix = model.base_model_prefix
 
-    def own(self, stored: str) -> tuple[str, str | None]:
-        """The name that transformers gives the tensor `stored` under a name, and the pattern by which it makes it a
-        part of a fused tensor.
+    def model_name(self, stored: str) -> tuple[str, str | None]:
+        """Return transformers' name of a tensor that files call `stored`, and the pattern of the conversion that makes
+        it a part of a fused tensor; None for a tensor that is not converted.
         """
         from transformers.core_model_loading import rename_source_key
 
@@ -74,17 +80,17 @@ class Conversions:
 
     def stored_names(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the names of experts' weights, as `expert_names` does."""
-        found: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name in stored:
-            own, pattern = self.own(name)
+            model_name, pattern = self.model_name(name)
             if pattern is None:
-                if own.removesuffix(".weight").rpartition(".")[0].rpartition(".")[0] in self.experts:
-                    found[own] = name
-            elif own in self.fused and (product := self._product(self.fused[own], pattern)):
+                if model_name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[0] in self.experts:
+                    names[model_name] = name
+            elif model_name in self.fused and (product := self._product(self.fused[model_name], pattern)):
                 number = re.search(re.escape(pattern).replace(r"\.\*\.", r"\.(\d+)\."), name)
                 if number:
-                    found[f"{own.rpartition('.')[0]}.{int(number[1])}.{product}.weight"] = name
-        return found
+                    names[f"{model_name.rpartition('.')[0]}.{int(number[1])}.{product}.weight"] = name
+        return names
 
     def _product(self, tensor: str, pattern: str) -> str | None:
         """The product of an expert whose weights match `pattern`, and are stacked into `tensor`.
@@ -101,32 +107,32 @@ class Conversions:
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         kinds: list[type] = [MergeModulelist] if len(FUSED[tensor]) == 1 else [MergeModulelist, Concatenate]
-        for made in self._converters:
-            axes = [getattr(each, "dim", None) for each in made.operations]
+        for converter in self._converters:
+            axes = [getattr(operation, "dim", None) for operation in converter.operations]
             if (
-                made.target_patterns[0].endswith(f"experts.{tensor}")
-                and [type(each) for each in made.operations] == kinds
+                converter.target_patterns[0].endswith(f"experts.{tensor}")
+                and [type(operation) for operation in converter.operations] == kinds
                 and axes == [0, 1][: len(kinds)]
-                and len(made.source_patterns) == len(FUSED[tensor])
+                and len(converter.source_patterns) == len(FUSED[tensor])
             ):
-                return made
+                return converter
         return None
 
-    def beside_experts(self, stored: str) -> bool:
+    def shares_a_block_with_experts(self, stored: str) -> bool:
         """Tell whether the `stored` tensor is in a block of experts without being an expert's: a router or a shared
         expert.
         """
-        own = self.own(stored)[0]
-        return any(own.startswith(f"{name.rpartition('.')[0]}.") for name in self.experts)
+        model_name = self.model_name(stored)[0]
+        return any(model_name.startswith(f"{name.rpartition('.')[0]}.") for name in self.experts)
 
-    def original(self, own: str) -> str:
-        """The stored name of the tensor that transformers calls `own`."""
-        name = self._renamed_back(own)
-        return name if self.own(name)[0] == own else own
+    def original(self, model_name: str) -> str:
+        """The stored name of the tensor that transformers calls `model_name`."""
+        name = self._renamed_back(model_name)
+        return name if self.model_name(name)[0] == model_name else model_name
 
     def _renamed_back(self, name: str) -> str:
-        for each in reversed(self._renamings):
-            name, _ = each.reverse_transform().rename_source_key(name)
+        for renaming in reversed(self._renamings):
+            name, _ = renaming.reverse_transform().rename_source_key(name)
         return name
 
     def original_of(self, experts: str, number: int, product: str) -> str:

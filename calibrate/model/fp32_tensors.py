@@ -41,7 +41,7 @@ def fp32_tensors(
     `model`: without values, in BF16; `renamed`: its name of a tensor -> that in the files, where they differ. Tensors
     that it does not know (multi-token prediction) are judged by their names alone.
     """
-    own, pattern = {under: name for name, under in renamed.items()}, fp32_pattern(model, dtype)
-    made = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
-    called = {name: own.get(name, name) for name in names}
-    return frozenset(name for name, under in called.items() if under in made or pattern.search(under))
+    model_names, pattern = {under: name for name, under in renamed.items()}, fp32_pattern(model, dtype)
+    fp32_names = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
+    called = {name: model_names.get(name, name) for name in names}
+    return frozenset(name for name, under in called.items() if under in fp32_names or pattern.search(under))

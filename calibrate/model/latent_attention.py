@@ -38,8 +38,8 @@ class _Expanding:
         keys, values = _expanded(self.attention, latent, rotated)
         if self.cache is None:
             return keys, values
-        kept: tuple[torch.Tensor, torch.Tensor] = self.cache.update(keys, values, *args, **kwargs)
-        return kept
+        cached: tuple[torch.Tensor, torch.Tensor] = self.cache.update(keys, values, *args, **kwargs)
+        return cached
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

@@ -31,10 +31,10 @@ def load_tensors(
     """
     experts = experts_of(skeleton)
     names = expert_names(skeleton, tensors)
-    beside = {name: tensor for name, tensor in tensors.items() if name not in set(names.values())}
+    other_tensors = {name: tensor for name, tensor in tensors.items() if name not in set(names.values())}
     kind = _without_experts(type(skeleton)) if experts else type(skeleton)
     loaded: Any = kind.from_pretrained(
-        None, config=deepcopy(config), state_dict=beside, ignore_mismatched_sizes=True, output_loading_info=True,
+        None, config=deepcopy(config), state_dict=other_tensors, ignore_mismatched_sizes=True, output_loading_info=True,
         dtype=dtype, device_map=device,
     )  # fmt: skip
     model, info = loaded
@@ -52,15 +52,15 @@ def load_tensors(
             if tensor.shape != parameter.shape:
                 misshapen.append((f"{place}.{name}", tensor.shape, parameter.shape))
             else:
-                owner, _, own = name.rpartition(".")
-                laid_in.get_submodule(owner)._parameters[own] = nn.Parameter(tensor.to(device, dtype))
+                owner, _, last = name.rpartition(".")
+                laid_in.get_submodule(owner)._parameters[last] = nn.Parameter(tensor.to(device, dtype))
         model.set_submodule(place, laid_in.eval())
     model.__class__ = type(skeleton)
     cache_heads(model)
     return model, [
         *(
-            f"{name} has shape {list(found)} where the model has {list(wanted)}"
-            for name, found, wanted in sorted(misshapen)
+            f"{name} has shape {list(shape)} where the model has {list(wanted)}"
+            for name, shape, wanted in sorted(misshapen)
         ),
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} is unknown to the model" for name in sorted(unknown)),

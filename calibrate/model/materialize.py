@@ -41,7 +41,7 @@ class Materializer:
         self.copies, self._coming = copies_of(device), dict[str, Coming]()
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
-            **{kept: tied for tied, kept in model.all_tied_weights_keys.items()},
+            **{tied_to: tied for tied, tied_to in model.all_tied_weights_keys.items()},
         }
 
     @contextmanager
@@ -68,7 +68,7 @@ class Materializer:
         """
         modules = [(name, self.model.get_submodule(name)) for name in names if self.copies.ahead]
         keys = {f"{name}.{key}" for name, module in modules for key in module._parameters}
-        stored = [found for key in sorted(keys) if (found := self._find(key)) is not None]
+        stored = [stored_name for key in sorted(keys) if (stored_name := self._find(key)) is not None]
         if has_room(torch.device(self.device), sum(4 * prod(self.weights.shape(name)) for name in stored)):
             self._coming = {
                 name: self.copies.to_device(partial(self.weights.tensor, name)) for name in dict.fromkeys(stored)

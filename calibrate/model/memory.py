@@ -28,8 +28,8 @@ def available_bytes(device: str) -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    found = [size for size in (_machine(), container_bytes()) if size is not None]
-    return min(found, default=None)
+    sizes = [size for size in (_machine(), container_bytes()) if size is not None]
+    return min(sizes, default=None)
 
 
 def has_room(device: "torch.device", size: int) -> bool:
@@ -38,8 +38,8 @@ def has_room(device: "torch.device", size: int) -> bool:
         return True
     import torch
 
-    free, whole = torch.cuda.mem_get_info(device)
-    return int(free) - size >= (1 - SHARE) * whole
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free) - size >= (1 - SHARE) * total
 
 
 def _machine() -> int | None:

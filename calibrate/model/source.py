@@ -121,8 +121,8 @@ class Source:
         """One fingerprint of the base and the adapters beside it; empty where the weights were not read."""
         if not self.adapters or not self.fingerprint:
             return self.fingerprint
-        beside = {f"adapter {adapter.name}": adapter.fingerprint for adapter in self.adapters}
-        return _combined({"base": self.fingerprint, **beside})
+        adapters = {f"adapter {adapter.name}": adapter.fingerprint for adapter in self.adapters}
+        return _combined({"base": self.fingerprint, **adapters})
 
     @property
     def companions(self) -> dict[str, Path]:
@@ -134,9 +134,9 @@ class Source:
         template, if any.
         """
         merged = replace(self, merged=adapter, coding=coding)
-        own = {name: file for name, file in merged.companions.items() if file.is_relative_to(adapter.path)}
+        adapter_files = {name: file for name, file in merged.companions.items() if file.is_relative_to(adapter.path)}
         both = {"base": self.fingerprint, "adapter": adapter.fingerprint}
-        both |= {f"adapter's {name}": sha256_file(file) for name, file in own.items()}
+        both |= {f"adapter's {name}": sha256_file(file) for name, file in adapter_files.items()}
         return replace(merged, fingerprint=_combined(both) if self.fingerprint else "")
 
     def weights(self) -> Weights:
@@ -316,9 +316,11 @@ def _check_model(source: Source) -> Source:
     source = replace(source, parts=views(skeleton, {name: weights.shape(name) for name in weights.names()}))
     weights = source.weights()
     # a prefix under which transformers has a module is the model's own
-    own = tuple(skeleton.state_dict())
+    model_names = tuple(skeleton.state_dict())
     drafting = mtp_prefixes(source.config.to_dict(), weights.names())
-    source = replace(source, mtp=tuple(start for start in drafting if not any(name.startswith(start) for name in own)))
+    source = replace(
+        source, mtp=tuple(start for start in drafting if not any(name.startswith(start) for name in model_names))
+    )
     shapes = {name: weights.shape(name) for name in weights.names() if not name.startswith(source.mtp)}
     stored = headers(shapes)
     loaded = _load(source, skeleton, stored, HEADER_TYPE, "meta")
@@ -327,8 +329,8 @@ def _check_model(source: Source) -> Source:
     if wrong:
         raise InputError(source.path / "config.json", wrong, "copy or download it again")
     renamed = renamed_tensors(loaded, stored)
-    kept = (fp32_tensors(skeleton, weights.names(), renamed, dtype) for dtype in (torch.bfloat16, torch.float16))
-    in_bf16, in_fp16 = kept
+    fp32_names = (fp32_tensors(skeleton, weights.names(), renamed, dtype) for dtype in (torch.bfloat16, torch.float16))
+    in_bf16, in_fp16 = fp32_names
     return replace(source, renamed=renamed, fp32=in_bf16, fp32_in_files=in_bf16 | in_fp16)
 
 

@@ -33,10 +33,14 @@ def renamed_tensors(loaded: PreTrainedModel, stored: Mapping[str, torch.Tensor])
     tensor that transformers splits.
     """
     names = {tensor.untyped_storage()._cdata: name for name, tensor in stored.items()}
-    own = loaded.state_dict(keep_vars=True)
-    found = {name: names.get(tensor.untyped_storage()._cdata, name) for name, tensor in own.items()}
-    whole = {name: under for name, under in found.items() if under in stored and stored[under].shape == own[name].shape}
-    return {name: under for name, under in whole.items() if under not in own}
+    model_tensors = loaded.state_dict(keep_vars=True)
+    stored_names = {name: names.get(tensor.untyped_storage()._cdata, name) for name, tensor in model_tensors.items()}
+    unsplit = {
+        name: under
+        for name, under in stored_names.items()
+        if under in stored and stored[under].shape == model_tensors[name].shape
+    }
+    return {name: under for name, under in unsplit.items() if under not in model_tensors}
 
 
 def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -46,14 +50,14 @@ def renamed_in(config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]]) 
     stored = headers(shapes)
     with quiet_transformers():
         loaded, _ = load_tensors(empty(deepcopy(config), HEADER_TYPE), config, stored, HEADER_TYPE, "meta")
-    found = renamed_tensors(loaded, stored)
+    renamed = renamed_tensors(loaded, stored)
     owners = {
-        under.removesuffix(".weight"): own.removesuffix(".weight")
-        for own, under in found.items()
-        if own.endswith(".weight") and under.endswith(".weight")
+        under.removesuffix(".weight"): model_name.removesuffix(".weight")
+        for model_name, under in renamed.items()
+        if model_name.endswith(".weight") and under.endswith(".weight")
     }
     for name in shapes:
         owner, _, part = name.rpartition(".")
         if owner in owners:
-            found[f"{owners[owner]}.{part}"] = name
-    return found
+            renamed[f"{owners[owner]}.{part}"] = name
+    return renamed

@@ -60,13 +60,13 @@ def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedToke
     Raises InputError when its files make none, or one that cannot tokenize.
     """
     with companion_directory(source) as directory:
-        auto, found = auto_tokenizer(source, directory), None
+        auto, mismatch = auto_tokenizer(source, directory), None
         with foreign(partial(_refusal, source)), muted():
             if report is not SILENT:
-                found = difference(directory, auto)
+                mismatch = difference(directory, auto)
             tokenizer = chosen(auto, directory, source.tokenizer)
-        if found:
-            report.note(f"{source.name}: {found}; {TAKEN[source.tokenizer]}")
+        if mismatch:
+            report.note(f"{source.name}: {mismatch}; {TAKEN[source.tokenizer]}")
         return tokenizer
 
 
@@ -177,15 +177,15 @@ def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> str | None:
             if theirs != ours:
                 return (
                     f"{text[:EXAMPLE]!r} is {_tokens(theirs, auto.convert_ids_to_tokens)} by AutoTokenizer, which vLLM "
-                    f"uses, and {_tokens(ours, lambda ids: [plain.id_to_token(each) for each in ids])} by "
+                    f"uses, and {_tokens(ours, lambda ids: [plain.id_to_token(token_id) for token_id in ids])} by "
                     f"{TOKENIZER}"
                 )
     return None
 
 
 def _tokens(ids: list[int], names: Callable[[list[int]], Any]) -> str:
-    told = " ".join(map(str, names(ids[:SHOWN])))
-    return f"{told} …" if len(ids) > SHOWN else told
+    text = " ".join(map(str, names(ids[:SHOWN])))
+    return f"{text} …" if len(ids) > SHOWN else text
 
 
 def own_of_adapter(source: Source, adapter: Adapter) -> list[str]:
@@ -196,15 +196,15 @@ def own_of_adapter(source: Source, adapter: Adapter) -> list[str]:
     """
     base = replace(source, merged=None)
     changed = replace(source, merged=adapter)
-    own = [file for file in changed.companions.values() if not file.is_relative_to(source.path)]
-    if not own:
+    adapter_files = [file for file in changed.companions.values() if not file.is_relative_to(source.path)]
+    if not adapter_files:
         return []
-    check_files(own, source.text_config.vocab_size)
-    (before, templates), (after, own_templates) = (_read(each) for each in (base, changed))
-    texts = [encoder(each) for each in (before, after)]
-    found = ["tokenizer"] if any(texts[0](text) != texts[1](text) for text in SAMPLES) else []
-    found += ["chat template"] if templates != own_templates else []
-    return found + ([f"end of a text ({after.eos_token})"] if before.eos_token_id != after.eos_token_id else [])
+    check_files(adapter_files, source.text_config.vocab_size)
+    (before, templates), (after, own_templates) = (_read(version) for version in (base, changed))
+    texts = [encoder(version) for version in (before, after)]
+    differences = ["tokenizer"] if any(texts[0](text) != texts[1](text) for text in SAMPLES) else []
+    differences += ["chat template"] if templates != own_templates else []
+    return differences + ([f"end of a text ({after.eos_token})"] if before.eos_token_id != after.eos_token_id else [])
 
 
 def _read(source: Source) -> tuple["PreTrainedTokenizerBase", dict[str, str]]:

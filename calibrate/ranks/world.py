@@ -81,11 +81,11 @@ class World:
 
         if self.size == 1:
             return [dict(document)]
-        own = _bytes(document)
+        payload = _bytes(document)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._settle(self._dist.all_gather(sizes, torch.tensor([len(own)]), group=self.group, async_op=True))
+        self._settle(self._dist.all_gather(sizes, torch.tensor([len(payload)]), group=self.group, async_op=True))
         padded = torch.full((max(map(int, sizes)),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
-        padded[: len(own)] = own
+        padded[: len(payload)] = payload
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         self._settle(self._dist.all_gather(parts, padded, group=self.group, async_op=True))
         return [json.loads(part.numpy().tobytes()) for part in parts]

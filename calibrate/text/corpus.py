@@ -142,8 +142,8 @@ def _parts(text: str) -> list[str]:
 
 def hold_out_tail(ids: Tokens, fraction: float = 0.1) -> tuple[Tokens, Tokens]:
     """Split tokens into those for calibration and the last `fraction` of them, for evaluation."""
-    kept = len(ids) - int(len(ids) * fraction)
-    return ids[:kept], ids[kept:]
+    boundary = len(ids) - int(len(ids) * fraction)
+    return ids[:boundary], ids[boundary:]
 
 
 def windows(

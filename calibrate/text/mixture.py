@@ -69,9 +69,9 @@ def largest_total(available: Sequence[int], weights: Sequence[Fraction], below: 
     A smaller total may not fit all the same: by the largest remainder a part's number can fall when the total grows
     (the Alabama paradox).
     """
-    whole = sum(weights)
-    bound = min(int((count + 1) * whole / weight) for count, weight in zip(available, weights, strict=True))
-    floor = min(int(count * whole / weight) for count, weight in zip(available, weights, strict=True))
+    total_weight = sum(weights)
+    bound = min(int((count + 1) * total_weight / weight) for count, weight in zip(available, weights, strict=True))
+    floor = min(int(count * total_weight / weight) for count, weight in zip(available, weights, strict=True))
     # By the quota rule a part gets its quota rounded up or down, so only totals between these two need a test.
     if below is not None:
         bound = min(bound, below - 1)

@@ -77,18 +77,18 @@ def check_disjoint(
 
     From a hundredth on it is noted. `data` and `eval_data`: the user's names for the texts.
     """
-    found = measure_overlap(calibration, evaluation)
-    what, where = (eval_data, data) if found.of_second >= found.of_first else (data, eval_data)
-    if found.too_much and not allowed:
+    overlap = measure_overlap(calibration, evaluation)
+    what, where = (eval_data, data) if overlap.of_second >= overlap.of_first else (data, eval_data)
+    if overlap.too_much and not allowed:
         raise InputError(
             f"--eval-data {eval_data}",
-            f"is not apart from the calibration text: {found.shown} of {what} is in {where}",
+            f"is not apart from the calibration text: {overlap.shown} of {what} is in {where}",
             "evaluate on other text, leave --eval-data out to hold out the last tenth of --data, or give "
             "--allow-overlap",
         )
-    if found.worth_a_note:
-        report.note(f"--eval-data {eval_data}: {found.shown} of {what} is in {where}")
-    return found
+    if overlap.worth_a_note:
+        report.note(f"--eval-data {eval_data}: {overlap.shown} of {what} is in {where}")
+    return overlap
 
 
 def measure_overlap(first: Sequence[str], second: Sequence[str], window: int | None = None) -> Overlap:

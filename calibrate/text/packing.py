@@ -86,13 +86,13 @@ def prefix_of(tokenizer: "PreTrainedTokenizerBase", texts: Iterable[str] = ()) -
     Where it cannot encode our samples, the beginnings of the first two of `texts` take their place. Raises InputError
     where the tokens cannot be told: windows without the BOS that is served would be measured without a word.
     """
-    own = tuple(text[:SAMPLE] for text in islice((text for text in texts if text.strip()), len(SAMPLES)))
+    text_samples = tuple(text[:SAMPLE] for text in islice((text for text in texts if text.strip()), len(SAMPLES)))
     try:
         return _common_prefix(tokenizer, SAMPLES)
     except InputError:
-        if not own:
+        if not text_samples:
             raise
-    return _common_prefix(tokenizer, own)
+    return _common_prefix(tokenizer, text_samples)
 
 
 def _common_prefix(tokenizer: "PreTrainedTokenizerBase", samples: tuple[str, ...]) -> tuple[int, ...]:
@@ -119,8 +119,10 @@ def _before(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...] 
     """Return the tokens that are added in front of those of `text` when it is encoded with special tokens; None where
     its own tokens are not among them.
     """
-    whole, plain = (
+    with_special, plain = (
         list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for special in (True, False)
     )
-    places = range(len(whole) - len(plain) + 1)
-    return next((tuple(whole[:place]) for place in places if whole[place : place + len(plain)] == plain), None)
+    places = range(len(with_special) - len(plain) + 1)
+    return next(
+        (tuple(with_special[:place]) for place in places if with_special[place : place + len(plain)] == plain), None
+    )

@@ -93,13 +93,13 @@ def choose_column(spec: str, kinds: Mapping[str, Kind], reading: Reading) -> Doc
         )
     wanted = reading.column or ("text" if "text" in strings or len(strings) != 1 else strings[0])
     if wanted not in strings:
-        found = (
+        columns = (
             "none"
             if not kinds
             else ", ".join(name if kind == "strings" else f"{name} (no strings)" for name, kind in kinds.items())
         )
         raise InputError(
-            spec, f"has no column `{wanted}` of strings; its columns are {found}", "name the one to read `text`"
+            spec, f"has no column `{wanted}` of strings; its columns are {columns}", "name the one to read `text`"
         )
     return DocumentColumn(wanted, chat=False)
 

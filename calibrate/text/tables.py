@@ -63,10 +63,10 @@ def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> D
             every = -(-sum(sizes[group] for group in groups) // reading.limit)
         batch_rows = min(max(BATCH_BYTES // max([1, *sizes]), 1), BATCH)
         rows = _parquet_rows(file, groups, every, column.name, batch_rows)
-        found = documents(spec, rows, column, reading, EXPANSION * reading.limit, report)
+        loaded = documents(spec, rows, column, reading, EXPANSION * reading.limit, report)
         if sum(sizes) > reading.limit:
-            report.note(excerpt_note(spec, len(found.texts), file.metadata.num_rows, "rows"))
-        return found
+            report.note(excerpt_note(spec, len(loaded.texts), file.metadata.num_rows, "rows"))
+        return loaded
 
 
 def _kind(field: "pa.Field[Any]") -> Kind:
@@ -108,7 +108,7 @@ def read_saved(path: Path, spec: str, reading: Reading, report: Reporter) -> Doc
     """Read the documents of a directory that `datasets` saved; raises InputError."""
     import datasets
 
-    for file in sorted(found for ending in ("json", "arrow") for found in path.rglob(f"*.{ending}")):
+    for file in sorted(entry for ending in ("json", "arrow") for entry in path.rglob(f"*.{ending}")):
         regular_file(file, AGAIN)
     with quiet_datasets(), table_errors(spec, "save or copy it again"):
         saved = datasets.load_from_disk(str(path))
@@ -140,8 +140,8 @@ def read_hub(spec: str, reading: Reading, report: Reporter) -> Documents:
         HfApi().dataset_info(name)  # fails at once without a network, where datasets would retry for half a minute
         remedy = f"name one of its configurations as {name}:config, or save its text to a file and give that"
         with table_errors(spec, remedy), scratch() as cache:
-            found = datasets.load_dataset(name, config or None, streaming=True, cache_dir=str(cache))
-            rows = found[choose_split(spec, list(found), reading)]
+            splits = datasets.load_dataset(name, config or None, streaming=True, cache_dir=str(cache))
+            rows = splits[choose_split(spec, list(splits), reading)]
             column = choose_column(spec, column_kinds(rows.take(HEAD)), reading)
             numbered = ((f"row {number:,}", row) for number, row in enumerate(rows.select_columns([column.name]), 1))
             return documents(spec, numbered, column, reading, reading.limit, report)

@@ -151,15 +151,15 @@ def _renderer() -> Callable[..., str]:
     except ImportError:
         return _plain
 
-    def rendered(source: str, date: datetime, messages: list[dict[str, Any]], **told: Any) -> str:
+    def rendered(source: str, date: datetime, messages: list[dict[str, Any]], **variables: Any) -> str:
         # it reads the clock itself, and newer versions accept no function for it
         with patch.object(own, "datetime", SimpleNamespace(now=lambda: date)):
-            return str(own.render_jinja_template([messages], chat_template=source, **told)[0][0])
+            return str(own.render_jinja_template([messages], chat_template=source, **variables)[0][0])
 
     return rendered
 
 
-def _plain(source: str, date: datetime, **told: Any) -> str:
+def _plain(source: str, date: datetime, **variables: Any) -> str:
     """Render `source` in Jinja's sandbox, with the extensions that templates expect of transformers.
 
     These are break and continue, a `tojson` that escapes nothing for HTML, `raise_exception`, and `generation` blocks.
@@ -188,7 +188,7 @@ def _plain(source: str, date: datetime, **told: Any) -> str:
     )
     machine.filters["tojson"] = as_json
     machine.globals["raise_exception"] = refuse
-    return str(machine.from_string(source).render(strftime_now=date.strftime, **told))
+    return str(machine.from_string(source).render(strftime_now=date.strftime, **variables))
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ DEFAULT = "default"
 
 def templates_in(directory: Path) -> dict[str, str]:
     """Name -> source of the chat templates in `directory`; raises InputError for a file that does not read."""
-    own = directory / "chat_template.jinja"
-    found = {path.stem: _text(path) for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
-    found |= {DEFAULT: _text(own)} if own.is_file() else {}
+    default_file = directory / "chat_template.jinja"
+    templates = {path.stem: _text(path) for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
+    templates |= {DEFAULT: _text(default_file)} if default_file.is_file() else {}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = found or _named(read_fields(directory / name).get("chat_template"))
-    return found
+        templates = templates or _named(read_fields(directory / name).get("chat_template"))
+    return templates
 
 
 def without_default(templates: dict[str, str]) -> str:
@@ -33,12 +33,12 @@ def without_default(templates: dict[str, str]) -> str:
     return f"the chat templates {', '.join(sorted(templates))}, and none that is called {DEFAULT}"
 
 
-def _named(given: object) -> dict[str, str]:
+def _named(field: object) -> dict[str, str]:
     """The templates in a field of JSON: one, or a list of named ones."""
-    if isinstance(given, list):
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    if isinstance(field, list):
+        named = {entry.get("name"): entry.get("template") for entry in field if isinstance(entry, dict)}
         return {str(name): text for name, text in named.items() if isinstance(text, str)}
-    return {DEFAULT: given} if isinstance(given, str) else {}
+    return {DEFAULT: field} if isinstance(field, str) else {}
 
 
 def _text(path: Path) -> str:

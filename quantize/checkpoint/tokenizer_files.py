@@ -60,8 +60,8 @@ def _end_as(directory: Path, end: int | None) -> None:
     file = directory / GENERATION
     fields = json.loads(file.read_bytes()) if file.is_file() else {}
     config = json.loads((directory / "config.json").read_bytes())
-    given = fields.get(END, (config.get("text_config", {}) | config).get(END))
-    known = given if isinstance(given, list) else [] if given is None else [given]
+    end_ids = fields.get(END, (config.get("text_config", {}) | config).get(END))
+    known = end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids]
     if end is not None and end not in known:
         file.write_text(json.dumps(fields | {END: [*known, end]}, indent=2) + "\n", encoding="utf-8")
 
@@ -83,10 +83,10 @@ def _read_as_it_is(directory: Path) -> None:
 
 def _remaining(directory: Path) -> str | None:
     """Describe how the tokenizers in `directory` differ; None where they agree."""
-    found: str | None = "AutoTokenizer does not load it"
+    mismatch: str | None = "AutoTokenizer does not load it"
     with suppress(OSError, ValueError, ImportError):
-        found = difference(directory, auto_of(directory))
-    return found and (
-        f"model/{TOKENIZER}: {found}; transformers has rules of its own for this type of model, so that vLLM reads "
+        mismatch = difference(directory, auto_of(directory))
+    return mismatch and (
+        f"model/{TOKENIZER}: {mismatch}; transformers has rules of its own for this type of model, so that vLLM reads "
         "other tokens than were calibrated: send it token ids, or calibrate with --tokenizer auto"
     )

@@ -176,8 +176,8 @@ class ModuleQuantizer:
         """
         axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
         # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
-        own = self.rounding.learned is None and inherited is not None and axis == 0
-        quantized: QuantizedWeight | Skipped | None = inherited.of(module) if own and inherited else None
+        inherits = self.rounding.learned is None and inherited is not None and axis == 0
+        quantized: QuantizedWeight | Skipped | None = inherited.get(module) if inherits and inherited else None
         if quantized is None:
             rows = weight().movedim(axis, 0).contiguous()
             quantized = self.rounding.quantized(module, rows, INT8 if self.scales.format == "int8" else E4M3)
@@ -295,18 +295,18 @@ def write_config(
 
 def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout, ties: Ties) -> str | None:
     """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
-    own: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
+    fields: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if scales.tails:
-        own["tails"] = scales.tails
+        fields["tails"] = scales.tails
     if scales.bf16_inputs:
-        own["bf16_inputs"] = scales.bf16_inputs
+        fields["bf16_inputs"] = scales.bf16_inputs
     if form.wide_cache:
-        own["wide_cache"] = [*form.wide_cache.values()]
+        fields["wide_cache"] = [*form.wide_cache.values()]
     if patterns := patterns_of(form.stored):
-        own["stored"] = patterns
+        fields["stored"] = patterns
     if form.positions is not None:
-        own[OWN_POSITIONS] = form.positions
-    more: dict[str, object] = {OWN_CONFIG: own} if own else {}
+        fields[OWN_POSITIONS] = form.positions
+    more: dict[str, object] = {OWN_CONFIG: fields} if fields else {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(

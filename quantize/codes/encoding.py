@@ -93,4 +93,4 @@ def code_tables(scale: torch.Tensor, terms: int) -> torch.Tensor:
     """
     patterns = torch.arange(1 << 16, device=scale.device, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     codes = encode_two(patterns, scale) if terms == 2 else (encode(patterns, scale),)
-    return torch.stack([each.to(torch.bfloat16) for each in codes])
+    return torch.stack([term.to(torch.bfloat16) for term in codes])

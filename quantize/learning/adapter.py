@@ -97,7 +97,7 @@ def target_names(model: nn.Module, modules: Sequence[str]) -> list[str]:
 
 def adam(student: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
     """Make Adam's optimizer of the parameters of `student` that are not frozen."""
-    return torch.optim.Adam([each for each in student.parameters() if each.requires_grad], learning_rate)
+    return torch.optim.Adam([parameter for parameter in student.parameters() if parameter.requires_grad], learning_rate)
 
 
 def save_adapter(folder: Path, student: PreTrainedModel, config: dict[str, Any], base: str) -> list[Path]:

@@ -101,21 +101,21 @@ def learn_block(
     result = BlockResult(before, before, 0, None if math.isfinite(before) else 0)
     if result.stopped is not None:
         return result, codes
-    told = 0
+    reported = 0
 
     def tell(step: int) -> None:
-        nonlocal told
-        if step > told:  # the steps of a training that begins anew are told once
-            told = step
+        nonlocal reported
+        if step > reported:  # the steps of a training that begins anew are told once
+            reported = step
             advance(1)
 
     for attempt in range(ATTEMPTS):
         rate = schedule.learning_rate / SMALLER**attempt
-        found, own = _attempt(block, batches, replace(schedule, learning_rate=rate), before, tell)
-        if found.after < result.after:
-            result, codes = found, own
-        if not found.worse:
-            return replace(result, stopped=found.stopped, worse=False), codes
+        outcome, learned = _attempt(block, batches, replace(schedule, learning_rate=rate), before, tell)
+        if outcome.after < result.after:
+            result, codes = outcome, learned
+        if not outcome.worse:
+            return replace(result, stopped=outcome.stopped, worse=False), codes
         for layer in learned_layers(block.layer).values():
             layer.restore()
     return result, codes

@@ -53,7 +53,7 @@ class BlockText:
     held_out: Mapping[int, Tokens]
 
     @classmethod
-    def of(cls, train: Tokens, held_out: Tokens, batch_size: int, seed: int) -> "BlockText":
+    def cut(cls, train: Tokens, held_out: Tokens, batch_size: int, seed: int) -> "BlockText":
         """Cut windows into batches of `batch_size`; those to learn from are shuffled by `seed` first."""
         shuffled = np.random.default_rng(seed).permutation(train)
         parts = [
@@ -120,8 +120,8 @@ class BlockLearning(Chain):
                 started = time.monotonic()
                 learned.append(self._layer(index, calls, replace(schedule, seed=schedule.seed + index), advance))
                 if index == begun and len(remaining) > 1:
-                    whole = (time.monotonic() - started) * len(remaining)
-                    report.note(f"distill: by what the first layer took, some {whole:,.0f} s here")
+                    total_s = (time.monotonic() - started) * len(remaining)
+                    report.note(f"distill: by what the first layer took, some {total_s:,.0f} s here")
 
     def divergences(self) -> tuple[float, float]:
         """KL(float || FP8) on the held-out windows, nats a token, with the codes that the model had, and with those
@@ -132,13 +132,13 @@ class BlockLearning(Chain):
         with self.behind_layers() as logits, torch.inference_mode():
             for batch, ids in self.text.held_out.items():
                 states = [
-                    each[count % 2].read(batch, self.device) for each in (self.float, self.unlearned, self.learned)
+                    hidden[count % 2].read(batch, self.device) for hidden in (self.float, self.unlearned, self.learned)
                 ]
                 for window in range(len(ids)):
                     for start in range(0, ids.shape[1], POSITIONS):
                         part = slice(start, start + POSITIONS)
                         wanted, *had = (
-                            logits(each[window : window + 1, part]).float().log_softmax(-1) for each in states
+                            logits(hidden[window : window + 1, part]).float().log_softmax(-1) for hidden in states
                         )
                         for number, log_p in enumerate(had):
                             sums[number] += float((wanted.exp() * (wanted - log_p)).sum())
@@ -182,7 +182,7 @@ class BlockLearning(Chain):
         """Take the float model past a layer, let the layer of the FP8 model learn, and take that past it too; return
         its losses.
         """
-        layer, before, after = self.layers.of(self.model)[index], index % 2, (index + 1) % 2
+        layer, before, after = self.layers.modules(self.model)[index], index % 2, (index + 1) % 2
 
         def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
             shape = tuple(states.shapes[batch][:2])
@@ -201,9 +201,9 @@ class BlockLearning(Chain):
                 partial(run_layer, self.learned[before]),
                 lambda batch: self.float[after].read(batch, self.device),
             )
-            result, found = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
-            learned = {name: found[name.removeprefix(prefix)] for name in layers}
-            changed = sum(each.settle(*learned[name]) for name, each in layers.items())
+            result, by_product = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
+            learned = {name: by_product[name.removeprefix(prefix)] for name in layers}
+            changed = sum(linear.settle(*learned[name]) for name, linear in layers.items())
             with torch.inference_mode():
                 for batch in self.text.batches:
                     self.learned[after].write(batch, run_layer(self.learned[before], batch))

@@ -19,19 +19,19 @@ class LearnedCodes:
         self._tensors = safe_open(file, "pt")
         self._names = frozenset(self._tensors.keys())
 
-    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not learned."""
         return self[module] if f"{module}.codes" in self._names else None
 
     def __getitem__(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scale of a `module` that was learned, as `of` does."""
+        """Return codes and scale of a `module` that was learned, as `get` does."""
         return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 
 def gathered_codes(layers: Mapping[str, LearnedLinear]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Collect the codes that `layers` learned, and their scales; all ranks call this where they share weights."""
-    found = {name: layer.learned() for name, layer in layers.items()}
-    return {name: (codes.cpu(), scale.cpu()) for name, (codes, scale) in found.items()}
+    learned = {name: layer.learned() for name, layer in layers.items()}
+    return {name: (codes.cpu(), scale.cpu()) for name, (codes, scale) in learned.items()}
 
 
 def save_codes(file: Path, codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -81,17 +81,17 @@ class Distillation(LearningRecord):
         """The outcome in a sentence."""
         return self.outcome("the model is unchanged", f"{self.changed:.1%} of the codes changed")
 
-    def followed_by(self, whole: "Distillation") -> "Distillation":
-        """Join the outcome of layers that learned with that of the `whole` model, which began with their codes, or as
-        they did where these were no better.
+    def followed_by(self, end_to_end: "Distillation") -> "Distillation":
+        """Join the outcome of learning layer by layer with that of `end_to_end` learning, which began with the codes of
+        the layers, or as they did where these were no better.
         """
-        later = [each.model_copy(update={"step": self.steps + each.step}) for each in whole.moments]
-        return whole.model_copy(
+        later = [moment.model_copy(update={"step": self.steps + moment.step}) for moment in end_to_end.moments]
+        return end_to_end.model_copy(
             update={
-                "steps": self.steps + whole.steps,
-                "seconds": round(self.seconds + whole.seconds, 1),
-                "moments": [self.start, *later] if self.best.step else [whole.start, *later[1:]],
-                "stopped": "; ".join(filter(None, (self.stopped, whole.stopped))) or None,
+                "steps": self.steps + end_to_end.steps,
+                "seconds": round(self.seconds + end_to_end.seconds, 1),
+                "moments": [self.start, *later] if self.best.step else [end_to_end.start, *later[1:]],
+                "stopped": "; ".join(filter(None, (self.stopped, end_to_end.stopped))) or None,
                 "blocks": self.blocks,
             }
         )

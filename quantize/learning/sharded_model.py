@@ -47,10 +47,10 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules of the outermost list of as many as the configuration says; none where there is no such."""
     count = model.config.get_text_config().num_hidden_layers
     modules = language_modules(model).values()
-    lists = (each for each in modules if isinstance(each, nn.ModuleList) and len(each) == count)
+    lists = (module for module in modules if isinstance(module, nn.ModuleList) and len(module) == count)
     return list(next(lists, ()))
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether the parameters of `model` are shared between ranks."""
-    return any(isinstance(each, DTensor) for each in model.parameters())
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -32,18 +32,21 @@ def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of `optimizer` with the parts that this rank has in the place of shared tensors."""
     state = optimizer.state_dict()
     parts = {
-        index: {name: own_part(value) if isinstance(value, torch.Tensor) else value for name, value in each.items()}
-        for index, each in state["state"].items()
+        index: {
+            name: own_part(value) if isinstance(value, torch.Tensor) else value
+            for name, value in parameter_state.items()
+        }
+        for index, parameter_state in state["state"].items()
     }
     return state | {"state": parts}
 
 
 def load_own_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load what `own_state` had on this rank into an `optimizer` of the same parameters."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shared = {
-        index: {name: _shared_like(value, parameters[index]) for name, value in each.items()}
-        for index, each in state["state"].items()
+        index: {name: _shared_like(value, parameters[index]) for name, value in parameter_state.items()}
+        for index, parameter_state in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": shared})
 

@@ -143,9 +143,9 @@ class DistillationTrainer(Trainer):
         outputs = model(input_ids=ids, use_cache=False)
         loss = forward_kl(wanted, outputs.logits)
         self.latest = float(loss.detach())
-        finite = [each["finite"] for each in self.world.gathered({"finite": math.isfinite(self.latest)})]
+        finite = [rank["finite"] for rank in self.world.gathered({"finite": math.isfinite(self.latest)})]
         if not all(finite):  # all ranks look for the module: a sharded model runs on all of them, or on none
-            messages = [each["message"] for each in self.world.gathered({"message": self._not_finite(ids)})]
+            messages = [rank["message"] for rank in self.world.gathered({"message": self._not_finite(ids)})]
             raise LossIsNotFiniteError(messages[finite.index(False)])
         return (loss, {"loss": loss.detach()[None]}) if return_outputs else loss
 
@@ -232,18 +232,20 @@ def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The learned parameters of `model` by name, or the parts of them that this rank has, and the amax histories of
     rounded gradients.
     """
-    histories = {name: each for name, each in model.named_buffers() if name.endswith("of_gradient.amax")}
+    histories = {name: tensor for name, tensor in model.named_buffers() if name.endswith("of_gradient.amax")}
     return histories | {
-        name: own_part(each.detach()).contiguous() for name, each in model.named_parameters() if each.requires_grad
+        name: own_part(tensor.detach()).contiguous()
+        for name, tensor in model.named_parameters()
+        if tensor.requires_grad
     }
 
 
 def load_steps(model: torch.nn.Module, file: Path) -> None:
     """Read what `steps_of` has of `model` from the `file` of a checkpoint of the Trainer."""
-    stored, own = load_file(file), dict(model.named_parameters()) | dict(model.named_buffers())
+    stored, model_tensors = load_file(file), dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in stored.items():
-            own_part(own[name]).copy_(tensor)
+            own_part(model_tensors[name]).copy_(tensor)
 
 
 def learn(
@@ -265,7 +267,7 @@ def learn(
     Raises LossIsNotFiniteError for a NaN or infinite loss; the weights of the best moment are in `student` then.
     """
     world, student = world or World(), models[1]
-    first = {} if learned_layers(student) else {name: each.clone() for name, each in steps_of(student).items()}
+    first = {} if learned_layers(student) else {name: tensor.clone() for name, tensor in steps_of(student).items()}
     callbacks = [Progress(listener.advance, listener.scored), PaceTimer(listener.pace), EndWhereItRises()]
     for attempt in range(ATTEMPTS):
         smaller = replace(schedule, learning_rate=schedule.learning_rate / SMALLER**attempt)
@@ -324,8 +326,8 @@ def last_checkpoint(folder: Path, file: str = TRAINER_STATE_NAME) -> str | None:
     The Trainer's own search would take one that a kill left half-written. Its state is the last file that is written.
     """
     states = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
-    whole = [state.parent.name for state in states if (state.parent / file).exists()]
-    return max(whole, key=lambda name: int(name.rpartition("-")[2]), default=None)
+    complete = [state.parent.name for state in states if (state.parent / file).exists()]
+    return max(complete, key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
 def _arguments(windows: int, schedule: Schedule, folder: Path, world: World, sparse: bool) -> TrainingArguments:

@@ -58,7 +58,7 @@ def cache_scales(checkpoint: Checkpoint) -> Broken:
 def _attentions(checkpoint: Checkpoint, writers: tuple[str, ...] = WRITE_CACHES) -> set[str]:
     """The modules with one of the projections `writers`."""
     modules = (name.removesuffix(".weight").rpartition(".") for name in checkpoint.tensors if name.endswith(".weight"))
-    return {parent for parent, _, own in modules if own in writers}
+    return {parent for parent, _, projection in modules if projection in writers}
 
 
 @checkpoint_rule("C126", "cache-unread", "warning")
@@ -82,8 +82,8 @@ def cache_unread(checkpoint: Checkpoint) -> Broken:
         )
     if wide := _wide_layers(checkpoint):
         layers = f"{len(wide)} layer{'s' if len(wide) > 1 else ''}"
-        told = f"has {layers} whose cache stays in BF16, and other loaders store it in FP8"
-        yield CONFIG, f"{told}; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
+        fault = f"has {layers} whose cache stays in BF16, and other loaders store it in FP8"
+        yield CONFIG, f"{fault}; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
 
 
 @checkpoint_rule("C127", "cache-heads", "warning")
@@ -101,7 +101,7 @@ def scales_of_heads(checkpoint: Checkpoint) -> Broken:
 
 def _wide_layers(checkpoint: Checkpoint) -> list[int]:
     """The layers that fp8q's own field of config.json leaves out of an FP8 cache that servers know of."""
-    own = checkpoint.config.get(OWN_CONFIG)
-    named = own.get("wide_cache") if isinstance(own, dict) and checkpoint.declared.cache else None
+    fields = checkpoint.config.get(OWN_CONFIG)
+    named = fields.get("wide_cache") if isinstance(fields, dict) and checkpoint.declared.cache else None
     numbers = (re.search(r"\.(\d{1,6})\.", str(name)) for name in (named if isinstance(named, list) else []))
     return [int(number[1]) for number in numbers if number]

@@ -29,22 +29,22 @@ EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
     """The groups of modules that loaders join, if at least two of them exist and one is in codes."""
     joined = {name: group[0] for group in JOINED for name in group}
-    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(checkpoint.tensors):
         module, _, last = name.rpartition(".")
-        parent, _, own = module.rpartition(".")
-        if last == "weight" and own in joined:
-            found[parent, joined[own]].append(module)
-    yield from (group for group in found.values() if len(group) > 1 and any(m in checkpoint.codes for m in group))
+        parent, _, projection = module.rpartition(".")
+        if last == "weight" and projection in joined:
+            groups[parent, joined[projection]].append(module)
+    yield from (group for group in groups.values() if len(group) > 1 and any(m in checkpoint.codes for m in group))
 
 
 def _layers(checkpoint: Checkpoint) -> Iterator[list[str]]:
     """The products of all experts of each layer, if one of them is in codes."""
-    found: dict[str, list[str]] = defaultdict(list)
+    layers: dict[str, list[str]] = defaultdict(list)
     for name in sorted(checkpoint.tensors):
         if (match := EXPERT.fullmatch(name)) and name.endswith(".weight"):
-            found[match[1]].append(name.removesuffix(".weight"))
-    yield from (layer for layer in found.values() if any(module in checkpoint.codes for module in layer))
+            layers[match[1]].append(name.removesuffix(".weight"))
+    yield from (layer for layer in layers.values() if any(module in checkpoint.codes for module in layer))
 
 
 @checkpoint_rule("C116", "split-projections")
@@ -65,11 +65,11 @@ def split_projections(checkpoint: Checkpoint) -> Broken:
         apart = [module for module, kind in kinds.items() if kind != usual]
         if others:
             kind = kinds[apart[0]]
-            alike = sum(each == kind for each in kinds.values())
+            alike = sum(other == kind for other in kinds.values())
             more = f", as {alike - 1} more" if alike > 1 else ""
             rest = f"most {usual}" if len(apart) > alike else f"the rest {usual}"
-            told = f"is {kind}{more} of the {len(layer)} products of its layer's experts, and {rest}"
-            yield f"{apart[0]}.weight", f"{told}; quantize all of them alike"
+            fault = f"is {kind}{more} of the {len(layer)} products of its layer's experts, and {rest}"
+            yield f"{apart[0]}.weight", f"{fault}; quantize all of them alike"
 
 
 def _kind(checkpoint: Checkpoint, module: str) -> str:
@@ -93,8 +93,8 @@ def shared_input_scale(checkpoint: Checkpoint) -> Broken:
         }
         if values and not any(map(np.isnan, values.values())) and len(set(values.values())) > 1:
             largest = max(values, key=lambda name: values[name])
-            told = ", ".join(f"{name.split('.')[-2]} {value:.4g}" for name, value in values.items())
-            yield largest, f"is not the scale of the same input elsewhere ({told}); set all to {values[largest]:.9g}"
+            listed = ", ".join(f"{name.split('.')[-2]} {value:.4g}" for name, value in values.items())
+            yield largest, f"is not the scale of the same input elsewhere ({listed}); set all to {values[largest]:.9g}"
 
 
 @checkpoint_rule("C118", "tied-head")
@@ -105,9 +105,9 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
     if not _setting(checkpoint.config, "tie_word_embeddings"):
         return
     for module, codes in checkpoint.codes.items():
-        own = module.rpartition(".")[2]
-        if own in HEADS or own in EMBEDDINGS:
-            what = "head" if own in HEADS else "embedding"
+        last = module.rpartition(".")[2]
+        if last in HEADS or last in EMBEDDINGS:
+            what = "head" if last in HEADS else "embedding"
             yield codes.weight, f"is a {what} in FP8, and config.json ties both; leave it in BF16"
 
 
@@ -176,6 +176,6 @@ def no_drafts(checkpoint: Checkpoint) -> Broken:
     """
     count = mtp_layers(checkpoint.config)
     if count and not mtp_prefixes(checkpoint.config, checkpoint.tensors):
-        told = f"counts {count} layer{'s' * (count > 1)} for multi-token prediction, and no tensor is of one"
+        fault = f"counts {count} layer{'s' * (count > 1)} for multi-token prediction, and no tensor is of one"
         remedy = "copy those of the source, if it has any, and leave them out of quantization"
-        yield CONFIG, f"{told}, so that no server can draft; {remedy}"
+        yield CONFIG, f"{fault}, so that no server can draft; {remedy}"

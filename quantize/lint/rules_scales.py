@@ -110,9 +110,12 @@ def checkpoint_scale_shape(checkpoint: Checkpoint) -> Broken:
     for codes in checkpoint.codes.values():
         said = codes.scheme.weights if codes.scheme is not None else codes.granularity
         if codes.scale is not None and (codes.granularity != said or said is None) and not _untiled(codes):
-            found = f"{codes.granularity or 'neither one nor one a channel'}"
+            granularity = f"{codes.granularity or 'neither one nor one a channel'}"
             shape = list(checkpoint.tensors[codes.scale].shape)
-            yield codes.scale, f"is {shape} for {list(codes.shape)} ({found}), and should be one a {said}; {AGAIN}"
+            yield (
+                codes.scale,
+                f"is {shape} for {list(codes.shape)} ({granularity}), and should be one a {said}; {AGAIN}",
+            )
     heads = _heads(checkpoint) if checkpoint.declared.cache_heads else {}
     for name, kind in form_scales(checkpoint):
         shape = list(checkpoint.tensors[name].shape)

@@ -72,8 +72,8 @@ def scale_reciprocal(checkpoint: Checkpoint) -> Broken:
     for name, values in _values(checkpoint, "weight"):
         if (positive := _positive(values)).size and (median := float(np.median(positive))) > 1:
             yield name, _reciprocal(median)
-    inputs = [(name, float(np.median(found))) for name, values in _values(checkpoint, "input")
-              if (found := _positive(values)).size]  # fmt: skip
+    inputs = [(name, float(np.median(positive_inputs))) for name, values in _values(checkpoint, "input")
+              if (positive_inputs := _positive(values)).size]  # fmt: skip
     if inputs and (median := float(np.median([value for _, value in inputs]))) > 1:
         yield inputs[0][0], f"is one of {len(inputs)} scales of inputs whose median {_reciprocal(median)}"
 
@@ -103,9 +103,9 @@ def starved_expert(checkpoint: Checkpoint) -> Broken:
         starved = [(name, value) for name, value in group if value in STARVED]
         if len(starved) < len(group) / 2:
             for name, value in starved:
-                rest = float(np.median([each for _, each in group if each not in STARVED]))
-                told = f"is {value}, and the median of its layer's others {rest:.4g}"
-                yield name, f"{told}; give it the largest of those, or calibrate with more text"
+                rest = float(np.median([other for _, other in group if other not in STARVED]))
+                fault = f"is {value}, and the median of its layer's others {rest:.4g}"
+                yield name, f"{fault}; give it the largest of those, or calibrate with more text"
 
 
 @checkpoint_rule("C115", "expert-apart", "warning")

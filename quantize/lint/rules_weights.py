@@ -26,13 +26,13 @@ LAYER = re.compile(r"(.*\.\d+\.).*", re.DOTALL)
 
 def count_nan(codes: npt.NDArray[np.uint8]) -> int:
     """Count the E4M3 codes of NaN in `codes` uint8 [values]."""
-    found = 0
+    count = 0
     for start in range(0, codes.size, CHUNK):
         part = codes[start : start + CHUNK]
         words = part[: part.size // 8 * 8].view(np.uint64)
         if np.bitwise_or.reduce(((words & _MAGNITUDES) + _ONES) & _SIGNS, initial=np.uint64(0)) or part.size % 8:
-            found += int(np.count_nonzero(np.isnan(E4M3.values[part])))
-    return found
+            count += int(np.count_nonzero(np.isnan(E4M3.values[part])))
+    return count
 
 
 @checkpoint_rule("C123", "nan-code")
@@ -40,8 +40,8 @@ def nan_code(checkpoint: Checkpoint) -> Broken:
     """No code of a weight is NaN (7F and FF): it makes its output NaN for every token, and no loader looks."""
     for codes in checkpoint.codes.values():
         every = checkpoint.read_codes(codes).reshape(-1)
-        if found := count_nan(every):
-            yield codes.weight, f"holds {found:,} codes of NaN of {every.size:,}; leave the module in BF16, or {AGAIN}"
+        if count := count_nan(every):
+            yield codes.weight, f"holds {count:,} codes of NaN of {every.size:,}; leave the module in BF16, or {AGAIN}"
 
 
 @checkpoint_rule("C124", "scale-alone")
@@ -89,5 +89,5 @@ def _usual_shapes(checkpoint: Checkpoint) -> Mapping[str, tuple[tuple[int, ...],
 
 
 def _layer(module: str) -> str:
-    found = LAYER.fullmatch(module)
-    return found[1] if found else ""
+    match = LAYER.fullmatch(module)
+    return match[1] if match else ""

@@ -123,7 +123,7 @@ class InheritedCodes:
     def _codes(self, module: str) -> Codes | None:
         return self.fp8.weights.get(self.source.stored(f"{module}.weight"))
 
-    def of(self, module: str) -> QuantizedWeight | None:
+    def get(self, module: str) -> QuantizedWeight | None:
         """The stored codes and scales of the weight of `module` [out, in].
 
         None where it is not FP8, has a scale for each block, or is to be quantized anew.
@@ -157,7 +157,9 @@ def recognize(
     """
     declared = declared_form(path)
     if declared is None:
-        if coded := next((each for each, header in headers.items() if header.dtype.startswith(CODES)), None):
+        if coded := next(
+            (tensor_name for tensor_name, header in headers.items() if header.dtype.startswith(CODES)), None
+        ):
             raise InputError(
                 headers[coded].file,
                 f"{coded} is {headers[coded].dtype}, and config.json has no quantization_config that says what its "
@@ -167,9 +169,9 @@ def recognize(
         return None
     files = sorted({header.file for header in headers.values()})
     tensors = {
-        each: Located(stored.dtype, stored.shape, stored.start, stored.end, file)
+        tensor_name: Located(stored.dtype, stored.shape, stored.start, stored.end, file)
         for file in files
-        for each, stored in read_header(file).items()
+        for tensor_name, stored in read_header(file).items()
     }
     other_files = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
     for file in other_files:
@@ -179,7 +181,12 @@ def recognize(
     _check_codes(fp8, name)
     rest = fp8.headers(headers)
     if other := next(
-        (each for each in rest if headers[each].dtype.startswith(CODES) and rest[each].dtype != "F32"), None
+        (
+            tensor_name
+            for tensor_name in rest
+            if headers[tensor_name].dtype.startswith(CODES) and rest[tensor_name].dtype != "F32"
+        ),
+        None,
     ):
         raise InputError(
             headers[other].file,
@@ -205,15 +212,15 @@ def _read_scales(file: Path) -> dict[str, Located]:
     return scales
 
 
-def _check_codes(given: FP8Source, name: str) -> None:
+def _check_codes(fp8: FP8Source, name: str) -> None:
     """Raise InputError where no weight of the checkpoint `name` is codes, or its codes or scales are invalid."""
-    if not given.weights:
+    if not fp8.weights:
         raise InputError(
-            given.checkpoint.declared.source,
+            fp8.checkpoint.declared.source,
             f"says that {name} is quantized, and no tensor there holds FP8 codes",
             "where the weights are numbers, take quantization_config out of config.json, and hf_quant_config.json away",
         )
-    for codes in given.weights.values():
+    for codes in fp8.weights.values():
         if len(codes.shape) != 2 or codes.weight == codes.module:
             raise InputError(
                 name,
@@ -221,7 +228,7 @@ def _check_codes(given: FP8Source, name: str) -> None:
                 "layers",
                 "give the checkpoint it was made from, in BF16",
             )
-        scales = given.checkpoint.scales(codes)
+        scales = fp8.checkpoint.scales(codes)
         # blocks are quantized again, and one of zeros may have the scale 0
         fit = np.isfinite(scales) & (scales >= (0 if codes.granularity == "block" else SMALLEST_SCALE))
         if not fit.all():

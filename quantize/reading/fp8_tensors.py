@@ -123,12 +123,12 @@ class Checkpoint:
     @cached_property
     def cache_scales(self) -> Mapping[str, str]:
         """The scales of a cache, by the names of the forms: tensor -> its attention module."""
-        own = {"k_scale": "k_proj", "v_scale": "v_proj"}
+        projections = {"k_scale": "k_proj", "v_scale": "v_proj"}
         attentions = {}
         for name in sorted(self.tensors):
             module, _, last = name.rpartition(".")
             if last in CACHE_SCALES:
-                attentions[name] = module.removesuffix(f".{own[last]}")
+                attentions[name] = module.removesuffix(f".{projections[last]}")
         return attentions
 
     def values(self, name: str) -> Float32s:
@@ -268,8 +268,8 @@ def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple
         return
     for name, tensor in header.items():
         bits = BITS.get(tensor.dtype) or _bits(tensor.dtype)
-        whole = prod(tensor.shape) * bits == 8 * (tensor.end - tensor.start)
-        if min(tensor.shape, default=0) < 0 or not whole or not 0 < tensor.start <= tensor.end <= size:
+        fits = prod(tensor.shape) * bits == 8 * (tensor.end - tensor.start)
+        if min(tensor.shape, default=0) < 0 or not fits or not 0 < tensor.start <= tensor.end <= size:
             problems.append((file.name, f"does not hold the whole of {name}"))
             return
         yield name, Located(tensor.dtype, tensor.shape, tensor.start, tensor.end, file)

@@ -25,12 +25,12 @@ from .dequantized import FP8Source, InheritedCodes, fp8_source
 
 def source_to_inherit(source: Source) -> FP8Source:
     """The FP8 checkpoint that `source` is; raises InputError where it is none."""
-    given = fp8_source(source)
-    if given is None:
+    fp8 = fp8_source(source)
+    if fp8 is None:
         raise InputError(
             "--inherit", f"{source.name} is no FP8 checkpoint, so it has no scales to inherit", "leave it out"
         )
-    return given
+    return fp8
 
 
 def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[str], options: ScaleOptions) -> None:
@@ -39,22 +39,22 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
     """
     if not options.inherit:
         return
-    given = source_to_inherit(source)
+    fp8 = source_to_inherit(source)
     for module in modules:
-        if given.input_scale(source.stored(f"{module}.weight")) is None:
+        if fp8.input_scale(source.stored(f"{module}.weight")) is None:
             raise InputError(
                 "--inherit",
                 f"{source.name} has no static scale of the input of {module}",
                 "leave --inherit out, and it is measured",
             )
     for name in (f"{module}.{part}" for part in CACHE_PARTS[options.kv_cache] for module in attentions):
-        if name not in given.cache_scales:
+        if name not in fp8.cache_scales:
             raise InputError(
                 "--inherit",
                 f"{source.name} has no scale of the cache of {name}",
                 "leave --kv-cache out, or --inherit, and it is measured",
             )
-        scales, heads = given.cache_scales[name], attention_heads(source.text_config)[name[-1]]
+        scales, heads = fp8.cache_scales[name], attention_heads(source.text_config)[name[-1]]
         stored = "head" if scales.ndim > 1 else "tensor"
         if stored == "head" and len(scales) != heads:
             raise InputError(
@@ -113,31 +113,29 @@ def inherited_codes(source: Source, options: ScaleOptions) -> InheritedCodes | N
     Their codes are kept unless `options` name a weight method or a rounding.
     """
     fp8 = fp8_source(source)
-    own = first_given(options, ("weight_method", "weight_rounding"))
-    return InheritedCodes(source, fp8, keep_codes=own is None) if fp8 else None
+    changed_option = first_given(options, ("weight_method", "weight_rounding"))
+    return InheritedCodes(source, fp8, keep_codes=changed_option is None) if fp8 else None
 
 
 def inherited_remarks(
     source: Source, groups: Mapping[str, Sequence[str]], scales: Scales, options: ScaleOptions
 ) -> Iterator[str]:
     """Yield notes where `source` is an FP8 checkpoint: which codes and scales were kept, and which were changed."""
-    given = fp8_source(source)
-    if given is None:
+    fp8 = fp8_source(source)
+    if fp8 is None:
         return
     yield codes_summary(scales)
-    wide = [module for module in scales.weights if source.stored(f"{module}.weight") not in given.weights]
+    wide = [module for module in scales.weights if source.stored(f"{module}.weight") not in fp8.weights]
     if wide:
         yield (
             f"--only: {wide[0]}{f' and {len(wide) - 1} more' if len(wide) > 1 else ''} had no FP8 codes in "
             f"{source.name}, and {'have' if len(wide) > 1 else 'has'} now"
         )
-    if options.inherit and given.cache_scales and not scales.kv_cache:
-        parts = "fp8" if any(name.endswith(".k") for name in given.cache_scales) else "v"
+    if options.inherit and fp8.cache_scales and not scales.kv_cache:
+        parts = "fp8" if any(name.endswith(".k") for name in fp8.cache_scales) else "v"
         yield f"--inherit: {source.name} has scales of an FP8 cache, which --kv-cache {parts} takes too"
     for members in groups.values() if options.inherit else ():
-        inputs = {
-            name: given.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights
-        }
+        inputs = {name: fp8.input_scale(source.stored(f"{name}.weight")) for name in members if name in scales.weights}
         if len(set(inputs.values())) > 1:
             named = ", ".join([*inputs][:3]) + (f" and {len(inputs) - 3} more" if len(inputs) > 3 else "")
             yield f"--inherit: {named} read one tensor under different scales; the largest is taken"
@@ -146,14 +144,14 @@ def inherited_remarks(
 
 def codes_summary(scales: Scales) -> str:
     """Say in a sentence how many weights of an FP8 source checkpoint kept their codes."""
-    kept = sum(weight.method == INHERITED for weight in scales.weights.values())
+    inherited = sum(weight.method == INHERITED for weight in scales.weights.values())
     blocks = [weight.sqnr_db for weight in scales.weights.values() if weight.method.endswith(" blocks")]
     losses = [loss for loss in blocks if loss is not None]
-    parts = [f"{kept} of {len(scales.weights)} products keep their FP8 codes and scales as they were given"]
+    parts = [f"{inherited} of {len(scales.weights)} products keep their FP8 codes and scales as they were given"]
     if blocks:
         least = f", which leaves {min(losses):.1f} dB at the least" if losses else ""
         parts.append(f"{len(blocks)} had a scale for each block, and have one for each channel{least}")
-    if anew := len(scales.weights) - kept - len(blocks):
+    if anew := len(scales.weights) - inherited - len(blocks):
         parts.append(f"{anew} {'are' if anew > 1 else 'is'} quantized anew")
     return "; ".join(parts)
 

@@ -162,12 +162,12 @@ def read_by_fp8q_alone(directory: Path) -> bool:
     return isinstance(said, dict) and said.get("format") == OWN_FORM
 
 
-def refused(source: Path, found: str, of: str = "") -> InputError:
-    """Make the error for an unknown form; `found` says where it is named, `of` contains its name."""
+def refused(source: Path, fault: str, form: str = "") -> InputError:
+    """Make the error for an unknown form; `fault` says where it is named, `form` contains its name."""
     for part, name, way_round in OTHERS:
-        if part in of.lower():
-            return InputError(source, f"{found} ({name}), and what is read is {READ}", way_round)
-    return InputError(source, f"{found}, and what is read is {READ}", ORIGINAL)
+        if part in form.lower():
+            return InputError(source, f"{fault} ({name}), and what is read is {READ}", way_round)
+    return InputError(source, f"{fault}, and what is read is {READ}", ORIGINAL)
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
     layers = said.get("quantized_layers")
     if algorithm.upper() == "MIXED_PRECISION" and isinstance(layers, dict):
         for module, layer in layers.items():
-            each = str(layer.get("quant_algo") if isinstance(layer, dict) else "")
-            groups.append(SchemeGroup((module,), _modelopt_scheme(source, each)))
+            layer_algorithm = str(layer.get("quant_algo") if isinstance(layer, dict) else "")
+            groups.append(SchemeGroup((module,), _modelopt_scheme(source, layer_algorithm)))
     else:
         groups.append(SchemeGroup(("*",), _modelopt_scheme(source, algorithm)))
     cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")

@@ -44,9 +44,13 @@ def starved(statistics: Statistics, least: int) -> dict[str, Starved]:
         for product, tokens in _counted(layer):
             if tokens < least:
                 others = [statistics.tensors[f"{name}.input"].histogram for name in enough or layer.products]
-                own = statistics.tensors[f"{product}.input"].histogram
-                fit = [each for each in (*others, own) if each.amax > 0 and not each.nans + each.infinities]
-                products[product] = Starved(tokens, max(fit, key=lambda each: each.amax, default=None))
+                own_histogram = statistics.tensors[f"{product}.input"].histogram
+                fit = [
+                    histogram
+                    for histogram in (*others, own_histogram)
+                    if histogram.amax > 0 and not histogram.nans + histogram.infinities
+                ]
+                products[product] = Starved(tokens, max(fit, key=lambda histogram: histogram.amax, default=None))
     return products
 
 
@@ -65,7 +69,9 @@ def starved_remarks(
     for layer in coverage(statistics):
         few = [(number, few_tokens[name].tokens) for number, name in enumerate(layer.products) if name in few_tokens]
         if few:
-            named = ", ".join(f"{number} ({tokens:,})" for number, tokens in sorted(few, key=lambda each: each[1])[:4])
+            named = ", ".join(
+                f"{number} ({tokens:,})" for number, tokens in sorted(few, key=lambda expert: expert[1])[:4]
+            )
             lines.append(
                 f"{layer.experts}: {len(few)} of {len(layer.products)} experts saw fewer than {least:,} tokens "
                 f"({'expert' if len(few) == 1 else 'experts'} {named}{' …' if len(few) > 4 else ''})"

@@ -47,10 +47,10 @@ class DelayedScale(nn.Module):
         """The values of `x` on the grid, float32; its amax joins the history."""
         if self.fixed is not None:
             return grid_values(x, self.fixed, self.format)
-        own, before = x.detach().abs().amax().float(), self.amax.max()
-        used = before if before > 0 else own
-        if torch.isfinite(own):
-            self.amax = torch.cat([own[None].to(self.amax.device), self.amax[:-1]])
+        amax, before = x.detach().abs().amax().float(), self.amax.max()
+        used = before if before > 0 else amax
+        if torch.isfinite(amax):
+            self.amax = torch.cat([amax[None].to(self.amax.device), self.amax[:-1]])
         if not used > 0:
             return x.float()  # of zeros alone
         return grid_values(x, float(scale_of([float(used)], self.format)[0]), self.format)

@@ -36,16 +36,16 @@ class FormatShares:
     lost: float
 
 
-def history_of(amax_before: Float32s, length: int, own: float) -> float:
+def history_of(amax_before: Float32s, length: int, amax_now: float) -> float:
     """The amax that a step's scale is made for: the largest of the last `length` of `amax_before` [steps], in their
-    order, that are not zero; the step's `own` where there is none.
+    order, that are not zero; `amax_now`, the step's own, where there is none.
     """
     if not len(amax_before):
-        return own
+        return amax_now
     if (largest := float(amax_before[-length:].max())) > 0:
         return largest
     in_use = float(amax_in_use(amax_before, Clipping("delayed", amax_history_len=length))[-1])
-    return own if np.isnan(in_use) else in_use
+    return amax_now if np.isnan(in_use) else in_use
 
 
 def shares_in(histogram: Histogram, kind: Format, scale: float) -> FormatShares:

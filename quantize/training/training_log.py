@@ -101,10 +101,10 @@ def begin_log(path: Path, head: Head, first_step: int) -> list[Line]:
             raise InputError(
                 path, "is there already", "give another directory, or first_step, the step that training goes on with"
             )
-        before, kept = read_lines(path)
+        before, stored_lines = read_lines(path)
         if before != head:
             raise InputError(path, "is of another model, or of other options", "give another directory")
-        lines = [line for line in kept if line.step < first_step]
+        lines = [line for line in stored_lines if line.step < first_step]
     texts = [head.model_dump_json(by_alias=True), *(line.model_dump_json() for line in lines)]
     with replacing(path) as partial:
         partial.write_text("".join(f"{text}\n" for text in texts), "utf-8")
@@ -191,6 +191,6 @@ def read_log(path: Path) -> TrainingLog:
     )
 
 
-def _numbers(found: Sequence[tuple[float | None, bool]]) -> npt.NDArray[np.float64]:
+def _numbers(pairs: Sequence[tuple[float | None, bool]]) -> npt.NDArray[np.float64]:
     """Numbers float64; NaN where there is none, infinity where it was not finite."""
-    return np.array([(np.nan if finite else np.inf) if value is None else value for value, finite in found])
+    return np.array([(np.nan if finite else np.inf) if value is None else value for value, finite in pairs])

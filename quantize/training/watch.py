@@ -39,12 +39,12 @@ def watched_modules(model: nn.Module) -> dict[str, nn.Module]:
     """
     head = output_head(model) if isinstance(model, PreTrainedModel) else None
     every: dict[str, nn.Module] = dict(model.named_modules())
-    found: dict[str, nn.Module] = {
+    linear_layers: dict[str, nn.Module] = {
         name: module for name, module in every.items() if isinstance(module, LINEAR) and name != head
     }
-    if not found:
+    if not linear_layers:
         raise InputError(type(model).__name__, "has no linear layer to watch", "give them as `modules`")
-    return found
+    return linear_layers
 
 
 class StepCounts:
@@ -160,7 +160,11 @@ class TrainingRecorder:
             before.append(histogram.amax)
             rows.append([four_digits(number) for number in numbers])
         value = float("nan") if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        norm = float(torch.stack([each.cpu() for each in step.squares.values()]).sum().sqrt()) if step.squares else None
+        norm = (
+            float(torch.stack([square.cpu() for square in step.squares.values()]).sum().sqrt())
+            if step.squares
+            else None
+        )
         line = Line(
             step=self.current,
             loss=four_digits(value),
@@ -202,7 +206,7 @@ def _output_hook(step: StepCounts, watched: Mapping[int, str]) -> Callable[[nn.M
 def _first_tensor(inputs: Any) -> torch.Tensor | None:
     """The first tensor of floats among a module's arguments, which may be tuples of tensors; None where none is."""
     if isinstance(inputs, tuple | list):
-        return next((found for each in inputs if (found := _first_tensor(each)) is not None), None)
+        return next((tensor for entry in inputs if (tensor := _first_tensor(entry)) is not None), None)
     return inputs if isinstance(inputs, torch.Tensor) and inputs.is_floating_point() else None
 
 

@@ -29,14 +29,14 @@ WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 class RoundedCodes(Protocol):
     """Codes and scales of modules that were rounded layer by layer, or learned."""
 
-    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
 
 
 class SourceCodes(Protocol):
     """Codes and scales of modules that are FP8 in the source checkpoint."""
 
-    def of(self, module: str) -> "QuantizedWeight | None":
+    def get(self, module: str) -> "QuantizedWeight | None":
         """The quantized weight [out, in] of `module` as stored; None where it must be quantized here."""
 
     def blocks(self, module: str) -> str:
@@ -60,12 +60,12 @@ class Rounding:
 
     def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
         """Quantize the `weight` [out, in] of `module`; a weight of zeros is skipped."""
-        if self.learned and (codes := self.learned.of(module)):
+        if self.learned and (codes := self.learned.get(module)):
             return QuantizedWeight(*codes, weight_summary(weight, *codes, self.method, "learned"))
-        if self.sequential and (codes := self.sequential.of(module)):
+        if self.sequential and (codes := self.sequential.get(module)):
             return QuantizedWeight(*codes, weight_summary(weight, *codes, self.method, "sequential"))
         return quantize_weight(
-            weight, self.method, self.compensations.of(module) if self.compensations else None, format
+            weight, self.method, self.compensations.get(module) if self.compensations else None, format
         )
 
 

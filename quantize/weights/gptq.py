@@ -190,7 +190,7 @@ class Compensations:
         self.folder, self.first, self.lost, self.unknown = folder, first, lost, unknown
         self._of_group = lru_cache(maxsize=2)(self._load)
 
-    def of(self, module: str) -> Compensation | None:
+    def get(self, module: str) -> Compensation | None:
         """The compensation of `module`; None where it is unknown. Raises InputError when the moments overflowed."""
         return None if module in self.unknown else self._of_group(self.first.get(module, module), self.lost[module])
 

@@ -38,7 +38,7 @@ class Rounded:
         with replacing(self._file(module)) as partial:
             save_file({"codes": weight.codes, "scale": weight.scale}, partial)
 
-    def of(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
         path = self._file(module)
         if not path.is_file():

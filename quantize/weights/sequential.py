@@ -159,7 +159,7 @@ class SequentialRounding(Chain):
 
     def _round_layer(self, index: int, calls: Mapping[tuple[int, ...], list[LayerCall]]) -> None:
         """Round the groups of a layer whose float weights are loaded, and take both models past it."""
-        layer = self.layers.of(self.model)[index]
+        layer = self.layers.modules(self.model)[index]
         entering, leaving = ((self.float[n % 2], self.quantized[n % 2]) for n in (index, index + 1))
 
         def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ class ModelPair:
             return hook
 
         with ExitStack() as stack:
-            for index, module in enumerate(self.layers.of(model) if self.layers else []):
+            for index, module in enumerate(self.layers.modules(model) if self.layers else []):
                 stack.callback(module.register_forward_hook(keep(index)).remove)
             yield kept
 

@@ -186,7 +186,7 @@ class Layerwise(Chain):
 
     def _onward(self, index: int, calls: Calls) -> None:
         """All batches through one layer."""
-        layer, before, after = self.layers.of(self.model)[index], self._entering(index), self._entering(index + 1)
+        layer, before, after = self.layers.modules(self.model)[index], self._entering(index), self._entering(index + 1)
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             for batch, ids in self.batches.items():
                 hidden = before.read(batch, self.device)
@@ -208,13 +208,13 @@ class Layerwise(Chain):
             return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
 
         def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return self.layer_output.of(LayerCall.of(args, kwargs)[1])
+            return self.layer_output.wrap(LayerCall.split(args, kwargs)[1])
 
         def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
             hidden = leaving.read(batch, self.device).requires_grad_()
-            stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.of(hidden)]
+            stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.wrap(hidden)]
             draw = torch.Generator(self.device).manual_seed(batch)
-            with standing_in([*self.layers.of(self.model), embedding], [*stands, blank]):
+            with standing_in([*self.layers.modules(self.model), embedding], [*stands, blank]):
                 log_p = next_token_log_probabilities(self.model, ids, cache, self.quantizer.prompt(ids.shape[1]))
                 return End(seen, drawn_loss(log_p, draw), begun=hidden)
 
@@ -223,7 +223,11 @@ class Layerwise(Chain):
 
     def _backward(self, index: int, calls: Calls) -> None:
         """All batches back through one layer."""
-        layer, entering, above = self.layers.of(self.model)[index], self._entering(index), self._gradient(index + 1)
+        layer, entering, above = (
+            self.layers.modules(self.model)[index],
+            self._entering(index),
+            self._gradient(index + 1),
+        )
 
         def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
             hidden = entering.read(batch, self.device).requires_grad_()
@@ -241,10 +245,10 @@ class Layerwise(Chain):
             entering: list[torch.Tensor] = []
 
             def reached(*args: Any, **kwargs: Any) -> Any:
-                entering.append(LayerCall.of(args, kwargs)[1])
+                entering.append(LayerCall.split(args, kwargs)[1])
                 raise LayersReached
 
-            layers = self.layers.of(self.model)
+            layers = self.layers.modules(self.model)
             with standing_in(layers, [reached] * len(layers)), suppress(LayersReached):
                 self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
             return End(seen, entering[0], above.read(batch, self.device))

@@ -63,7 +63,7 @@ class Float:
         wanted = {prefix.layers.index(site.module) or 0 for site in sites} - {0} if prefix else set()
         with ExitStack() as stack:
             for index in wanted:
-                layer = prefix.layers.of(quantizer.model)[index] if prefix else None
+                layer = prefix.layers.modules(quantizer.model)[index] if prefix else None
                 assert layer is not None
                 stack.callback(layer.register_forward_pre_hook(self._keep(index), with_kwargs=True).remove)
             self.log_p = self._run(DynamicCache())
@@ -87,8 +87,8 @@ class Float:
         if self.prefix is None or index not in self._entering:
             yield
             return
-        entering = self.prefix.answer.of(self._entering[index])
-        before = self.prefix.layers.of(self.quantizer.model)[:index]
+        entering = self.prefix.answer.wrap(self._entering[index])
+        before = self.prefix.layers.modules(self.quantizer.model)[:index]
         with standing_in(before, [lambda *args, **kwargs: entering] * len(before)):
             yield
 

@@ -70,7 +70,7 @@ class Candidates:
 
     def weight(self, module: str, rounding: str, form: Form) -> torch.Tensor:
         """The numbers that the codes of a weight stand for, float32 [out, in]."""
-        found = self.codes[rounding, form].of(module)
+        found = self.codes[rounding, form].get(module)
         assert found is not None, "every product is rounded in every way before it is looked at"
         codes, scale = found
         return (codes.float() * scale[:, None]).to(self.model.device)
@@ -181,10 +181,10 @@ def round_weights(
             lost = {module: lost_share(found.sqnr_db) for module, found in candidates.inputs[kind[1]].items()}
             compensations = Compensations(moments, first, lost)
             for module, name in first.items():
-                if kept.of(module) is None:
+                if kept.get(module) is None:
                     known = kind[0] == "gptq" and moments_file(moments, name).is_file()
                     made = quantize_weight(
-                        weight_rows(products[module]), method, compensations.of(module) if known else None
+                        weight_rows(products[module]), method, compensations.get(module) if known else None
                     )
                     assert isinstance(made, QuantizedWeight), "scales.json says that it was quantized"
                     kept.add(module, made)

@@ -236,7 +236,7 @@ def test_the_same_moments_give_the_same_bytes() -> None:
 
 
 def test_a_module_of_which_too_little_was_seen_has_no_compensation(tmp_path: Path) -> None:
-    assert Compensations(tmp_path, {"down": "down"}, {"down": 0.0}, {"down"}).of("down") is None
+    assert Compensations(tmp_path, {"down": "down"}, {"down": 0.0}, {"down"}).get("down") is None
 
 
 def test_members_of_a_group_share_their_moments(tmp_path: Path) -> None:
@@ -245,9 +245,9 @@ def test_members_of_a_group_share_their_moments(tmp_path: Path) -> None:
     moments.add("layer.q", x)
     moments.close()
     factors = Compensations(tmp_path, {"layer.k": "layer.q", "layer.q": "layer.q"}, {"layer.k": 0.5, "layer.q": 0.5})
-    shared = factors.of("layer.k")
+    shared = factors.get("layer.k")
     assert shared is not None
-    assert shared is factors.of("layer.q")
+    assert shared is factors.get("layer.q")
     np.testing.assert_array_equal(
         shared.factor.numpy(), compensation(load_moments(tmp_path, "layer.q"), 0.5).factor.numpy()
     )
@@ -258,7 +258,7 @@ def test_moments_that_overflow_are_refused(tmp_path: Path) -> None:
     moments.add("layer.q", torch.full((2, 3), 1e30))
     moments.close()
     with pytest.raises(InputError) as caught:
-        Compensations(tmp_path, {}, {"layer.q": 0.0}).of("layer.q")
+        Compensations(tmp_path, {}, {"layer.q": 0.0}).get("layer.q")
     assert str(caught.value) == (
         "layer.q: the second moments of its input exceed FP32; use --weight-rounding nearest, or keep it in BF16 "
         "with --skip layer.q"

@@ -104,7 +104,7 @@ def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SequentialRounding, "_record_inputs", counting)
         kept = sequence.run(SILENT)
-    found = {name: made for name in names if (made := kept.of(name)) is not None}
+    found = {name: made for name in names if (made := kept.get(name)) is not None}
     return {name: (made[0], made[1]) for name, made in found.items()}, count
 
 

@@ -79,7 +79,7 @@ def weight_of(module: torch.nn.Module) -> torch.Tensor:
 def leaving(model: PreTrainedModel, sequence: SequentialRounding) -> dict[int, torch.Tensor]:
     """What leaves the last layer of a model in memory, for each batch."""
     found: list[torch.Tensor] = []
-    last = sequence.layers.of(model)[-1]
+    last = sequence.layers.modules(model)[-1]
     handle = last.register_forward_hook(lambda m, i, out: found.append(out[0] if isinstance(out, tuple) else out))
     with torch.inference_mode():
         for ids in BATCHES.values():
@@ -93,7 +93,7 @@ def put(model: PreTrainedModel, sequence: SequentialRounding, kept: Rounded, but
     products = observed_products(model)
     inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
     for name in inside:
-        made = kept.of(name)
+        made = kept.get(name)
         assert made is not None
         weight = (made[0].float() * made[1][:, None]).movedim(0, output_channel_axis(products[name])).contiguous()
         products[name].weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -169,7 +169,7 @@ def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_we
         for x in inputs:
             moments += x.flatten(0, 1).T @ x.flatten(0, 1)
         expected = quantize_weight(weight, "mse", compensation(moments))
-        made = kept.of(name)
+        made = kept.get(name)
         assert isinstance(expected, QuantizedWeight)
         assert made is not None
         assert torch.equal(made[0].view(torch.uint8), expected.codes.view(torch.uint8)) is equal
