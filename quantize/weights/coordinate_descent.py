@@ -54,13 +54,15 @@ def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) 
     """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out]."""
     moved = torch.empty_like(values)
     steps = ((1 - MARGIN) / moments.diagonal()).tolist()
+    olds, slopes, moves = values.unbind(), gradient.unbind(), moved.unbind()
     for start in range(0, len(values), RUN):
-        end = min(start + RUN, len(values))
-        for j in range(start, end):
-            new = nearest_values(torch.add(values[j], gradient[j], alpha=steps[j]))
-            torch.sub(new, values[j], out=moved[j])
-            values[j] = new
-            gradient[start:end].addr_(moments[start:end, j], moved[j], alpha=-1)
-        gradient[:start].addmm_(moments[:start, start:end], moved[start:end], alpha=-1)
-        gradient[end:].addmm_(moments[end:, start:end], moved[start:end], alpha=-1)
+        run = slice(start, start + RUN)
+        own, columns = gradient[run], moments[run, run].unbind(1)
+        for j, column in enumerate(columns, start):
+            new = nearest_values(torch.add(olds[j], slopes[j], alpha=steps[j]))
+            torch.sub(new, olds[j], out=moves[j])
+            own.addr_(column, moves[j], alpha=-1)
+        values[run] += moved[run]  # exact: both are codes
+        gradient[:start].addmm_(moments[:start, run], moved[run], alpha=-1)
+        gradient[start + RUN :].addmm_(moments[start + RUN :, run], moved[run], alpha=-1)
     return moved

@@ -157,14 +157,18 @@ def _round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor)
     The errors of every `RUN` inputs reach the rest of the block as one product.
     """
     errors = torch.empty_like(left)
-    diagonal = factor.diagonal().tolist()
+    diagonal = factor.diagonal()
+    inverse = diagonal.reciprocal().tolist()
+    rows, codes, lost = left.unbind(), values.unbind(), errors.unbind()
     for start in range(0, len(left), RUN):
-        end = min(start + RUN, len(left))
-        for j in range(start, end):
-            values[j] = nearest_values(left[j])
-            torch.sub(left[j], values[j], out=errors[j]).div_(diagonal[j])
-            left[j + 1 : end].addr_(factor[j, j + 1 : end], errors[j], alpha=-1)
-        left[end:].addmm_(factor[start:end, end:].T, errors[start:end], alpha=-1)
+        run = slice(start, start + RUN)
+        own = left[run]
+        for j, passed_on in enumerate(factor[run, run].triu(1).unbind(), start):
+            codes[j].copy_(nearest_values(rows[j]))
+            torch.sub(rows[j], codes[j], out=lost[j])
+            own.addr_(passed_on, lost[j], alpha=-inverse[j])
+        errors[run].div_(diagonal[run, None])
+        left[start + RUN :].addmm_(factor[run, start + RUN :].T, errors[run], alpha=-1)
     values.copysign_(left)
     return errors
 
