@@ -113,7 +113,7 @@ def calibrate(
     """Measure `model` on `data`, choose scales, and write the FP8 checkpoint and its ONNX graphs into the run directory
     `out`.
 
-    `model`: a directory or a hub name. `data`, `eval_data`: a .txt, .jsonl or .parquet file, a saved `datasets`
+    `model`: a directory or a hub name. `data`, `eval_data`: a file of text (`docs/corpora.md`), a saved `datasets`
     directory, or a hub data set; a list of these, each `TEXT` or `TEXT=WEIGHT`, makes one corpus in which each has its
     share. Without `eval_data` the last tenth of `data` is held out.
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from ..calibrate.text.formats import SUFFIXES
 from ..options import GradientFormat, Preset
 from ..options.declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, SCALES, TEXT, Options, option
 
@@ -60,7 +61,7 @@ Data = Annotated[
     list[str],
     option(
         TEXT,
-        "Text to calibrate on: .txt, .jsonl, .parquet, a saved `datasets` directory or a hub data set. Repeatable: "
+        f"Text to calibrate on: {', '.join(SUFFIXES)}, a saved `datasets` directory or a hub data set. Repeatable: "
         "each text gives its weight's share of the windows.",
         "TEXT[=WEIGHT]",
     ),

@@ -19,13 +19,12 @@ from cyclopts import ArgumentCollection, Token
 from cyclopts.argument import Argument
 
 from .. import __version__
+from ..calibrate.text.formats import SUFFIXES
 from ..core.errors import InputError
 from ..options import AS_THE_RUN_HAS_IT, PRESETS, Clipping
 from ..options.declare import FromText
 from .arguments import PATH_OR_NAME, Common
 
-#: What a text of calibration or evaluation may end with; a hub name does not.
-TEXTS = (".txt", ".jsonl", ".parquet")
 #: The types of options, and what a file holds for them.
 WANTED: dict[Any, str] = {
     bool: "true or false",
@@ -164,7 +163,7 @@ def path_or_name(text: str, folder: Path) -> str:
     if equals and not lies_at(folder, text) and lies_at(folder, head):
         return f"{at(folder, head)}={weight}"
     spec = head if equals else text
-    is_path = spec.endswith(TEXTS) or not is_hub_name(spec.partition(":")[0]) or lies_at(Path(), spec)
+    is_path = spec.endswith(SUFFIXES) or not is_hub_name(spec.partition(":")[0]) or lies_at(Path(), spec)
     return str(at(folder, text)) if is_path or lies_at(folder, text) else text
 
 

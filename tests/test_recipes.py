@@ -131,3 +131,35 @@ def test_a_lint_rule_is_added_by_one_function(package: Path) -> None:
         "F319 producer Warning, for any graph. The file names the tool that wrote it: whoever finds a fault can then "
         "report it there."
     )
+
+
+TEXT = """
+from pathlib import Path
+from fp8q.calibrate.text.documents import load_texts
+from fp8q.cli.config import path_or_name
+from fp8q.core.errors import InputError
+
+print(load_texts("notes.MD"))
+print(path_or_name("owner/notes.markdown", Path("/texts")), path_or_name("owner/notes", Path("/texts")))
+try:
+    load_texts("notes.rst")
+except InputError as error:
+    print(error)
+"""
+
+
+def test_a_text_format_is_added_by_an_entry_and_a_reader(package: Path) -> None:
+    follow("Add a text format", package)
+    for name in ("notes.MD", "notes.rst"):
+        (package.parent / name).write_text("one\n\ntwo", encoding="utf-8")
+    forms = (
+        "a .txt, .jsonl, .parquet, .md or .markdown file, a directory saved by `datasets`, or a hub data set (name, "
+        "name:config or name:config:split)"
+    )
+    assert python(package, "-c", TEXT).splitlines() == [
+        "['one', 'two']",
+        "/texts/owner/notes.markdown owner/notes",
+        "notes.rst: does not end in .txt, .jsonl, .parquet, .md or .markdown, which tell how to read it; give " + forms,
+    ]
+    shown = python(package, "-m", "fp8q", "calibrate", "--help")
+    assert "Text to calibrate on: .txt, .jsonl, .parquet, .md, .markdown, a saved" in re.sub(r"[\s│]+", " ", shown)

@@ -2,6 +2,8 @@
 
 from markdown import load, table
 
+from fp8q.calibrate.text.formats import FORMATS
+
 #: The number of calibration windows whose verdicts are shown.
 WINDOWS = "64"
 
@@ -31,4 +33,10 @@ def certificate() -> str:
     return table(["`harmful`", "predicted", "random windows", "the text's order", "other text"], rows)
 
 
-TABLES = (bos, certificate)
+def text_formats() -> str:
+    """The files that are read as text."""
+    rows = [[", ".join(f"`{suffix}`" for suffix in form.suffixes), form.document] for form in FORMATS.values()]
+    return table(["ends in", "one document is"], rows)
+
+
+TABLES = (text_formats, bos, certificate)

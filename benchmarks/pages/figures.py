@@ -4,6 +4,13 @@ from collections.abc import Callable, Mapping
 
 from markdown import load
 
+from fp8q.calibrate.text.formats import SUFFIXES
+
+
+def text_suffixes() -> str:
+    """The suffixes of files that are read as text."""
+    return ", ".join(f"`{suffix}`" for suffix in SUFFIXES)
+
 
 def tail_operations() -> str:
     """Operations that a tail of 64 adds to a prompt of 2,048 tokens, over those of one term."""
@@ -49,6 +56,7 @@ def _gpu_ratio(name: str, begins: str) -> float:
 FIGURES: Mapping[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
+        text_suffixes,
         tail_operations,
         runtimes_apart,
         two_terms_apart,

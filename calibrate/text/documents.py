@@ -1,6 +1,6 @@
 """Read text: a file, a saved data set or a hub data set becomes a list of documents.
 
-A `.txt` file is one document; so is each line of a `.jsonl` file and each row of a table. Files are read strictly: an
+A text file is one document; so is each line of JSON and each row of a table (`formats.py`). Files are read strictly: an
 error names the byte or the line. Of a file larger than `Reading.limit` parts are read that are evenly spread over it
 (`excerpts`).
 """
@@ -17,11 +17,12 @@ from ...core.reporter import SILENT, Reporter
 from ..input.hub import is_hub_name
 from ..input.untrusted import AGAIN, error_text, exists, local_path, read_bytes
 from .excerpts import Excerpt, excerpt_note, is_larger, line_pieces, text_pieces
-from .rows import Documents, Reading, choose_column, column_kinds, documents
-from .tables import read_hub, read_parquet, read_saved
+from .formats import SUFFIXES, listed
+from .rows import READERS, Documents, Reading, choose_column, column_kinds, documents, reads
+from .tables import read_hub, read_saved
 
 FORMS = (
-    "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or "
+    f"a {listed(SUFFIXES)} file, a directory saved by `datasets`, or a hub data set (name, name:config or "
     "name:config:split)"
 )
 
@@ -32,13 +33,12 @@ def load_texts(spec: str, reading: Reading = Reading(), report: Reporter = SILEN
 
 
 def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = SILENT) -> Documents:
-    """Read the documents of `spec`, in order: a `.txt`, `.jsonl` or `.parquet` file, a saved `datasets` directory, or a
-    hub data set.
+    """Read the documents of `spec`, in order: a file of text, a saved `datasets` directory, or a hub data set.
 
     Raises InputError when it does not exist, cannot be read, or has no text but white space.
     """
     path = local_path(spec)
-    reader = _READERS.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower())
     if path.is_dir():
         if not any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
             raise InputError(
@@ -47,9 +47,7 @@ def load_documents(spec: str, reading: Reading = Reading(), report: Reporter = S
         loaded = read_saved(path, str(path), reading, report)
     elif exists(path):
         if reader is None:
-            raise InputError(
-                spec, "does not end in .txt, .jsonl or .parquet, which tell how to read it", f"give {FORMS}"
-            )
+            raise InputError(spec, f"does not end in {listed(SUFFIXES)}, which tell how to read it", f"give {FORMS}")
         regular_file(path, AGAIN)
         loaded = reader(path, str(path), reading, report)
     elif reader is None and is_hub_name(spec.partition(":")[0]) and spec.count(":") <= 2:
@@ -92,6 +90,7 @@ def _likely(content: bytes) -> str:
     return f"perhaps UTF-16; convert it with `iconv -f utf-16{'le' if odd > even else 'be'} -t utf-8`"
 
 
+@reads("text")
 def _txt(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     if not is_larger(path, reading.limit):
         return Documents([_decode(path, Excerpt(0, read_bytes(path, reading.limit)))])
@@ -100,6 +99,7 @@ def _txt(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents
     return Documents([_decode(path, piece) for piece in pieces])
 
 
+@reads("jsonl")
 def _jsonl(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     lines = _lines(path, spec, reading, report)
     kinds = column_kinds(row for _, row in _parsed(path, lines))
@@ -138,6 +138,3 @@ def _parsed(path: Path, lines: Sequence[tuple[str, str]]) -> Iterator[tuple[str,
                 path, f"{where} is no object but {line[:20].strip()}", 'each line must be one like {"text": …}'
             )
         yield where, row
-
-
-_READERS = {".txt": _txt, ".jsonl": _jsonl, ".parquet": read_parquet}

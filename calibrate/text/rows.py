@@ -7,10 +7,12 @@ name and form, so that a table whose only strings are identifiers is not read as
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
+from .formats import FORMATS
 
 #: The most that is read of a text, in bytes or characters: some 8 million tokens, eight times the default calibration.
 READ_AT_MOST = 32_000_000
@@ -50,6 +52,22 @@ class Documents:
 
     texts: list[str]
     chat: bool = False
+
+
+#: Reads a file of text that is called so in errors; raises InputError.
+Reader = Callable[[Path, str, Reading, Reporter], Documents]
+#: The readers of `FORMATS`, by suffix.
+READERS: dict[str, Reader] = {}
+
+
+def reads(format: str) -> Callable[[Reader], Reader]:
+    """Register the function below as the reader of a `format` of `FORMATS`."""
+
+    def register(reader: Reader) -> Reader:
+        READERS.update(dict.fromkeys(FORMATS[format].suffixes, reader))
+        return reader
+
+    return register
 
 
 @dataclass(frozen=True)

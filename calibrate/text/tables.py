@@ -29,6 +29,7 @@ from .rows import (
     choose_split,
     column_kinds,
     documents,
+    reads,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ BATCH_BYTES = 4 << 30
 EXPANSION = 4
 
 
+@reads("parquet")
 def read_parquet(path: Path, spec: str, reading: Reading, report: Reporter) -> Documents:
     """Read the documents of a parquet file; raises InputError."""
     from pyarrow import parquet

@@ -12,6 +12,7 @@ import pytest
 
 from fp8q.calibrate.input.untrusted import read_bytes
 from fp8q.calibrate.text.documents import FORMS, load_texts
+from fp8q.calibrate.text.formats import SUFFIXES, listed
 from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 DOCUMENTS = ["Wer reitet so spät\ndurch Nacht und Wind?", "", "Es ist der Vater\r\nmit seinem Kind. 🐎"]
 FORM_LIST = (
-    "a .txt, .jsonl or .parquet file, a directory saved by `datasets`, or a hub data set (name, name:config or "
+    f"a {listed(SUFFIXES)} file, a directory saved by `datasets`, or a hub data set (name, name:config or "
     "name:config:split)"
 )
 
@@ -38,6 +39,8 @@ def jsonl(path: Path, *rows: object) -> Path:
 
 def test_the_forms_are_told_in_full() -> None:
     assert FORMS == FORM_LIST
+    assert listed((".txt", ".jsonl", ".parquet")) == ".txt, .jsonl or .parquet"
+    assert listed((".txt",)) == ".txt"
 
 
 def test_a_txt_is_one_document_byte_for_byte(tmp_path: Path) -> None:
@@ -115,12 +118,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
+    path = tmp_path / "a.xyz"
     path.write_text("text\none\n", encoding="utf-8")
-    assert (
-        refusal(path)
-        == f"{path}: does not end in .txt, .jsonl or .parquet, which tell how to read it; give {FORM_LIST}"
-    )
+    assert refusal(path) == f"{path}: does not end in {listed(SUFFIXES)}, which tell how to read it; give {FORM_LIST}"
 
 
 def test_a_directory_that_datasets_did_not_save_is_refused(tmp_path: Path) -> None:
