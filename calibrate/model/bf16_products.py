@@ -17,15 +17,15 @@ import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pydantic import JsonValue
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .products import matrix_products, other_products
 
 #: Values of a weight that are widened at once: 4 MB in FP32, which stays in the cache and in the allocator's pool, and
 #: bounds the memory taken whatever the weight's size.
@@ -114,7 +114,7 @@ def widened_products() -> AbstractContextManager[object]:
     return nullcontext() if has_bf16_units() else WidenedProducts()
 
 
-def widen_products(model: "PreTrainedModel", dtype: torch.dtype, device: str) -> None:
+def widen_products(model: PreTrainedModel, dtype: torch.dtype, device: str) -> None:
     """Let the modules of `model`, which computes in `dtype` on `device`, multiply as `widened_products` does, for good.
 
     Nothing is done for another type than BF16, another device than the CPU, or where the processor has BF16 units.
@@ -123,8 +123,6 @@ def widen_products(model: "PreTrainedModel", dtype: torch.dtype, device: str) ->
     """
     if dtype != torch.bfloat16 or device != "cpu" or has_bf16_units():
         return
-    from .products import matrix_products, other_products
-
     products = {**matrix_products(model), **other_products(model)}
     for name, module in model.named_modules():
         if name in products or "attention" in type(module).__name__.lower():

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from ...core.errors import BackendError, InputError
 from ...core.files import sha256_file
 from ...core.reporter import SILENT, Reporter
 from ...options import TokenizerChoice
+from ..checkpoint.adapter import Adapter
 from ..checkpoint.companions import TOKENIZER, check_companions, companion_files, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.mtp_layers import mtp_prefixes
@@ -30,6 +33,7 @@ from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read
 from ..input.hub import fetch_model, is_hub_name
 from ..input.silence import quiet_transformers
 from ..input.untrusted import error_text, foreign, local_path
+from .adapter_addition import attach_adapter
 from .architecture import (
     load_config,
     max_positions,
@@ -39,12 +43,12 @@ from .architecture import (
     text_fields,
     unknown_rotary,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel
-
-    from ..checkpoint.adapter import Adapter
+from .bf16_products import widen_products
+from .expert_names import views
+from .fp32_tensors import fp32_tensors
+from .load import load_tensors
+from .skeleton import check_buffers, empty
+from .tensor_names import HEADER_TYPE, headers, renamed_tensors
 
 #: Bytes that are hashed at a time, and the most such pieces at once: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
@@ -60,7 +64,7 @@ class Source:
     name: str
     revision: str | None
     trust_remote_code: bool
-    config: "PreTrainedConfig"
+    config: PreTrainedConfig
     architecture: str
     weight_files: tuple[Path, ...]
     fingerprint: str
@@ -79,10 +83,10 @@ class Source:
     # what tokenizes its texts
     tokenizer: TokenizerChoice = field(default="file", compare=False)
     # the adapter that is merged into the weights
-    merged: "Adapter | None" = field(default=None, compare=False)
+    merged: Adapter | None = field(default=None, compare=False)
     # the adapters that are served beside the base, and the one that is on
-    adapters: "tuple[Adapter, ...]" = field(default=(), compare=False)
-    on: "Adapter | None" = field(default=None, compare=False)
+    adapters: tuple[Adapter, ...] = field(default=(), compare=False)
+    on: Adapter | None = field(default=None, compare=False)
 
     @property
     def title(self) -> str:
@@ -92,7 +96,7 @@ class Source:
         return [part for part in self.path.resolve().parts if part not in GENERIC_NAMES][-1]
 
     @property
-    def text_config(self) -> "PreTrainedConfig":
+    def text_config(self) -> PreTrainedConfig:
         """The configuration of the language model: the whole configuration where nothing is nested."""
         return self.config.get_text_config()
 
@@ -129,7 +133,7 @@ class Source:
         """Name -> file of what lies beside the weights: the base's, or a merged adapter's in its place."""
         return companion_files(self.path, self.merged.path if self.merged else None)
 
-    def merged_with(self, adapter: "Adapter", coding: Coding) -> "Source":
+    def merged_with(self, adapter: Adapter, coding: Coding) -> "Source":
         """This source with `adapter` merged into its weights by `coding`, and the adapter's own tokenizer and chat
         template, if any.
         """
@@ -235,12 +239,8 @@ def _combined(digests: dict[str, str]) -> str:
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 
 
-def meta_model(source: Source) -> "PreTrainedModel":
+def meta_model(source: Source) -> PreTrainedModel:
     """Make the model in BF16 on the meta device, in evaluation mode: all modules and shapes, without values."""
-    import torch
-
-    from .skeleton import empty
-
     with foreign(partial(no_model, source)), quiet_transformers():
         return empty(deepcopy(source.config), torch.bfloat16)  # from_config writes the type into it
 
@@ -248,8 +248,6 @@ def meta_model(source: Source) -> "PreTrainedModel":
 def no_model(source: Source, error: BaseException) -> InputError:
     """Turn an exception of transformers, raised while it makes a model of config.json, into an InputError."""
     if (kind := unknown_rotary(source.config)) is not None:
-        from transformers import __version__
-
         return InputError(
             source.path / "config.json",
             f"its rope_type {kind[:60]} is unknown to transformers {__version__}",
@@ -262,15 +260,11 @@ def no_model(source: Source, error: BaseException) -> InputError:
     )
 
 
-def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "PreTrainedModel":
+def load_model(source: Source, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """Load the model in `dtype` on `device`, in evaluation mode, without a cache, with the adapter that is on.
 
     Raises InputError when files and model do not match, BackendError when the device's memory does not hold it.
     """
-    import torch
-
-    from .bf16_products import widen_products
-
     weights = source.weights()
     tensors = {
         # mapped tensors take no memory; dequantized ones are cast at once, so that both types are not held
@@ -291,8 +285,6 @@ def load_model(source: Source, dtype: "torch.dtype", device: str = "cpu") -> "Pr
     model.config.use_cache = False
     widen_products(model, dtype, device)
     if source.on:
-        from .adapter_addition import attach_adapter
-
         attach_adapter(model, source.on, dtype, device)
     return model
 
@@ -303,13 +295,6 @@ def _check_model(source: Source) -> Source:
     This finds experts in an unknown form, buffers without finite values, and missing, unexpected and misshapen tensors.
     Returns the source with the names of its tensors and the parts of stored tensors that they are.
     """
-    import torch
-
-    from .expert_names import views
-    from .fp32_tensors import fp32_tensors
-    from .skeleton import check_buffers
-    from .tensor_names import HEADER_TYPE, headers, renamed_tensors
-
     skeleton = meta_model(source)
     refuse_experts(skeleton, source.name, source.architecture)
     weights = source.weights()
@@ -336,18 +321,15 @@ def _check_model(source: Source) -> Source:
 
 def _load(
     source: Source,
-    skeleton: "PreTrainedModel",
-    tensors: Mapping[str, "torch.Tensor"],
-    dtype: "torch.dtype",
+    skeleton: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
     device: str,
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """Load `tensors` into a model like `skeleton`, which is on the meta device.
 
     Raises InputError for tensors that are missing, unknown, or of another shape. Tied weights count as one.
     """
-    import torch
-
-    from .load import load_tensors
 
     def refusal(error: BaseException) -> InputError:
         return InputError(

@@ -14,21 +14,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed
 
+from ... import __version__
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.record import library_versions
 from ...core.undo import at_end
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
+from ..model.bf16_products import bf16_arithmetic
 from .heartbeat import Heartbeat, RankError, Stopped, line_of, rank_name
 from .torchrun import ProcessRank, process_rank
-
-if TYPE_CHECKING:
-    import torch
 
 #: The time that ranks wait for each other to start, and for a collective: a rank may read a checkpoint for hours, and
 #: the heartbeat finds ranks that died.
@@ -50,8 +51,6 @@ class World:
 
     def machine(self) -> dict[str, Any]:
         """Describe the machines for the record: device, threads of each rank, ranks, hosts."""
-        from ..model.bf16_products import bf16_arithmetic
-
         alike = self.members[0]["alike"]
         return {
             "device": alike["device"],
@@ -77,8 +76,6 @@ class World:
 
     def gathered(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Collect the `document` of every rank, in the order of ranks; a collective."""
-        import torch
-
         if self.size == 1:
             return [dict(document)]
         payload = _bytes(document)
@@ -92,8 +89,6 @@ class World:
 
     def sent(self, tokens: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
         """Send rank 0's `tokens` int64 [windows, seq_len] to every rank; a collective."""
-        import torch
-
         if self.size == 1:
             assert tokens is not None, "a rank alone has the tokens"
             return tokens
@@ -144,8 +139,6 @@ class World:
         Counts are summed. Of amax and channels the maximum of the bit patterns is taken: these have the order of the
         magnitudes, with NaN as the largest.
         """
-        import torch
-
         counts = torch.from_numpy(tensor.histogram.dense())
         bits = np.concatenate([tensor.amax_batches, tensor.amax_channels]).view(np.int32)
         batches = len(tensor.amax_batches)
@@ -155,7 +148,7 @@ class World:
         amax_batches = np.where(largest[:batches].view(np.int32) < 0, np.float32(np.nan), largest[:batches])
         return TensorStatistics(Histogram.from_dense(total), amax_batches, largest[batches:].copy())
 
-    def _reduced(self, values: "torch.Tensor", operation: str) -> Any:
+    def _reduced(self, values: torch.Tensor, operation: str) -> Any:
         values = values.to(self.device)
         self._settle(
             self._dist.all_reduce(values, getattr(self._dist.ReduceOp, operation), group=self.group, async_op=True)
@@ -164,8 +157,6 @@ class World:
 
     @property
     def _dist(self) -> Any:
-        import torch.distributed
-
         return torch.distributed
 
     def _settle(self, work: Any) -> None:
@@ -197,8 +188,6 @@ def joined_ranks() -> Iterator[World]:
 
     Raises InputError when they are not alike, BackendError when they do not meet, RankError when another rank fails.
     """
-    import torch
-
     here = process_rank()
     if here.ranks == 1:
         yield World(here, _device(here))
@@ -240,8 +229,6 @@ def _device(here: ProcessRank) -> str:
 
     Raises InputError when the machine has fewer GPUs than ranks.
     """
-    import torch
-
     if not torch.cuda.is_available():
         return "cpu"
     if here.local_rank >= torch.cuda.device_count():
@@ -256,11 +243,6 @@ def _device(here: ProcessRank) -> str:
 
 
 def _self_description(here: ProcessRank, device: str) -> dict[str, Any]:
-    import torch
-
-    from ... import __version__
-    from ..model.bf16_products import bf16_arithmetic
-
     host = socket.gethostname()
     kind = torch.cuda.get_device_name() if device != "cpu" else "CPU"
     units = "FP32" if bf16_arithmetic(device) else "BF16"
@@ -288,9 +270,7 @@ def _check_alike(members: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _bytes(document: Mapping[str, Any]) -> "torch.Tensor":
-    import torch
-
+def _bytes(document: Mapping[str, Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(dict(document)).encode()), dtype=torch.uint8)
 
 

@@ -28,6 +28,7 @@ from ...core.errors import InputError
 from ...core.files import clone_file, replacing
 from ...core.reporter import Reporter
 from ...core.run import Run
+from ...export.lint.check import sound_graph
 from ...options import TritonOptions, model_name
 from ..loop.engine_session import EngineRuntime
 from ..loop.here import AUTO, ONNX_RUNTIME, plan_path
@@ -255,8 +256,6 @@ def external_data(graph: Path) -> list[str]:
     Raises InputError for a file that is not beside the graph (it would be missing in a repository), is no regular file,
     or is cut short.
     """
-    from ...export.lint.check import sound_graph
-
     names = sorted({where.location for _, _, where, _ in sound_graph(graph).storage.external})
     for name in names:
         if Path(name).name != name:

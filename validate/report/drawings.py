@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ...calibrate.measure.statistics import load_statistics
 from ...core.columns import decibels, nats, share
 from ...core.run import Run
 from ..accuracy.document import load_divergences, load_token_losses
+from ..sensitivity.document import Loss, load_sensitivity
+from ..tuning.document import load_tuning
+from . import loss_plots, plots
 from .accuracy_rows import accuracy_rows
 from .curves import error_shares, rounding_alone_db
 from .loss_buckets import PositionRow, is_flat, position_rows
+from .loss_plots import learned_weights, learning_plot
+from .plots import Plot
 from .rows import ModuleRow, module_rows, wrote
-
-if TYPE_CHECKING:
-    from ..sensitivity.document import Loss
-    from .plots import Plot
 
 #: The decibels that layers differ by where none stands out, and that lie below what rounding alone leaves.
 ALIKE_DB, BELOW_DB = 2.0, 3.0
@@ -27,20 +27,18 @@ ALL_ROUNDING = 0.99
 class Drawings:
     """The plots of a report by name, and for each that was left out as flat a remark in its place."""
 
-    plots: "dict[str, Plot]" = field(default_factory=dict)
+    plots: dict[str, Plot] = field(default_factory=dict)
     remarks: dict[str, str] = field(default_factory=dict)
 
 
-def losses_by_tensor(run: Run) -> "list[Loss]":
+def losses_by_tensor(run: Run) -> list[Loss]:
     """List the loss that each tensor causes alone, worst first; nothing where that is not known of the files that are
     here now.
     """
-    from ..sensitivity.document import load_sensitivity
-
     return load_sensitivity(run).modules if wrote(run, run.sensitivity, "sensitivity") else []
 
 
-def report_plots(run: Run) -> "dict[str, Plot]":
+def report_plots(run: Run) -> dict[str, Plot]:
     """The plots of the report that show something: `histogram` (of the noisiest tensor) and `layers` where something is
     in FP8, `loss` where it was located, `frontier` where it was tuned, `learning` where its weights were learned,
     `positions` and `divergence` where the run was evaluated.
@@ -50,10 +48,6 @@ def report_plots(run: Run) -> "dict[str, Plot]":
 
 def drawings(run: Run) -> Drawings:
     """Draw what shows something, and say of the rest what it would show."""
-    from ..tuning.document import load_tuning
-    from . import loss_plots
-    from .loss_plots import learned_weights, learning_plot
-
     found = Drawings()
     _draw_errors(run, found)
     if loss_plots.by_layer(located := losses_by_tensor(run)):
@@ -68,8 +62,6 @@ def drawings(run: Run) -> Drawings:
 
 
 def _draw_errors(run: Run, found: Drawings) -> None:
-    from . import plots
-
     rows = [row for row in module_rows(run) if row.scale is not None]
     if not rows:
         return
@@ -110,8 +102,6 @@ def no_outlier(rows: Sequence[ModuleRow]) -> str:
 
 
 def _draw_positions(run: Run, found: Drawings) -> None:
-    from . import loss_plots, plots
-
     rows, kl = position_rows(run), load_divergences(run)
     if rows and is_flat(rows):
         found.remarks["positions"] = _flat(rows)

@@ -6,17 +6,14 @@ the default limit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...core.columns import Column, Table
 from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
 from ..accuracy.decision import DEFAULT_LIMIT, decide
 from ..accuracy.document import Verdict, load_accuracy, load_token_losses
+from ..tuning.document import Tuning, load_tuning
 from .rows import wrote
-
-if TYPE_CHECKING:
-    from ..tuning.document import Tuning
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,6 @@ def report_verdict(run: Run) -> Verdict:
 
 def standing(run: Run) -> Standing:
     """Find the results that the run has of its present files."""
-    from ..tuning.document import load_tuning
 
     def current(stage: str) -> bool:
         return stage in run.record().stages and not run.is_stale(stage)
@@ -68,7 +64,7 @@ def standing(run: Run) -> Standing:
     )
 
 
-def tuned_for(tuning: "Tuning") -> str | None:
+def tuned_for(tuning: Tuning) -> str | None:
     """The budget that was given to `fp8q tune`, as its option; None where what was chosen does not meet it."""
     if not tuning.met:
         return None
