@@ -1,14 +1,17 @@
 """The public functions: one for each command of the command line, with the same names and defaults.
 
 Every function takes a `Reporter` for its notes and progress (by default the logger `fp8q`, at INFO), and skips stages
-that are finished with the same inputs, options and version.
+that are finished with the same inputs, options and version. A function imports its stage once the run is open and the
+libraries that it needs are there: stages import at their top what they compute with, torch too, and nothing of it is
+loaded here.
 
     from fp8q.api import calibrate, build_engine, validate
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
@@ -41,48 +44,33 @@ from .options import (
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.scales.decisions import load_scales, tensor_scale
-from .serve.local.generation import answer_request
-from .serve.loop.request import GeneratedAnswer
-from .stages import bench as bench_stage
-from .stages import build_engine as build_engine_stage
-from .stages import compare as compare_stage
-from .stages import distill as distill_stage
-from .stages import evaluate as evaluate_stage
-from .stages import generate as generate_stage
-from .stages import learned_adapter as adapter_stage
-from .stages import report as report_stage
-from .stages import sensitivity as sensitivity_stage
-from .stages import triton as triton_stage
-from .stages import tune as tune_stage
-from .stages import validate as validate_stage
-from .stages.commands import calibrate as calibrate_command
-from .stages.commands import doctor as doctor_command
-from .stages.commands import engine as engine_command
-from .stages.commands import inspect as inspect_command
-from .stages.commands import lint as lint_command
-from .stages.commands import load as load_command
-from .stages.commands import merge as merge_command
-from .stages.commands import rescale as rescale_command
-from .stages.commands import run as run_command
-from .stages.commands import serve as serve_command
-from .stages.commands.calibrate import Calibration
+from .quantize.training.training_log import read_log
 from .stages.commands.inspect import Inspection
-from .stages.commands.load import ProductMode, WideType
-from .stages.commands.results import report_continuations, report_plots, report_tables, report_verdict
-from .stages.commands.training import TrainingInspection, inspect_training, report_training, watch
-from .stages.shared.opening import open_run
+from .stages.pipeline.steps import CALIBRATE_MODULES, SERVE_MODULES, needs
+from .stages.shared.opening import open_run, run_at, run_into
+from .validate.advice.training_checks import TrainingInspection, training_checkup
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedModel
 
+    from .core.columns import Table
     from .export.engine.info import EngineInfo
     from .quantize.learning.document import AdapterLearning, Distillation
+    from .quantize.training.watch import TrainingRecorder
+    from .serve.loop.request import GeneratedAnswer
     from .serve.web.server import Server
-    from .validate.accuracy.document import Accuracy
+    from .stages.commands.engine import EngineView
+    from .stages.commands.lint import Linted, LintedRun
+    from .stages.commands.load import ProductMode, WideType
+    from .stages.generate import Chat, Comparison
+    from .validate.accuracy.continuations import Continuations
+    from .validate.accuracy.document import Accuracy, Verdict
     from .validate.advice.checkup import Checkup
     from .validate.bench.document import Bench
     from .validate.endpoint.document import ModelComparison
+    from .validate.report.plots import Plot
     from .validate.sensitivity.document import Sensitivity
     from .validate.tasks.document import TaskScores
     from .validate.tuning.document import Tuning
@@ -120,8 +108,10 @@ def calibrate(
     Raises InputError for any fault of these. In several processes that torchrun started, all measure and the first
     alone does the rest.
     """
-    what = Calibration(model, data, eval_data, RunOptions(options, export_options))
-    return calibrate_command.calibrate(out, what, progress)
+    with run_into(out, progress) as (run, notes):
+        from .stages.commands.calibrate import Calibration, calibrate
+
+        return calibrate(run, notes, Calibration(model, data, eval_data, RunOptions(options, export_options)))
 
 
 def merge(
@@ -134,7 +124,10 @@ def merge(
     records. Raises InputError for runs that cannot be added: of different models, tokenizers, or sizes of windows or
     batches, or with a batch in common.
     """
-    return merge_command.merge(runs, out, model, (options, export_options), progress)
+    with run_into(out, progress) as (run, notes):
+        from .stages.commands.merge import merge
+
+        return merge(run, notes, runs, model, (options, export_options))
 
 
 def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED) -> Run:
@@ -142,17 +135,22 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
 
     With `options.precision` bf16 or int8: export the source checkpoint in that precision, into `baselines/`.
     """
-    return rescale_command.export_precision.at(path, progress, options)
+    with run_at(path, progress) as (run, notes):
+        from .stages.export import export_precision
+
+        return export_precision(run, notes, options)
 
 
-def lint(path: Path, run: Path | None = None) -> lint_command.Linted | lint_command.LintedRun:
+def lint(path: Path, run: Path | None = None) -> "Linted | LintedRun":
     """Check an ONNX file, a Triton repository, an FP8 checkpoint or a whole run against the rules of `docs/lint.md`.
 
     The files may come from any exporter. The graph of a run, in its `model/`, is also checked against the run's scales;
     `run` names the run of a graph that lies elsewhere. The findings are returned, and raise no error. Needs no torch
     and no server.
     """
-    return lint_command.lint(Path(path), open_run(run) if run else None)
+    from .stages.commands.lint import lint
+
+    return lint(Path(path), open_run(run) if run else None)
 
 
 def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = LOGGED) -> Run:
@@ -161,7 +159,10 @@ def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Rep
     The model is not run; its weights are read from the source checkpoint. Omitted `options` keep the run's values.
     Raises InputError when the source checkpoint is missing or has changed.
     """
-    return rescale_command.scales.at(path, progress, options)
+    with run_at(path, progress) as (run, notes):
+        from .stages.commands.calibrate import scales
+
+        return scales(run, notes, options)
 
 
 def build_engine(
@@ -173,16 +174,21 @@ def build_engine(
     Raises GateError when the share of products in FP8 is below `options.min_fp8_share` or unknown; BackendError when
     the runtime is missing.
     """
-    return build_engine_stage.build_engine.at(path, progress, options)
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.build_engine import build_engine
+
+        return build_engine(run, notes, options)
 
 
-def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> list[engine_command.EngineView]:
+def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> "list[EngineView]":
     """Read the kernels of the run's engines: each matrix product, the kernels around it, attention, and wide products.
 
     `targets`: the targets to read (none: all). `plan`: read this file instead, as an engine for the one target, such as
     `engines/<target>.sh` builds. Findings raise no error.
     """
-    return engine_command.view_engines(open_run(path), tuple(targets), plan)
+    from .stages.commands.engine import view_engines
+
+    return view_engines(open_run(path), tuple(targets), plan)
 
 
 def validate(
@@ -195,7 +201,10 @@ def validate(
     Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction),
     and UnfinishedError for a runtime that failed; the results of the others are written first.
     """
-    return validate_stage.validate.at(path, progress, data, options)
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.validate import validate
+
+        return validate(run, notes, data, options)
 
 
 def evaluate(path: Path, options: EvaluateOptions, progress: Reporter = SILENT) -> "TaskScores":
@@ -205,7 +214,10 @@ def evaluate(path: Path, options: EvaluateOptions, progress: Reporter = SILENT) 
     Answers stay in the run, by task and model, and are not asked for again. Raises InputError for tasks that are not
     there or cannot be loaded; BackendError where lm-eval is not installed, or a server does not answer.
     """
-    return evaluate_stage.evaluate_tasks.at(path, progress, options)
+    with run_at(path, progress) as (run, notes):
+        from .stages.evaluate import evaluate_tasks
+
+        return evaluate_tasks(run, notes, options)
 
 
 def distill(
@@ -225,8 +237,14 @@ def distill(
     of it, a source model that is gone, and a model that is too large for the memory.
     """
     if options.train == "adapter":
-        return adapter_stage.learn_adapter.at(path, progress, data, options)
-    return distill_stage.distill.at(path, progress, data, options)
+        with run_at(path, progress, modules=(*CALIBRATE_MODULES, "peft")) as (run, notes):
+            from .stages.learned_adapter import learn_adapter
+
+            return learn_adapter(run, notes, data, options)
+    with run_at(path, progress) as (run, notes):
+        from .stages.distill import distill
+
+        return distill(run, notes, data, options)
 
 
 def sensitivity(
@@ -236,7 +254,10 @@ def sensitivity(
 
     The result is sorted, worst first, and written to `sensitivity.json`.
     """
-    return sensitivity_stage.sensitivity.at(path, progress, options)
+    with run_at(path, progress, writes=False) as (run, notes):  # but for its own stage
+        from .stages.sensitivity import sensitivity
+
+        return sensitivity(run, notes, options)
 
 
 def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = LOGGED) -> "Checkup":
@@ -245,7 +266,10 @@ def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Repor
     It checks the run's files, and runs a few calibration windows through its BF16 and FP8 models. Checks that need a
     missing source model are `unknown`. Bad verdicts raise no error (`refuse_bad` in `validate.advice.checkup` does).
     """
-    return doctor_command.doctor.at(path, progress, options)
+    with run_at(path, progress, writes=False, modules=()) as (run, notes):
+        from .stages.commands.doctor import doctor
+
+        return doctor(run, notes, options)
 
 
 def tune(
@@ -258,7 +282,10 @@ def tune(
     `tune.json`. `apply`: make checkpoint and graphs anew with it, if it meets the budget (`met`). Raises InputError for
     `apply` without a budget, and where the source checkpoint is missing.
     """
-    return tune_stage.tune.at(path, progress, options, apply)
+    with run_at(path, progress, writes=False) as (run, notes):  # but for its own stage, and what it applies
+        from .stages.tune import tune
+
+        return tune(run, notes, options, apply)
 
 
 def generate(
@@ -266,20 +293,21 @@ def generate(
     prompt: str,
     options: GenerateOptions = GenerateOptions(),
     told: Callable[[str], None] = lambda _: None,
-) -> GeneratedAnswer:
+) -> "GeneratedAnswer":
     """Go on from `prompt` with the FP8 model of the run at `path`, or another that `options.runtime` names; `told` is
     called with each piece of the text as it comes.
     """
-    request = generate_stage.asked(prompt, options)
-    return answer_request(
-        generate_stage.open_model(open_run(path), options.runtime, adapter=options.adapter), request, told
-    )
+    from .serve.local.generation import answer_request
+    from .stages.generate import asked, open_model
+
+    request = asked(prompt, options)
+    return answer_request(open_model(open_run(path), options.runtime, adapter=options.adapter), request, told)
 
 
 def load(
     path: Path,
-    dtype: WideType = "bfloat16",
-    mode: ProductMode = "fast",
+    dtype: "WideType" = "bfloat16",
+    mode: "ProductMode" = "fast",
     device: "str | torch.device | None" = None,
     as_served: int | None = None,
     adapter: str | None = None,
@@ -294,12 +322,17 @@ def load(
 
     Raises InputError where there is no such run, device or adapter, and for files that their stages did not write.
     """
-    return load_command.load_fp8_model.at(path, SILENT, (dtype, mode), device, as_served, adapter)
+    with run_at(path, SILENT, writes=False) as (run, notes):
+        from .stages.commands.load import load_fp8_model
+
+        return load_fp8_model(run, notes, (dtype, mode), device, as_served, adapter)
 
 
-def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> generate_stage.Chat:
+def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> "Chat":
     """Open a conversation with the model of the run at `path`, by the chat template of its tokenizer."""
-    return generate_stage.open_chat(open_run(path), options)
+    from .stages.generate import open_chat
+
+    return open_chat(open_run(path), options)
 
 
 def compare(path: Path, options: CompareOptions, progress: Reporter = LOGGED) -> "ModelComparison":
@@ -310,12 +343,17 @@ def compare(path: Path, options: CompareOptions, progress: Reporter = LOGGED) ->
     likeliest tokens that `validate` keeps, and for a server with another tokenizer or too short a context; BackendError
     for one that does not answer.
     """
-    return compare_stage.compare_served.at(path, progress, options)
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.compare import compare_served
+
+        return compare_served(run, notes, options)
 
 
-def compare_answers(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> generate_stage.Comparison:
+def compare_answers(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> "Comparison":
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
-    return generate_stage.compare_both(open_run(path), prompt, options)
+    from .stages.generate import compare_both
+
+    return compare_both(open_run(path), prompt, options)
 
 
 def serve(
@@ -327,7 +365,11 @@ def serve(
     `ready` is called once the server accepts requests, in the serving thread, with the server: its `url`, and `stop()`,
     which any thread and any signal handler may call.
     """
-    return serve_command.serve(open_run(path), options, ready)
+    run = open_run(path)
+    needs("serve", SERVE_MODULES)
+    from .stages.commands.serve import serve
+
+    return serve(run, options, ready)
 
 
 def bench(
@@ -343,7 +385,10 @@ def bench(
     Writes `bench.json`, and a plot at `plot`. Raises InputError for runs of different models, and for sizes beyond the
     model's limits.
     """
-    return bench_stage.bench.at(path, progress, against, options, plot)
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.bench import bench
+
+        return bench(run, notes, against, options, plot)
 
 
 def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = LOGGED) -> list[Path]:
@@ -351,7 +396,10 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
 
     Raises InputError for a directory with files that fp8q did not write.
     """
-    return triton_stage.triton.at(path, progress, options)
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.triton import triton
+
+        return triton(run, notes, options)
 
 
 def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = LOGGED) -> list[Path]:
@@ -359,7 +407,10 @@ def report(path: Path, options: ReportOptions = ReportOptions(), progress: Repor
 
     Returns their paths. Where the source model is available, both models first continue prompts of the evaluation text.
     """
-    return report_stage.report.at(path, progress, options)
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.report import report
+
+        return report(run, notes, options)
 
 
 def inspect(
@@ -372,7 +423,10 @@ def inspect(
     also measure this text with the float model, as many windows as in calibration, and compare it with the chosen
     scales.
     """
-    return inspect_command.inspect.at(path, progress, delayed, against)
+    with run_at(path, progress, writes=False, modules=()) as (run, notes):
+        from .stages.commands.inspect import inspect
+
+        return inspect(run, notes, delayed, against)
 
 
 def run(
@@ -388,4 +442,96 @@ def run(
     GateError for a gate that is not met, and UnfinishedError for a runtime that failed, are raised after everything is
     written.
     """
-    return run_command.run_all(out, Calibration(model, data, eval_data, options, whole_run=True), progress)
+    with run_into(out, progress) as (directory, notes):
+        from .stages.commands.calibrate import Calibration
+        from .stages.commands.run import run_all
+
+        return run_all(directory, notes, Calibration(model, data, eval_data, options, whole_run=True))
+
+
+def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
+    """The report's tables of the run at `path`, compared with the runs at `compare`; a notebook displays each."""
+    from .validate.report.report import report_tables
+
+    return report_tables(open_run(path), [open_run(other) for other in compare])
+
+
+def report_verdict(path: Path) -> "Verdict":
+    """The verdict on whether the model of the run at `path` is good enough in FP8; a notebook displays it."""
+    from .validate.report.verdict import report_verdict
+
+    return report_verdict(open_run(path))
+
+
+def report_continuations(path: Path) -> "Continuations":
+    """Load the continuations that BF16 and FP8 of the run at `path` wrote from the same prompts; a notebook displays
+    them.
+    """
+    from .validate.report.report import report_continuations
+
+    return report_continuations(open_run(path))
+
+
+def report_plots(path: Path) -> "dict[str, Plot]":
+    """The report's plots of the run at `path`; a notebook displays each."""
+    from .validate.report.drawings import report_plots
+
+    return report_plots(open_run(path))
+
+
+@contextmanager
+def watch(
+    model: "nn.Module",
+    out: Path,
+    options: WatchOptions = WatchOptions(),
+    modules: "Mapping[str, nn.Module] | None" = None,
+    first_step: int = 0,
+) -> "Iterator[TrainingRecorder]":
+    """Record what the training of `model` would lose in FP8, in `out`/training.jsonl, while this block runs.
+
+        with fp8q.api.watch(model, "logs/run-1") as log:
+            for batch in batches:
+                loss = model(**batch).loss
+                loss.backward()
+                log.step(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    At every `options.every`th step the exact histogram of each linear layer's input, weight and output gradient is
+    taken, and of it the amax, the shares that saturate, become zero and are lost in E4M3 and in E5M2, under a scale
+    that follows from the records before (Transformer Engine's delayed scaling). `step` is called once after each
+    backward pass; several of them before an optimizer's step are one step if `step` is called after the last. Nothing
+    of the model changes. `modules`: name -> the layers to watch (None: every linear layer but a transformers model's
+    output head). `first_step`: the step that a resumed training begins with; the log's records before it stay.
+
+    `inspect_training` and `fp8q inspect` read the log. Raises InputError for a model without a linear layer, for a log
+    that is there already, and at a recorded step in which no layer ran.
+    """
+    from .quantize.training.watch import TrainingRecorder
+
+    recorder = TrainingRecorder(model, Path(out), options, modules, first_step)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def inspect_training(path: Path, gradients: GradientFormat = "e5m2") -> TrainingInspection:
+    """Read the training log at `path`, a file or its directory, and judge it, with `gradients` in E5M2 or in E4M3.
+
+    Raises InputError where there is no log, or no record in it yet.
+    """
+    log = read_log(Path(path))
+    return TrainingInspection(log, training_checkup(log, gradients))
+
+
+def report_training(path: Path, gradients: GradientFormat = "e5m2") -> Path:
+    """Write `training.html`, the page of the training log at `path`, beside it; return its path.
+
+    Raises InputError where there is no log, BackendError where the extra `report` is not installed.
+    """
+    needs("report", ("matplotlib",))
+    from .validate.report.training_page import write_training_page
+
+    training = inspect_training(path, gradients)
+    return write_training_page(training.log, training.checkup)

@@ -2,7 +2,9 @@
 
 All that can be wrong with the input is found before the first file is written. A stage that is current (same inputs,
 options and version) is passed over, so the same command goes on where it was killed, and another method chooses again
-without measuring again. `pipeline.stages` has them all as values: what each reads, writes and depends on; what they
+without measuring again. `api` imports a stage once its run is open and its libraries are there, so a stage imports at
+its top all that it computes with; those that also run without torch import torch's half where they use it.
+`pipeline.stages` has them all as values: what each reads, writes and depends on; what they
 share is in `shared`.
 
 In the order of work:
@@ -11,10 +13,10 @@ In the order of work:
     measure          the float model on the windows, by one process or several ranks; and on other text
     quantize         scales from statistics, and the checkpoint they make
     queries          `export --attention fp8`, `--q-scale`: the queries of attention, measured
-    export           both ONNX graphs of the checkpoint, linted
-    export_baseline  the same model in BF16 or INT8, to compare with
+    export           both ONNX graphs of the checkpoint, linted; the same model in BF16 or INT8, to compare with
     build_engine     engines of all graphs, and the proof of their FP8 products
-    validate         the held-out text through the runtimes, and the gate on the loss
+    validate         the held-out text through the runtimes, and the gate on the loss; in validate_runtimes those that
+                     may need torch
     compare          a server, or another checkpoint, asked for the evaluation text
     needles          sentences hidden in long prompts, asked of BF16 and FP8
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
@@ -37,17 +39,14 @@ They write nothing:
 
 The commands that join stages, or only read what they wrote, in `commands`:
 
-    calibrate        model and text to checkpoint and graphs, by one process or several ranks
+    calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
     run              all stages, one after the other
     merge            add separately measured runs, then choose scales and export
-    rescale          choose scales again, or export in another precision
     preflight        refuse, before the first stage writes, what later ones would refuse
     inspect          every module, and the outliers
     doctor           the stability checklist with its verdicts
     engine           the kernels of engines, read from the engines
-    results          the report's tables, plots and verdict, for a notebook
     load             the FP8 model as Hugging Face's, for lm-eval and notebooks
-    training         a training run of any model, watched for what FP8 would lose, and its log read
     serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
 """

@@ -23,6 +23,7 @@ from ..serve.loop.cuda import CudaDevice, CudaError
 from ..serve.loop.sessions import SessionError, import_onnxruntime
 from ..validate.bench.capacity import Footprint, capacities, footprint, with_both
 from ..validate.bench.document import Bench, BenchProtocol, BenchRow
+from ..validate.report.plots import bench_plot
 from .generate import TORCH_RUNTIMES, runtime_here, session_of
 from .other_text import positions
 from .pipeline.stage import NO_FACTS, Key
@@ -30,8 +31,7 @@ from .pipeline.stages import BENCH
 from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.adapters import note_base_alone
 from .shared.model_files import files_of
-from .shared.opening import command, open_run
-from .shared.sources import source_of
+from .shared.opening import open_run
 
 #: A measured model: its name in the tables, its run and precision.
 Named = tuple[str, Run, Precision]
@@ -51,7 +51,6 @@ METHOD = (
 )
 
 
-@command(modules=())
 def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions, plot: Path | None) -> Bench:
     """Measure, write `bench.json`, and draw a plot at `plot`.
 
@@ -95,8 +94,6 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
 
 
 def _draw(found: Bench, plot: Path) -> None:
-    from ..validate.report.plots import bench_plot
-
     with replacing(plot) as partial:
         partial.write_text(bench_plot(found).wide, encoding="utf-8")
 
@@ -239,7 +236,11 @@ def lowered(option: str, wanted: tuple[int, ...], most: int | None, notes: Notes
 
 def _footprint(named: Named, contender: Contender, runtime: str) -> Footprint:
     _, run, precision = named
-    weights = source_of(run).weight_files if runtime == "bf16" else ()
+    weights: tuple[Path, ...] = ()
+    if runtime == "bf16":
+        from .shared.sources import source_of
+
+        weights = source_of(run).weight_files
     return footprint(run, precision, contender.session.vocabulary, weights)
 
 

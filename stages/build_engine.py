@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from ..calibrate.text.corpus import lower_default
 from ..core.errors import InputError
 from ..core.run import Run
+from ..export.engine.build import build_engines, resolve
+from ..export.engine.info import EngineInfo, check_share, load_engines
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..quantize.scales.decisions import load_scales
 from .other_text import positions
@@ -14,22 +16,13 @@ from .pipeline.stages import build_engine_stage
 from .pipeline.steps import Notes
 from .shared.adapters import check_adapter, note_base_alone
 from .shared.model_files import files_of
-from .shared.opening import command
-
-if TYPE_CHECKING:
-    from ..export.engine.info import EngineInfo
 
 
-@command(modules=())
-def build_engine(run: Run, notes: Notes, options: EngineOptions) -> "list[EngineInfo]":
+def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineInfo]:
     """Build the engines of `options.precision` where they are not current, and return their records.
 
     Raises GateError, after all is written, for an engine of FP8 with too few FP8 products.
     """
-    from ..calibrate.text.corpus import lower_default
-    from ..export.engine.build import build_engines, resolve
-    from ..export.engine.info import check_share, load_engines
-
     run.refuse_without_graph()
     check_adapter(run, options.adapter)
     if options.adapter is None:

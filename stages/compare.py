@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,15 +12,21 @@ from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import CompareOptions
 from ..quantize.scales.decisions import load_scales
+from ..serve.local.chat_template import ChatTemplate
+from ..serve.loop.text import ModelFileError, Vocabulary
+from ..validate.accuracy.document import load_accuracy
+from ..validate.accuracy.top_logits import KeptTokens, load_top_logits
+from ..validate.endpoint.asking import ask_all, find_server, translated, without_prefix
+from ..validate.endpoint.checkpoint import run_checkpoint
+from ..validate.endpoint.client import Client
+from ..validate.endpoint.document import ModelComparison
+from ..validate.endpoint.judgement import judge, judge_prompt, judge_reading
+from ..validate.endpoint.prompts import prompts_of
+from ..validate.endpoint.reading import bound_of, other_reading, own_readings
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import COMPARE, VALIDATE
-from .pipeline.steps import CALIBRATE_MODULES, Notes, needs
+from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.model_files import checked_model
-from .shared.opening import command
-
-if TYPE_CHECKING:
-    from ..validate.accuracy.top_logits import KeptTokens
-    from ..validate.endpoint.document import ModelComparison
 
 #: Where the key of a server comes from.
 KEY = "OPENAI_API_KEY"
@@ -29,14 +34,11 @@ KEY = "OPENAI_API_KEY"
 AGAIN = 4
 
 
-@command(modules=())
-def compare_served(run: Run, notes: Notes, options: CompareOptions) -> "ModelComparison":
+def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComparison:
     """Ask the server or checkpoint of `options`, write `compare.json` and return it.
 
     Raises GateError, once that is written, for any verdict but that it is the validated model.
     """
-    from ..validate.accuracy.top_logits import load_top_logits
-
     check_one_given(options)
     checked_model(run)
     run.refuse_stale(VALIDATE.name)
@@ -59,22 +61,13 @@ def check_one_given(options: CompareOptions) -> None:
         raise InputError(given, "give one of them, a server's address or a checkpoint's directory")
 
 
-def check_validated(found: "ModelComparison") -> None:
+def check_validated(found: ModelComparison) -> None:
     """Raise GateError unless it is the validated model, or cannot be told from that or the original in BF16."""
     if not found.passes:
         raise GateError(found.answered, found.sentence)
 
 
-def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, notes: Reporter) -> "ModelComparison":
-    from ..serve.loop.text import ModelFileError, Vocabulary
-    from ..validate.accuracy.document import load_accuracy
-    from ..validate.endpoint.asking import ask_all, find_server, translated, without_prefix
-    from ..validate.endpoint.client import Client
-    from ..validate.endpoint.document import ModelComparison
-    from ..validate.endpoint.judgement import judge, judge_prompt, judge_reading
-    from ..validate.endpoint.prompts import prompts_of
-    from ..validate.endpoint.reading import bound_of, other_reading, own_readings
-
+def _asked(run: Run, kept: KeptTokens, options: CompareOptions, folder: Path, notes: Reporter) -> ModelComparison:
     assert options.url is not None, "the caller looked"
     client = Client(options.url, options.timeout, os.environ.get(KEY))
     try:
@@ -115,10 +108,8 @@ def _asked(run: Run, kept: "KeptTokens", options: CompareOptions, folder: Path, 
     )
 
 
-def _renderer(run: Run, notes: Reporter) -> "Callable[[str], str] | None":
+def _renderer(run: Run, notes: Reporter) -> Callable[[str], str] | None:
     """The run's chat template, for one message of a user; None where it has none, or nothing here renders it."""
-    from ..serve.local.chat_template import ChatTemplate
-
     try:
         template = ChatTemplate(run.model)
     except InputError:
@@ -129,14 +120,8 @@ def _renderer(run: Run, notes: Reporter) -> "Callable[[str], str] | None":
     return lambda text: template.render([{"role": "user", "content": text}])
 
 
-def _run(run: Run, kept: "KeptTokens", options: CompareOptions, notes: Reporter) -> "ModelComparison":
+def _run(run: Run, kept: KeptTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
     needs("calibrate", CALIBRATE_MODULES)
-    from ..validate.endpoint.checkpoint import run_checkpoint
-    from ..validate.endpoint.document import ModelComparison
-    from ..validate.endpoint.judgement import judge
-    from ..validate.endpoint.prompts import prompts_of
-    from .pipeline.steps import device
-
     assert options.model is not None, "the caller looked"
     prompts = prompts_of(kept, min(load_scales(run).tails.values(), default=None), options.windows, None)
     answers = run_checkpoint(options.model, run.model, prompts, device(), notes)

@@ -1,22 +1,18 @@
 """The stage `continue` of a report: let BF16 and FP8 continue prompts from the evaluation text."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..core.errors import BackendError, InputError
 from ..core.files import write_document
 from ..core.run import Run
 from ..options import ContinueOptions, GenerateOptions
+from ..validate.accuracy.continuations import Continuation, Continuations
 from .corpus import load_tokens
 from .generate import compare_all
 from .pipeline.stage import Key
 from .pipeline.stages import CONTINUE, ContinueFacts
 from .pipeline.steps import CALIBRATE_MODULES, Notes, needs
 from .shared.model_files import fp8_files
-
-if TYPE_CHECKING:
-    from ..validate.accuracy.continuations import Continuations
 
 #: Tokens of a prompt, and tokens of a continuation.
 PROMPT_TOKENS, TOKENS = 32, 48
@@ -44,9 +40,8 @@ def write_continuations(run: Run, options: ContinueOptions, notes: Notes) -> Non
         notes.note(f"no continuations: {error}")
 
 
-def _continued(run: Run, count: int) -> "Continuations":
+def _continued(run: Run, count: int) -> Continuations:
     from ..calibrate.model.tokenizer import stored_tokenizer
-    from ..validate.accuracy.continuations import Continuation, Continuations
 
     ids = load_tokens(run, run.evaluation)
     length = min(PROMPT_TOKENS, len(ids))

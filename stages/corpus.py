@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import Field
 
+from ..calibrate.measure.statistics import TextSource
+from ..calibrate.text import corpus, mixture
+from ..calibrate.text.chat import renderer
+from ..calibrate.text.overlap import check_disjoint
+from ..calibrate.text.packing import Packing, prefix_of
 from ..core.arrays import check_array, check_range, read_arrays
 from ..core.errors import InputError
 from ..core.files import Strict, reading, replacing
@@ -24,9 +29,7 @@ from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, shar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..calibrate.measure.statistics import TextSource
     from ..calibrate.model.source import Source
-    from ..calibrate.text.packing import Packing
 
 #: Bytes of text to read for each token asked for, if that exceeds the default limit: a token of code or Chinese has
 #: about five.
@@ -52,7 +55,7 @@ class Collected:
     windows: Tokens
     evaluation: Tokens
     names: tuple[str, str]
-    sources: "list[TextSource]"
+    sources: list[TextSource]
     options: CorpusOptions
     opening: Opening
 
@@ -66,10 +69,6 @@ def collect(
     report: Reporter,
 ) -> Collected:
     """Read the texts and cut them into windows; raise InputError for every fault of theirs."""
-    from ..calibrate.text import corpus, mixture
-    from ..calibrate.text.chat import renderer
-    from ..calibrate.text.packing import Packing
-
     parts = mixture.parse(data)
     seq_len = corpus.lower_default(
         "--seq-len", options.seq_len, DEFAULT_SEQ_LEN, source.max_positions, "the model's positions", report
@@ -103,8 +102,6 @@ def prefix_for(
 
     Empty if `options` say never, or if a chat template renders chats without them.
     """
-    from ..calibrate.text.packing import prefix_of
-
     documents = (document for text in texts for document in text.documents.texts)
     prefix = prefix_of(tokenizer, documents) if options.bos == "auto" else ()
     without = [text.name for text in texts if text.documents.chat and tuple(text.ids[: len(prefix)]) != prefix]
@@ -122,8 +119,6 @@ def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report
 
     Raises InputError where it is too large and not allowed.
     """
-    from ..calibrate.text.overlap import check_disjoint
-
     if other is None:
         return check_apart(texts, report, options.allow_overlap) or None
     measured = check_disjoint(
@@ -137,7 +132,7 @@ def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report
     return measured.share if measured.too_much else None
 
 
-def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, Tokens], packing: "Packing") -> None:
+def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, Tokens], packing: Packing) -> None:
     """Raise InputError when the tokens `kept` of a text, or those of the `evaluation` (its name, its tokens), are
     shorter than a window.
     """

@@ -10,10 +10,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
+from ..calibrate.input.silence import quiet_transformers
+from ..calibrate.model.memory import weight_bytes
+from ..calibrate.model.source import Source, load_model
+from ..calibrate.model.tokenizer import load_tokenizer
+from ..calibrate.ranks.world import World, joined_ranks
+from ..calibrate.text.overlap import measure_overlap
+from ..calibrate.text.packing import Packing
 from ..core.columns import duration
 from ..core.errors import InputError
 from ..core.files import remove, write_document
@@ -21,7 +30,15 @@ from ..core.memory import return_freed_blocks
 from ..core.run import Run
 from ..options import DistillOptions
 from ..options.distill import LearnedScales, LearningOptions, WeightLearningOptions
+from ..quantize.learning.codes import LearnedCodes, gathered_codes, save_codes
+from ..quantize.learning.document import Distillation, Moment, load_distillation
+from ..quantize.learning.linear import LearnedLinear, student_of
+from ..quantize.learning.pace import StepPace
+from ..quantize.learning.sharded_model import shard_model
+from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn, planned_steps
+from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
+from ..validate.accuracy.nonfinite import culprit
 from .corpus import digest, load_tokens, opening_of
 from .distill_blocks import learn_blocks
 from .distill_ranks import bytes_a_weight, check_no_experts, check_ranks, receive_task, send_nothing, send_task
@@ -34,20 +51,8 @@ from .pipeline.steps import Notes, device
 from .quantize import identity, quantize, rounding_key, scale_options
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
-from .shared.opening import command
 from .shared.sources import products_of, source_of
 from .shared.texts import LearningText, Tokens
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
-    from ..calibrate.model.source import Source
-    from ..calibrate.ranks.world import World
-    from ..quantize.learning.document import Distillation, Moment
-    from ..quantize.learning.linear import LearnedLinear
-    from ..quantize.learning.pace import StepPace
-    from ..quantize.learning.training import Schedule
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
@@ -67,20 +72,16 @@ class Learning(Generic[LearnedBy]):
     """A run that learns: its float model, the text, the options, and what is `learned`, in words."""
 
     run: Run
-    source: "Source"
+    source: Source
     text: LearningText
     options: LearnedBy
     learned: str = "weights"
 
 
-@command()
-def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -> "Distillation":
+def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -> Distillation:
     """Learn the codes of the weights of `run` from its float model, unless that is done; then write checkpoint and
     graphs with them.
     """
-    from ..calibrate.ranks.world import joined_ranks
-    from ..quantize.learning.document import load_distillation
-
     with joined_ranks() as world:
         if world.rank:
             _take_part(run, world)
@@ -93,7 +94,7 @@ def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -
     return load_distillation(run)
 
 
-def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: DistillOptions, world: "World") -> "Source":
+def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: DistillOptions, world: World) -> Source:
     """Check everything, and learn, as rank 0 of those that learn together; return the float model's checkpoint."""
     check_ranks(options, world)
     run.refuse_stale("measure", "quantize")
@@ -132,12 +133,8 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     return source
 
 
-def _take_part(run: Run, world: "World") -> None:
+def _take_part(run: Run, world: World) -> None:
     """Learn, as a rank above 0, from the share of the windows that the Trainer assigns; write nothing to the run."""
-    from ..calibrate.input.silence import quiet_transformers
-    from ..quantize.learning.codes import gathered_codes
-    from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn
-
     if (found := receive_task(run, world)) is None:
         return
     task, windows = found
@@ -151,27 +148,21 @@ def _take_part(run: Run, world: "World") -> None:
 
 
 def check_memory(
-    source: "Source", learned: str, bytes_a_weight: float, ranks: int = 1, other: str = SMALLER_WAYS
+    source: Source, learned: str, bytes_a_weight: float, ranks: int = 1, other: str = SMALLER_WAYS
 ) -> None:
     """Raise InputError, naming `other` ways, for a model of which there is no memory to learn what is `learned`; each
     of `ranks` on a machine needs its own.
     """
-    from ..calibrate.model.memory import weight_bytes
-
     size = round(weight_bytes(source) // 2 * bytes_a_weight)
     if too_much := beyond(size, ranks):
         raise InputError(source.name, f"learning {learned} takes {size / 1e9:,.3g} GB, {too_much}", other)
 
 
-def learning_text(run: Run, source: "Source", data: str | None, options: LearningOptions, notes: Notes) -> LearningText:
+def learning_text(run: Run, source: Source, data: str | None, options: LearningOptions, notes: Notes) -> LearningText:
     """The windows to learn from: of the run's calibration text, or of the text `data`, cut as the run's are.
 
     Raises InputError for text that the run evaluates on, and for too little to hold anything out.
     """
-    from ..calibrate.model.tokenizer import load_tokenizer
-    from ..calibrate.text.overlap import measure_overlap
-    from ..calibrate.text.packing import Packing
-
     windows, name = load_tokens(run, run.calibration), run.facts(CORPUS).data
     if data is not None:
         tokenizer, packing = load_tokenizer(source), Packing(windows.shape[1], tuple(opening_of(run).prefix))
@@ -200,16 +191,12 @@ def learning_text(run: Run, source: "Source", data: str | None, options: Learnin
 
 
 def _learn(
-    what: Learning[DistillOptions], folder: Path, notes: Notes, world: "World", before: "Distillation | None" = None
-) -> "Distillation":
+    what: Learning[DistillOptions], folder: Path, notes: Notes, world: World, before: Distillation | None = None
+) -> Distillation:
     """Learn the weights of the run's checkpoint, and write the codes of the best moment to `distilled.safetensors`.
 
     `before`: the outcome of layers that learned one by one; the model begins with their codes, where these are better.
     """
-    from ..quantize.learning.codes import LearnedCodes, gathered_codes, save_codes
-    from ..quantize.learning.document import Distillation
-    from ..quantize.learning.training import Schedule, planned_steps
-
     begun, options, text = time.monotonic(), what.options, what.text
     schedule = Schedule(
         options.epochs, options.batch_size, options.learning_rate, options.seed, gradients=options.gradients
@@ -246,23 +233,16 @@ def _learn(
 
 def _models(
     run: Run,
-    source: "Source",
+    source: Source,
     scales: LearnedScales,
-    sharing: "World | None",
-    judge: "Callable[[PreTrainedModel], None]" = lambda model: None,
-) -> "tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]":
+    sharing: World | None,
+    judge: Callable[[PreTrainedModel], None] = lambda model: None,
+) -> tuple[PreTrainedModel, PreTrainedModel, dict[str, LearnedLinear]]:
     """Load the float model of `run` and its FP8 model, with the layers of the latter that learn, and whose `scales` may
     too, by name.
 
     `sharing`: the ranks that have a part of both each; None: they are whole. `judge` gets the float model while it is.
     """
-    import torch
-
-    from ..calibrate.model.source import load_model
-    from ..quantize.learning.linear import LearnedLinear, student_of
-    from ..quantize.learning.sharded_model import shard_model
-    from ..quantize.reference.fp8_model import open_codes
-
     if sharing is not None:
         return_freed_blocks()
     teacher = load_model(source, torch.float32, device()).requires_grad_(False)
@@ -279,19 +259,16 @@ def _models(
 
 def train(
     what: Learning[LearnedBy],
-    models: tuple["PreTrainedModel", "PreTrainedModel"],
-    schedule: "Schedule",
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    schedule: Schedule,
     folder: Path,
     notes: Notes,
-    world: "World | None" = None,
-) -> tuple[list["Moment"], str | None]:
+    world: World | None = None,
+) -> tuple[list[Moment], str | None]:
     """Train the second of `models` toward the first.
 
     Returns the held-out divergences, and why it ended early: the loss was not finite (None: it did not).
     """
-    from ..calibrate.input.silence import quiet_transformers
-    from ..quantize.learning.training import Listener, LossIsNotFiniteError, learn, planned_steps
-
     windows = (what.text.windows, what.text.held_out)
     steps = planned_steps(len(what.text.windows), schedule)
     scored = list["Moment"]()
@@ -334,9 +311,8 @@ def _log_of(what: Learning[LearnedBy]) -> tuple[Path, int] | None:
     return what.run.training, options.watch
 
 
-def note_domain(what: Learning[LearnedBy], teacher: "PreTrainedModel", notes: Notes) -> None:
+def note_domain(what: Learning[LearnedBy], teacher: PreTrainedModel, notes: Notes) -> None:
     """Note text that is of another domain than the calibration text, by the float model's own loss."""
-    import torch
 
     def loss(windows: Tokens) -> float:
         ids = torch.from_numpy(windows).to(teacher.device)
@@ -352,7 +328,7 @@ def note_domain(what: Learning[LearnedBy], teacher: "PreTrainedModel", notes: No
         )
 
 
-def _cost(what: Learning[LearnedBy], pace: "StepPace") -> str:
+def _cost(what: Learning[LearnedBy], pace: StepPace) -> str:
     """Tell what learning takes: tokens, passes, and the time by the `pace` of a real step."""
     text, epochs = what.text, what.options.epochs
     return (
@@ -362,9 +338,7 @@ def _cost(what: Learning[LearnedBy], pace: "StepPace") -> str:
     )
 
 
-def _blamed(student: "PreTrainedModel", ids: "torch.Tensor") -> str:
+def _blamed(student: PreTrainedModel, ids: torch.Tensor) -> str:
     """Name the first module of `student` whose output is not finite on `ids`, as the end of a sentence."""
-    from ..validate.accuracy.nonfinite import culprit
-
     first = culprit(student, lambda: student(input_ids=ids, use_cache=False), ids.shape[1])
     return f", first by the output of {first.module}" if first else ""

@@ -2,37 +2,32 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from ..calibrate.model.decoder import NoChainError
+from ..calibrate.model.source import Source
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import DistillOptions
+from ..quantize.learning.block_training import BlockSchedule
+from ..quantize.learning.blocks import BlockLearning, BlockText
+from ..quantize.learning.document import BlockLoss, Distillation, Moment
+from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
 from .pipeline.steps import Notes, device
 from .shared.texts import LearningText
 
-if TYPE_CHECKING:
-    from ..calibrate.model.source import Source
-    from ..quantize.learning.document import BlockLoss, Distillation
-
 
 def learn_blocks(
-    run: Run, source: "Source", text: LearningText, options: DistillOptions, folder: Path, notes: Notes
-) -> "Distillation":
+    run: Run, source: Source, text: LearningText, options: DistillOptions, folder: Path, notes: Notes
+) -> Distillation:
     """Learn the layers of the run's checkpoint one after the other, and write their codes to `distilled.safetensors`.
 
     `folder` holds the hidden states and the layers that have learned, with which a killed call goes on.
 
     Raises InputError for a model that is no chain of layers.
     """
-    import torch
-
-    from ..calibrate.model.decoder import NoChainError
-    from ..quantize.learning.block_training import BlockSchedule
-    from ..quantize.learning.blocks import BlockLearning, BlockText
-    from ..quantize.learning.document import Distillation, Moment
-    from ..quantize.reference.fp8_model import open_codes
-
     begun, seed = time.monotonic(), options.seed
     windows = BlockText.cut(text.windows, text.held_out, options.batch_size, seed)
     steps = max(1, round(len(windows.train) * options.epochs))
@@ -68,7 +63,7 @@ def learn_blocks(
     )
 
 
-def _stopped(losses: "list[BlockLoss]", steps: int) -> str | None:
+def _stopped(losses: list[BlockLoss], steps: int) -> str | None:
     """Name the first layer and step whose loss was not finite; None where all were."""
     found = next((loss for loss in losses if loss.stopped is not None), None)
     if found is None:

@@ -2,8 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..calibrate.model.products import routers
+from ..calibrate.model.source import Source, meta_model
+from ..calibrate.ranks.world import World
 from ..core.errors import InputError
 from ..core.files import Strict
 from ..core.run import Run
@@ -11,10 +13,6 @@ from ..options import DistillOptions, LearningGradients
 from ..options.distill import LearnedScales
 from .pipeline.stages import QUANTIZE
 from .shared.texts import Tokens
-
-if TYPE_CHECKING:
-    from ..calibrate.model.source import Source
-    from ..calibrate.ranks.world import World
 
 #: Variables by which `accelerate launch` asks for a training in which no rank has a whole weight.
 SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
@@ -45,7 +43,7 @@ class LearningTask(Strict):
     shard: bool
 
 
-def check_ranks(options: DistillOptions, world: "World") -> None:
+def check_ranks(options: DistillOptions, world: World) -> None:
     """Raise InputError where ranks cannot share windows or weights, or where a launcher would split the weights."""
     if options.stream and world.size > 1:
         raise InputError("--stream", "layers learn one after the other, in one process", "start it without torchrun")
@@ -76,13 +74,10 @@ def check_ranks(options: DistillOptions, world: "World") -> None:
             )
 
 
-def check_no_experts(source: "Source") -> None:
+def check_no_experts(source: Source) -> None:
     """Raise InputError for a model with experts: FSDP2 adds up gradients that all ranks have, and a rank whose tokens
     leave an expert out has none of it.
     """
-    from ..calibrate.model.products import routers
-    from ..calibrate.model.source import meta_model
-
     if routers(meta_model(source)):
         raise InputError(
             "--shard",
@@ -91,14 +86,14 @@ def check_no_experts(source: "Source") -> None:
         )
 
 
-def bytes_a_weight(options: DistillOptions, world: "World") -> float:
+def bytes_a_weight(options: DistillOptions, world: World) -> float:
     """Return the bytes a weight that learning takes on each rank of `world`."""
     if not options.shard:
         return BYTES_A_WEIGHT
     return max(SHARED_BYTES / world.size + WHOLE_BYTES, TEACHER_BYTES / world.size + LOADED_BYTES)
 
 
-def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[Tokens, Tokens], world: "World") -> None:
+def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[Tokens, Tokens], world: World) -> None:
     """Tell the other ranks what to learn: from `windows`, to train on and held out, int64 [windows, seq_len] each."""
     task = LearningTask(
         start=run.record().stages[QUANTIZE.name].outputs,
@@ -116,12 +111,12 @@ def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[To
         world.sent(each)
 
 
-def send_nothing(world: "World") -> None:
+def send_nothing(world: World) -> None:
     """Tell the other ranks that nothing is to be learned."""
     world.gathered({})
 
 
-def receive_task(run: Run, world: "World") -> tuple[LearningTask, tuple[Tokens, Tokens]] | None:
+def receive_task(run: Run, world: World) -> tuple[LearningTask, tuple[Tokens, Tokens]] | None:
     """Receive the task of rank 0 and its windows; None where nothing is to be learned.
 
     Raises InputError where the directory `run` of this rank is not that of rank 0.

@@ -7,17 +7,36 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..calibrate.model.source import Source, load_model
+from ..calibrate.model.tokenizer import stored_tokenizer
 from ..core.errors import BackendError, InputError
 from ..core.files import read_document, sha256_file, write_document
 from ..core.record import FP8_STAGES
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import EvaluateOptions
+from ..quantize.checkpoint.card_additions import TASKS, state_in_card
 from ..quantize.scales.decisions import load_scales
+from ..validate.endpoint.asking import find_model
 from ..validate.endpoint.client import Client
+from ..validate.tasks.document import (
+    RuntimeName,
+    TaskAnswers,
+    TaskScores,
+    answers_file,
+    load_evaluation,
+    markdown_table,
+)
+from ..validate.tasks.harness import AskedTask, Tasks, ask, chat_template, harness_version, open_tasks
+from ..validate.tasks.models import local_model, served_model
+from ..validate.tasks.results import all_results
+from ..validate.tasks.task_files import check_task_files
 from .commands.load import load_fp8_model
 from .compare import KEY
 from .pipeline.stage import Key
@@ -25,15 +44,7 @@ from .pipeline.stages import EVALUATE, EvaluateFacts
 from .pipeline.steps import Notes, device, needs, note_other_arithmetic
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, hashes_of, may_change_card
-from .shared.opening import command
 from .shared.sources import source_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..calibrate.model.source import Source
-    from ..validate.tasks.document import RuntimeName, TaskAnswers, TaskScores
-    from ..validate.tasks.harness import AskedTask, Tasks
 
 #: The import name of the package of the extra `evaluate`.
 HARNESS_MODULES = ("lm_eval",)
@@ -45,29 +56,23 @@ SOURCE_TYPES = {"bf16": "bfloat16", "fp32": "float32"}
 class Contestant:
     """A model that is asked. `identity`: all that its answers depend on; `where`: where it answers, in words."""
 
-    runtime: "RuntimeName"
+    runtime: RuntimeName
     identity: Mapping[str, object]
     where: str
     open: Callable[[], Any]
 
-    def key(self, question: "AskedTask", options: EvaluateOptions, seed: int | None) -> str:
+    def key(self, question: AskedTask, options: EvaluateOptions, seed: int | None) -> str:
         """The hash of all that this model's answers to `question` depend on."""
         depends = [self.identity, question.asked, options.batch_size, seed, _harness(), __version__]
         return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
 
 
-@command()
-def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> "TaskScores":
+def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> TaskScores:
     """Ask the models of `run` the tasks of `options`, unless that is done, and write `evaluation.json`.
 
     Raises InputError for tasks that cannot be asked, BackendError for a server that does not answer; answers that were
     complete before stay in both cases.
     """
-    from ..calibrate.model.tokenizer import stored_tokenizer
-    from ..validate.tasks.document import load_evaluation
-    from ..validate.tasks.harness import chat_template, open_tasks
-    from ..validate.tasks.task_files import check_task_files
-
     check_asked(options)
     check_task_files(options.include_path)
     needs("evaluate", HARNESS_MODULES)
@@ -114,36 +119,31 @@ def check_asked(options: EvaluateOptions) -> None:
             )
 
 
-def _resolved(options: EvaluateOptions, tasks: "Tasks") -> EvaluateOptions:
+def _resolved(options: EvaluateOptions, tasks: Tasks) -> EvaluateOptions:
     """The options as the key has them: seeds count where a task samples."""
     sampled = any(each.samples for each in tasks.questions)
     return options if sampled else replace(options, seeds=EvaluateOptions.seeds)
 
 
 def _harness() -> str:
-    from ..validate.tasks.harness import harness_version
-
     return harness_version()
 
 
 def _contestants(
-    run: Run, source: "Source", tokenizer: "PreTrainedTokenizerBase", options: EvaluateOptions, files: Mapping[str, str]
-) -> "list[Contestant]":
+    run: Run, source: Source, tokenizer: PreTrainedTokenizerBase, options: EvaluateOptions, files: Mapping[str, str]
+) -> list[Contestant]:
     """The models to ask, BF16 first; each is loaded when it is asked something.
 
     Raises InputError for an address that is none of a server.
     """
-    from ..validate.tasks.models import local_model, served_model
 
-    def here(
-        runtime: "RuntimeName", identity: Mapping[str, object], load: "Callable[[], PreTrainedModel]"
-    ) -> Contestant:
+    def here(runtime: RuntimeName, identity: Mapping[str, object], load: Callable[[], PreTrainedModel]) -> Contestant:
         where = {**identity, "device": device()}
         return Contestant(
             runtime, where, f"here, {device().upper()}", lambda: local_model(load(), tokenizer, options.batch_size)
         )
 
-    def there(runtime: "RuntimeName", identity: Mapping[str, object], client: Client, served: str | None) -> Contestant:
+    def there(runtime: RuntimeName, identity: Mapping[str, object], client: Client, served: str | None) -> Contestant:
         longest = source.max_positions or LONGEST
         where = {**identity, "url": client.url, "served": served}
         return Contestant(
@@ -175,20 +175,15 @@ def _client(url: str | None, option: str, options: EvaluateOptions) -> Client | 
     return Client(url, options.timeout, os.environ.get(KEY), option, "--batch-size")
 
 
-def _float(run: Run, source: "Source", runtime: str) -> "PreTrainedModel":
+def _float(run: Run, source: Source, runtime: str) -> PreTrainedModel:
     """The source model, which generates by the run's settings, as FP8 does."""
-    import torch
-    from transformers import GenerationConfig
-
-    from ..calibrate.model.source import load_model
-
     model = load_model(source, getattr(torch, SOURCE_TYPES[runtime]), device())
     if (run.model / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(run.model)
     return model
 
 
-def _fp8(run: Run) -> "PreTrainedModel":
+def _fp8(run: Run) -> PreTrainedModel:
     """The FP8 model; of tails the answers' own form, since lm-eval scores question and answer in one call."""
     as_served = 0 if load_scales(run).tails else None
     return load_fp8_model(run, Notes(SILENT), ("bfloat16", "fast"), None, as_served, None)
@@ -199,8 +194,6 @@ def check_servers(options: EvaluateOptions) -> None:
 
     A server that is not there yet may be started once the other model, on the same GPU, has answered.
     """
-    from ..validate.endpoint.asking import find_model
-
     for url, option, served in (
         (options.bf16_url, "--bf16-url", options.bf16_served), (options.url, "--url", options.served),
     ):  # fmt: skip
@@ -232,10 +225,8 @@ class Stored:
     options: EvaluateOptions
     spoiled: frozenset[Path]
 
-    def load(self, contestant: Contestant, question: "AskedTask", seed: int | None) -> "TaskAnswers | None":
+    def load(self, contestant: Contestant, question: AskedTask, seed: int | None) -> TaskAnswers | None:
         """Read the answers of this model to this question; None where there are none, or of another state."""
-        from ..validate.tasks.document import TaskAnswers, answers_file
-
         path = answers_file(self.run.answers, question.name, contestant.runtime, seed)
         if path in self.spoiled or not path.is_file():
             return None
@@ -244,20 +235,16 @@ class Stored:
             return found if found.key == contestant.key(question, self.options, seed) else None
         return None
 
-    def save(self, answers: "TaskAnswers") -> None:
+    def save(self, answers: TaskAnswers) -> None:
         """Write a file of answers."""
-        from ..validate.tasks.document import answers_file
-
         self.run.answers.mkdir(exist_ok=True)
         write_document(answers_file(self.run.answers, answers.task, answers.runtime, answers.seed), answers)
 
 
 def _ask_all(
-    tasks: "Tasks", contestants: "list[Contestant]", stored: Stored, notes: Notes
-) -> "dict[str, dict[RuntimeName, list[TaskAnswers]]]":
+    tasks: Tasks, contestants: list[Contestant], stored: Stored, notes: Notes
+) -> dict[str, dict[RuntimeName, list[TaskAnswers]]]:
     """Ask each model in turn what it has not answered yet: task -> model -> answers by seed."""
-    from ..validate.tasks.harness import ask
-
     found: dict[str, dict[RuntimeName, list[TaskAnswers]]] = {each.name: {} for each in tasks.questions}
     for contestant in contestants:
         jobs = [(question, seed) for question in tasks.questions for seed in _seeds(question, stored.options)]
@@ -283,19 +270,16 @@ def _ignored(_: int) -> None:
     """Take the place of a bar where there is nothing to do."""
 
 
-def _seeds(question: "AskedTask", options: EvaluateOptions) -> "list[int] | list[None]":
+def _seeds(question: AskedTask, options: EvaluateOptions) -> list[int] | list[None]:
     """The seeds by which a question is asked: of a task that samples several, else none."""
     return list(range(1, options.seeds + 1)) if question.samples else [None]
 
 
 def _write(
-    run: Run, tasks: "Tasks", contestants: "list[Contestant]", options: EvaluateOptions,
-    found: "dict[str, dict[RuntimeName, list[TaskAnswers]]]",
+    run: Run, tasks: Tasks, contestants: list[Contestant], options: EvaluateOptions,
+    found: dict[str, dict[RuntimeName, list[TaskAnswers]]],
 ) -> list[Path]:  # fmt: skip
     """Write the results; return their path, and those of all answers."""
-    from ..validate.tasks.document import TaskScores
-    from ..validate.tasks.results import all_results
-
     evaluation = TaskScores(
         harness=_harness(),
         limit=options.limit,
@@ -307,11 +291,8 @@ def _write(
     return [run.evaluated, *sorted(run.answers.glob("*.json"))]
 
 
-def _tell_card(run: Run, evaluation: "TaskScores") -> None:
+def _tell_card(run: Run, evaluation: TaskScores) -> None:
     """Write the table of scores into the model card, where the card has a place for it."""
-    from ..quantize.checkpoint.card_additions import TASKS, state_in_card
-    from ..validate.tasks.document import markdown_table
-
     if may_change_card(run):
         told = f"By {evaluation.protocol} (`fp8q evaluate`); the interval is of 95 %, over questions."
         state_in_card(run.card, TASKS, f"{markdown_table(evaluation)}\n\n{told}")

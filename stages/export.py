@@ -1,39 +1,58 @@
-"""The stage `export`: write both ONNX graphs of the checkpoint."""
+"""The stages `export`, `export-bf16` and `export-int8`: write the ONNX graphs of the checkpoint.
+
+The last two write those of the source model, in the precisions that FP8 is compared with.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from transformers import AutoConfig
+
+from ..calibrate.measure.statistics import load_arrays, load_record, load_statistics
 from ..core.errors import Fp8qError, InputError, NoGraphError
 from ..core.files import replacing, write_document
+from ..core.findings import Finding
 from ..core.run import Run
-from ..options import ExportOptions, WeightScale
-from ..quantize.reading.run_checkpoint import ATTENTION_SCALES
+from ..export.graph.trace import (
+    UntraceableError,
+    empty_model,
+    export_baseline_graphs,
+    export_model,
+    graph_plan,
+    promised_groups,
+)
+from ..export.graph.weight_scale_form import write_form
+from ..export.lint.check import lint_file, lint_graph, run_promise
+from ..export.modules.support import unsupported
+from ..export.onnx_file.loading import load_graph
+from ..options import Baseline, ExportOptions, WeightScale
+from ..quantize.checkpoint.baselines import write_bf16, write_int8
+from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of, stored_scales
+from ..quantize.reference.attention import attention_scales, save_scales
+from ..quantize.scales.decisions import SMALLEST_FP16_SCALE, AttentionScales, TensorScale, load_scales
 from .pipeline.stage import NO_FACTS, Key, NoFacts
-from .pipeline.stages import EXPORT, QUANTIZE
+from .pipeline.stages import EXPORT, EXPORT_BASELINE, QUANTIZE
 from .pipeline.steps import Notes
 from .queries import measure_queries
 from .shared.adapters import adapters_of, check_attention
 from .shared.model_files import checked_model, fp8_graphs, has_graphs
-
-if TYPE_CHECKING:
-    from ..core.findings import Finding
-    from ..quantize.scales.decisions import AttentionScales, TensorScale
+from .shared.sources import source_of
 
 #: The stages that read an ONNX graph.
 OF_A_GRAPH = ("build-engine", "triton")
 #: The reason for having no graph that is recorded for `--no-graph`.
 LEFT_OUT = "--no-graph left it out (`fp8q export` makes it)"
+#: The rules of the lint that apply without FP8: of the graph's form, and of its external data.
+APPLYING = ("F3", "F4")
 
 
 def export_or_note(run: Run, asked: ExportOptions, notes: Notes) -> None:
     """Run the stage `export`; where no graph can be made of the model, or none is asked for, note the reason instead of
     raising an error.
     """
-    from ..export.graph.trace import UntraceableError
-
     if not asked.graph:
         leave_out(run, asked, notes)
         return
@@ -48,14 +67,6 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
     Raises NoGraphError, or the exception of torch's exporter, where no graph can be made, and records that.
     """
-    from ..calibrate.measure.statistics import load_record
-    from ..export.graph.trace import export_model, graph_plan
-    from ..export.graph.weight_scale_form import write_form
-    from ..export.lint.check import lint_graph, run_promise
-    from ..export.onnx_file.loading import load_graph
-    from ..quantize.reading.run_checkpoint import stored_scales
-    from ..quantize.scales.decisions import load_scales
-
     scales = load_scales(run)
     check_attention(adapters_of(run), asked)
     inputs = checked_model(run)
@@ -84,7 +95,7 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
         promise = run_promise(run, scales, stored_scales(run.model, scales.activations))
 
-        def linted(graphs: list[Path]) -> "dict[Path, list[Finding]]":
+        def linted(graphs: list[Path]) -> dict[Path, list[Finding]]:
             return {path: lint_graph(load_graph(path), promise) for path in graphs}
 
         findings = linted(fp8_graphs(run)) if form else {}
@@ -126,12 +137,6 @@ def why_no_graph(run: Run) -> str | None:
     """The reason why no graph can be made of the checkpoint in `run`, found without its weights; None where none is
     found before tracing.
     """
-    import torch
-    from transformers import AutoConfig
-
-    from ..export.graph.trace import empty_model
-    from ..export.modules.support import unsupported
-
     model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
     return unsupported(model.eval())
 
@@ -139,8 +144,6 @@ def why_no_graph(run: Run) -> str | None:
 @contextmanager
 def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterator[None]:
     """Record that no graph can be made if torch's exporter fails in this block."""
-    from ..export.graph.trace import UntraceableError
-
     try:
         yield
     except UntraceableError as error:
@@ -155,10 +158,8 @@ def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes
         log.refused = reason
 
 
-def check_dtype(tensors: "Mapping[str, TensorScale]", asked: ExportOptions) -> None:
+def check_dtype(tensors: Mapping[str, TensorScale], asked: ExportOptions) -> None:
     """Raise InputError where a graph in FP16 cannot hold code × scale of one of the `tensors`, modules or queries."""
-    from ..quantize.scales.decisions import SMALLEST_FP16_SCALE
-
     if asked.dtype != "fp16":
         return
     for name, tensor in tensors.items():
@@ -171,14 +172,11 @@ def check_dtype(tensors: "Mapping[str, TensorScale]", asked: ExportOptions) -> N
             )
 
 
-def write_attention(run: Run, asked: ExportOptions) -> "AttentionScales | None":
+def write_attention(run: Run, asked: ExportOptions) -> AttentionScales | None:
     """Choose the scales of attention in FP8, and write them for the graph and for readers.
 
     Returns None for attention in a wide type, after the files of an earlier export are removed.
     """
-    from ..calibrate.measure.statistics import load_arrays, load_statistics
-    from ..quantize.reference.attention import attention_scales, save_scales
-
     stored = run.model / ATTENTION_SCALES
     for path in (stored, run.attention):
         path.unlink(missing_ok=True)
@@ -193,7 +191,7 @@ def write_attention(run: Run, asked: ExportOptions) -> "AttentionScales | None":
     return scales
 
 
-def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
+def say(path: Path, findings: Sequence[Finding], notes: Notes) -> None:
     """Note the findings of the lint in the new graph at `path`; an error among them is fp8q's own fault."""
     for finding in findings:
         notes.note(f"{path.name}: {finding}")
@@ -201,6 +199,50 @@ def say(path: Path, findings: "Sequence[Finding]", notes: Notes) -> None:
         raise Fp8qError(path, f"the exported graph breaks {len(errors)} rules of the lint, first {errors[0]}")
 
 
-def errors_of(findings: "Sequence[Finding]") -> "list[Finding]":
+def errors_of(findings: Sequence[Finding]) -> list[Finding]:
     """The findings of severity error."""
     return [finding for finding in findings if finding.severity == "error"]
+
+
+def export_precision(run: Run, notes: Notes, options: ExportOptions) -> Run:
+    """Write the graphs of `run` in the precision asked for. Raises InputError for `options` without a graph."""
+    if not options.graph:
+        raise InputError("--no-graph", "the graphs are all that `fp8q export` makes", "leave it out")
+    if options.precision == "fp8":
+        export(run, options, notes)
+    else:
+        export_baseline(run, options.precision, notes)
+    return run
+
+
+def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
+    """Write `baselines/<precision>/` of the run: weights and two graphs, which compute in BF16 and in FP32 outside the
+    products.
+
+    Raises InputError when the source checkpoint is missing or has changed: neither precision can be made of FP8 codes.
+    """
+    run.refuse_without_graph()
+    scales, record = load_scales(run), run.record()
+    clip = run.options(QUANTIZE).clip
+    inputs: dict[str, str] = {"model": record.model["fingerprint"]}
+    if precision == "int8":
+        for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
+            inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
+    stage, directory = EXPORT_BASELINE[precision], checkpoint_of(run, precision)
+    key = Key(inputs, clip, NO_FACTS)  # BF16 has no clip
+    if stage.is_current(run, key):
+        return
+    source = source_of(run)
+    with stage.writing(run, key, notes) as log:
+        with replacing(directory) as partial:
+            groups: Mapping[str, list[str]] = {}
+            if precision == "int8":
+                statistics = load_statistics(run)
+                groups = promised_groups(
+                    statistics.record.groups, write_int8(source, partial, statistics, scales, clip, notes)
+                )
+            else:
+                write_bf16(source, partial, notes)
+            for path in export_baseline_graphs(partial, groups, notes):
+                say(path, [finding for finding in lint_file(path, {}) if finding.rule.startswith(APPLYING)], notes)
+        log.outputs += sorted(path for path in directory.iterdir() if path.is_file())

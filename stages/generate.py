@@ -18,7 +18,6 @@ from ..serve.triton.repository import weight_files
 from .pipeline.steps import CALIBRATE_MODULES, device, needs
 from .shared.adapters import check_adapter
 from .shared.model_files import fp8_files, refuse_unwritten
-from .shared.sources import source_of
 
 #: The runtimes that need torch.
 TORCH_RUNTIMES = ("reference", "bf16")
@@ -70,6 +69,7 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
 
     from ..calibrate.model.source import load_model
     from ..validate.accuracy.runtimes import TorchSession, open_reference
+    from .shared.sources import source_of
 
     if runtime == "bf16":
         source = source_of(run)

@@ -5,39 +5,39 @@ The checkpoint is read and not written: an adapter corrects it, and whoever leav
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from ..calibrate.model.source import load_model
 from ..core.errors import InputError
 from ..core.files import remove, write_document
 from ..core.run import Run
 from ..options import AdapterLearningOptions
+from ..quantize.learning.adapter import FrozenLinear, adam, adaptable, add_adapter, save_adapter
+from ..quantize.learning.document import AdapterLearning, load_adapter_learning
+from ..quantize.learning.linear import student_of
+from ..quantize.learning.training import Schedule, planned_steps
 from ..quantize.reading.run_checkpoint import LEARNED
+from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest
 from .distill import Learning, check_memory, learning_text, note_domain, train
 from .pipeline.stage import Key
 from .pipeline.stages import ADAPTER, AdapterFacts
-from .pipeline.steps import CALIBRATE_MODULES, Notes, device
+from .pipeline.steps import Notes, device
 from .shared.adapters import adapters_of, note_base_alone
 from .shared.model_files import checked_model
-from .shared.opening import command
 from .shared.sources import source_of
-
-if TYPE_CHECKING:
-    from ..quantize.learning.document import AdapterLearning
 
 #: Bytes of a weight: the teacher's and the student's in FP32, and while it is loaded another float model's.
 BYTES_A_WEIGHT = 12
 
 
-@command(modules=(*CALIBRATE_MODULES, "peft"))
-def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLearningOptions) -> "AdapterLearning":
+def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLearningOptions) -> AdapterLearning:
     """Learn an adapter on the checkpoint of `run` from its float model, unless that is done, and write `adapter/`.
 
     Where the held-out divergence does not fall, no adapter is written.
     """
-    from ..quantize.learning.document import load_adapter_learning
-
     run.refuse_stale("measure", "quantize")
     checkpoint = checked_model(run)
     if LEARNED in adapters_of(run):
@@ -62,19 +62,10 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
     return load_adapter_learning(run)
 
 
-def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -> "tuple[AdapterLearning, list[Path]]":
+def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -> tuple[AdapterLearning, list[Path]]:
     """Learn the adapter, and write that of the best moment; returns the outcome and the files, none where nothing got
     better.
     """
-    import torch
-
-    from ..calibrate.model.source import load_model
-    from ..quantize.learning.adapter import FrozenLinear, adam, adaptable, add_adapter, save_adapter
-    from ..quantize.learning.document import AdapterLearning
-    from ..quantize.learning.linear import student_of
-    from ..quantize.learning.training import Schedule, planned_steps
-    from ..quantize.reference.fp8_model import open_codes
-
     begun, where, run, options, text = time.monotonic(), device(), what.run, what.options, what.text
     teacher, other = (load_model(what.source, torch.float32, where).requires_grad_(False) for _ in range(2))
     stored = open_codes(run.model, "exact", torch.float32, where)

@@ -7,14 +7,27 @@ ranks.
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from ..calibrate.measure.in_memory import measure_in_memory
+from ..calibrate.measure.measurement import Measurement
+from ..calibrate.measure.moments import SecondMoments, gathering
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
+from ..calibrate.measure.stream import measure_streamed
+from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
+from ..calibrate.model.source import Source, load_model
+from ..calibrate.model.tokenizer import load_tokenizer
+from ..calibrate.ranks.world import World
+from ..calibrate.text import corpus
+from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.run import Run
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
+from ..quantize.scales.clip import no_scale
+from ..quantize.scales.policy import Products
 from .corpus import digest, load_tokens
 from .other_text import read_other
 from .pipeline.stage import Key
@@ -23,13 +36,6 @@ from .pipeline.steps import Notes, arithmetic, device
 from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
-
-if TYPE_CHECKING:
-    from ..calibrate.measure.measurement import Measurement
-    from ..calibrate.measure.moments import SecondMoments
-    from ..calibrate.model.source import Source
-    from ..calibrate.ranks.world import World
-    from ..quantize.scales.policy import Products
 
 
 class MeasureTask(Strict):
@@ -46,14 +52,12 @@ class MeasureTask(Strict):
     key: dict[str, str]
 
 
-def check_batches(options: CalibrateOptions, windows: int, world: "World") -> None:
+def check_batches(options: CalibrateOptions, windows: int, world: World) -> None:
     """Raise InputError when `options.batches` do not exist, when a rank would have none, and when they fill no interval
     of `delayed`.
 
     So also for rounding that cannot be measured in parts.
     """
-    from ..quantize.scales.clip import no_scale
-
     batches = -(-windows // options.batch_size)
     first, end = options.batches or (0, batches)
     if end > batches:
@@ -87,7 +91,7 @@ def check_batches(options: CalibrateOptions, windows: int, world: "World") -> No
         raise no_scale(options.clip, batches)
 
 
-def check_experts(source: "Source", products: "Products", options: MeasureOptions) -> None:
+def check_experts(source: Source, products: Products, options: MeasureOptions) -> None:
     """Raise InputError for --all-experts of a model without experts."""
     if options.all_experts and not products.routers:
         raise InputError("--all-experts", f"{source.name} ({source.architecture}) has no experts", "leave it out")
@@ -95,10 +99,10 @@ def check_experts(source: "Source", products: "Products", options: MeasureOption
 
 def measure(
     run: Run,
-    source: "Source",
+    source: Source,
     options: MeasureOptions,
     notes: Notes,
-    world: "World | None" = None,
+    world: World | None = None,
     moments: bool = False,
 ) -> None:
     """Run the float model on the calibration windows, and write `statistics.*`.
@@ -106,9 +110,6 @@ def measure(
     The statistics are the same streamed or not, by one rank or many. This runs in the first rank of `world`; the others
     call `take_part`. `moments`: gather second moments for GPTQ.
     """
-    from ..calibrate.measure.moments import gathering
-    from ..calibrate.ranks.world import World
-
     world = world or World()
     inputs = {"model": source.fingerprint, "calibration.npz": sha256_file(run.require(run.calibration, "corpus"))}
     texts = run.facts(CORPUS)
@@ -147,7 +148,7 @@ def measure(
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
-def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
+def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
     """Measure, on a rank above 0, the share that rank 0 assigns.
 
     It writes nothing but the folder that a killed rank continues from.
@@ -164,7 +165,7 @@ def take_part(run: Run, source: "Source", world: "World", notes: Notes) -> None:
 
 
 def task_of(
-    source: "Source",
+    source: Source,
     windows: Tokens,
     texts: CorpusFacts,
     options: MeasureOptions,
@@ -198,13 +199,13 @@ def task_of(
     )
 
 
-def announce(task: MeasureTask, windows: Tokens, world: "World") -> None:
+def announce(task: MeasureTask, windows: Tokens, world: World) -> None:
     """Tell the other ranks what to measure."""
     world.gathered(task.model_dump())
     world.sent(windows)
 
 
-def work_key(task: MeasureTask, world: "World") -> dict[str, object]:
+def work_key(task: MeasureTask, world: World) -> dict[str, object]:
     """Return all that a rank's share, and each of its last bits, depends on."""
     return {
         **task.key,
@@ -216,15 +217,13 @@ def work_key(task: MeasureTask, world: "World") -> dict[str, object]:
 
 
 def measured_share(
-    task: MeasureTask, windows: Tokens, world: "World", moments: "SecondMoments | None" = None
-) -> "Measurement":
+    task: MeasureTask, windows: Tokens, world: World, moments: SecondMoments | None = None
+) -> Measurement:
     """Return the part that this rank measures."""
-    from ..calibrate.measure.measurement import Measurement
-
     return Measurement(windows, task.model, task.corpus, world.share(task.batches), moments, task.all_experts)
 
 
-def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
+def run_model(source: Source, what: Measurement, notes: Notes, folder: Path | None) -> Statistics:
     """Run the float model on the windows of `what`, alone and then with each adapter, and add all statistics.
 
     It runs decoder layer by decoder layer with hidden states in `folder`, or in memory without one. Second moments are
@@ -240,24 +239,16 @@ def run_model(source: "Source", what: "Measurement", notes: Notes, folder: Path 
     return statistics
 
 
-def _run_one(source: "Source", what: "Measurement", notes: Notes, folder: Path | None) -> Statistics:
-    import torch
-
-    from ..calibrate.measure.in_memory import measure_in_memory
-    from ..calibrate.measure.stream import measure_streamed
-    from ..calibrate.model.source import load_model
-
+def _run_one(source: Source, what: Measurement, notes: Notes, folder: Path | None) -> Statistics:
     if folder is not None:
         return measure_streamed(source, what, notes, folder, device())
     return measure_in_memory(load_model(source, torch.bfloat16, device()), what, notes)
 
 
-def streamed(source: "Source", asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
+def streamed(source: Source, asked: bool | None, notes: Notes, ranks: int = 1) -> bool:
     """Tell whether to stream: as the option says, or where the weights exceed the available memory, with a note.
     `ranks` on a CPU share the memory.
     """
-    from ..calibrate.model.memory import weight_bytes
-
     if asked is not None:
         return asked
     size = weight_bytes(source)
@@ -272,8 +263,6 @@ def beyond(size: int, ranks: int = 1) -> str:
 
     On a CPU several `ranks` share the memory.
     """
-    from ..calibrate.model.memory import SHARE, available_bytes
-
     available = available_bytes(device())
     if available is not None and device() == "cpu":
         available //= ranks
@@ -287,11 +276,6 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
 
     Raises InputError for a text that fills no window.
     """
-    from ..calibrate.measure.measurement import Measurement
-    from ..calibrate.model.tokenizer import load_tokenizer
-    from ..calibrate.text import corpus
-    from ..calibrate.text.packing import Packing
-
     record, source = load_record(run), source_of(run)
     size = record.corpus.seq_len
     ids = read_other(run, text, load_tokenizer(source), source.text_config.vocab_size, notes).ids

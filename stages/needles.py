@@ -1,12 +1,14 @@
 """The stage `needles`: hide sentences in long prompts, and ask BF16 and FP8 for them."""
 
-from typing import TYPE_CHECKING
-
+from ..calibrate.model.tokenizer import load_tokenizer
 from ..core.errors import InputError
 from ..core.files import write_document
 from ..core.run import Run
 from ..options import ValidateOptions
 from ..quantize.scales.decisions import load_scales
+from ..validate.needles.document import NeedleScores, load_needles
+from ..validate.needles.prompts import Haystack, Needle, digest_of, make_needles, read_haystack
+from ..validate.needles.scoring import find, needle_runtimes, needle_sums, sums_cost
 from .corpus import load_tokens, opening_of
 from .other_text import positions
 from .pipeline.stage import Key
@@ -15,20 +17,12 @@ from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs, note_other_
 from .shared.model_files import fp8_files
 from .shared.sources import source_of
 
-if TYPE_CHECKING:
-    from ..validate.needles.document import NeedleScores
-    from ..validate.needles.prompts import Haystack, Needle
 
-
-def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> "NeedleScores":
+def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> NeedleScores:
     """Ask BF16 and FP8 of `run` for the needles of `options`, unless that is done, and write `needles.json`.
 
     Raises InputError for a length beyond the model's positions, or beyond the text.
     """
-    from ..validate.needles.document import NeedleScores, load_needles
-    from ..validate.needles.prompts import digest_of
-    from ..validate.needles.scoring import find, needle_runtimes, needle_sums, sums_cost
-
     needs("calibrate", CALIBRATE_MODULES)
     inputs, source = fp8_files(run, graph=False), source_of(run)
     haystack, needles = needle_prompts(run, options)
@@ -53,11 +47,8 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> "NeedleScor
     return load_needles(run)
 
 
-def needle_prompts(run: Run, options: ValidateOptions) -> "tuple[Haystack, list[Needle]]":
+def needle_prompts(run: Run, options: ValidateOptions) -> tuple[Haystack, list[Needle]]:
     """The text and the needles of `options`; raises InputError as `ask_needles` does."""
-    from ..calibrate.model.tokenizer import load_tokenizer
-    from ..validate.needles.prompts import Haystack, make_needles, read_haystack
-
     lengths, limit = options.needles or (), positions(run)
     if limit is not None and (beyond := [length for length in lengths if length > limit]):
         raise InputError(

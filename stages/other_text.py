@@ -7,11 +7,20 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..calibrate.measure.statistics import load_record
+from ..calibrate.model.architecture import max_positions, text_fields
+from ..calibrate.text import corpus
+from ..calibrate.text.chat import renderer
+from ..calibrate.text.corpus import fingerprint, lower_default
+from ..calibrate.text.overlap import measure_overlap
+from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import reading
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import LEAST_WINDOWS, MAX_TOKENS, ValidateOptions
+from ..quantize.reading.run_checkpoint import OWN_CONFIG, OWN_POSITIONS
+from ..validate.accuracy.perplexity import Evaluation, cut, evenly_spaced
 from .corpus import load_tokens, opening_of
 from .pipeline.stages import CORPUS
 from .shared.texts import Text, Tokens, read_tokens
@@ -19,17 +28,12 @@ from .shared.texts import Text, Tokens, read_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..calibrate.text.packing import Packing
-    from ..validate.accuracy.perplexity import Evaluation
-
 
 def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, report: Reporter) -> Text:
     """Read the text `spec`; raises InputError.
 
     Chats are rendered by the tokenizer's template if the run's were, and where a table contains nothing else.
     """
-    from ..calibrate.text import corpus
-    from ..calibrate.text.chat import renderer
 
     def render(where: str, value: object) -> str:  # only chats need a template
         return renderer(tokenizer, str(run.model))(where, value)
@@ -38,13 +42,11 @@ def read_other(run: Run, spec: str, tokenizer: "PreTrainedTokenizerBase", vocabu
     return read_tokens(spec, tokenizer, vocabulary, corpus.Reading(render=render, chats_first=chats_first), report)
 
 
-def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Reporter) -> "Evaluation":
+def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Reporter) -> Evaluation:
     """The tokens for evaluation, cut into windows that begin like the run's: the held-out tokens, or those of `data`.
 
     Raises InputError when `data` overlaps with the calibration text, or is shorter than a window.
     """
-    from ..calibrate.text.packing import Packing
-
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
     name, opening = run.facts(CORPUS).eval_data, opening_of(run)
     if data is not None:
@@ -64,19 +66,16 @@ def cut_for(
     ids: Tokens,
     name: str,
     asked: ValidateOptions,
-    calibrated: "Packing",
+    calibrated: Packing,
     limit: int | None,
     report: Reporter,
-) -> "Evaluation":
+) -> Evaluation:
     """Cut tokens `ids` int64 [tokens] of the text `name` into windows by the context, stride and prompt `asked` for.
 
     A context of None is the `calibrated` window; a stride of None scores all tokens of the text in a window; of more
     windows than `asked.max_tokens` allows, evenly spaced ones are taken. `limit`: the model's positions. Raises
     InputError for a context beyond these, and as `cut` does.
     """
-    from ..calibrate.text.corpus import lower_default
-    from ..validate.accuracy.perplexity import cut, evenly_spaced
-
     window = calibrated.size
     size = lower_default("--context", asked.context, window, limit or window, "the model's positions", report)
     stride = size - len(calibrated.prefix) if asked.stride is None else asked.stride
@@ -99,10 +98,6 @@ def check_other(
     The run stores windows and not their text, so these are decoded; special tokens are left out where the compared
     texts have none.
     """
-    from ..calibrate.measure.statistics import load_record
-    from ..calibrate.text.corpus import fingerprint
-    from ..calibrate.text.overlap import measure_overlap
-
     corpus = load_record(run).corpus
     known = {source.fingerprint for part in corpus.parts for source in part.sources or []}
     if fingerprint(text.documents.texts) in known and not allowed:
@@ -135,9 +130,6 @@ def positions(run: Run) -> int | None:
 
     Raises InputError where that is missing or does not parse.
     """
-    from ..calibrate.model.architecture import max_positions, text_fields
-    from ..quantize.reading.run_checkpoint import OWN_CONFIG, OWN_POSITIONS
-
     config = run.model / "config.json"
     if not config.is_file():
         raise InputError(config, "is missing", "`fp8q calibrate` writes it, run that first")

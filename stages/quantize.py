@@ -5,12 +5,40 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
+from ..calibrate.model.products import attention_heads
+from ..calibrate.model.source import Source
 from ..core.errors import InputError
 from ..core.files import replacing, write_document
 from ..core.run import Run
+from ..export.graph.reuse import carry_graphs
 from ..options import RescaleOptions, ScaleOptions
+from ..quantize.checkpoint.writer import quantize_checkpoint
+from ..quantize.learning.codes import LearnedCodes
+from ..quantize.reading.inherited_scales import (
+    inherited_activations,
+    inherited_cache,
+    inherited_codes,
+    inherited_remarks,
+)
+from ..quantize.scales import expert_scales
+from ..quantize.scales.cache_scales import attentions_of, kv_cache_scales, query_scales, split_by_layer, wide_attentions
+from ..quantize.scales.clip import lost_share
+from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, group_of
+from ..quantize.scales.expert_scales import starved
+from ..quantize.scales.policy import (
+    Products,
+    bf16_input_modules,
+    finer_modules,
+    mixed_experts_warning,
+    mixed_group_warning,
+    select,
+    shared_input_notes,
+)
+from ..quantize.weights.channels import Rounding
+from ..quantize.weights.gptq import Compensations
+from ..quantize.weights.sequential import SequentialRounding
 from .corpus import load_tokens
 from .pipeline.stage import Key
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
@@ -19,27 +47,14 @@ from .queries import measure_queries
 from .shared.adapters import fingerprints
 from .shared.model_files import has_graphs
 
-if TYPE_CHECKING:
-    from ..calibrate.measure.statistics import Statistics
-    from ..calibrate.model.source import Source
-    from ..quantize.scales.decisions import Scales
-    from ..quantize.scales.policy import Products
-    from ..quantize.weights.channels import Rounding
-
 
 def quantize(
-    run: Run, source: "Source", products: "Products", options: ScaleOptions, notes: Notes, *, learned: bool = True
+    run: Run, source: Source, products: Products, options: ScaleOptions, notes: Notes, *, learned: bool = True
 ) -> None:
     """The stage `quantize`: choose scales, write `model/` and `scales.json`.
 
     `learned`: take the codes that `fp8q distill` learned from these scales, where there are any.
     """
-    from ..calibrate.measure.statistics import load_arrays, load_statistics
-    from ..calibrate.model.products import attention_heads
-    from ..export.graph.reuse import carry_graphs
-    from ..quantize.checkpoint.writer import quantize_checkpoint
-    from ..quantize.scales.cache_scales import query_scales
-
     if options.q_scale:
         measure_queries(run, "--q-scale", notes)
     key = rounding_key(run, source, options)
@@ -71,7 +86,7 @@ def quantize(
         ]
 
 
-def rounding_key(run: Run, source: "Source", options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
+def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
     """The key of the codes that rounding gives, without any learned ones."""
     batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
     facts = QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size, tokenizer=source.tokenizer)
@@ -102,18 +117,12 @@ def learned_codes(run: Run, key: Key[ScaleOptions, QuantizeFacts], notes: Notes)
     return {name: recorded.outputs[name]}
 
 
-def _note_choices(
-    source: "Source", statistics: "Statistics", scales: "Scales", options: ScaleOptions, notes: Notes
-) -> None:
+def _note_choices(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions, notes: Notes) -> None:
     """Note choices that a user would not expect.
 
     These are modules left in BF16, two terms because of a related module, experts with too few tokens, and modules in
     another precision than those that servers fuse them with.
     """
-    from ..quantize.reading.inherited_scales import inherited_remarks
-    from ..quantize.scales import expert_scales
-    from ..quantize.scales.policy import mixed_experts_warning, mixed_group_warning, shared_input_notes
-
     for module, decision in scales.skipped.items():
         if decision.samples is not None:
             notes.note(f"{module}: stays in BF16: {decision.reason}")
@@ -146,22 +155,12 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
 
 @contextmanager
 def _rounding(
-    run: Run, source: "Source", scales: "Scales", key: Key[ScaleOptions, QuantizeFacts], notes: Notes
-) -> "Iterator[Rounding]":
+    run: Run, source: Source, scales: Scales, key: Key[ScaleOptions, QuantizeFacts], notes: Notes
+) -> Iterator[Rounding]:
     """Prepare the rounding of weights.
 
     `sequential` rounding is done here, on the run's windows, in a work folder whose key contains `key`.
     """
-    from ..calibrate.measure.statistics import load_statistics
-    from ..quantize.learning.codes import LearnedCodes
-    from ..quantize.reading.inherited_scales import inherited_codes
-    from ..quantize.scales.clip import lost_share
-    from ..quantize.scales.decisions import group_of
-    from ..quantize.scales.expert_scales import starved
-    from ..quantize.weights.channels import Rounding
-    from ..quantize.weights.gptq import Compensations
-    from ..quantize.weights.sequential import SequentialRounding
-
     statistics, options = load_statistics(run), key.options
     if run.distilled.name in key.inputs:
         yield Rounding(options.weight_method, learned=LearnedCodes(run.distilled))
@@ -207,17 +206,10 @@ def scale_options(run: Run) -> ScaleOptions:
     return run.options(QUANTIZE) if QUANTIZE.name in run.record().stages else ScaleOptions()
 
 
-def choose_scales(source: "Source", statistics: "Statistics", products: "Products", options: ScaleOptions) -> "Scales":
+def choose_scales(source: Source, statistics: Statistics, products: Products, options: ScaleOptions) -> Scales:
     """Decide the scale and precision of every tensor in `products`; the weights' scales follow when they are
     written.
     """
-    from ..calibrate.model.products import attention_heads
-    from ..quantize.reading.inherited_scales import inherited_activations, inherited_cache
-    from ..quantize.scales.cache_scales import attentions_of, kv_cache_scales, split_by_layer, wide_attentions
-    from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales
-    from ..quantize.scales.expert_scales import starved
-    from ..quantize.scales.policy import bf16_input_modules, finer_modules, select
-
     chosen, skipped = select(products, options.skip, options.only)
     parts, wide = CACHE_PARTS[options.kv_cache], wide_attentions(options.kv_skip, attentions_of(statistics))
     if options.inherit:

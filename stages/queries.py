@@ -3,6 +3,11 @@
 It runs once, when an export or the scales first need it.
 """
 
+import torch
+
+from ..calibrate.measure.queries import query_statistics
+from ..calibrate.measure.statistics import load_record, save_arrays
+from ..calibrate.model.source import load_model
 from ..core.errors import InputError
 from ..core.files import sha256_file
 from ..core.run import Run
@@ -21,12 +26,6 @@ def measure_queries(run: Run, option: str, notes: Notes) -> None:
     Raises InputError when the source checkpoint is missing, and when it does not fit in memory: queries are not
     streamed.
     """
-    import torch
-
-    from ..calibrate.measure.queries import query_statistics
-    from ..calibrate.measure.statistics import load_record, save_arrays
-    from ..calibrate.model.source import load_model
-
     inputs = {
         "model": run.record().model["fingerprint"],
         "calibration.npz": sha256_file(run.require(run.calibration, "corpus")),

@@ -6,14 +6,15 @@ from pathlib import Path
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import PageOptions, ReportOptions
+from ..validate.report import report as page
+from ..validate.report.run_comparison import is_same_model
 from .continuations import write_continuations
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import REPORT
 from .pipeline.steps import Notes
-from .shared.opening import command, open_run
+from .shared.opening import open_run
 
 
-@command(modules=())
 def report(run: Run, notes: Notes, options: ReportOptions) -> list[Path]:
     """Let both models continue prompts of the evaluation text, and write the page and the notebook of `run`."""
     others = [open_run(other) for other in options.compare]
@@ -26,9 +27,6 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
 
     Raises InputError for a run that is compared with itself, or named twice.
     """
-    from ..validate.report import report as page
-    from ..validate.report.run_comparison import is_same_model
-
     roots = [each.root.resolve() for each in (run, *others)]
     for number, root in enumerate(roots):
         if root in roots[:number]:

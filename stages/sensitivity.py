@@ -4,14 +4,25 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from ..calibrate.measure.statistics import load_record
+from ..calibrate.model.memory import weight_bytes
+from ..calibrate.model.source import Source, load_model
 from ..core.errors import InputError
 from ..core.files import write_document
 from ..core.run import Run
 from ..options import SensitivityOptions
+from ..quantize.reference.fp8_model import load_reference, open_codes
+from ..quantize.scales.decisions import load_scales
+from ..validate.sensitivity.document import AS_IT_IS, Predicted, Sensitivity, Site, load_sensitivity, ranked_losses
+from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
+from ..validate.sensitivity.gradients import predict_sites, summed
+from ..validate.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
+from ..validate.sensitivity.single_site import Float, Prefix
+from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
 from .corpus import load_tokens
 from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key
@@ -19,17 +30,8 @@ from .pipeline.stages import SENSITIVITY
 from .pipeline.steps import Notes, device
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model
-from .shared.opening import command
 from .shared.resuming import Saved
 from .shared.sources import source_of
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..calibrate.model.source import Source
-    from ..validate.sensitivity.document import Predicted, Sensitivity, Site
-    from ..validate.sensitivity.single_site import Prefix
-    from ..validate.sensitivity.site_quantizers import Quantizer
 
 #: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024
@@ -47,16 +49,13 @@ MEASURING_PASSES = 1.0
 class SensitivityProgress(Saved):
     """The losses so far, batch by batch."""
 
-    predicted: "list[Predicted]" = field(default_factory=list)
+    predicted: list[Predicted] = field(default_factory=list)
     chosen: list[str] | None = None
     measured: list[dict[str, float]] = field(default_factory=list)
 
 
-@command(writes=False)  # but for its own stage
-def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> "Sensitivity":
+def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> Sensitivity:
     """Measure the loss that each tensor of `run` causes alone, unless that is known, and write `sensitivity.json`."""
-    from ..validate.sensitivity.document import load_sensitivity
-
     run.refuse_stale("measure", "quantize")
     note_base_alone(run, "what each tensor costs is of", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
@@ -73,19 +72,7 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> "Sensiti
     return load_sensitivity(run)
 
 
-def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Path, notes: Notes) -> "Sensitivity":
-    import torch
-
-    from ..calibrate.measure.statistics import load_record
-    from ..calibrate.model.source import load_model
-    from ..quantize.reference.fp8_model import load_reference
-    from ..quantize.scales.decisions import load_scales
-    from ..validate.sensitivity.document import Sensitivity, ranked_losses
-    from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
-    from ..validate.sensitivity.gradients import summed
-    from ..validate.sensitivity.single_site import Prefix
-    from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
-
+def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
     scales, where = load_scales(run), device()
     model = load_model(source, torch.float32, where).requires_grad_(False)
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
@@ -104,14 +91,12 @@ def _locate(run: Run, source: "Source", options: SensitivityOptions, folder: Pat
     return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
 
 
-def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bool:
+def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool:
     """Tell whether to go layer by layer: as the option says, or where the FP32 model and the numbers of its codes
     exceed the available memory, with a note.
 
     Raises InputError where sites are to be measured in that case.
     """
-    from ..calibrate.model.memory import weight_bytes
-
     stream = options.stream
     if stream is None:
         size = COPIES * weight_bytes(source)
@@ -130,19 +115,7 @@ def _streamed(source: "Source", options: SensitivityOptions, notes: Notes) -> bo
     return stream
 
 
-def _locate_streamed(
-    run: Run, source: "Source", options: SensitivityOptions, folder: Path, notes: Notes
-) -> "Sensitivity":
-    import torch
-
-    from ..calibrate.measure.statistics import load_record
-    from ..quantize.reference.fp8_model import open_codes
-    from ..quantize.scales.decisions import load_scales
-    from ..validate.sensitivity.document import Sensitivity, ranked_losses
-    from ..validate.sensitivity.gradients import summed
-    from ..validate.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
-    from ..validate.sensitivity.site_quantizers import sites_of
-
+def _locate_streamed(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
     scales, where = load_scales(run), device()
     sites = sites_of(scales, load_record(run).groups)
     ids, windows = _batches(run, options, "cpu")
@@ -161,12 +134,10 @@ def _locate_streamed(
     return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
 
 
-def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[torch.Tensor], int]":
+def _batches(run: Run, options: SensitivityOptions, where: str) -> tuple[list[torch.Tensor], int]:
     """The windows of the prediction, spread evenly over the calibration windows, in batches of tokens; and their
     number.
     """
-    import torch
-
     every = load_tokens(run, run.calibration)
     taken = np.unique(np.linspace(0, len(every) - 1, min(options.windows, len(every))).round().astype(np.int64))
     ids = torch.from_numpy(every[taken]).to(where)
@@ -174,16 +145,14 @@ def _batches(run: Run, options: SensitivityOptions, where: str) -> "tuple[list[t
 
 
 def _tell(
-    quantizer: "Quantizer",
-    batches: "list[torch.Tensor]",
-    sites: "list[Site]",
-    prefix: "Prefix | None",
+    quantizer: Quantizer,
+    batches: list[torch.Tensor],
+    sites: list[Site],
+    prefix: Prefix | None,
     measure: int | None,
     notes: Notes,
 ) -> None:
     """Note the expected time, extrapolated from one window."""
-    from ..validate.sensitivity.single_site import Float
-
     begun = time.perf_counter()
     Float(quantizer, batches[0][:1], None, ())
     forward = (time.perf_counter() - begun) * sum(map(len, batches))
@@ -200,19 +169,14 @@ def _tell(
 
 
 def _predict(
-    quantizer: "Quantizer",
-    sites: "list[Site]",
-    batches: "list[torch.Tensor]",
+    quantizer: Quantizer,
+    sites: list[Site],
+    batches: list[torch.Tensor],
     progress: SensitivityProgress,
     moments: Path,
     notes: Notes,
 ) -> None:
     """Predict the loss of all sites on the remaining batches, and gather `moments` in the same pass."""
-    import torch
-
-    from ..validate.sensitivity.gptq_prediction import Gathered
-    from ..validate.sensitivity.gradients import predict_sites
-
     gathered = Gathered(moments)
     if gathered.batches > len(progress.predicted):
         progress.predicted.clear()  # a killed call added a batch that it did not predict
@@ -229,12 +193,9 @@ def _predict(
 
 
 def _worst(
-    sites: "list[Site]", progress: SensitivityProgress, prefix: "Prefix | None", options: SensitivityOptions
-) -> "list[Site]":
+    sites: list[Site], progress: SensitivityProgress, prefix: Prefix | None, options: SensitivityOptions
+) -> list[Site]:
     """The sites to measure: the worst by prediction, as many as the option says, or as `MEASURING_PASSES` allow."""
-    from ..validate.sensitivity.document import AS_IT_IS
-    from ..validate.sensitivity.gradients import summed
-
     if progress.chosen is None:
         predicted = summed(progress.predicted)
         falling = sorted(sites, key=lambda site: -predicted.get(site.key, {}).get(AS_IT_IS, 0.0))
@@ -253,16 +214,14 @@ def _worst(
 
 
 def _measure(
-    quantizer: "Quantizer",
-    worst: "list[Site]",
-    batches: "list[torch.Tensor]",
-    prefix: "Prefix | None",
+    quantizer: Quantizer,
+    worst: list[Site],
+    batches: list[torch.Tensor],
+    prefix: Prefix | None,
     progress: SensitivityProgress,
     notes: Notes,
 ) -> None:
     """Measure the chosen sites on the remaining batches."""
-    from ..validate.sensitivity.single_site import Float
-
     remaining = range(len(progress.measured), len(batches) if worst else 0)
     with notes.track(f"Measuring the worst {len(worst)}", len(remaining) * len(worst), "passes") as advance:
         for batch in remaining:
@@ -279,9 +238,6 @@ def _over_all(progress: SensitivityProgress) -> dict[str, float]:
     """Measured site -> nats over all batches. A measurement of the first batches alone is extrapolated by the ratio of
     the predictions (ratio estimate: Cochran 1977, "Sampling Techniques", chapter 6).
     """
-    from ..validate.sensitivity.document import AS_IT_IS
-    from ..validate.sensitivity.gradients import summed
-
     measured, every = progress.measured, summed(progress.predicted)
     there = summed(progress.predicted[: len(measured)])
     found = dict[str, float]()

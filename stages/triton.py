@@ -2,36 +2,32 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ..calibrate.text.corpus import lower_default
 from ..core.errors import InputError
 from ..core.run import Run
+from ..export.engine.info import load_engines
+from ..export.engine.profiles import Profile, profiles
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
+from ..serve.triton.engine_model import describe
+from ..serve.triton.ownership import refuse_foreign
+from ..serve.triton.repository import Engine, OwnEngine, write_repository
 from .other_text import positions
 from .pipeline.stage import NO_FACTS, Key
 from .pipeline.stages import BUILD_ENGINE, TRITON
 from .pipeline.steps import Notes
 from .shared.adapters import note_base_alone
 from .shared.model_files import fp8_files
-from .shared.opening import command
-
-if TYPE_CHECKING:
-    from ..export.engine.profiles import Profile
-    from ..serve.triton.repository import Engine, OwnEngine
 
 BUILT = BUILD_ENGINE.name
 
 
-@command(modules=())
 def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     """Write the repository of a run where it is not current, and return its files.
 
     In another place than RUN/triton it is written each time, since the run records its own files only. Raises
     InputError for a place with foreign files.
     """
-    from ..serve.triton.ownership import refuse_foreign
-    from ..serve.triton.repository import write_repository
-
     note_base_alone(run, "the Triton repository serves", notes)
     refuse_without_engine(run, options)
     inputs = fp8_files(run) | engine_files(run)
@@ -70,27 +66,20 @@ def engine_files(run: Run) -> dict[str, str]:
     return {name: digest for name, digest in built.outputs.items() if name.endswith((".plan", ".json"))}
 
 
-def own_engines(run: Run) -> "list[OwnEngine]":
+def own_engines(run: Run) -> list[OwnEngine]:
     """The engines that the Python model runs itself."""
-    from ..export.engine.info import load_engines
-    from ..serve.triton.repository import OwnEngine
-
     return [  # load_engines has looked at the records beside the plans
         OwnEngine(info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT))
         for info in (load_engines(run) if engine_files(run) else [])
     ]
 
 
-def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
+def plain_engine(run: Run, asked: bool, notes: Notes) -> Engine | None:
     """The plain engine of the repository: with the run's plan where TensorRT built one of this graph, without one where
     it is `asked` for; None, with a note, where an engine stays out.
 
     Raises InputError where it is asked for and Triton lacks the type of one of its tensors.
     """
-    from ..export.engine.info import load_engines
-    from ..serve.triton.engine_model import describe
-    from ..serve.triton.repository import Engine
-
     plans = bool(engine_files(run)) and run.options(BUILD_ENGINE).runtime == "tensorrt"
     if not plans and not asked:
         note_left_out(run, notes)
@@ -112,14 +101,10 @@ def plain_engine(run: Run, asked: bool, notes: Notes) -> "Engine | None":
     return Engine(model, run.require(run.engines / f"{built.target}.plan", BUILT) if built else None)
 
 
-def profiles_of(run: Run, notes: Notes) -> "tuple[Profile, ...]":
+def profiles_of(run: Run, notes: Notes) -> tuple[Profile, ...]:
     """The optimization profiles for an engine of the run: those of its engines, whatever their runtime, or the defaults
     of `fp8q build-engine`.
     """
-    from ..calibrate.text.corpus import lower_default
-    from ..export.engine.info import load_engines
-    from ..export.engine.profiles import profiles
-
     if BUILT in run.record().stages:
         return tuple(load_engines(run)[0].profiles)
     longest = lower_default("--max-seq-len", None, DEFAULT_SEQ_LEN, positions(run), "the model's positions", notes)

@@ -9,12 +9,31 @@ than they used.
 from dataclasses import dataclass, replace
 from math import expm1, isfinite, log1p
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from ..calibrate.measure.statistics import load_statistics
+from ..calibrate.model.source import Source
 from ..core.errors import GateError, InputError
 from ..core.files import write_document
 from ..core.run import Run
 from ..options import ScaleOptions, TuneOptions, ValidateOptions
+from ..validate.accuracy.perplexity import prompt_of
+from ..validate.tuning.choices import COARSEST, Mix, Price, limited_to
+from ..validate.tuning.document import (
+    Change,
+    Chosen,
+    Interval,
+    Recipe,
+    Step,
+    Tuning,
+    Windows,
+    changed,
+    load_tuning,
+    point,
+)
+from ..validate.tuning.joint import Measured, believed, ratio
+from ..validate.tuning.solve import Correction, Problem, same
 from .corpus import load_tokens
 from .export import export_or_note
 from .measure import measure
@@ -25,18 +44,8 @@ from .pipeline.steps import Notes, alone, arithmetic
 from .quantize import quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
-from .shared.opening import command
 from .shared.sources import products_of, source_of
 from .tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..calibrate.model.source import Source
-    from ..validate.tuning.choices import Mix
-    from ..validate.tuning.document import Chosen, Tuning
-    from ..validate.tuning.joint import Measured
-    from ..validate.tuning.solve import Correction, Problem
 
 #: The share of the budget that a mix may use by prediction: texts differ.
 AIM = 0.9
@@ -46,8 +55,7 @@ CLOSE = 0.95
 ROUNDS = 5
 
 
-@command(writes=False)  # but for its own stage, and what it applies
-def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
+def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> Tuning:
     """Find the cheapest mix for the budget of `options`, where it is not current; `apply` it where it meets the budget.
 
     Raises InputError for `apply` without a budget, and where the source checkpoint is missing.
@@ -60,10 +68,8 @@ def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> "Tuning":
     return tuned
 
 
-def find_mix(run: Run, options: TuneOptions, notes: Notes) -> "Tuning":
+def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
     """Find the cheapest mix for the budget of `options`, unless that is known, and write `tune.json`."""
-    from ..validate.tuning.document import load_tuning
-
     run.refuse_stale("measure", "quantize")
     note_base_alone(run, "the budget is held by", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
@@ -86,7 +92,7 @@ def check_budget(options: TuneOptions, apply: bool) -> None:
         raise InputError("--apply", "there is no budget to choose for", "give --max-ppl-increase or --max-kl")
 
 
-def check_met(found: "Tuning") -> None:
+def check_met(found: Tuning) -> None:
     """Raise GateError where the budget is not met."""
     if found.chosen is None or found.met:
         return
@@ -108,7 +114,7 @@ def check_met(found: "Tuning") -> None:
     raise GateError(asked, f"nothing that fp8q can choose meets it; the best there is has {predicted}", "allow more")
 
 
-def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
+def apply_mix(run: Run, found: Tuning, notes: Notes) -> None:
     """Make the checkpoint and graphs of `run` by the chosen mix, which meets its budget.
 
     Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does.
@@ -127,7 +133,7 @@ def apply_mix(run: Run, found: "Tuning", notes: Notes) -> None:
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 
 
-def asked_for(run: Run, chosen: "Chosen") -> ScaleOptions:
+def asked_for(run: Run, chosen: Chosen) -> ScaleOptions:
     """The options that `fp8q scales` would be given: the recipe over the run's own."""
     return chosen.recipe.over(run.options(QUANTIZE))
 
@@ -137,26 +143,22 @@ class Search:
     """The state of the search: the measured mixes, and the correction of predictions that follows from them."""
 
     prepared: PredictedCandidates
-    problem: "Problem"
-    batches: "list[tuple[torch.Tensor, torch.Tensor]]"
+    problem: Problem
+    batches: list[tuple[torch.Tensor, torch.Tensor]]
     notes: Notes
 
-    def measured(self, mix: "Mix") -> "Measured":
+    def measured(self, mix: Mix) -> Measured:
         """Measure the loss of `mix` on the windows for choosing; each mix is measured once."""
         return self.prepared.measured("choosing", mix, self.batches, self.notes)
 
-    def correction(self, *mixes: "Mix") -> "Correction":
+    def correction(self, *mixes: Mix) -> Correction:
         """Correct predictions by measuring `mixes`."""
-        from ..validate.tuning.solve import Correction
-
         return Correction((self.problem.losses.of(mix), self.measured(mix).kl_nats) for mix in mixes)
 
-    def chosen(self, aim: float, anchors: "list[Mix]") -> "Mix":
+    def chosen(self, aim: float, anchors: list[Mix]) -> Mix:
         """The cheapest mix whose measured loss is at most `aim` nats, or the best where none meets it. `anchors` are
         measured mixes, and those measured here are appended.
         """
-        from ..validate.tuning.solve import same
-
         best, tried = self.problem.best(), list["Mix"]()
         for _ in range(ROUNDS):
             mix = self.problem.cheapest(self.correction(*anchors).back(aim)) or best
@@ -173,14 +175,7 @@ class Search:
         return min([*tried, best], key=lambda mix: self.measured(mix).kl_nats)
 
 
-def _tune(run: Run, source: "Source", options: TuneOptions, folder: Path, notes: Notes) -> "Tuning":
-    from ..calibrate.measure.statistics import load_statistics
-    from ..validate.accuracy.perplexity import prompt_of
-    from ..validate.tuning.choices import COARSEST, Mix, Price, limited_to
-    from ..validate.tuning.document import Step, Tuning, Windows, changed, point
-    from ..validate.tuning.joint import believed, ratio
-    from ..validate.tuning.solve import Problem
-
+def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: Notes) -> Tuning:
     every = load_tokens(run, run.calibration)
     parts = parted(len(every), options.windows)
     rounding, choosing, held_out = (batches_of(every[part]) for part in parts)
@@ -236,11 +231,9 @@ def _aim(options: TuneOptions, factor: float) -> float | None:
 
 
 def _judged(
-    run: Run, search: Search, found: "Tuning", mix: "Mix", held_out: "list[tuple[torch.Tensor, torch.Tensor]]"
-) -> "Tuning":
+    run: Run, search: Search, found: Tuning, mix: Mix, held_out: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Tuning:
     """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `found`."""
-    from ..validate.tuning.document import Change, Chosen, Interval, Recipe, changed, point
-
     prepared, notes, shape = search.prepared, search.notes, search.problem.shape
     text = evaluation(run, None, ValidateOptions(as_served=found.prompt), notes)
     predicted = search.measured(mix)

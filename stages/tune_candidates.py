@@ -13,10 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from ..calibrate.measure.statistics import Statistics, load_statistics
+from ..calibrate.model.products import attention_heads, matrix_products, output_channel_axis
+from ..calibrate.model.source import Source, load_model
 from ..core.errors import InputError
 from ..core.run import Run
 from ..options import ScaleOptions
+from ..quantize.reference.fp8_model import experts_around, load_reference
+from ..quantize.reference.linear import CallPositions, Tail
+from ..quantize.scales.cache_scales import kv_cache_scales
+from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
+from ..quantize.weights.rounding_progress import Rounded
+from ..validate.accuracy.perplexity import prompt_of
+from ..validate.sensitivity.document import Predicted
+from ..validate.sensitivity.gradients import summed
+from ..validate.tuning.candidates import Candidates, Kind, gather, round_weights
+from ..validate.tuning.choices import CACHES, ROUNDINGS, Form, Group, Mix, RoundingName, Shape, form_of, options_of
+from ..validate.tuning.gradients import predict_choices
+from ..validate.tuning.joint import Measured, Runner, measure_mixes
+from ..validate.tuning.solve import Losses
 from .pipeline.stages import MEASURE, QUANTIZE
 from .pipeline.steps import Notes, device
 from .quantize import choose_scales
@@ -24,18 +41,6 @@ from .shared.resuming import Saved
 from .shared.sources import products_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..calibrate.measure.statistics import Statistics
-    from ..calibrate.model.source import Source
-    from ..quantize.scales.decisions import Scales, TensorScale
-    from ..quantize.weights.rounding_progress import Rounded
-    from ..validate.sensitivity.document import Predicted
-    from ..validate.tuning.candidates import Candidates, Kind
-    from ..validate.tuning.choices import Form, Mix, RoundingName, Shape
-    from ..validate.tuning.joint import Measured, Runner
-    from ..validate.tuning.solve import Losses
-
     Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 #: The most tokens that run through the model at a time, in whole windows.
@@ -46,7 +51,7 @@ TOKENS = 1024
 class TuneProgress(Saved):
     """The predictions and measurements so far."""
 
-    predicted: "list[Predicted]" = field(default_factory=list)
+    predicted: list[Predicted] = field(default_factory=list)
     values: dict[str, int] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -56,23 +61,23 @@ class PredictedCandidates:
     """The candidates, their predicted losses in nats a token, and the mix that the run has."""
 
     run: Run
-    scales: "Scales"
-    candidates: "Candidates"
-    shape: "Shape"
-    losses: "Losses"
-    own: "Mix"
+    scales: Scales
+    candidates: Candidates
+    shape: Shape
+    losses: Losses
+    own: Mix
     progress: TuneProgress
 
-    def measured(self, where: str, mix: "Mix", batches: "Batches", notes: Notes) -> "Measured":
+    def measured(self, where: str, mix: Mix, batches: "Batches", notes: Notes) -> Measured:
         """Measure the loss of `mix` on `batches`, once; `where` names the batches in the saved results."""
         name = json.dumps([where, asdict(mix)], sort_keys=True)
         return self._measured(name, lambda: self.candidates.runner(mix), batches, notes)
 
-    def as_it_is(self, where: str, batches: "Batches", notes: Notes) -> "Measured":
+    def as_it_is(self, where: str, batches: "Batches", notes: Notes) -> Measured:
         """Measure the loss of the run's own checkpoint."""
         return self._measured(json.dumps([where, "as it is"]), self._own_runner, batches, notes)
 
-    def rescaled(self, mix: "Mix") -> list[str]:
+    def rescaled(self, mix: Mix) -> list[str]:
         """The tensors that keep their form in `mix`, but whose scale differs from the one that would be chosen now."""
         found = [
             name
@@ -89,9 +94,7 @@ class PredictedCandidates:
             and not np.array_equal(scale.cpu(), self.scales.kv_cache[name].stored)
         ]
 
-    def _measured(self, name: str, runner: "Callable[[], Runner]", batches: "Batches", notes: Notes) -> "Measured":
-        from ..validate.tuning.joint import Measured, measure_mixes
-
+    def _measured(self, name: str, runner: Callable[[], Runner], batches: "Batches", notes: Notes) -> Measured:
         if name not in self.progress.measured:
             exact = self.candidates.exact
             what = "as it is" if name.endswith('"as it is"]') else "a mix"
@@ -99,15 +102,10 @@ class PredictedCandidates:
             self.progress.save()
         return Measured(**self.progress.measured[name])
 
-    def _own_runner(self) -> "Runner":
-        import torch
-
-        from ..quantize.reference.fp8_model import load_reference
-        from ..validate.accuracy.perplexity import prompt_of
-
+    def _own_runner(self) -> Runner:
         reference = load_reference(self.run.model, "exact", torch.float32, device())
 
-        def run(ids: "torch.Tensor") -> "torch.Tensor":
+        def run(ids: torch.Tensor) -> torch.Tensor:
             with reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
                 logits: torch.Tensor = reference.model(
                     input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
@@ -119,21 +117,15 @@ class PredictedCandidates:
 
 def predicted_candidates(
     run: Run,
-    source: "Source",
-    rounding: "Sequence[torch.Tensor]",
-    choosing: "Sequence[torch.Tensor]",
+    source: Source,
+    rounding: Sequence[torch.Tensor],
+    choosing: Sequence[torch.Tensor],
     folder: Path,
     notes: Notes,
 ) -> PredictedCandidates:
     """Choose scales and round weights in every way, by `gptq` on the windows `rounding`, and predict the loss of each
     choice on the windows `choosing` (each int64 [windows, seq_len]). Results are stored in `folder`.
     """
-    from ..quantize.scales.decisions import load_scales
-    from ..validate.sensitivity.gradients import summed
-    from ..validate.tuning.candidates import gather, round_weights
-    from ..validate.tuning.choices import CACHES
-    from ..validate.tuning.solve import Losses
-
     scales, options = load_scales(run), run.options(QUANTIZE)
     candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
     if "gptq" in roundings:
@@ -154,19 +146,9 @@ def predicted_candidates(
 
 
 def _candidates(
-    run: Run, source: "Source", scales: "Scales", options: ScaleOptions, folder: Path, notes: Notes
-) -> "tuple[Candidates, dict[Kind, Rounded], tuple[RoundingName, ...]]":
+    run: Run, source: Source, scales: Scales, options: ScaleOptions, folder: Path, notes: Notes
+) -> tuple[Candidates, dict[Kind, Rounded], tuple[RoundingName, ...]]:
     """The scales of all choices, the places of their codes, and the available ways of rounding."""
-    import torch
-
-    from ..calibrate.measure.statistics import load_statistics
-    from ..calibrate.model.source import load_model
-    from ..quantize.reference.fp8_model import experts_around
-    from ..quantize.reference.linear import CallPositions, Tail
-    from ..quantize.weights.rounding_progress import Rounded
-    from ..validate.tuning.candidates import Candidates
-    from ..validate.tuning.choices import ROUNDINGS, options_of
-
     statistics = load_statistics(run)
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
     products, inputs = products_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
@@ -193,14 +175,9 @@ def _candidates(
 
 
 def _cache_scales(
-    source: "Source", statistics: "Statistics", options: ScaleOptions, notes: Notes
-) -> "dict[str, torch.Tensor]":
+    source: Source, statistics: Statistics, options: ScaleOptions, notes: Notes
+) -> dict[str, torch.Tensor]:
     """The scales of every cache tensor; empty, with a note, where one of them has none."""
-    import torch
-
-    from ..calibrate.model.products import attention_heads
-    from ..quantize.scales.cache_scales import kv_cache_scales
-
     heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
     try:
         chosen = kv_cache_scales(statistics, options.clip, heads=heads)
@@ -218,14 +195,8 @@ def _can_compensate(run: Run, notes: Notes) -> bool:
     return not merged
 
 
-def _predict(
-    candidates: "Candidates", choosing: "Sequence[torch.Tensor]", progress: TuneProgress, notes: Notes
-) -> None:
+def _predict(candidates: Candidates, choosing: Sequence[torch.Tensor], progress: TuneProgress, notes: Notes) -> None:
     """Predict all choices on the batches that are not done."""
-    import torch
-
-    from ..validate.tuning.gradients import predict_choices
-
     remaining = range(len(progress.predicted), len(choosing))
     with notes.track("Predicting what each choice loses", len(remaining), "batches") as advance:
         for batch in remaining:
@@ -236,14 +207,10 @@ def _predict(
             advance(1)
 
 
-def _shape(candidates: "Candidates", values: Mapping[str, int], tail: int) -> "Shape":
+def _shape(candidates: Candidates, values: Mapping[str, int], tail: int) -> Shape:
     """Return the sizes from which costs are computed; `tail`: the length of a tail."""
-    import torch
 
-    from ..calibrate.model.products import matrix_products, output_channel_axis
-    from ..validate.tuning.choices import Group, Shape
-
-    def rows_and_columns(module: "torch.nn.Module") -> tuple[int, int]:
+    def rows_and_columns(module: torch.nn.Module) -> tuple[int, int]:
         weight = module.weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
         rows, columns = weight.movedim(output_channel_axis(module), 0).shape
@@ -257,11 +224,8 @@ def _shape(candidates: "Candidates", values: Mapping[str, int], tail: int) -> "S
     return Shape(groups, sum(prod(shape) for name, shape in shapes.items() if name not in taken), values)
 
 
-def own_mix(scales: "Scales", groups: Mapping[str, Sequence[str]]) -> "Mix":
+def own_mix(scales: Scales, groups: Mapping[str, Sequence[str]]) -> Mix:
     """The mix of a run with these `scales`."""
-    from ..quantize.scales.decisions import CACHE_PARTS
-    from ..validate.tuning.choices import Mix, form_of
-
     parts = {"".join(sorted(parts)): kv_cache for kv_cache, parts in CACHE_PARTS.items()}
     return Mix(
         {name: form_of(scales.activations.get(name)) for name in groups},
@@ -292,14 +256,10 @@ def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
 
 def batches_of(
     windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
-) -> "list[tuple[torch.Tensor, torch.Tensor]]":
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Split windows int64 [windows, seq_len], and the mask of their `scored` tokens (None: those that are not read as a
     prompt), into batches.
     """
-    import torch
-
-    from ..validate.accuracy.perplexity import prompt_of
-
     where = device()
     ids = torch.from_numpy(np.ascontiguousarray(windows)).to(where)
     counted = torch.arange(ids.shape[1], device=where).ge(prompt_of(ids.shape[1])).expand_as(ids)

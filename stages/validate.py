@@ -2,41 +2,31 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..core.errors import BackendError, InputError, UnfinishedError
 from ..core.files import write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..options import ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
+from ..quantize.checkpoint.card_additions import ACCURACY_MARK, COST, markdown_text, state_in_card, state_validated
 from ..quantize.scales.decisions import load_scales
+from ..validate.accuracy.decision import decide, noise_floor
+from ..validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
+from ..validate.accuracy.perplexity import Evaluation, prompt_of
+from ..validate.accuracy.top_logits import save_top_logits
 from .corpus import load_tokens
-from .needles import ask_needles
 from .other_text import evaluation, positions
 from .pipeline.stage import Key
 from .pipeline.stages import VALIDATE, ValidateFacts
-from .pipeline.steps import CALIBRATE_MODULES, Notes, device, lacking, note_other_arithmetic
-from .shared.adapters import adapters_of
+from .pipeline.steps import CALIBRATE_MODULES, Notes, lacking, note_other_arithmetic
 from .shared.added_runtimes import drop_outdated, with_beside
-from .shared.engines import engines_here, note_without_engines, takes_adapter
+from .shared.engines import engines_here
 from .shared.gates import check_comparable, check_gates
 from .shared.model_files import files_of, fp8_files, may_change_card
-from .shared.opening import command
-from .shared.sources import source_of
 from .shared.stored_validation import BesideRun, beside_run, run_beside
 
-if TYPE_CHECKING:
-    from ..calibrate.model.source import Source
-    from ..validate.accuracy.compare import Outcome
-    from ..validate.accuracy.document import Accuracy, RuntimeAccuracy
-    from ..validate.accuracy.perplexity import Evaluation
-    from ..validate.accuracy.runtimes import AdapterOutcome
 
-
-@command(modules=())
-def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
+def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
     """Run the held-out text, or `data`, through `options.runtimes`, unless that is done, and return the results.
 
     Needles that are asked for come first. Runtimes that all need no torch are added to what is there, where that is of
@@ -44,6 +34,8 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     runtime that loses more than `options.max_ppl_increase`.
     """
     if options.needles is not None:
+        from .needles import ask_needles
+
         ask_needles(run, notes, options)
     drop_outdated(run, notes)
     if beside := _beside(run, notes, data, options):
@@ -52,12 +44,9 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     return _run_all(run, notes, data, options)
 
 
-def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> "Accuracy":
+def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
     """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
-    from ..quantize.checkpoint.card_additions import state_validated
-    from ..validate.accuracy.decision import decide
-    from ..validate.accuracy.document import save_accuracy
-    from ..validate.accuracy.top_logits import save_top_logits
+    from .validate_runtimes import evaluate_adapters, evaluate_runtimes, explain_loss
 
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
@@ -74,10 +63,10 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     if not (VALIDATE.is_current(run, key, with_beside(run, key)) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
-            found = _evaluate(run, tokens, options, folder, notes)
-            adapted = _with_adapters(run, tokens, options, folder, notes)
+            found = evaluate_runtimes(run, tokens, options, folder, notes)
+            adapted = evaluate_adapters(run, tokens, options, folder, notes)
             found.failed.update(adapted.failed)
-            explained = _explained(run, tokens, found).model_copy(update={"adapters": adapted.rows or None})
+            explained = explain_loss(run, tokens, found).model_copy(update={"adapters": adapted.rows or None})
             judged = decide(explained, found.nll, options.max_ppl_increase)
             explained = explained.model_copy(update={"verdict": judged})
             log.outputs += save_accuracy(run, explained, found.nll | adapted.nll, found.kl)
@@ -123,18 +112,15 @@ def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) 
         return None
 
 
-def _add(beside: BesideRun, notes: Notes) -> "Accuracy":
+def _add(beside: BesideRun, notes: Notes) -> Accuracy:
     """Run what is not there yet beside what is, and return all results."""
-    from ..validate.accuracy.decision import decide
-    from ..validate.accuracy.document import load_token_losses
-
     ran, failed = run_beside(beside, notes)
     if failed:
         raise unfinished(failed, ran)
     limit = beside.options.max_ppl_increase
     accuracy, named = judge_again(beside.run, limit), {"bf16", *beside.options.chosen}
 
-    def asked(rows: "Mapping[str, RuntimeAccuracy]") -> "dict[str, RuntimeAccuracy]":
+    def asked(rows: Mapping[str, RuntimeAccuracy]) -> dict[str, RuntimeAccuracy]:
         return {name: row for name, row in rows.items() if name in named}
 
     adapters = {adapter: asked(rows) for adapter, rows in (accuracy.adapters or {}).items()}
@@ -156,11 +142,8 @@ def check_torch(options: ValidateOptions) -> None:
         )
 
 
-def judge_again(run: Run, limit: float | None) -> "Accuracy":
+def judge_again(run: Run, limit: float | None) -> Accuracy:
     """Return the run's accuracy with the verdict by `limit`, which is written where it was by another."""
-    from ..validate.accuracy.decision import decide
-    from ..validate.accuracy.document import load_accuracy, load_token_losses
-
     accuracy = load_accuracy(run)
     judged = accuracy.model_copy(update={"verdict": decide(accuracy, load_token_losses(run), limit)})
     if judged.verdict != accuracy.verdict:
@@ -170,7 +153,7 @@ def judge_again(run: Run, limit: float | None) -> "Accuracy":
     return judged
 
 
-def _key(inputs: dict[str, str], options: ValidateOptions, tokens: "Evaluation") -> Key[ValidateOptions, ValidateFacts]:
+def _key(inputs: dict[str, str], options: ValidateOptions, tokens: Evaluation) -> Key[ValidateOptions, ValidateFacts]:
     """Return the key of evaluating `tokens`, with defaults replaced by their values."""
     protocol = tokens.protocol
     resolved = replace(
@@ -215,8 +198,6 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without tails, or with
     an accumulator, whole windows stay the default.
     """
-    from ..validate.accuracy.perplexity import prompt_of
-
     tails = load_scales(run).tails.values()
     if not tails or options.as_served is not None or options.accumulator:
         return options
@@ -240,94 +221,8 @@ def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> N
         )
 
 
-def _evaluate(run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes) -> "Outcome":
-    """Run `tokens` through the runtimes; `folder` has the results of a killed call.
-
-    Raises BackendError where no runtime works.
-    """
-    from ..validate.accuracy.adder_cost import compare_sums, cost, sample
-    from ..validate.accuracy.compare import BASELINE, Workplace, compare_in_turn
-    from ..validate.accuracy.runtimes import openers, vocabulary
-
-    if options.as_served is not None:
-        steps = tokens.protocol.context - options.as_served
-        notes.note(
-            f"--as-served {options.as_served}: each runtime reads the prompt of a window in one call, and "
-            f"{steps - 1:,} tokens one by one; batches of windows go together"
-        )
-    taken = sample(tokens, options.accumulator_windows)
-    if options.accumulator:
-        notes.note(cost(run, taken, options.accumulator, device()))
-    made = openers(options.chosen, run, partial(_source, run, notes), device(), prompt=options.as_served)
-    found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
-    if options.accumulator:
-        baseline = made.get(BASELINE) if BASELINE not in found.failed else None
-        sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
-        found = found.joined(sums)
-    if not found.nll:
-        raise BackendError("", "; ".join(found.failed.values()))
-    return found
-
-
-def _source(run: Run, notes: Notes) -> "Source":
-    """Open the source of `run`; note the tensors that the run has in a narrower type than transformers keeps."""
-    from ..quantize.checkpoint.narrowing import rounded_remark
-
-    source = source_of(run)
-    remark = rounded_remark(source, run.model)
-    if remark is not None and remark not in notes.lines:
-        notes.note(remark)
-    return source
-
-
-def _with_adapters(
-    run: Run, tokens: "Evaluation", options: ValidateOptions, folder: Path, notes: Notes
-) -> "AdapterOutcome":
-    """Evaluate each adapter of the run's model; empty without adapters."""
-    from ..validate.accuracy.compare import Workplace
-    from ..validate.accuracy.runtimes import AdapterOutcome, compare_adapted
-
-    if not (names := adapters_of(run)):
-        return AdapterOutcome()
-    note_without_engines(run, options, notes)
-    chosen = {name: tuple(each for each in options.chosen if takes_adapter(run, each, name)) for name in names}
-    return compare_adapted(run, tokens, chosen, lambda: source_of(run), Workplace(device(), folder, notes))
-
-
-def _explained(run: Run, tokens: "Evaluation", found: "Outcome") -> "Accuracy":
-    """Explain the loss: by the frequency of tokens in the calibration text, and the first layer without finite
-    numbers.
-    """
-    from ..validate.accuracy.as_served import by_distance
-    from ..validate.accuracy.bootstrap import increase_halves
-    from ..validate.accuracy.compare import BASELINE, FLOAT32
-    from ..validate.accuracy.nonfinite import blamed
-    from ..validate.report.loss_buckets import by_frequency, by_position
-
-    accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
-    calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
-    fp32 = accuracy.runtimes.get(FLOAT32)
-    runtimes = {}
-    for name, runtime in accuracy.runtimes.items():
-        nll, kl, before = found.nll[name], found.kl.get(name), None if name == BASELINE else base
-        parts: dict[str, object] = {"by_distance": by_distance(tokens, nll, kl)}
-        if not runtime.sampled:
-            parts |= {
-                "by_frequency": by_frequency(tokens, calibration, nll, before),
-                "by_position": by_position(nll, before, kl),
-                "increase_halves": None if before is None else increase_halves(before, nll),
-            }
-            if fp32 and name != FLOAT32:
-                parts["perplexity_over_fp32"] = runtime.perplexity / fp32.perplexity - 1
-        runtimes[name] = runtime.model_copy(update=parts)
-    return accuracy.model_copy(update={"runtimes": runtimes, "positions": positions(run)})
-
-
-def _tell_card(run: Run, accuracy: "Accuracy") -> None:
+def _tell_card(run: Run, accuracy: Accuracy) -> None:
     """Write the verdict into the model card, and what one term costs, where that was measured."""
-    from ..quantize.checkpoint.card_additions import ACCURACY_MARK, COST, markdown_text, state_in_card
-    from ..validate.accuracy.decision import noise_floor
-
     if not may_change_card(run):
         return
     told = markdown_text(accuracy.protocol.told)

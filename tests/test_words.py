@@ -19,6 +19,8 @@ LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 600
 MANY = 1
 #: Public names that are defined in more than one module. To be lowered.
 TWICE = 25
+#: Imports of own modules in functions, outside `api` and `cli`. To be lowered.
+IMPORTS_INSIDE = 26
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -84,3 +86,16 @@ def test_public_names_defined_twice_do_not_grow_in_number() -> None:
                 defined[node.name].add(path)
     twice = sorted(name for name, paths in defined.items() if len(paths) > 1)
     assert len(twice) <= TWICE, twice
+
+
+def test_imports_of_own_modules_stand_at_the_top() -> None:
+    """Lazy loading is in `api` and `cli`, and elsewhere where a host without torch, or Triton, does not come."""
+    inside = [
+        f"{path}:{node.lineno}"
+        for path, tree in sources()
+        if not path.startswith(("api.py", "cli/"))
+        for function in functions(tree)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert len(inside) <= IMPORTS_INSIDE, inside

@@ -2,26 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ...core.reporter import Reporter
+from ...calibrate.model.source import Source
+from ...calibrate.model.tokenizer import load_tokenizer
+from ...calibrate.ranks.world import World, joined_ranks
 from ...core.run import Run
-from ...options import RunOptions
+from ...options import ExportOptions, RescaleOptions, RunOptions
+from ...quantize.scales.policy import Products
 from ..corpus import Collected, collect, write_corpus
 from ..export import export_or_note
 from ..measure import check_batches, check_experts, measure, take_part
 from ..pipeline.stages import MEASURE
-from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
-from ..quantize import quantize
+from ..pipeline.steps import Notes
+from ..quantize import quantize, rescaled
 from ..shared import sources
-from ..shared.opening import naming
+from ..shared.adapters import adapters_of, check_attention
+from ..shared.model_files import export_options
 from . import preflight
-
-if TYPE_CHECKING:
-    from ...calibrate.model.source import Source
-    from ...calibrate.ranks.world import World
-    from ...quantize.scales.policy import Products
 
 
 @dataclass(frozen=True)
@@ -35,43 +32,39 @@ class Calibration:
     whole_run: bool = False
 
 
-def calibrate(out: Path, what: Calibration, progress: Reporter) -> Run:
-    """Measure, choose scales, and write checkpoint and graphs into the run directory `out`, under its lock.
+def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
+    """Measure, choose scales, and write checkpoint and graphs into `run`.
 
     In several processes that torchrun started, all measure and the first alone does the rest.
     """
-    run, notes, options = Run(Path(out)), Notes(progress), what.options.calibrate
-    with naming(out), alone(run):
-        needs("calibrate", CALIBRATE_MODULES)
-        from ...calibrate.ranks.world import joined_ranks
-
-        with joined_ranks() as world:
-            if world.rank:
-                _take_part(run, what, notes, world)
-            else:
-                source, products = _measured(run, what, notes, world)
+    options = what.options.calibrate
+    with joined_ranks() as world:
         if world.rank:
-            run.leave_work(MEASURE.name, world.rank)
-        elif options.batches:
-            first, end = options.batches
-            progress.note(
-                f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the "
-                "other batches and goes on"
-            )
+            _take_part(run, what, notes, world)
         else:
-            quantize(run, source, products, options, notes)
-            export_or_note(run, what.options.export, notes)
+            source, products = _measured(run, what, notes, world)
+    if world.rank:
+        run.leave_work(MEASURE.name, world.rank)
+    elif options.batches:
+        first, end = options.batches
+        notes.note(
+            f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the "
+            "other batches and goes on"
+        )
+    else:
+        quantize(run, source, products, options, notes)
+        export_or_note(run, what.options.export, notes)
     return run
 
 
-def _take_part(run: Run, what: Calibration, notes: Notes, world: "World") -> None:
+def _take_part(run: Run, what: Calibration, notes: Notes, world: World) -> None:
     """Measure, as a rank above 0, the share that rank 0 assigns."""
     source = sources.opened(what.model, what.options.calibrate, fingerprinted=world.process.local_rank == 0)
     sources.check_same(source, world)
     take_part(run, source, world, notes)
 
 
-def _measured(run: Run, what: Calibration, notes: Notes, world: "World") -> "tuple[Source, Products]":
+def _measured(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, Products]:
     """Check everything, write the corpus and measure, as rank 0 of the stages that ranks share."""
     options = what.options.calibrate
     preflight.check_out(run)
@@ -83,10 +76,8 @@ def _measured(run: Run, what: Calibration, notes: Notes, world: "World") -> "tup
     return source, products
 
 
-def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tuple[Source, Products, Collected]":
+def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, Products, Collected]:
     """Check model, texts and options, before any file is written."""
-    from ...calibrate.model.tokenizer import load_tokenizer
-
     options, later = what.options.calibrate, what.options if what.whole_run else None
     before = run.record().model
     if later:
@@ -104,3 +95,12 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: "World") -> "tupl
         preflight.check_fit(source, collected, later)
     sources.check_weights(run, source, notes)
     return source, products, collected
+
+
+def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
+    """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
+    chosen, graph, source = rescaled(run, options), export_options(run), sources.source_of(run)
+    check_attention(adapters_of(run), ExportOptions(), chosen)
+    quantize(run, source, sources.products_of(source, chosen), chosen, notes)
+    export_or_note(run, graph, notes)
+    return run

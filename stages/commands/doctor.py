@@ -14,13 +14,16 @@ from ...core.errors import BackendError, InputError
 from ...core.run import Run
 from ...options import DoctorOptions
 from ...quantize.scales.decisions import Scales, load_scales
+from ...validate.accuracy.perplexity import prompt_of
+from ...validate.advice import model_checks as running
+from ...validate.advice.checkup import Check, Checkup, Remedies, worst_first
+from ...validate.advice.model_checks import not_measured
+from ...validate.advice.scale_checks import ScaledTensor, served_cache, stored_checks, tensors_of
 from ..corpus import load_tokens
 from ..pipeline.stages import QUANTIZE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from ..shared.adapters import note_base_alone
 from ..shared.model_files import checked_model, export_options
-from ..shared.opening import command
-from ..shared.sources import source_of
 from ..shared.texts import Tokens
 
 if TYPE_CHECKING:
@@ -28,10 +31,8 @@ if TYPE_CHECKING:
 
     from ...calibrate.model.decoder import Layers
     from ...calibrate.model.source import Source
-    from ...validate.advice.checkup import Check, Checkup, Remedies
     from ...validate.advice.hidden_states import ModelPair
     from ...validate.advice.loops import Loops
-    from ...validate.advice.scale_checks import ScaledTensor
 
 #: The most tokens that run through both models at a time, in whole windows.
 TOKENS = 1024
@@ -43,16 +44,12 @@ class Examined:
 
     run: Run
     scales: Scales
-    tensors: "list[ScaledTensor]"
-    remedies: "Remedies"
+    tensors: list[ScaledTensor]
+    remedies: Remedies
 
 
-@command(writes=False, modules=())
-def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
+def doctor(run: Run, notes: Notes, options: DoctorOptions) -> Checkup:
     """Every check of `run`, the worst first. Raises InputError for files that are not what their stages wrote."""
-    from ...validate.advice.checkup import Checkup, worst_first
-    from ...validate.advice.scale_checks import served_cache, stored_checks, tensors_of
-
     run.refuse_stale("measure", "quantize", "export")
     note_base_alone(run, "what runs is of", notes)
     checked_model(run)
@@ -67,9 +64,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> "Checkup":
     )
 
 
-def _remedies(run: Run, scales: Scales) -> "Remedies":
-    from ...validate.advice.checkup import Remedies
-
+def _remedies(run: Run, scales: Scales) -> Remedies:
     record, corpus = run.record(), load_record(run).corpus
     chosen = run.options(QUANTIZE)
     return Remedies(
@@ -91,12 +86,12 @@ def _spread(windows: Tokens, count: int) -> Tokens:
     return windows[taken]
 
 
-def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check], bool]":
+def _running(what: Examined, windows: Tokens, notes: Notes) -> tuple[list[Check], bool]:
     """The checks that run the model, and whether it was run."""
-    from ...validate.advice.model_checks import not_measured
-
     try:
         needs("calibrate", CALIBRATE_MODULES)
+        from ..shared.sources import source_of
+
         source = source_of(what.run)
     except BackendError as error:
         return not_measured(str(error), "`pip install 'fp8q[calibrate]'`"), False
@@ -105,14 +100,12 @@ def _running(what: Examined, windows: Tokens, notes: Notes) -> "tuple[list[Check
     return _run(what, source, windows, notes), True
 
 
-def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> "list[Check]":
+def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> list[Check]:
     """Run both models on `windows`, whose second halves stand for decoded tokens, then let both generate text."""
     import torch
 
     from ...calibrate.model.source import load_model
-    from ...validate.accuracy.perplexity import prompt_of
     from ...validate.accuracy.runtimes import open_reference
-    from ...validate.advice import model_checks as running
     from ...validate.advice.activation_watch import Watcher
     from ...validate.advice.hidden_states import ModelPair
 

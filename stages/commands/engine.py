@@ -6,22 +6,25 @@ Needs no GPU, but for TensorRT's own engines.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from ...core.errors import BackendError, GateError, InputError
 from ...core.record import FP8_STAGES
 from ...core.run import Run
-
-if TYPE_CHECKING:
-    from ...export.engine.info import EngineInfo
-    from ...export.engine.kernel_rows import AttentionRow, ProductRow, WideRow
-    from ...export.engine.numbers import Difference
-    from ...export.engine.plan import Plan
-    from ...export.lint.rules import Promise
-    from ...export.onnx_file.indexed import Indexed
-    from ...quantize.scales.decisions import Scales
+from ...export.engine.info import LAYERS, Counted, EngineInfo, asked_share, load_engines, may_be_unknown, shortfall
+from ...export.engine.inspector import read_inspector
+from ...export.engine.kernel_rows import AttentionRow, ProductRow, WideRow, attention_rows, product_rows, wide_rows
+from ...export.engine.numbers import CODES, FACTORS, INPUT, Difference
+from ...export.engine.plan import Plan, doubt, read_plan
+from ...export.engine.proof import broken, prove
+from ...export.engine.runtime import inspect_plan
+from ...export.engine.two_terms import TERMS
+from ...export.lint.check import run_promise, sound_graph
+from ...export.lint.rules import Promise
+from ...export.onnx_file.indexed import Indexed
+from ...quantize.scales.decisions import Scales, load_scales
 
 
 @dataclass(frozen=True)
@@ -50,11 +53,11 @@ class EngineView:
     factors_found: int | None
     inputs_found: int | None
     terms_found: int | None
-    differences: "tuple[Difference, ...]"
+    differences: tuple[Difference, ...]
     narrow: tuple[str, ...]
-    products: "tuple[ProductRow, ...]"
-    attention: "tuple[AttentionRow, ...]"
-    wide: "tuple[WideRow, ...]"
+    products: tuple[ProductRow, ...]
+    attention: tuple[AttentionRow, ...]
+    wide: tuple[WideRow, ...]
 
 
 def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> list[EngineView]:
@@ -63,10 +66,6 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     `plan`: read this file instead, as an engine of the one target. Raises InputError for a target that was not built,
     an engine file that has changed, and an engine that was built from other files than the run has now.
     """
-    from ...export.engine.info import load_engines
-    from ...export.lint.check import run_promise, sound_graph
-    from ...quantize.scales.decisions import load_scales
-
     run.refuse_without_graph()
     run.refuse_stale(*FP8_STAGES, *(["build-engine"] if plan is None else []))
     engines = load_engines(run)
@@ -88,16 +87,14 @@ def view_engines(run: Run, targets: Sequence[str], plan: Path | None = None) -> 
     ]
 
 
-def inspected_file(run: Run, info: "EngineInfo") -> Path | None:
+def inspected_file(run: Run, info: EngineInfo) -> Path | None:
     """The file of what TensorRT's inspector said when it built an engine; None for engines without one."""
-    from ...export.engine.info import LAYERS
-
     file = run.engines / f"{info.target}{LAYERS}"
     built = run.record().stages["build-engine"].outputs
     return run.require(file, "build-engine") if str(file.relative_to(run.root)) in built else None
 
 
-def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
+def engine_file(run: Run, info: EngineInfo, plan: Path | None) -> Path:
     """The file of an engine: the one that `fp8q build-engine` wrote, or `plan`."""
     if plan is None:
         return run.require(run.engines / f"{info.target}.plan", "build-engine")
@@ -107,22 +104,17 @@ def engine_file(run: Run, info: "EngineInfo", plan: Path | None) -> Path:
 
 
 def view(
-    info: "EngineInfo",
+    info: EngineInfo,
     file: Path,
-    graph: "Indexed",
-    promise: "Promise",
-    scales: "Scales",
+    graph: Indexed,
+    promise: Promise,
+    scales: Scales,
     inspected: Path | None = None,
 ) -> EngineView:
     """Read one engine, and compare it with the promise of its run.
 
     `inspected`: what the inspector said of it is in this file (None: TensorRT has to be asked).
     """
-    from ...export.engine.kernel_rows import attention_rows, product_rows, wide_rows
-    from ...export.engine.numbers import CODES, FACTORS, INPUT
-    from ...export.engine.proof import prove
-    from ...export.engine.two_terms import TERMS
-
     data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
     plan, reason = read_engine(info, data, inspected)
     profiles = [profile.name for profile in info.profiles]
@@ -157,15 +149,11 @@ def view(
 
 
 def read_engine(
-    info: "EngineInfo", data: "np.ndarray[tuple[int], np.dtype[np.uint8]]", inspected: Path | None = None
-) -> "tuple[Plan | None, str | None]":
+    info: EngineInfo, data: np.ndarray[tuple[int], np.dtype[np.uint8]], inspected: Path | None = None
+) -> tuple[Plan | None, str | None]:
     """The plan of an engine, or why it cannot be read; of TensorRT's engines by what the file `inspected` has of its
     inspector, or (None) by asking it.
     """
-    from ...export.engine.inspector import read_inspector
-    from ...export.engine.plan import doubt, read_plan
-    from ...export.engine.runtime import inspect_plan
-
     if info.runtime == "tensorrt-rtx":
         plan = read_plan(data.data) if len(data) else None
         reason = doubt(data.data, plan, info.target) if plan else "its text does not read"
@@ -183,9 +171,6 @@ def check_views(views: Sequence[EngineView], min_fp8_share: float | None) -> Non
     `min_fp8_share`: the least share of promised products in FP8, a fraction (None: none was asked for, and all that can
     be told must be FP8); the cache and the attention must be as promised too.
     """
-    from ...export.engine.info import Counted, asked_share, may_be_unknown, shortfall
-    from ...export.engine.proof import broken
-
     for view in views:
         if view.evidence == "unknown" and not may_be_unknown(view.runtime, min_fp8_share):
             raise GateError(

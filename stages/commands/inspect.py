@@ -3,22 +3,26 @@ text.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...calibrate.measure.statistics import load_statistics
 from ...core.run import Run
 from ...options import Clipping
 from ...quantize.scales.decisions import load_scales
-from ..measure import measure_text
+from ...validate.advice.certificate import Certificate, certificate
+from ...validate.advice.expert_coverage import ExpertRow, expert_rows
+from ...validate.advice.findings import (
+    AgainstRow,
+    DelayedRow,
+    Outlier,
+    against_rows,
+    delayed_rows,
+    findings,
+    jumps,
+    prospective_scales,
+)
+from ...validate.report.rows import ModuleRow, module_rows, wide_cache_rows
 from ..pipeline.stages import QUANTIZE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, needs
-from ..shared.opening import command
-
-if TYPE_CHECKING:
-    from ...validate.advice.certificate import Certificate
-    from ...validate.advice.expert_coverage import ExpertRow
-    from ...validate.advice.findings import AgainstRow, DelayedRow, Outlier
-    from ...validate.report.rows import ModuleRow
 
 
 @dataclass(frozen=True)
@@ -27,24 +31,18 @@ class Inspection:
     the calibration text, the experts' coverage, and the results of `delayed` and `against`.
     """
 
-    modules: "list[ModuleRow]"
-    bf16_cache: "list[ModuleRow]"
-    findings: "list[Outlier]"
-    certificate: "Certificate"
-    experts: "list[ExpertRow]"
+    modules: list[ModuleRow]
+    bf16_cache: list[ModuleRow]
+    findings: list[Outlier]
+    certificate: Certificate
+    experts: list[ExpertRow]
     all_experts: bool
-    delayed: "list[DelayedRow] | None" = None
-    against: "list[AgainstRow] | None" = None
+    delayed: list[DelayedRow] | None = None
+    against: list[AgainstRow] | None = None
 
 
-@command(writes=False, modules=())
 def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | None) -> Inspection:
     """Inspect `run`; `delayed` and `against` as `api.inspect` takes them. Raises InputError."""
-    from ...validate.advice.certificate import certificate
-    from ...validate.advice.expert_coverage import expert_rows
-    from ...validate.advice.findings import against_rows, delayed_rows, findings, jumps, prospective_scales
-    from ...validate.report.rows import module_rows, wide_cache_rows
-
     run.refuse_stale("measure", "quantize")
     modules, statistics, scales = module_rows(run), load_statistics(run), load_scales(run)
     prospective = prospective_scales(statistics, scales, run.options(QUANTIZE).clip)
@@ -54,6 +52,8 @@ def inspect(run: Run, notes: Notes, delayed: Clipping | None, against: str | Non
     other = None
     if against:
         needs("calibrate", CALIBRATE_MODULES)
+        from ..measure import measure_text
+
         other = against_rows(statistics, scales, measure_text(run, against, notes))
     return Inspection(
         modules,

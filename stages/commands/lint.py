@@ -7,24 +7,32 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from ...calibrate.input.untrusted import exists
 from ...core.errors import GateError, InputError
 from ...core.files import disk_errors, read_document
+from ...core.findings import Finding, places
 from ...core.run import Run
-from ...quantize.scales.decisions import ONE_TERM
+from ...export.lint.check import FORM, lint_graph, run_promise
+from ...export.lint.check import RULES as GRAPH_RULES
+from ...export.lint.rules import Promise, Rule
+from ...export.lint.rules_products import is_fp8
+from ...export.onnx_file.loading import load_graph
+from ...export.onnx_file.tensors import Array
+from ...quantize.lint.check import RULES as CHECKPOINT_RULES
+from ...quantize.lint.check import checkpoint_findings
+from ...quantize.lint.rules import CheckpointRule
+from ...quantize.reading.run_checkpoint import stored_scales
+from ...quantize.scales.decisions import ONE_TERM, Scales, load_scales
+from ...serve.lint.check import RULES as REPOSITORY_RULES
+from ...serve.lint.check import lint_engines, lint_repository
+from ...serve.lint.folder import is_repository
+from ...serve.lint.rules import RepositoryRule
+from ...validate.accuracy.document import load_accuracy
 from ..shared.model_files import fp8_graphs
 from ..shared.opening import open_run
-
-if TYPE_CHECKING:
-    from ...core.findings import Finding
-    from ...export.lint.rules import Promise, Rule
-    from ...export.onnx_file.tensors import Array
-    from ...quantize.lint.rules import CheckpointRule
-    from ...serve.lint.rules import RepositoryRule
 
 #: Rules about files that are missing or cut short: these are faults of the input, not of the graph.
 DAMAGE = ("F402", "F403")
@@ -39,7 +47,7 @@ class Linted:
 
     path: Path
     what: str
-    findings: "list[Finding]"
+    findings: list[Finding]
     promised_by: Path | None = None
 
     @property
@@ -56,7 +64,7 @@ class LintedRun:
     parts: tuple[Linted, ...]
 
     @property
-    def findings(self) -> "list[Finding]":
+    def findings(self) -> list[Finding]:
         """The findings of all parts."""
         return [finding for part in self.parts for finding in part.findings]
 
@@ -81,10 +89,6 @@ def explain_rules(code: str) -> list[RuleText]:
 
     Raises InputError where there is none.
     """
-    from ...export.lint.check import RULES as GRAPH_RULES
-    from ...quantize.lint.check import RULES as CHECKPOINT_RULES
-    from ...serve.lint.check import RULES as REPOSITORY_RULES
-
     rules: dict[str, Rule | CheckpointRule | RepositoryRule] = {**GRAPH_RULES, **CHECKPOINT_RULES, **REPOSITORY_RULES}
     explained = [
         RuleText(number, rule.name, rule.severity, rule.applies_to, " ".join(rule.why.split()))
@@ -107,8 +111,6 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
     Raises InputError for anything else, for a checkpoint in an unsupported form, and for a run whose promise does not
     read.
     """
-    from ...serve.lint.folder import is_repository
-
     if not os.path.isdir(path):  # of a name that is too long, too
         return lint_onnx(path, run)
     if run is not None:
@@ -123,8 +125,6 @@ def lint(path: Path, run: Run | None) -> Linted | LintedRun:
 
 def lint_run(path: Path) -> LintedRun:
     """Lint all parts of a run; raise InputError for a directory without a run."""
-    from ...serve.lint.check import lint_engines
-
     if not Run(path).exists():
         raise InputError(
             path,
@@ -150,9 +150,6 @@ def lint_run(path: Path) -> LintedRun:
 
 def told_elsewhere(run: Run) -> str | None:
     """Say what other servers make of a run's second terms, and what that costs this model; None where it has none."""
-    from ...quantize.scales.decisions import load_scales
-    from ...validate.accuracy.document import load_accuracy
-
     scales = load_scales(run)
     if not scales.two_terms:
         return None
@@ -172,8 +169,6 @@ def _outputs(run: Run, stage: str) -> list[str]:
 
 def lint_triton(path: Path) -> Linted:
     """Lint a Triton repository."""
-    from ...serve.lint.check import lint_repository
-
     repository, findings = lint_repository(path)
     names = ", ".join(model.folder.name for model in repository.models)
     return Linted(path, f"a Triton repository of {names or 'no model'}", findings)
@@ -181,8 +176,6 @@ def lint_triton(path: Path) -> Linted:
 
 def lint_checkpoint(path: Path) -> Linted:
     """Lint an FP8 checkpoint of any exporter."""
-    from ...quantize.lint.check import checkpoint_findings
-
     checkpoint, findings = checkpoint_findings(path)
     form, count = checkpoint.declared.form, len(checkpoint.codes)
     ways = sorted({codes.granularity or "unknown" for codes in checkpoint.codes.values()})
@@ -194,10 +187,6 @@ def lint_checkpoint(path: Path) -> Linted:
 
 def lint_onnx(path: Path, run: Run | None) -> Linted:
     """Lint the ONNX file at `path`, against the promises of `run`, or else of the run whose `model/` it lies in."""
-    from ...export.lint.check import FORM, lint_graph
-    from ...export.lint.rules_products import is_fp8
-    from ...export.onnx_file.loading import load_graph
-
     graph = load_graph(path)
     around = run or run_around(path)
     findings = lint_graph(graph, promise(around) if around else None)
@@ -214,16 +203,12 @@ def run_around(path: Path) -> Run | None:
     return around if path.absolute().parent.name == around.model.name and around.scales.is_file() else None
 
 
-def promise(run: Run) -> "Promise":
+def promise(run: Run) -> Promise:
     """The promise of a run for its graphs, with the weights' scales where the checkpoint reads; where it does not, the
     rules of F4xx report it.
 
     Raises InputError where the promise does not read.
     """
-    from ...export.lint.check import run_promise
-    from ...quantize.reading.run_checkpoint import stored_scales
-    from ...quantize.scales.decisions import Scales, load_scales
-
     scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
     weight_scales: Mapping[str, Array]
     try:
@@ -237,8 +222,6 @@ def check_findings(linted: Linted | LintedRun) -> None:
     """Raise GateError for a finding of severity error; InputError where it is a missing or shortened file of a
     graph.
     """
-    from ...core.findings import places
-
     errors = [(part, finding) for part in linted.parts for finding in part.findings if finding.severity == "error"]
     if not errors:
         return

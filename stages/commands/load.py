@@ -1,18 +1,18 @@
 """`fp8q.api.load`: a run's FP8 model as Hugging Face's, for lm-eval, notebooks and others that call such models."""
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
+
+import torch
+from transformers import PreTrainedModel
 
 from ...core.errors import InputError
 from ...core.record import FP8_STAGES
 from ...core.run import Run
+from ...quantize.reference.hugging_face import hugging_face_model
+from ...validate.accuracy.runtimes import open_reference
 from ..pipeline.steps import Notes, device
 from ..shared.adapters import check_adapter
 from ..shared.model_files import checked_model, hashes_of
-from ..shared.opening import command
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
 #: The types in which everything but FP8 products computes.
 WideType = Literal["bfloat16", "float16", "float32"]
@@ -20,18 +20,14 @@ WideType = Literal["bfloat16", "float16", "float32"]
 ProductMode = Literal["fast", "exact"]
 
 
-@command(writes=False)
 def load_fp8_model(
-    run: Run, notes: Notes, arithmetic: tuple[WideType, ProductMode], where: "str | torch.device | None",
+    run: Run, notes: Notes, arithmetic: tuple[WideType, ProductMode], where: str | torch.device | None,
     as_served: int | None, adapter: str | None,
-) -> "PreTrainedModel":  # fmt: skip
+) -> PreTrainedModel:  # fmt: skip
     """Load the model of `run` with the products of the reference, in this `arithmetic`, on the device `where`.
 
     Raises InputError for files that their stages did not write, and for arguments that name nothing.
     """
-    from ...quantize.reference.hugging_face import hugging_face_model
-    from ...validate.accuracy.runtimes import open_reference
-
     dtype, mode = arithmetic
     check_choice("dtype", dtype, get_args(WideType))
     check_choice("mode", mode, get_args(ProductMode))
@@ -42,8 +38,6 @@ def load_fp8_model(
     run.refuse_stale(*FP8_STAGES)
     checked_model(run)
     hashes_of(run, "export")
-    import torch
-
     reference = open_reference(run, mode, place, adapter, getattr(torch, dtype))
     return hugging_face_model(reference, run.model, as_served)
 
@@ -54,10 +48,8 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise InputError(f"{name} {value}", f"is none of {', '.join(choices)}")
 
 
-def usable_device(where: "str | torch.device | None") -> str:
+def usable_device(where: str | torch.device | None) -> str:
     """Name the device `where`; None: the first GPU, or the CPU. Raises InputError for one that is not here."""
-    import torch
-
     try:
         return str(torch.empty(0, device=where).device) if where is not None else device()
     except (RuntimeError, AssertionError) as error:  # of a build without CUDA

@@ -9,11 +9,13 @@ batches are not in the order of measurement.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...calibrate.measure.statistics import Statistics, load_statistics, save_statistics
+from ...calibrate.model.source import Source
+from ...calibrate.model.tokenizer import load_tokenizer
+from ...calibrate.text.overlap import measure_overlap
 from ...core.errors import InputError
 from ...core.files import sha256_file
 from ...core.reporter import Reporter
@@ -23,16 +25,12 @@ from ..corpus import digest, load_tokens, opening_of, save_corpus
 from ..export import export_or_note
 from ..pipeline.stage import Key
 from ..pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
-from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
+from ..pipeline.steps import Notes
 from ..quantize import quantize
 from ..shared.adapters import adapters_of
-from ..shared.opening import naming
 from ..shared.sources import check_model, opened_as, products_of
 from ..shared.texts import Tokens
 from .preflight import check_out, nothing_left
-
-if TYPE_CHECKING:
-    from ...calibrate.model.source import Source
 
 
 @dataclass(frozen=True)
@@ -61,30 +59,27 @@ class Merged:
 
 
 def merge(
-    paths: Sequence[Path], out: Path, model: str | None, options: tuple[ScaleOptions, ExportOptions], progress: Reporter
+    run: Run, notes: Notes, paths: Sequence[Path], model: str | None, options: tuple[ScaleOptions, ExportOptions]
 ) -> Run:
-    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into the run directory `out`, under its
-    lock.
+    """Add the runs at `paths`, choose scales, and write checkpoint and graphs into `run`.
 
     The model is not run. `model`: the source checkpoint, if it has moved.
     """
-    run, notes, (scale_options, export_options) = Run(Path(out)), Notes(progress), options
-    with naming(out), alone(run):
-        needs("calibrate", CALIBRATE_MODULES)
-        check_out(run)
-        before = run.record().model
-        with notes.held():
-            check_rounding(scale_options)
-            merged = add(paths, out)
-            source = source_of_all(merged, model, notes)
-            check_model(run, before, source)
-            products = products_of(source, scale_options)
-            overlap = check_held_out(merged, source, notes)
-            note_missing(merged, notes)
-        with nothing_left(run):
-            write_merged(run, source, merged, notes, overlap)
-            quantize(run, source, products, scale_options, notes)
-            export_or_note(run, export_options, notes)
+    scale_options, export_options = options
+    check_out(run)
+    before = run.record().model
+    with notes.held():
+        check_rounding(scale_options)
+        merged = add(paths, run.root)
+        source = source_of_all(merged, model, notes)
+        check_model(run, before, source)
+        products = products_of(source, scale_options)
+        overlap = check_held_out(merged, source, notes)
+        note_missing(merged, notes)
+    with nothing_left(run):
+        write_merged(run, source, merged, notes, overlap)
+        quantize(run, source, products, scale_options, notes)
+        export_or_note(run, export_options, notes)
     return run
 
 
@@ -154,7 +149,7 @@ def _distinct(runs: list[Run], out: Path) -> list[Run]:
     return runs
 
 
-def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Source":
+def source_of_all(merged: Merged, model: str | None, report: Reporter) -> Source:
     """Open the source checkpoint of the merged runs: `model`, or the path that one of the runs recorded.
 
     Raises InputError when it is missing or another.
@@ -178,15 +173,12 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> "Sourc
     return source
 
 
-def check_held_out(merged: Merged, source: "Source", report: Reporter) -> float | None:
+def check_held_out(merged: Merged, source: Source, report: Reporter) -> float | None:
     """The share of one run's held-out text that another run calibrated on, where it is too large and a run allowed
     that; None where it is small.
 
     Raises InputError where it is too large and no run allowed it; notes it from a hundredth on.
     """
-    from ...calibrate.model.tokenizer import load_tokenizer
-    from ...calibrate.text.overlap import measure_overlap
-
     tokenizer = load_tokenizer(source)
     calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
     found = measure_overlap(calibrated, held_out, merged.windows.shape[1])
@@ -214,7 +206,7 @@ def missing(merged: Merged) -> list[str]:
     return [f"{batch} of {text.name}" for place, (text, batch) in enumerate(corpus.numbered()) if place not in there]
 
 
-def write_merged(run: Run, source: "Source", merged: Merged, notes: Notes, overlap: float | None = None) -> None:
+def write_merged(run: Run, source: Source, merged: Merged, notes: Notes, overlap: float | None = None) -> None:
     """Write the stages `corpus` and `measure` of the merged `run`; `overlap`: the result of `check_held_out`."""
     corpus = merged.statistics.record.corpus
     collected = [(part.options(CORPUS), part.facts(CORPUS)) for part in merged.runs]

@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...calibrate.input.untrusted import exists, local_path
+from ...calibrate.measure.stream import Chain
+from ...calibrate.model.source import Source
+from ...calibrate.text.corpus import lower_default
+from ...calibrate.text.packing import Packing
 from ...core.errors import InputError
 from ...core.reporter import SILENT
 from ...core.run import Run
+from ...export.engine.build import resolve
 from ...options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptions
+from ...quantize.scales.policy import Products
+from ...quantize.weights.sequential import check_sequential
+from ..corpus import Collected
 from ..export import LEFT_OUT
 from ..measure import streamed
 from ..other_text import cut_for
@@ -23,11 +30,6 @@ from ..pipeline.steps import Notes, device
 from ..shared.adapters import check_attention
 from ..shared.gates import check_comparable
 from ..validate import check_accumulator, check_runtimes
-
-if TYPE_CHECKING:
-    from ...calibrate.model.source import Source
-    from ...quantize.scales.policy import Products
-    from ..corpus import Collected
 
 
 def check_out(run: Run) -> None:
@@ -41,7 +43,7 @@ def check_out(run: Run) -> None:
         raise InputError(run.root, "permission denied", "name a directory you may write to")
 
 
-def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportOptions) -> None:
+def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOptions) -> None:
     """Raise InputError for a model that has to be streamed and cannot be, and for options that streaming does not
     support.
     """
@@ -51,12 +53,8 @@ def check_calibrate(source: "Source", options: CalibrateOptions, export: ExportO
         )
     check_attention([adapter.name for adapter in source.adapters], export, options)
     if options.weight_rounding == "sequential":
-        from ...quantize.weights.sequential import check_sequential
-
         check_sequential(source, device())
     elif streamed(source, options.stream, Notes(SILENT)):
-        from ...calibrate.measure.stream import Chain
-
         Chain(source, device())
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking and streamed(source, None, Notes(SILENT)):
@@ -85,7 +83,7 @@ def check_later(run: Run, later: RunOptions) -> None:
             )
 
 
-def check_graph(run: Run, products: "Products", later: RunOptions | None, notes: Notes) -> None:
+def check_graph(run: Run, products: Products, later: RunOptions | None, notes: Notes) -> None:
     """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that needs
     one, also where none is asked for. Otherwise raise what building the engine would: a missing target or runtime.
     """
@@ -93,8 +91,6 @@ def check_graph(run: Run, products: "Products", later: RunOptions | None, notes:
     if later and (reason := products.no_graph or left_out):
         check_runtimes(later.validate.runtimes, run, reason)
     elif later:
-        from ...export.engine.build import resolve
-
         resolve(later.engine)
     if products.no_graph is not None:
         notes.note(
@@ -102,13 +98,10 @@ def check_graph(run: Run, products: "Products", later: RunOptions | None, notes:
         )
 
 
-def check_fit(source: "Source", collected: "Collected", later: RunOptions) -> None:
+def check_fit(source: Source, collected: Collected, later: RunOptions) -> None:
     """Raise what `later` stages would for options that do not fit model and text: lengths beyond the model's positions,
     sizes that do not fit the length, text shorter than a window.
     """
-    from ...calibrate.text.corpus import lower_default
-    from ...calibrate.text.packing import Packing
-
     engine, validate, limit = later.engine, later.validate, source.served_positions
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
     replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length

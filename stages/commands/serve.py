@@ -2,35 +2,25 @@
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from ...core.errors import InputError
 from ...core.run import Run
 from ...options import ServeOptions, model_name
 from ...options.serve import plain_of
 from ...serve.local.chat_template import ChatTemplate
+from ...serve.web.server import Server
+from ...serve.web.serving import Model, Serving
 from ..generate import open_model, open_template, runtime_here
-from ..pipeline.steps import needs
 from ..shared.adapters import check_adapter
 
-if TYPE_CHECKING:
-    from ...serve.web.server import Server
-    from ...serve.web.serving import Model
-
-#: The import names of the packages of the extra `serve`.
-SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
 KEY = "FP8Q_API_KEY"
 
 
-def serve(run: Run, options: ServeOptions, ready: "Callable[[Server], object]") -> int:
+def serve(run: Run, options: ServeOptions, ready: Callable[[Server], object]) -> int:
     """Serve until stopped; return the number of requests that were cut off.
 
     Raises InputError for a run without a model and an address in use, BackendError for a missing runtime or library.
     """
-    needs("serve", SERVE_MODULES)
-    from ...serve.web.server import Server
-    from ...serve.web.serving import Serving
-
     name, key = name_of(run, options), key_of(options)
     for adapter in options.adapter:
         check_adapter(run, adapter)
@@ -83,9 +73,7 @@ def name_of(run: Run, options: ServeOptions) -> str:
     return options.name or model_name(run.record().model.get("name", run.root.resolve().name))
 
 
-def _models(run: Run, options: ServeOptions) -> "Iterator[Model]":
-    from ...serve.web.serving import Model
-
+def _models(run: Run, options: ServeOptions) -> Iterator[Model]:
     name, runtime = name_of(run, options), runtime_here(options.runtime)
     precision = "bf16" if runtime == "bf16" else "fp8"
     yield Model(name, precision, runtime, open_model(run, options.runtime, options.max_batch))

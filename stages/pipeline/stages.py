@@ -194,7 +194,7 @@ ADAPTER = Stage(
     outputs=("adapter.json", "adapter/*"),
 )
 #: Export the source model in the precisions that FP8 is compared with.
-EXPORT_BASELINE: "dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]]" = {
+EXPORT_BASELINE: dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]] = {
     "bf16": Stage(
         "export-bf16",
         Options,

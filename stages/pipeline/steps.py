@@ -13,8 +13,9 @@ from ...core.record import library_versions
 from ...core.reporter import Reporter
 from ...core.run import Run
 
-#: The import names of the packages of the extra `calibrate`.
+#: The import names of the packages of the extras `calibrate` and `serve`.
 CALIBRATE_MODULES = ("torch", "transformers", "datasets", "compressed_tensors", "onnxscript")
+SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
 
 
 def needs(extra: str, modules: Sequence[str]) -> None:

@@ -4,12 +4,13 @@ Their rows stand in `accuracy.json` beside those of the machine that calibrated,
 record gains them as facts, with the inputs that are theirs alone, so that what either machine ran is current on both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from ... import __version__
 from ...core.columns import increase, nats
@@ -19,21 +20,22 @@ from ...core.record import library_versions
 from ...core.run import Run
 from ...options import ValidateOptions
 from ...quantize.checkpoint.card_additions import state_validated
+from ...validate.accuracy.document import (
+    WITH,
+    Accuracy,
+    Protocol,
+    RuntimeAccuracy,
+    load_accuracy,
+    load_token_arrays,
+    load_token_losses,
+)
+from ...validate.accuracy.perplexity import Evaluation
+from ...validate.accuracy.stored_reference import StoredReference
+from ...validate.accuracy.top_logits import TopLogits, arrays_of, load_top_arrays, load_top_logits
 from ..pipeline.stage import Key
 from ..pipeline.stages import VALIDATE, BesideRuntime, ValidateFacts
 from ..pipeline.steps import Notes
 from .model_files import may_change_card
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from ...validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
-    from ...validate.accuracy.perplexity import Evaluation
-    from ...validate.accuracy.stored_reference import StoredReference
-    from ...validate.accuracy.top_logits import TopLogits
 
 ValidateKey = Key[ValidateOptions, ValidateFacts]
 #: The folder of a call that was killed; no stage is called so, since the one that it adds to is finished.
@@ -79,17 +81,15 @@ class AddedRuntimes:
     are called in the files; and what each depends on, name -> SHA-256.
     """
 
-    rows: "Mapping[str | None, Mapping[str, RuntimeAccuracy]]"
-    nll: "Mapping[str, npt.NDArray[np.float32]]"
-    tops: "Mapping[str, TopLogits]"
+    rows: Mapping[str | None, Mapping[str, RuntimeAccuracy]]
+    nll: Mapping[str, npt.NDArray[np.float32]]
+    tops: Mapping[str, TopLogits]
     inputs: Mapping[str, Mapping[str, str]]
     seconds: float
 
 
 def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Notes) -> None:
     """Write `added` beside what is there, and leave out the runtimes `without`, whose inputs are no longer there."""
-    from ...validate.accuracy.document import WITH, load_accuracy, load_token_arrays
-    from ...validate.accuracy.top_logits import arrays_of, load_top_arrays
 
     def stays(name: str) -> bool:
         return name.partition(WITH)[0].partition(".")[0] not in without
@@ -125,7 +125,7 @@ def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Note
         state_validated(run.card, [card_line(name, row) for name, row in runtimes.items() if name in beside])
 
 
-def card_line(name: str, row: "RuntimeAccuracy") -> str:
+def card_line(name: str, row: RuntimeAccuracy) -> str:
     """State a runtime's perplexity and its distance from BF16, for the model card."""
     line = f"`{name}`: perplexity {row.perplexity:.4f}"
     if row.perplexity_increase is not None:
@@ -136,11 +136,11 @@ def card_line(name: str, row: "RuntimeAccuracy") -> str:
 
 
 def _rows(
-    accuracy: "Accuracy", added: AddedRuntimes, stays: Callable[[str], bool]
-) -> "tuple[dict[str, RuntimeAccuracy], dict[str, dict[str, RuntimeAccuracy]] | None]":
+    accuracy: Accuracy, added: AddedRuntimes, stays: Callable[[str], bool]
+) -> tuple[dict[str, RuntimeAccuracy], dict[str, dict[str, RuntimeAccuracy]] | None]:
     """The rows that are there and stay, with those that are added: of the model, and of each adapter."""
 
-    def joined(there: "Mapping[str, RuntimeAccuracy]", adapter: str | None) -> "dict[str, RuntimeAccuracy]":
+    def joined(there: Mapping[str, RuntimeAccuracy], adapter: str | None) -> dict[str, RuntimeAccuracy]:
         return {name: row for name, row in there.items() if stays(name)} | dict(added.rows.get(adapter, {}))
 
     adapters = {adapter: joined(there, adapter) for adapter, there in (accuracy.adapters or {}).items()}
@@ -157,15 +157,11 @@ def drop_outdated(run: Run, notes: Notes) -> None:
         add_runtimes(run, AddedRuntimes({}, {}, {}, {}, 0.0), names, notes)
 
 
-def stored_reference(run: Run, evaluation: "Evaluation", command: str, adapter: str | None = None) -> "StoredReference":
+def stored_reference(run: Run, evaluation: Evaluation, command: str, adapter: str | None = None) -> StoredReference:
     """Load the stored losses and likeliest tokens of the runtimes on the tokens of `evaluation`, with that adapter on.
 
     Raises InputError, with the `command` for the machine that calibrated, where it keeps nothing, or of other tokens.
     """
-    from ...validate.accuracy.document import load_accuracy, load_token_losses
-    from ...validate.accuracy.stored_reference import StoredReference
-    from ...validate.accuracy.top_logits import load_top_logits
-
     tops = load_top_logits(run, adapter)
     if reason := differs(load_accuracy(run).protocol, evaluation.protocol):
         raise InputError(run.top_logits, reason, elsewhere(command))
@@ -195,7 +191,7 @@ def check_top_logits(run: Run, command: str) -> None:
             raise InputError(run.top_logits, f"is of another {name} than the run has now", elsewhere(command))
 
 
-def differs(stored: "Protocol", asked: "Protocol") -> str | None:
+def differs(stored: Protocol, asked: Protocol) -> str | None:
     """The first fact in which two evaluations differ; None for the same tokens in the same windows."""
     if stored.sha256 != asked.sha256:
         return f"is of the text {stored.dataset}, and the tokens here are those of {asked.dataset}"
@@ -212,7 +208,7 @@ def elsewhere(command: str) -> str:
 
 
 @contextmanager
-def working(run: Run, key: Mapping[str, object]) -> "Iterator[Path]":
+def working(run: Run, key: Mapping[str, object]) -> Iterator[Path]:
     """A folder with which a killed call goes on; it is removed at the end, and after an error."""
     with run.work(WORK, {**key, "fp8q": __version__, "libraries": library_versions()}) as folder:
         try:

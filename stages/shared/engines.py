@@ -1,22 +1,18 @@
 """The engines of a run for this machine's GPU, and the windows that they take."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
 from ...core.run import Run
-from ...export.engine.info import engine_stage
+from ...export.engine.info import EngineInfo, engine_stage
 from ...options import WITH_ADAPTERS, ValidateOptions, graph_runtime
 from ...serve.local.generation import engine_here
 from ...validate.accuracy.document import with_adapter
+from ...validate.accuracy.perplexity import Evaluation
 from ..pipeline.steps import Notes
 from .adapters import adapters_of
-
-if TYPE_CHECKING:
-    from ...export.engine.info import EngineInfo
-    from ...validate.accuracy.perplexity import Evaluation
 
 
 @dataclass(frozen=True)
@@ -27,9 +23,9 @@ class EngineHere:
 
     name: str
     file: dict[str, str]
-    info: "EngineInfo"
+    info: EngineInfo
 
-    def check_windows(self, tokens: "Evaluation") -> None:
+    def check_windows(self, tokens: Evaluation) -> None:
         """Raise InputError where windows, or the prompts of decoded ones, are longer than the engine takes."""
         context, prompt = tokens.protocol.context, tokens.protocol.prompt
         most = min(profile.capacity[2] for profile in self.info.profiles)

@@ -1,18 +1,15 @@
 """Gates of `validate`: what is comparable, numbers that are none, and the limit that the user gave."""
 
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from ...core.commands import name_in_commands, tune_command
 from ...core.errors import GateError, InputError
 from ...core.run import Run
 from ...options import FLOAT, NOT_SERVED
-
-if TYPE_CHECKING:
-    from ...validate.accuracy.document import Accuracy
+from ...validate.accuracy.document import Accuracy
 
 
-def check_gates(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
+def check_gates(run: Run, accuracy: Accuracy, limit: float | None) -> None:
     """Check the numbers of all runtimes, and those with each adapter, and the verdict where a `limit` was asked for."""
     for what, each in accuracy.each():
         check_numbers(each, what)
@@ -29,7 +26,7 @@ def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
         )
 
 
-def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
+def check_numbers(accuracy: Accuracy, what: str = "") -> None:
     """Raise InputError for a float model without a finite perplexity, and GateError for another runtime without one.
 
     The files of the float model are at fault then. `what` follows the runtime's name in the message.
@@ -57,7 +54,7 @@ def check_numbers(accuracy: "Accuracy", what: str = "") -> None:
         )
 
 
-def check_increase(run: Run, accuracy: "Accuracy", limit: float | None) -> None:
+def check_increase(run: Run, accuracy: Accuracy, limit: float | None) -> None:
     """Raise GateError where the verdict of `accuracy` is that a runtime, or an adapter, loses more than `limit` (a
     fraction), or has no finite perplexity; nothing where None was asked for.
 

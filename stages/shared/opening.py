@@ -1,19 +1,14 @@
 """Open a run for a command that works on it: check extras, lock, collect notes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from ...core.errors import Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ..pipeline.stages import MEASURE
 from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
-
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
 
 
 def open_run(path: Path) -> Run:
@@ -56,33 +51,27 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class Command(Generic[Given, Made]):
-    """A function of a run, its notes and further arguments.
+@contextmanager
+def run_at(
+    path: Path, progress: Reporter, *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
+) -> Iterator[tuple[Run, Notes]]:
+    """Open the run at `path` for a command: its libraries are looked for, then the block gets the run and its notes.
 
-    `writes`: it locks the run; `modules`: its imports from the extra `calibrate`.
+    `writes`: the run is locked during the block; `modules`: the import names of the libraries that the command needs.
+    Raises InputError where there is no run or another process works there; BackendError where a library is missing.
     """
-
-    function: Callable[Concatenate[Run, Notes, Given], Made]
-    writes: bool
-    modules: Sequence[str]
-
-    def __call__(self, run: Run, notes: Notes, *given: Given.args, **named: Given.kwargs) -> Made:
-        """Call the function, for a caller that has opened and locked the run."""
-        return self.function(run, notes, *given, **named)
-
-    def at(self, path: Path, progress: Reporter, *given: Given.args, **named: Given.kwargs) -> Made:
-        """Call the function for the run at `path`.
-
-        Raises InputError where there is no run or another process works there; BackendError where a library is missing.
-        """
-        with naming(path), alone(Run(Path(path))) if self.writes else nullcontext():
-            needs("calibrate", self.modules)
-            return self.function(open_run(path), Notes(progress), *given, **named)
+    with naming(path), alone(Run(Path(path))) if writes else nullcontext():
+        needs("calibrate", modules)
+        yield open_run(path), Notes(progress)
 
 
-def command(
-    *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
-) -> Callable[[Callable[Concatenate[Run, Notes, Given], Made]], Command[Given, Made]]:
-    """Make a `Command` of a function."""
-    return lambda function: Command(function, writes, modules)
+@contextmanager
+def run_into(out: Path, progress: Reporter) -> Iterator[tuple[Run, Notes]]:
+    """Open the directory `out` for a command that makes a run in it, or goes on with one, under its lock.
+
+    Raises BackendError where a library of the extra `calibrate` is missing.
+    """
+    run = Run(Path(out))
+    with naming(out), alone(run):
+        needs("calibrate", CALIBRATE_MODULES)
+        yield run, Notes(progress)

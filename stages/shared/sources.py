@@ -3,45 +3,44 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from transformers import PreTrainedModel
+
+from ...calibrate.checkpoint.weights import check_finite
+from ...calibrate.input.silence import quiet_transformers
+from ...calibrate.input.untrusted import foreign
+from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
+from ...calibrate.model.products import (
+    attention_modules,
+    matrix_products,
+    multiplies_as_linear,
+    other_products,
+    output_head,
+    routers,
+)
+from ...calibrate.model.source import Source, meta_model, no_model, open_source
+from ...calibrate.ranks.world import World
 from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...core.run import Run
+from ...export.modules.support import unsupported
 from ...options import ScaleOptions, SourceOptions, TokenizerChoice
+from ...quantize.reading.dequantized import fp8_source, recognize
+from ...quantize.reading.inherited_scales import check_inherit
 from ...quantize.reading.run_checkpoint import ADAPTERS
+from ...quantize.scales.cache_scales import wide_attentions
+from ...quantize.scales.policy import Products, check_patterns, check_tail_length
 from .adapters import adapters_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-    from ...calibrate.model.source import Source
-    from ...calibrate.ranks.world import World
-    from ...quantize.scales.policy import Products
-
-
-def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Products":
+def products_of(source: Source, options: ScaleOptions = ScaleOptions()) -> Products:
     """The matrix products of the source model, found without its weights, and the reason why no graph can be made of
     it, if any.
 
     Raises InputError for a model that cannot be quantized, for an FP8 cache of layers without an index, and for
     patterns of `options` that match nothing or leave nothing.
     """
-    from ...calibrate.model.products import (
-        attention_modules,
-        matrix_products,
-        multiplies_as_linear,
-        other_products,
-        output_head,
-        routers,
-    )
-    from ...calibrate.model.source import meta_model
-    from ...export.modules.support import unsupported
-    from ...quantize.reading.dequantized import fp8_source
-    from ...quantize.reading.inherited_scales import check_inherit
-    from ...quantize.scales.cache_scales import wide_attentions
-    from ...quantize.scales.policy import Products, check_patterns, check_tail_length
-
     model = meta_model(source)
     check_forward(source)
     check_stored(source, model)
@@ -72,12 +71,10 @@ def products_of(source: "Source", options: ScaleOptions = ScaleOptions()) -> "Pr
     return products
 
 
-def check_stored(source: "Source", model: "PreTrainedModel") -> None:
+def check_stored(source: Source, model: PreTrainedModel) -> None:
     """Raise InputError where transformers computes a weight from other stored tensors, so its codes could not replace
     it.
     """
-    from ...calibrate.model.products import matrix_products
-
     stored, tied = source.weights().names(), model.all_tied_weights_keys
     for name in matrix_products(model):
         if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
@@ -89,16 +86,10 @@ def check_stored(source: "Source", model: "PreTrainedModel") -> None:
             )
 
 
-def check_forward(source: "Source") -> None:
+def check_forward(source: Source) -> None:
     """Raise InputError when the model does not run as config.json has it: two tokens without weights, with the
     attention and cache of calibration. A model that reads values in its forward pass (OPT's mask) is not checked.
     """
-    import torch
-
-    from ...calibrate.input.silence import quiet_transformers
-    from ...calibrate.input.untrusted import foreign
-    from ...calibrate.model.source import meta_model, no_model
-
     model = meta_model(source)
     with foreign(lambda error: no_model(source, error)), quiet_transformers(), torch.inference_mode():
         try:
@@ -110,28 +101,23 @@ def check_forward(source: "Source") -> None:
 
 def opened(
     model: str, options: SourceOptions = SourceOptions(), report: Reporter = SILENT, fingerprinted: bool = True
-) -> "Source":
+) -> Source:
     """Open the source model, which may be an FP8 checkpoint, whose codes are then dequantized, with the adapters of
     `options`.
 
     `fingerprinted`: read all weights to compute the fingerprint.
     """
-    from ...calibrate.model.source import open_source
-    from ...quantize.reading.dequantized import recognize
-
     source = open_source(model, options.revision, options.trust_remote_code, report, fingerprinted, recognize)
     source = replace(source, tokenizer=options.tokenizer)
     if not options.adapter:
         return source
-    from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
-
     source = with_adapters(source, options.adapter, options.adapter_mode)
     for remark in adapter_remarks(source):
         report.note(remark)
     return source
 
 
-def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> "Source":
+def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT) -> Source:
     """Open the checkpoint `model`, with the adapter that the run's record says is merged into it, and its tokenizer."""
     merged = identity.get("adapter")
     if merged is not None and not Path(merged).is_dir():
@@ -141,7 +127,7 @@ def opened_as(model: str, identity: Mapping[str, str], report: Reporter = SILENT
     return opened(model, SourceOptions(adapter=adapter, tokenizer=tokenizer), report)
 
 
-def source_of(run: Run) -> "Source":
+def source_of(run: Run) -> Source:
     """Open the source checkpoint of the run again.
 
     Raises InputError when it is missing or changed.
@@ -162,12 +148,10 @@ def source_of(run: Run) -> "Source":
         )
     if not (names := adapters_of(run)):
         return source
-    from ...calibrate.model.adapter_base import with_adapters
-
     return with_adapters(source, [run.model / ADAPTERS / name for name in names], "beside")
 
 
-def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
+def check_model(run: Run, before: Mapping[str, str], source: Source) -> None:
     """Raise InputError when the directory of `run` holds a run of another model than `source`, by its record
     `before`.
     """
@@ -180,7 +164,7 @@ def check_model(run: Run, before: Mapping[str, str], source: "Source") -> None:
         )
 
 
-def check_same(source: "Source", world: "World") -> None:
+def check_same(source: Source, world: World) -> None:
     """Raise InputError, on rank 0, when a machine holds another model. One rank of each has read its weights."""
     for member, theirs in zip(world.members, world.gathered({"fingerprint": source.identity})):
         found = theirs["fingerprint"]
@@ -192,10 +176,8 @@ def check_same(source: "Source", world: "World") -> None:
             )
 
 
-def check_weights(run: Run, source: "Source", report: Reporter) -> None:
+def check_weights(run: Run, source: Source, report: Reporter) -> None:
     """Raise InputError for NaN or Inf in a weight, unless the run has measured just this model before."""
-    from ...calibrate.checkpoint.weights import check_finite
-
     measured = run.record().stages.get("measure")
     if measured is None or measured.inputs["model"] != source.fingerprint:
         check_finite(source.weights(), report)

@@ -4,13 +4,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import __version__
 from ...core.errors import BackendError
 from ...core.run import Run
 from ...options import ValidateOptions, graph_runtime
-from ...validate.accuracy.document import WITH, RuntimeAccuracy, with_adapter
+from ...validate.accuracy.as_served import by_distance
+from ...validate.accuracy.compare import AnyForward, Opener, Outcome, compare_in_turn, loading
+from ...validate.accuracy.document import WITH, ByToken, RuntimeAccuracy, load_accuracy, with_adapter
+from ...validate.accuracy.perplexity import Evaluation
+from ...validate.accuracy.session_logits import graph_vocabulary, session_opener
+from ...validate.accuracy.stored_reference import StoredReference, against_stored
+from ...validate.accuracy.top_logits import TopLogits
+from ...validate.report.loss_buckets import by_frequency
 from ..pipeline.stages import VALIDATE
 from ..pipeline.steps import Notes
 from .adapters import adapters_of
@@ -27,13 +34,6 @@ from .engines import engines_here, note_without_engines, takes_adapter
 from .model_files import files_of
 from .texts import Tokens
 
-if TYPE_CHECKING:
-    from ...validate.accuracy.compare import AnyForward, Opener, Outcome
-    from ...validate.accuracy.document import ByToken
-    from ...validate.accuracy.perplexity import Evaluation
-    from ...validate.accuracy.stored_reference import StoredReference
-    from ...validate.accuracy.top_logits import TopLogits
-
 
 @dataclass(frozen=True)
 class BesideRun:
@@ -43,15 +43,13 @@ class BesideRun:
 
     run: Run
     options: ValidateOptions
-    reference: "StoredReference"
+    reference: StoredReference
     calibration: Tokens
-    adapted: "Mapping[str, StoredReference]"
+    adapted: Mapping[str, StoredReference]
 
 
 def as_stored(run: Run, options: ValidateOptions) -> ValidateOptions:
     """Return `options` with the windows that the run was validated on, where none are asked for."""
-    from ...validate.accuracy.document import load_accuracy
-
     if not validated(run):
         return options
     stored = load_accuracy(run).protocol
@@ -72,7 +70,7 @@ def there_command(run: Run, options: ValidateOptions) -> str:
 
 
 def beside_run(
-    run: Run, options: ValidateOptions, calibration: Tokens, evaluate: "Callable[[ValidateOptions], Evaluation]"
+    run: Run, options: ValidateOptions, calibration: Tokens, evaluate: Callable[[ValidateOptions], Evaluation]
 ) -> BesideRun:
     """Find what the run keeps for the runtimes of `options`; `evaluate` cuts the windows that options describe.
 
@@ -104,7 +102,7 @@ def run_beside(asked: BesideRun, notes: Notes) -> tuple[list[str], dict[str, str
         if not ran:
             raise BackendError("", "; ".join(failed.values()))
 
-        def of(named: "Mapping[str, Any]") -> dict[str, Any]:
+        def of(named: Mapping[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in named.items() if name.partition(WITH)[0] in ran}
 
         added = {name: inputs[name] for name in ran}
@@ -113,13 +111,10 @@ def run_beside(asked: BesideRun, notes: Notes) -> tuple[list[str], dict[str, str
     return ran, failed
 
 
-def _opened(asked: BesideRun, todo: list[str]) -> "dict[str | None, dict[str, Opener]]":
+def _opened(asked: BesideRun, todo: list[str]) -> dict[str | None, dict[str, Opener]]:
     """The functions that load the runtimes `todo`, by adapter; the first is loaded already, so that what does not load
     is one line, before anything is said or written.
     """
-    from ...validate.accuracy.compare import loading
-    from ...validate.accuracy.session_logits import session_opener
-
     protocol = asked.reference.evaluation.protocol
     turns: dict[str | None, dict[str, Opener]] = {}
     for adapter in (None, *asked.adapted):
@@ -143,14 +138,9 @@ def _note(asked: BesideRun, todo: list[str], notes: Notes) -> None:
 
 
 def _taken(
-    asked: BesideRun, turns: "Mapping[str | None, Mapping[str, Opener]]", folder: Path, notes: Notes
-) -> "tuple[dict[str | None, dict[str, RuntimeAccuracy]], ByToken, dict[str, TopLogits], dict[str, str]]":
+    asked: BesideRun, turns: Mapping[str | None, Mapping[str, Opener]], folder: Path, notes: Notes
+) -> tuple[dict[str | None, dict[str, RuntimeAccuracy]], ByToken, dict[str, TopLogits], dict[str, str]]:
     """Run all turns: the rows by adapter, and losses, likeliest tokens and failures by the names in the files."""
-    from ...validate.accuracy.compare import compare_in_turn
-    from ...validate.accuracy.session_logits import graph_vocabulary
-    from ...validate.accuracy.stored_reference import against_stored
-    from ...validate.accuracy.top_logits import TopLogits
-
     rows = dict[str | None, dict[str, RuntimeAccuracy]]()
     nll, tops, failed = dict[str, Any](), dict[str, TopLogits](), dict[str, str]()
     for number, (adapter, made) in enumerate(turns.items()):
@@ -165,7 +155,7 @@ def _taken(
     return rows, nll, tops, failed
 
 
-def handed_over(opened: "AnyForward", again: "Opener") -> "Opener":
+def handed_over(opened: AnyForward, again: Opener) -> Opener:
     """Load a runtime that is `opened` already: it is handed over once, and let go; later it is loaded `again`."""
     waiting = [opened]
     return lambda: waiting.pop() if waiting else again()
@@ -194,8 +184,6 @@ def own_inputs(asked: BesideRun) -> dict[str, dict[str, str]]:
 
 def is_there(run: Run, runtime: str, inputs: Mapping[str, str]) -> bool:
     """Tell whether a runtime's row is there, of these inputs and this version."""
-    from ...validate.accuracy.document import load_accuracy
-
     if runtime not in load_accuracy(run).runtimes:
         return False
     recorded, added = run.record().stages[VALIDATE.name], beside_of(run).get(runtime)
@@ -204,12 +192,8 @@ def is_there(run: Run, runtime: str, inputs: Mapping[str, str]) -> bool:
     return added.version == __version__ and all(recorded.inputs.get(name) == digest for name, digest in inputs.items())
 
 
-def explained(asked: BesideRun, found: "Outcome") -> "dict[str, RuntimeAccuracy]":
+def explained(asked: BesideRun, found: Outcome) -> dict[str, RuntimeAccuracy]:
     """The rows of what ran, with the loss by the frequency of tokens and by distance from the prompt."""
-    from ...validate.accuracy.as_served import by_distance
-    from ...validate.accuracy.stored_reference import against_stored
-    from ...validate.report.loss_buckets import by_frequency
-
     tokens, base = asked.reference.evaluation, asked.reference.nll.get("bf16")
     return {
         name: row.model_copy(

@@ -6,6 +6,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.measure.statistics import TextSource
+from ...calibrate.text import corpus, mixture
+from ...calibrate.text.corpus import Documents, Reading
+from ...calibrate.text.mixture import WeightedText
+from ...calibrate.text.overlap import WORTH_A_NOTE, Overlap, measure_overlap, repeated
+from ...calibrate.text.packing import Packing
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ...options import DEFAULT_SAMPLES, CorpusOptions
@@ -13,10 +19,6 @@ from ...options import DEFAULT_SAMPLES, CorpusOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ...calibrate.measure.statistics import TextSource
-    from ...calibrate.text.corpus import Documents, Reading
-    from ...calibrate.text.mixture import WeightedText
-    from ...calibrate.text.packing import Packing
 
 Tokens = npt.NDArray[np.int64]
 
@@ -26,7 +28,7 @@ class Text:
     """A text that was loaded and tokenized: `ids` int64 [tokens]."""
 
     name: str
-    documents: "Documents"
+    documents: Documents
     ids: Tokens
 
 
@@ -40,11 +42,9 @@ class LearningText:
 
 
 def read_tokens(
-    spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: "Reading", report: Reporter
+    spec: str, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, reading: Reading, report: Reporter
 ) -> Text:
     """Load the text `spec` and tokenize it; raise InputError, also for a token id that is not below `vocabulary`."""
-    from ...calibrate.text import corpus
-
     documents = corpus.load_documents(spec, reading, report)
     return Text(
         spec,
@@ -54,14 +54,11 @@ def read_tokens(
 
 
 def hold_out(
-    parts: "list[WeightedText]", texts: list[Text], packing: "Packing", report: Reporter
+    parts: list[WeightedText], texts: list[Text], packing: Packing, report: Reporter
 ) -> tuple[list[Tokens], Tokens]:
     """The tokens of each text for calibration, and the last tenth of all for evaluation, taken from several texts in
     the proportion of their windows.
     """
-    from ...calibrate.text import corpus, mixture
-    from ...calibrate.text.overlap import WORTH_A_NOTE, repeated
-
     split = [corpus.hold_out_tail(text.ids) for text in texts]
     kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
     for text, (calibration, tail) in zip(texts, split, strict=True):
@@ -88,8 +85,6 @@ def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
 
     Raises InputError when it is too large, unless `allowed`.
     """
-    from ...calibrate.text.overlap import Overlap, measure_overlap
-
     most = Overlap()
     for number, first in enumerate(texts):
         for second in texts[:number]:
@@ -108,20 +103,18 @@ def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
 
 
 def share_out(
-    parts: "list[WeightedText]",
+    parts: list[WeightedText],
     texts: list[Text],
     kept: list[Tokens],
-    packing: "Packing",
+    packing: Packing,
     options: CorpusOptions,
     report: Reporter,
-) -> tuple[Tokens, "list[TextSource]"]:
+) -> tuple[Tokens, list[TextSource]]:
     """Divide the calibration windows among the texts by weight, and interleave them; returns int64 [windows, seq_len]
     and the record of each text.
 
     Raises InputError when a text is too small for its share of `options.samples`, and when its share is no window.
     """
-    from ...calibrate.text import corpus, mixture
-
     counts = _shares(parts, texts, [len(packing.starts(ids)) for ids in kept], packing.size, options, report)
     cut = [
         corpus.windows(
@@ -133,7 +126,7 @@ def share_out(
 
 
 def _shares(
-    parts: "list[WeightedText]",
+    parts: list[WeightedText],
     texts: list[Text],
     available: list[int],
     seq_len: int,
@@ -141,8 +134,6 @@ def _shares(
     report: Reporter,
 ) -> list[int]:
     """Return the number of windows of each text, at most those `available`."""
-    from ...calibrate.text import corpus, mixture
-
     weights = [part.weight for part in parts]
     most = mixture.largest_total(available, weights)
     scarcest = min(range(len(parts)), key=lambda number: available[number] / weights[number])
@@ -176,11 +167,8 @@ def _shares(
     return counts
 
 
-def _source(part: "WeightedText", text: Text, kept: Tokens, windows: int) -> "TextSource":
+def _source(part: WeightedText, text: Text, kept: Tokens, windows: int) -> TextSource:
     """Make the record of a text."""
-    from ...calibrate.measure.statistics import TextSource
-    from ...calibrate.text import corpus
-
     return TextSource(
         name=text.name,
         weight=float(part.weight),

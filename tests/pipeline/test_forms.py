@@ -108,7 +108,7 @@ def test_the_form_is_recorded_kept_by_scales_and_taken_back(
     def traced(*_: object, **__: object) -> None:
         raise AssertionError("a graph is traced though its other form is there")
 
-    monkeypatch.setattr("fp8q.export.graph.trace.export_model", traced)
+    monkeypatch.setattr("fp8q.stages.export.export_model", traced)
     copied = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
     assert copied.options(EXPORT) == api.ExportOptions(weight_scale="mul")
     assert demo_run.options(EXPORT) == api.ExportOptions()

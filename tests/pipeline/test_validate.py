@@ -17,7 +17,6 @@ from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.commands import run as run_command
-from fp8q.stages.shared.opening import Command
 from fp8q.validate.accuracy import compare, runtimes
 from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, save_accuracy
 
@@ -128,8 +127,7 @@ def test_a_whole_run_ends_its_other_stages_when_a_runtime_fails(
 ) -> None:
     stages = list[str]()
     for name in ("build_engine", "triton", "report"):
-        called = Command(lambda *given, name=name: stages.append(name), writes=True, modules=())
-        monkeypatch.setattr(run_command, name, called)
+        monkeypatch.setattr(run_command, name, lambda *_, name=name: stages.append(name))
     monkeypatch.setattr(run_command, "calibrate", lambda *given: run)
     monkeypatch.setattr(OnnxRuntimeSession, "forward", broken(after=1))
     with pytest.raises(UnfinishedError, match=r"^onnxruntime: failed at window 1 to 8 of \d+ "):

@@ -6,6 +6,7 @@ records: they belong to a tensor's distribution and not to one batch. Limits, ea
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
@@ -52,6 +53,14 @@ class TrainingCheckup(Strict):
     def verdict(self) -> str:
         """The worst of all verdicts."""
         return self.checks[0].verdict
+
+
+@dataclass(frozen=True)
+class TrainingInspection:
+    """A training log, and the checklist's verdicts."""
+
+    log: TrainingLog
+    checkup: TrainingCheckup
 
 
 def format_of(kind: Kind, gradients: GradientFormat) -> str:

@@ -14,6 +14,9 @@ import numpy.typing as npt
 
 from ...core.columns import nats
 from ...core.run import Run
+from ...quantize.learning.document import Distillation, load_distillation
+from ..sensitivity.document import Loss
+from ..tuning.document import Point, Tuning
 from .curves import along_window
 from .plots import BLUE, GREEN, MUTED, SERIES, VERMILLION, WIDE, Plot, figure_of, integers, name_lines, plot
 from .rows import wrote
@@ -21,16 +24,12 @@ from .rows import wrote
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ...quantize.learning.document import Distillation
-    from ..sensitivity.document import Loss
-    from ..tuning.document import Point, Tuning
-
 
 #: What each part of a bar is of, from the axis outwards.
 KINDS = {"activation": (BLUE, "activations"), "weight": (VERMILLION, "weights"), "kv_cache": (GREEN, "cache")}
 
 
-def by_layer(losses: "Sequence[Loss]") -> dict[str, dict[int, float]]:
+def by_layer(losses: Sequence[Loss]) -> dict[str, dict[int, float]]:
     """Kind -> layer -> nats, summed over its tensors; what belongs to no layer is left out."""
     found: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
     for loss in losses:
@@ -41,7 +40,7 @@ def by_layer(losses: "Sequence[Loss]") -> dict[str, dict[int, float]]:
     return {kind: layers for kind, layers in found.items() if layers}
 
 
-def loss_plot(losses: "Sequence[Loss]") -> Plot:
+def loss_plot(losses: Sequence[Loss]) -> Plot:
     """The KL of every layer of `losses` (worst first, at least one in a layer), by what is quantized there."""
     found = by_layer(losses)
     layers = sorted({layer for own in found.values() for layer in own})
@@ -70,7 +69,7 @@ def loss_plot(losses: "Sequence[Loss]") -> Plot:
     return plot("Loss of every layer", caption, draw)
 
 
-def _named(loss: "Loss") -> str:
+def _named(loss: Loss) -> str:
     """A tensor in a sentence."""
     return (
         loss.module if loss.kind == "kv_cache" else f"the {loss.kind.replace('activation', 'input')} of {loss.module}"
@@ -102,13 +101,13 @@ def divergence_plot(kl: Mapping[str, npt.NDArray[np.float32]]) -> Plot:
     return plot("KL along the window", caption, draw)
 
 
-def frontier_plot(tuning: "Tuning") -> Plot:
+def frontier_plot(tuning: Tuning) -> Plot:
     """KL against what it costs: operations of a prompt, and bytes of weights."""
 
-    def memory(point: "Point") -> float:
+    def memory(point: Point) -> float:
         return point.weight_bytes / tuning.run.weight_bytes
 
-    def prefill(point: "Point") -> float:
+    def prefill(point: Point) -> float:
         return point.prefill_flops_ratio
 
     panels = {"operations of a prompt": prefill, "bytes of weights over the run’s": memory}
@@ -138,10 +137,8 @@ def frontier_plot(tuning: "Tuning") -> Plot:
     return plot("Loss against cost", caption, draw)
 
 
-def learned_weights(run: Run) -> "Distillation | None":
+def learned_weights(run: Run) -> Distillation | None:
     """Read what `run` learned; None where nothing was, or the checkpoint has other codes now."""
-    from ...quantize.learning.document import load_distillation
-
     if not wrote(run, run.distillation, "distill"):
         return None
     found, quantized = load_distillation(run), run.record().stages.get("quantize")
@@ -149,7 +146,7 @@ def learned_weights(run: Run) -> "Distillation | None":
     return found if in_use or found.best.step == 0 else None
 
 
-def learning_plot(found: "Distillation") -> Plot:
+def learning_plot(found: Distillation) -> Plot:
     """The held-out KL by step while weights were learned."""
     moments, marked = found.moments, {"start": (found.start, VERMILLION), "best": (found.best, GREEN)}
 

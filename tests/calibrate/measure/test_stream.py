@@ -185,9 +185,7 @@ def test_a_checkpoint_that_memory_does_not_hold_is_streamed_with_a_note(
     size = weight_bytes(source)
     assert size == sum(2 * parameter.numel() for parameter in load_model(source, torch.bfloat16).parameters())
     for available, expected in ((int(size / SHARE) + 1, False), (int(size / SHARE) - 1, True), (None, False)):
-        monkeypatch.setattr(
-            "fp8q.calibrate.model.memory.available_bytes", lambda device, available=available: available
-        )
+        monkeypatch.setattr("fp8q.stages.measure.available_bytes", lambda device, available=available: available)
         assert streamed(source, None, Notes(report)) is expected
         assert streamed(source, False, Notes(report)) is False
         assert streamed(source, True, Notes(report)) is True

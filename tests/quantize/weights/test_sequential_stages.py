@@ -118,8 +118,7 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
     with monkeypatch.context() as once:
         if at in (0, 6):
             once.setattr(
-                "fp8q.quantize."
-                + ("checkpoint.writer.quantize_checkpoint" if at else "weights.sequential.ridge_target"),
+                "fp8q.stages.quantize.quantize_checkpoint" if at else "fp8q.quantize.weights.sequential.ridge_target",
                 stopped,
             )
         once.setattr(Rounded, "end", stopping)
@@ -144,7 +143,7 @@ def test_what_was_left_by_other_options_is_rounded_anew(
 
     run = Run(shutil.copytree(measured.root, tmp_path / "run"))
     with monkeypatch.context() as once:
-        once.setattr("fp8q.quantize.checkpoint.writer.quantize_checkpoint", stopped)
+        once.setattr("fp8q.stages.quantize.quantize_checkpoint", stopped)
         with pytest.raises(Killed):
             quantized(run, demo_checkpoint, weight_method="amax")
     layers_run.clear()

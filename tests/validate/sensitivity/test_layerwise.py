@@ -228,9 +228,7 @@ def test_a_model_that_memory_does_not_hold_is_streamed_with_a_note(
     """Numbers in FP32 for the model, and as many for its codes: four times its BF16."""
     size = 4 * weight_bytes(source_of(run))
     for available, expected in ((int(size / SHARE) - 1, True), (int(size / SHARE) + 1, False)):
-        monkeypatch.setattr(
-            "fp8q.calibrate.model.memory.available_bytes", lambda device, available=available: available
-        )
+        monkeypatch.setattr("fp8q.stages.measure.available_bytes", lambda device, available=available: available)
         found = predicted(run, report, measure=0)
         same(found, in_memory)
         assert run.record().stages["sensitivity"].options.get("stream", False) is expected

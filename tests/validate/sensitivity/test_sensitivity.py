@@ -263,7 +263,7 @@ def test_a_killed_call_goes_on_at_the_batch_it_was_in(run: Run, monkeypatch: pyt
             raise KeyboardInterrupt
         return predict_sites(quantizer, sites, ids, *further)
 
-    monkeypatch.setattr("fp8q.validate.sensitivity.gradients.predict_sites", interrupted)
+    monkeypatch.setattr("fp8q.stages.sensitivity.predict_sites", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.sensitivity(run.root, options)
     resumed = api.sensitivity(run.root, options)

@@ -229,7 +229,7 @@ def test_a_killed_call_goes_on_and_finds_the_same(tuned: Tuning, run: Run, monke
             raise KeyboardInterrupt
         return predict_choices(candidates, ids, draw)
 
-    monkeypatch.setattr("fp8q.validate.tuning.gradients.predict_choices", interrupted)
+    monkeypatch.setattr("fp8q.stages.tune_candidates.predict_choices", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.tune(run.root, options)
     resumed = api.tune(run.root, options)
