@@ -47,10 +47,10 @@ from .runtime import collecting_logger, explain, import_runtime, inspect_plan, s
 from .script import write_script
 from .targets import Runtime
 
-#: What an engine's files end in; ONNX where it was built of another form of the graph.
+#: The endings of an engine's files; ONNX if it was built of the other form of the graph.
 WRITTEN = (".plan", ".json", LAYERS, ".sh", ".onnx")
 Built = tuple[EngineInfo, Evidence]
-#: Builds a graph into the file of an engine, and looks into it.
+#: A function that builds a graph into the file of an engine and reads the engine back.
 Build = Callable[[Path, Path], Built]
 
 
@@ -86,11 +86,11 @@ def build_engines(
 ) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
-    Beside each plan: its proof, a trtexec script, what TensorRT's inspector says of it, and the graph where another
-    form of it was built (`weight_scale_choice`). `promised`: the modules whose product must run on FP8; where there are
-    none the types are noted instead. `bf16_inputs`: the modules of which the weight alone is FP8. `check_share` judges
-    the share of FP8: an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced
-    before all engines are built; engines of other targets, built from an earlier graph, are removed then. Raises
+    Each plan comes with its proof, a trtexec script, the JSON of TensorRT's inspector, and the graph if its other form
+    was built (`in_better_form`). `promised`: the modules whose GEMM must run on FP8; if there are none, the types are
+    recorded instead. `bf16_inputs`: the modules whose weight is FP8 and whose input is not. `check_share` judges the
+    share of FP8; an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced before
+    all engines are built; engines of other targets, built from an earlier graph, are removed then. Raises
     InputError when the graph breaks a rule of `lint_file`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
@@ -178,7 +178,7 @@ def build_engine(
     seconds = round(time.monotonic() - began, 3)
     with replacing(path) as partial_file:
         partial_file.write_bytes(plan)
-    read_back = looked_into(plan, path, job)
+    read_back = read_built_engine(plan, path, job)
     gemm_types = evidence(read_back, {names.matmul(module): module for module in promised}, len(job.profiles))
     kind = gemm_types.kind if promised or read_back is None else read_back.kind
     ran = None if promised or read_back is None else modules_by_types(read_back)
@@ -201,9 +201,9 @@ def build_engine(
     return info, gemm_types
 
 
-def looked_into(plan: memoryview, path: Path, job: Job) -> Plan | None:
-    """Read the products of an engine that was written to `path`, and write beside it what TensorRT's inspector says of
-    it; None where they do not read.
+def read_built_engine(plan: memoryview, path: Path, job: Job) -> Plan | None:
+    """Read the GEMMs of the engine at `path`, and write the JSON of TensorRT's inspector next to it; None if they
+    cannot be read.
     """
     if job.runtime == "tensorrt":
         information = inspect_plan(plan)
@@ -215,8 +215,8 @@ def looked_into(plan: memoryview, path: Path, job: Job) -> Plan | None:
 
 
 def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
-    """List the promised products of an engine that run wide; count those that are not told, and those that answer in
-    less than FP32.
+    """List the expected GEMMs of an engine that do not run on FP8; count those whose types are not known, and those
+    whose result is narrower than FP32.
     """
     lines = [
         f"{info.target}: {module} is not FP8 on both sides: {gemm_types.wide[module]}"
@@ -241,14 +241,12 @@ def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
 
 
 def worth_trying(gemm_types: Evidence) -> bool:
-    """Tell whether the other form may do better: where TensorRT's inspector shows promised products that are wide."""
+    """Tell whether the other form may do better: TensorRT's inspector shows expected GEMMs that are not FP8."""
     return gemm_types.kind == "inspector" and bool(gemm_types.wide)
 
 
 def better(first: Evidence, second: Evidence) -> bool:
-    """Tell whether the `second` of two engines runs more of what is promised as promised; with as many, the first
-    stays.
-    """
+    """Tell whether the `second` of two engines runs more of the expected GEMMs on FP8 than the `first`."""
     return second.kind != "unknown" and _short(second) < _short(first)
 
 
@@ -257,8 +255,9 @@ def _short(gemm_types: Evidence) -> tuple[int, int]:
 
 
 def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
-    """Build the engine `path` of a graph, and where that is worth trying of its other form, which is then written
-    beside the engine; returns what was built, and the graph that it is of.
+    """Build the engine `path` of a graph, and of its other form where that may do better.
+
+    Returns the better engine and its graph; the other form of the graph is written next to the engine if it won.
     """
     built = info, gemm_types = build(graph, path)
     if not worth_trying(gemm_types):

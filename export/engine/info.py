@@ -19,7 +19,7 @@ from .targets import Runtime
 
 #: Names listed in a message; the rest are counted.
 LISTED = 8
-#: The ending of the file, beside a plan of TensorRT's, of what the engine inspector says of it.
+#: The ending of the file next to a TensorRT plan that has the engine inspector's JSON.
 LAYERS = ".layers.json"
 
 
@@ -92,9 +92,10 @@ def is_record(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Counted:
-    """The promised products of an engine: their number, and the names of those that are short of the promise.
+    """The GEMMs of an engine that `scales.json` expects on FP8: their number, and the names of those that fall short.
 
-    `wide` products lack FP8 on a side; of `unknown` ones it cannot be told; `narrow` ones answer in less than FP32.
+    `wide` ones lack FP8 on a side; the types of `unknown` ones are not known; the result of `narrow` ones is narrower
+    than FP32.
     """
 
     promised: int
@@ -104,11 +105,12 @@ class Counted:
 
 
 def check_share(engines: Sequence[EngineInfo], min_fp8_share: float | None) -> None:
-    """Raise GateError, naming the wide products, for an engine whose share of FP8 among promised products is below
-    `min_fp8_share` (a fraction; None: none was asked for, and all that can be told must be FP8).
+    """Raise GateError for an engine whose share of FP8 among the expected GEMMs is below `min_fp8_share`.
 
-    An engine of which nothing can be told has no share. It passes where the least share is 0, and where none was asked
-    for and the inspector of TensorRT, whose words vary, does not tell.
+    `min_fp8_share` is a fraction; None: the option was not given, and every GEMM whose types are known must be FP8.
+
+    An engine whose types are all unknown has no share. It passes where the least share is 0, and where the option was
+    not given and TensorRT's inspector, whose format varies, does not show the types.
     """
     for info in engines:
         asked = asked_share(min_fp8_share)
@@ -133,12 +135,12 @@ def check_share(engines: Sequence[EngineInfo], min_fp8_share: float | None) -> N
 
 
 def asked_share(min_fp8_share: float | None) -> str:
-    """The gate as an option, the default where none was given."""
+    """Format the gate as an option, with its default if it was not given."""
     return f"--min-fp8-share {1 if min_fp8_share is None else min_fp8_share:g}"
 
 
 def may_be_unknown(runtime: str, min_fp8_share: float | None) -> bool:
-    """Tell whether an engine may pass of which nothing can be told."""
+    """Tell whether an engine whose types are unknown may pass."""
     return min_fp8_share == 0 or (min_fp8_share is None and runtime == "tensorrt")
 
 

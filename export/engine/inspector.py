@@ -55,14 +55,14 @@ _ELEMENTS = {
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of a layer: its type, and its sizes as far as they are told."""
+    """A tensor of a layer: its type, and the sizes that the inspector gives."""
 
     type: str
     sizes: tuple[int, ...]
 
     @property
     def matrix(self) -> bool:
-        """Tell whether it may be a weight: two sizes beyond 1, or none told."""
+        """Tell whether it may be a weight: it has two sizes above 1, or no sizes are given."""
         return not self.sizes or sum(size > 1 for size in self.sizes) > 1
 
 
@@ -128,8 +128,10 @@ def operands(layer: Layer) -> tuple[str, str]:
 
 
 def _second(inputs: list[_Tensor], tactic: str) -> str:
-    """The type of the operand that no constant tells: of the second input, which may also be a residual that is added
-    to the product, so that only FP8 is believed where a kernel's name might tell.
+    """The type of an operand that is no constant, from the layer's second input.
+
+    The second input may also be a residual that is added to the GEMM. So only FP8 is believed where the kernel's name
+    may state the types.
     """
     others = [tensor.type for tensor in inputs[1:] if tensor.matrix]
     if "fp8" in others:
@@ -138,23 +140,23 @@ def _second(inputs: list[_Tensor], tactic: str) -> str:
 
 
 def operands_of_kernel(tactic: str) -> tuple[str, str] | None:
-    """The types of both operands as a kernel's name tells them; None where it does not."""
+    """The types of both operands that a kernel's name states; None where it states none."""
     match = _XMMA.search(tactic) or _CUTLASS.search(tactic)
     return (_ELEMENTS.get(match[1], match[1]), _ELEMENTS.get(match[2], match[2])) if match else None
 
 
 def _wider(by_tensor: str, by_kernel: str) -> str:
-    """The type of an operand of which two sources tell; the one that is not FP8 where they disagree."""
+    """The type of an operand by two sources; where they disagree, the type that is not FP8."""
     if UNTOLD in (by_tensor, by_kernel):
         return by_kernel if by_tensor == UNTOLD else by_tensor
     return by_kernel if by_tensor == "fp8" else by_tensor
 
 
 def _with_own_nodes(listed: list[tuple[Layer, EngineProduct]]) -> Iterable[EngineProduct]:
-    """Yield the products of a profile, each with the nodes that it computes.
+    """Yield the GEMMs of a profile, each with the nodes that it computes.
 
-    A name lists them. A fusion's does not: it computes those of its metadata that no other layer's name lists, for the
-    metadata also has the product before, whose scales were fused into it.
+    A layer's name lists its nodes; a fusion's does not. A fusion computes those nodes of its metadata that no other
+    layer's name lists: the metadata also has the GEMM before it, whose scales were fused into it.
     """
     named = [_named(layer, product.nodes) for layer, product in listed]
     elsewhere = {node for nodes in named for node in nodes}

@@ -54,7 +54,7 @@ class AttentionRow:
 
 @dataclass(frozen=True)
 class WideRow:
-    """A product without FP8 on both sides, whether it was `promised`, and the reason."""
+    """A GEMM without FP8 on both sides, whether `scales.json` expects FP8 there (`promised`), and the reason."""
 
     product: str
     promised: bool
@@ -85,7 +85,7 @@ def product_rows(plan: Plan, profiles: Sequence[str]) -> list[ProductRow]:
 
 
 def _products_of(product: EngineProduct) -> tuple[str, ...]:
-    """The nodes of a product that are products of linear layers; all of them where none is.
+    """The nodes of a GEMM that belong to linear layers; all nodes if none does.
 
     TensorRT's inspector also lists the other nodes that were fused into it.
     """
@@ -140,7 +140,7 @@ def _attention_module(kernels: Sequence[Kernel]) -> str | None:
 
 
 def wide_rows(plan: Plan | None, gemm_types: Evidence, graph: Indexed, skipped: Mapping[str, str]) -> list[WideRow]:
-    """Every product without FP8 on both sides, promised ones first.
+    """List every GEMM without FP8 on both sides, the expected ones first.
 
     `skipped`: module -> the reason why scales.json keeps it in BF16.
     """
@@ -164,7 +164,7 @@ def wide_rows(plan: Plan | None, gemm_types: Evidence, graph: Indexed, skipped: 
 
 
 def _cause(graph: Indexed, product: GraphProduct | None) -> str:
-    """Explain from the graph why a promised product runs wide."""
+    """Explain from the graph why an expected GEMM does not run on FP8."""
     if product is None:
         return "; model.onnx has no such product either"
     reason = why_wide(graph, product)

@@ -7,8 +7,8 @@ exchanged runs the same program. The program shows which constant belongs to whi
 first operand takes the scale of the input, as a literal `1 / s_x` or, fused with the norm in front of it, as `w / s_x`.
 Columns of merged products lie in the order of the product's name. Sizes may be padded.
 
-Numbers that are not found are reported as such (`Difference.told` is false), which fails for codes and factors. The
-scale of an input alone may be hidden inside a kernel's code (attention that quantizes its own result).
+Numbers that the plan does not show are reported too (`Difference.told` is false), and fail an engine if they are codes
+or factors. Only the scale of an input may be hidden inside a kernel's code (attention that quantizes its own result).
 """
 
 import math
@@ -22,7 +22,7 @@ from .plan import Plan
 from .program import Pool, Program, Statement
 from .promise import Codes, Numbers, ProductNumbers
 
-#: What of a module is compared.
+#: The numbers of a module that are compared.
 CODES, FACTORS, INPUT = "codes", "factors", "input scale"
 #: Where the compiler multiplies or divides several numbers beforehand, in an order of its own.
 RELATIVE = 1e-6
@@ -91,11 +91,11 @@ class ProgramProduct:
         return slice(start, start + len(promise.factors))
 
     def differs(self, promise: ProductNumbers, what: str, actual: str, expected: str) -> Difference:
-        """A Difference for a number that is not the expected one."""
+        """Make the Difference for a number that is not the expected one."""
         return Difference(promise.module, self.profile, what, actual, expected)
 
     def untold(self, promise: ProductNumbers, what: str, reason: str) -> Difference:
-        """A Difference for a number that is not found."""
+        """Make the Difference for a number that the plan does not show."""
         return Difference(promise.module, self.profile, what, reason, "", told=False)
 
 
@@ -189,19 +189,19 @@ def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Differen
 
 
 def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbers]:
-    """Cut `numbers`, for the product's columns from `start` on, to a module's `columns`; return them and their place in
-    these.
+    """Cut `numbers`, which belong to the GEMM's columns from `start` on, to a module's `columns`; return their place
+    among the module's columns, and the numbers.
     """
     first, last = max(start, columns.start), max(min(start + numbers.size, columns.stop), start)
     return slice(first - columns.start, last - columns.start), numbers[first - start : max(last - start, 0)]
 
 
 def _applied(seen: ProgramProduct) -> Iterator[tuple[str, int, list[Numbers]]]:
-    """Each kernel that reads the product: its name, the first column that it reads, and the FP32 constants beside it,
-    the following one first.
+    """Yield each kernel that reads the GEMM's result: its name, the first column that it reads, and the FP32 constants
+    next to that input, the following one first.
 
-    Kernels that only move the product are looked through. Multiplication commutes, so the factors of one part may stand
-    before it; with several parts in a row each must have its factors beside it, so that an exchange is found.
+    Kernels that only move the result are looked through. Multiplication commutes, so the factors of one part may come
+    before it; with several parts in a row each must have its factors next to it, so that an exchange is noticed.
     """
     program = seen.program
     waiting = [(seen.statement.outputs[0], 0, MOVES)]

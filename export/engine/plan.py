@@ -12,9 +12,9 @@ applies `s_x · s_w[channel]`. With scales in BF16 or FP16 the result has that n
 Per-tensor weights put the scale into the product itself, whose result then has the compute type: fp8q does not export
 this, and it counts as narrow too.
 
-TensorRT proper needs a GPU to inspect an engine; its inspector's JSON is read into the same form (`inspector`). Of it
-another rule holds: a product's type that it does not tell is neither FP8 nor wide, but unknown, and a narrow result is
-that of a kernel which scales by itself.
+TensorRT proper needs a GPU to inspect an engine; its inspector's JSON is read into the same classes (`inspector`), with
+two differences: a type that the inspector does not show makes a GEMM unknown, and a result narrower than FP32 belongs
+to a kernel that applies the scales itself.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from .program import Buffer, Program, read_programs
 Profile = int
 Kind = Literal["plan", "inspector", "unknown"]
 _OPERANDS = 2
-#: The type of an operand that is not told.
+#: The type of an operand that the engine does not show.
 UNTOLD = "unknown"
 
 
@@ -52,7 +52,7 @@ class EngineProduct:
 
     @property
     def untold(self) -> bool:
-        """Tell whether it may be of FP8 on both sides, for all that is told of its operands."""
+        """Tell whether it may take FP8 on both sides: an operand's type is not shown, and no other type is."""
         return UNTOLD in self.operands and set(self.operands) <= {UNTOLD, "fp8"}
 
     def __str__(self) -> str:
@@ -91,12 +91,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The types in which an engine runs the promised products.
+    """The types in which an engine runs the GEMMs that `scales.json` expects on FP8.
 
-    `fp8`: modules whose product takes FP8 on both sides in every profile. `wide`: those whose product does not, and
-    what ran instead. `unknown`: those of which the engine does not tell, and why: all of them, where it does not read,
-    misses a profile or has more, or names none of the promised products (`kind` is `unknown` then). `narrow`: those of
-    `fp8` whose product answers in less than FP32; of a plan's own program that is an unscaled sum.
+    `fp8`: modules whose GEMM takes FP8 on both sides in every profile. `wide`: module -> the types that ran instead.
+    `unknown`: module -> why its types are not known; all modules if the engine cannot be read, has fewer or more
+    profiles, or names none of the expected GEMMs (`kind` is `unknown` then). `narrow`: modules of `fp8` whose result is
+    narrower than FP32; in a plan's own program that is an unscaled sum.
     """
 
     kind: Kind
@@ -189,7 +189,7 @@ def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) 
 
 
 def _unreadable(plan: Plan | None, profiles: int) -> str | None:
-    """Say why nothing can be told of an engine that should have so many profiles; None where it can."""
+    """Say why an engine that should have `profiles` profiles cannot be judged; None if it can."""
     if plan is None:
         return "the engine does not read"
     if missing := [profile for profile in range(profiles) if profile not in plan.profiles]:
@@ -212,7 +212,7 @@ def modules_by_types(plan: Plan) -> dict[str, int]:
 
 
 def _why_wide(products: list[list[EngineProduct]]) -> str | None:
-    """Say why a product, given for each profile, lacks FP8 on a side somewhere; None where it does not."""
+    """Say where a GEMM lacks FP8 on a side; None if it never does. `products`: the GEMM in each profile."""
     for profile, shown in enumerate(products):
         if not shown:
             return f"the engine shows no such product in profile {profile}"
@@ -223,8 +223,8 @@ def _why_wide(products: list[list[EngineProduct]]) -> str | None:
 
 
 def _why_unknown(products: list[list[EngineProduct]]) -> str | None:
-    """Say why it cannot be told whether a product, given for each profile, is FP8 on both sides; None where it can:
-    also where it is wide in one of them.
+    """Say why it is unknown whether a GEMM is FP8 on both sides; None if it is known, also if it is not FP8 in some
+    profile. `products`: the GEMM in each profile.
     """
     if any(not (product.fp8 or product.untold) for shown in products for product in shown):
         return None

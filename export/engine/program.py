@@ -44,7 +44,7 @@ import numpy.typing as npt
 Buffer = bytes | bytearray | memoryview
 #: A size -> what makes it (`copy`, `mul`, `add`, `sub`, `max`, `min`), and of which sizes and numbers.
 Sizes = Mapping[str, tuple[str, tuple[str, ...]]]
-#: What the plan and the inspector call an element type -> the name used here.
+#: The name of an element type in the plan and the inspector's JSON -> the name used here.
 TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8", "float8": "fp8", "float16": "fp16"}
 #: How the numbers of a constant are stored; FP8 ones stay codes.
 _STORED: dict[str, npt.DTypeLike] = {

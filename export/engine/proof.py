@@ -1,7 +1,7 @@
-"""Prove an engine: compare everything that is read from it with everything that its run promises.
+"""Prove an engine: compare its types and numbers with those that its run expects.
 
-First the types (`plan.evidence`): which promised products take FP8 on both sides. Then, for TensorRT-RTX's plans, the
-numbers of these products (`numbers`), the types of the KV cache's inputs and outputs, and the products of attention.
+First the types (`plan.evidence`): which expected GEMMs take FP8 on both sides. Then, for TensorRT-RTX's plans, the
+numbers of these GEMMs (`numbers`), the types of the KV cache's inputs and outputs, and the GEMMs of attention.
 """
 
 import math
@@ -30,7 +30,7 @@ _ELEMENTS: dict[int, str] = {
     TensorProto.FLOAT: "fp32",
 }
 _ALPHA = 2
-#: What cannot be told of a product of attention inside a kernel.
+#: The check of an attention GEMM whose types are hidden inside a fused kernel.
 INSIDE = "types inside a kernel"
 
 
@@ -45,9 +45,7 @@ class Proof:
     differences: tuple[Difference, ...] = ()
 
     def matching(self, what: str) -> int | None:
-        """The number of modules whose codes (or factors, or input scale) equal the run's; None where they were not
-        compared.
-        """
+        """The number of modules whose codes (or factors, or input scale) equal the run's; None if not compared."""
         if self.compared is None:
             return None
         return len(self.compared - {difference.module for difference in self.differences if difference.what == what})
@@ -68,7 +66,8 @@ def broken(differences: Sequence[Difference]) -> list[Difference]:
 
 
 def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Proof:
-    """Compare an engine, its bytes and its `plan`, with the promise of its run and the numbers of its `graph`.
+    """Compare an engine, its bytes and its `plan`, with `promise` (the scales and forms of its run) and the numbers of
+    its `graph`.
 
     `profiles`: the names of the engine's profiles.
     """
@@ -103,7 +102,7 @@ def _terms(
     plan: Plan, pool: Pool | None, promised: tuple[Indexed, Promise], products: Sequence[ProductNumbers],
     profiles: Sequence[str],
 ) -> Iterator[Difference]:  # fmt: skip
-    """Inputs that are promised in two terms, and whose products are not of both."""
+    """Yield the inputs that are expected in two terms and whose GEMMs do not multiply both."""
     graph, promise = promised
     two_terms = promise.two_terms or ()
     both = [numbers for numbers in products if numbers.module in two_terms]
@@ -120,7 +119,7 @@ def _terms(
 def _attention(
     plan: Plan, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Products of attention whose types differ from the promise, either way."""
+    """Yield the attention GEMMs that are FP8 and should not be, or should be and are not."""
     for index, profile in enumerate(profiles):
         for node in promised:
             shown = plan.products(node, index)
@@ -137,8 +136,9 @@ def _attention(
 
 
 def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
-    """A Difference for a promised attention product without a product of its own in a profile: a fused attention kernel
-    may quantize its operands, but the types of its products are unknown.
+    """Make the Difference for an expected attention GEMM that a profile does not show as a GEMM.
+
+    A fused attention kernel may quantize its operands, but the types that it multiplies are unknown.
     """
     module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
     kernel = next((kernel for kernel in plan.kernels.get(index, ()) if node in kernel.layers), None)
@@ -154,7 +154,7 @@ def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
 def _attention_scales(
     plan: Plan, pool: Pool, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Products of attention on codes whose scalar factor is not the product of their two scales.
+    """Yield the attention GEMMs on codes whose scalar factor is not the product of their two scales.
 
     A product with an FP8 result also includes the scale of the next input, which `numbers` compares.
     """
@@ -174,7 +174,7 @@ def _attention_scales(
 
 
 def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Iterator[Difference]:
-    """Inputs and outputs of the KV cache whose type differs from the run's."""
+    """Yield the inputs and outputs of the KV cache whose type differs from the run's."""
     wanted = _cache_types(graph, promise)
     for index, profile in enumerate(profiles):
         bound = {

@@ -26,7 +26,7 @@ TITLES: dict[Runtime, str] = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-
 #: The first bytes of an engine -> its runtime; and the bytes of TensorRT's header, up to its version.
 TAGS: dict[bytes, Runtime] = {b"ftrt": "tensorrt", b"vtrt": "tensorrt-rtx"}
 HEADER_BYTES = 28
-#: What TensorRT-RTX builds for where there is no GPU: Ada and Blackwell RTX cards.
+#: The targets of TensorRT-RTX on a machine without a GPU: Ada and Blackwell RTX cards.
 AHEAD_OF_TIME = ("sm89", "sm120")
 #: GPUs with FP8 that TensorRT alone builds for, on the GPU itself, by their generation.
 DATA_CENTRE = {"sm90": "Hopper", "sm100": "data-centre Blackwell", "sm103": "data-centre Blackwell"}

@@ -33,7 +33,7 @@ from .plan import Plan
 from .program import Pool, Program, ProgramTensor, Statement, multiple, value_of
 from .promise import Attended, ProductNumbers
 
-#: What of a module is compared.
+#: The name of the check, in Difference.what.
 TERMS = "two terms"
 _LITERAL, _TOKENS, _RANK, _MATRIX = "const-lit", "input_ids", 3, 2
 #: A batch that is no size of anything else, to compute sizes for.
@@ -83,7 +83,7 @@ def compare_attention(
 
 
 class _Read:
-    """A program and its constants."""
+    """Read the kernels and constants of one program."""
 
     def __init__(self, program: Program, pool: Pool):
         self.program, self.pool = program, pool
@@ -104,7 +104,7 @@ class _Read:
         return [kernel, *(maker for maker in makers if maker is not None and not maker.nodes)]
 
 
-#: What is found, what is expected, and whether it is told.
+#: The value in the engine, the expected one, and whether the engine shows it.
 Fault = tuple[str, str, bool]
 
 
@@ -232,8 +232,10 @@ def _rows_a_token(program: Program, codes: str) -> int | None:
 
 
 def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Collection[str]) -> set[str]:
-    """Return the number of rows of such codes in one term, as the program calls it: the batch, or where they are a
-    matrix the rows of the products that are of one term (the output head's, whose result is none of `roots`).
+    """The names that the program gives to the number of rows of `codes` if they had one term.
+
+    That is the batch; for a matrix it is the rows of the GEMMs with one term (such as the output head's), whose results
+    are not among `roots`.
     """
     if codes is None or not codes.symbols:
         return set()
@@ -250,8 +252,8 @@ def _rows_of_one_term(program: Program, codes: ProgramTensor | None, roots: Coll
 
 
 def _readers(program: Program, root: str) -> list[tuple[Statement, int]]:
-    """The kernels that read a product, each once and with the first of its inputs that is of it; those that only move
-    it are looked through.
+    """The kernels that read a GEMM's result, each once, with the number of its first input that does; kernels that only
+    move the result are looked through.
     """
     waiting, readers = [(root, MOVES)], dict[int, tuple[Statement, int]]()
     while waiting:

@@ -14,7 +14,7 @@ from ...calibrate.checkpoint.adapter import ENDS, PREFIX, TENSORS, Adapter, Lora
 from ...calibrate.model.adapter_addition import add_lora_product
 from ...quantize.reading.run_checkpoint import ADAPTERS
 
-#: What the module is called that a product's adapter is in the traced model.
+#: The name of the submodule that holds a linear layer's adapter in the traced model.
 CHILD = "adapter"
 
 

@@ -9,16 +9,12 @@ same tensor its builder fails. The total passes through the experts in the order
 the reference's additions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from ..modules.operators import EXPERT_BEGINS, EXPERT_ENDS
-from .layer_copies import like
-
-#: Name of a stored tensor, and what a tensor of its kind is -> where it lies.
-Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
+from .layer_copies import Place, like
 
 
 @dataclass(frozen=True)
@@ -152,8 +148,8 @@ def _copies(
 def _read(
     model: ir.Model, pattern: ExpertPattern, number: int, value: ir.Value, known: dict[ir.Value, ir.Value], place: Place
 ) -> ir.Value:
-    """Return the value that expert `number` reads in place of `value`: a value of its own, a stored tensor, or a shared
-    value.
+    """Return the value that expert `number` reads in place of `value`: its own copy, its own stored tensor, or a value
+    that all experts share.
     """
     if value in known:
         return known[value]

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from ..modules.layer_kinds import Kind, NotAlikeError
 from ..modules.operators import SKIPPED
 
-#: Name of a stored tensor, and what a tensor of its kind is -> where it lies.
+#: A function from the name of a stored tensor, and a tensor of another layer like it, to the tensor with its place.
 Place = Callable[[str, ir.TensorProtocol], ir.TensorProtocol]
 _CACHE = re.compile(r"(past_key_values|new_key_values)\.(\d+)\.(key|value)")
 
@@ -172,7 +172,7 @@ def _replace(model: ir.Model, marker: ir.Node, pattern: LayerPattern, index: int
         name = block.renamed(value.name, index) if value is not None else None
         if value is None or name is None:
             return value
-        return made[name] if name in made else made.setdefault(name, _own(model, value, name, place))
+        return made[name] if name in made else made.setdefault(name, _counterpart(model, value, name, place))
 
     for at, node in enumerate(block.nodes):
         inputs = [
@@ -195,8 +195,8 @@ def like(value: ir.Value, name: str | None) -> ir.Value:
     return ir.Value(name=name, shape=None if value.shape is None else ir.Shape([*value.shape]), type=value.type)
 
 
-def _own(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
-    """The input or stored tensor `name` of a layer that corresponds to `value` of another layer."""
+def _counterpart(model: ir.Model, value: ir.Value, name: str, place: Place) -> ir.Value:
+    """Make the input or stored tensor `name` of a layer that corresponds to `value` of another layer."""
     counterpart = like(value, name)
     if value.is_graph_input():
         model.graph.inputs.append(counterpart)

@@ -45,7 +45,7 @@ ELEMENT_TYPES = {
     "I32": ir.DataType.INT32,
     "BOOL": ir.DataType.BOOL,
 }
-#: What a caller has to know beside names and shapes of inputs; it is in the graph's `doc_string`.
+#: How to call the graph, beyond the names and shapes of its inputs; it is the graph's `doc_string`.
 INTERFACE = (
     "The position of a slot of past_key_values is the number of slots before it that attention_mask fills: slot j "
     "holds position j where all before it are filled. Batches are padded on the left: give a padded token a position "
@@ -217,9 +217,7 @@ def simplify(model: ir.Model) -> None:
 
 
 def merge_constants(model: ir.Model) -> None:
-    """Merge constants of the same type, shape and bytes. Stored tensors, whose values are not known yet, are left
-    alone.
-    """
+    """Merge constants of equal type, shape and bytes; stored tensors, whose values are not known here, stay apart."""
     first_equal: dict[tuple[object, ...], ir.Value] = {}
     for name, value in [*model.graph.initializers.items()]:
         tensor = value.const_value
@@ -266,7 +264,7 @@ def _foldable(node: ir.Node) -> bool | None:
 
 
 def state_sizes(model: ir.Model) -> None:
-    """Make a Reshape of each `SIZED`, which tells TensorRT the sizes of what was cut and joined."""
+    """Turn each `SIZED` into a Reshape, which gives TensorRT the sizes of tensors that were cut and joined."""
     for node in model.graph:
         if (node.domain, node.op_type) == SIZED:
             node.domain, node.op_type = "", "Reshape"

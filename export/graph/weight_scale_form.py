@@ -142,7 +142,7 @@ def _is_mul(graph: Indexed, product: Product) -> bool:
 
 
 def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
-    """The `products` on whose two sides all other readers are such products too."""
+    """Select the `products` whose two operands are read by GEMMs among `products` alone."""
     while True:
         reading = {product.node.output[0] for product in products}
         convertible = [
@@ -181,14 +181,14 @@ def _to_mul(scaled: _Scaled) -> list[NodeProto]:
 
 
 def _to_dq(scaled: _Scaled) -> list[NodeProto]:
-    """Change these products to the form `dq`."""
+    """Make the node that replaces a GEMM in `dq`; it and its weight's DequantizeLinear are changed in place."""
     scaled.weight.input[1] = scaled.scales
     scaled.product.node.output[0] = scaled.behind[-1].output[0]
     return [scaled.product.node]
 
 
 def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tuple[str, int]]:
-    """Set the output type of both sides of a product to that of the form; return the type behind the product."""
+    """Set the output type of both sides of a GEMM to that of the form; yield the values whose type changes, and it."""
     kind = TensorProto.FLOAT if form == "mul" else scaled.compute
     for value, side in zip(scaled.product.node.input, scaled.product.operands, strict=True):
         assert side.dequantize is not None, "both sides are codes"

@@ -21,9 +21,9 @@ from ..onnx_file.tensors import Array
 from .rules import RULES, Promise, Rule
 
 enter_rules(__package__)
-#: The rule that the others take for granted.
+#: The rule about well-formed nodes and tensors, without which no other rule is checked.
 FORM = "F314"
-#: The rules that a file keeps whose external data can be opened.
+#: The rules about external data that can be opened.
 PLACES = ("F401", "F402", "F403")
 __all__ = [
     "FORM",
@@ -46,12 +46,12 @@ def lint_file(
     two_terms: Collection[str] | None = None,
     tails: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Finding]:
-    """The rules that an ONNX file breaks, in the order of their numbers; an empty list for a good one.
+    """Check an ONNX file; return its findings in the order of the rules' numbers.
 
-    `promised`: module -> the scale of its input as in `scales.json` (None: any), or None where nothing is known to be
-    promised; `weight_scales`: module -> the scales of its weight, float32 [output channels], for as many as are to be
-    compared; `attention`: as `promised_attention` gives it; `two_terms` and `tails`: as in `Promise`. Raises InputError
-    when there is no such file, or it is no ONNX model.
+    `promised`: module -> the scale of its input as in `scales.json` (None: any); None for a graph without a run.
+    `weight_scales`: module -> the scales of its weight, float32 [output channels], of the modules to compare.
+    `attention`: as `promised_attention` returns it; `two_terms` and `tails`: as in `Promise`. Raises InputError if
+    there is no such file, or it is no ONNX model.
     """
     return lint_graph(
         load_graph(onnx_file),
@@ -60,7 +60,7 @@ def lint_file(
 
 
 def sound_graph(onnx_file: Path) -> Indexed:
-    """Read an ONNX file that a runtime is about to open, and with it whatever it names.
+    """Read an ONNX file that a runtime is about to open, with the files of its external data.
 
     Raises InputError where nodes or tensors are not of their form, and for external data that lie outside its
     directory, are no file, or are cut short.
@@ -73,8 +73,8 @@ def sound_graph(onnx_file: Path) -> Indexed:
 
 
 def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
-    """Product of attention -> the scales of its two sides, where `attention.json` says that the run attends on FP8
-    codes; none where there is no such file.
+    """Read `attention.json`: the node of each attention GEMM on FP8 codes -> the scales of its two sides; empty without
+    that file.
 
     Raises InputError for a file that does not read, or lacks a scale.
     """
@@ -97,7 +97,7 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
 
 
 def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = MappingProxyType({})) -> Promise:
-    """The promise of a run with these `scales` for its graph and its engines; `weight_scales` as in `lint_file`.
+    """Collect what a run with these `scales` expects of its graph and its engines; `weight_scales` as in `lint_file`.
 
     Raises InputError for an `attention.json` that does not read or lacks a scale.
     """
@@ -110,10 +110,10 @@ def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = M
 
 
 def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
-    """The rules that a graph breaks, in the order of their numbers; without a promise those for others' graphs, with
-    one those for `fp8q export`'s.
+    """Check a graph; return its findings in the order of the rules' numbers.
 
-    Where nodes or tensors are not of their form, that alone is said: no other rule could be held against them.
+    With a `promise` the rules for a run's graph apply, without one those for other graphs. If nodes or tensors are
+    malformed, only that is reported: no other rule can be checked then.
     """
     if malformed := list(RULES[FORM].findings(graph, promise)):
         return malformed

@@ -24,15 +24,15 @@ SCOPES: Mapping[Scope, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Promise:
-    """The promise that a graph must keep: the modules on FP8 with the scale of their input (None: not known), and
-    scales [output channels] of weights.
+    """The FP8 forms that a run expects of its graph.
 
-    `attention`: the products of attention on FP8, by node, with the scales of both sides. `two_terms`: the modules,
-    and the products of attention by node, whose (first) input is two codes a value; None where that is not known.
-    `tails`: the modules among them with the second code in so many last positions of a call alone.
-    `cache`: the cached tensors (`<attention>.k`, `<attention>.v`) on FP8 codes -> their scales, float32 [1] or
-    [heads, 1, 1] (None: not known). `bf16_inputs`: the modules of which the
-    weight alone is codes.
+    `input_scales`: the modules on FP8, with the scale of their input (None: not known). `weight_scales`: module -> the
+    scales of its weight [output channels].
+    `attention`: the attention GEMMs on FP8, by node, with the scales of both sides. `two_terms`: the modules, and the
+    attention GEMMs by node, whose (first) input is two codes a value; None if not known. `tails`: module -> the number
+    of last positions of a call that alone have the second code. `cache`: the cached tensors (`<attention>.k`,
+    `<attention>.v`) on FP8 codes -> their scales, float32 [1] or [heads, 1, 1] (None: not known). `bf16_inputs`: the
+    modules whose weight is codes and whose input is BF16.
     """
 
     input_scales: Mapping[str, float | None]
@@ -45,7 +45,7 @@ class Promise:
 
     @property
     def modules(self) -> list[str]:
-        """The modules whose product runs on FP8 codes on both sides."""
+        """The modules whose GEMM runs on FP8 codes on both sides."""
         return list(self.input_scales)
 
 
@@ -55,9 +55,9 @@ PromiseCheck = Callable[[Indexed, Promise], Broken]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule under its number.
+    """A rule with its number, name and severity.
 
-    `scope`: for any graph, one of which something is `promised` (its check is given that too), or others' (`foreign`).
+    `scope`: `any` graph, a run's graph (`promised`: the check takes the Promise too), or any other graph (`foreign`).
     """
 
     number: str
@@ -77,7 +77,7 @@ class Rule:
         return SCOPES[self.scope]
 
     def findings(self, graph: Indexed, promise: Promise | None) -> Iterator[Finding]:
-        """Yield the places where the graph breaks the rule: the first places, and how many more."""
+        """Yield a finding for each of the first places where the graph breaks the rule, and one for the rest."""
         if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
             return
         broken = self.check(graph, promise) if self.scope == "promised" else self.check(graph)
@@ -100,7 +100,7 @@ RULES: dict[str, Rule] = {}
 def rule(
     number: str, name: str, severity: Severity = "error", scope: Literal["any", "foreign"] = "any"
 ) -> Callable[[Check], Check]:
-    """Enter a rule that needs only the graph."""
+    """Register a rule that needs only the graph."""
 
     def enter(check: Check) -> Check:
         _enter(Rule(number, name, severity, check, scope))
@@ -110,7 +110,7 @@ def rule(
 
 
 def promise_rule(number: str, name: str, severity: Severity = "error") -> Callable[[PromiseCheck], PromiseCheck]:
-    """Enter a rule that holds the graph against what is promised of it."""
+    """Register a rule that compares a run's graph with `scales.json` and `attention.json`."""
 
     def enter(check: PromiseCheck) -> PromiseCheck:
         _enter(Rule(number, name, severity, check, "promised"))

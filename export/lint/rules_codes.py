@@ -14,7 +14,7 @@ from .rules import rule
 
 #: DequantizeLinear has `output_dtype` from this opset on.
 FIRST_STATED = 23
-#: What the standard may allow for FP8 and a runtime refuses all the same.
+#: Operators that a runtime refuses on FP8, even where the standard allows it.
 REFUSED = {"TensorScatter": "TensorRT refuses FP8 there", "Concat": "ONNX Runtime refuses FP8 there"}
 #: The FP8 element types as operators' schemas have them.
 FP8_NAMES = frozenset(f"tensor({TensorProto.DataType.Name(kind).lower()})" for kind in FP8_TYPES)
@@ -64,8 +64,8 @@ def scale_type(graph: Indexed) -> Broken:
 
 
 def _stateable(graph: Indexed) -> str:
-    """Return the addition to a message where the opset cannot state the output type: below 23 a DequantizeLinear
-    answers in its scale's.
+    """Extend a message if the opset cannot state the output type: below 23 a DequantizeLinear returns its scale's
+    type.
     """
     return "" if graph.opset >= FIRST_STATED else f" (from opset {FIRST_STATED} on)"
 
@@ -235,7 +235,7 @@ def operator_takes_fp8(graph: Indexed) -> Broken:
 
 
 def _refusal(operator: str, index: int, opset: int) -> str | None:
-    """Why an operator takes no FP8 codes as its input `index`; None where it does, or nothing is known."""
+    """Say why an operator takes no FP8 codes as its input `index`; None if it does, or if that is not known."""
     if operator in REFUSED:
         return REFUSED[operator]
     schema = schema_of(operator, opset)

@@ -1,6 +1,6 @@
-"""Rule F314: what every other rule takes for granted.
+"""Rule F314: nodes, names and tensors are well-formed, which every other rule takes for granted.
 
-A file that breaks it is not looked at further: others' exporters, and editors of graphs, write such.
+A file that breaks it is not checked further. Some exporters and graph editors write such files.
 """
 
 from collections.abc import Iterator
@@ -45,14 +45,14 @@ def form(graph: Indexed) -> Broken:
 
 
 def too_long(*names: str) -> str | None:
-    """Why one of these is no name; None where all may be."""
+    """Say why one of `names` is too long for a name; None if none is."""
     longest = max(map(len, names), default=0)
     return f"has a name of {longest} characters, of at most {LONGEST_TEXT}" if longest > LONGEST_TEXT else None
 
 
 def _node(node: NodeProto, opset: int) -> str | None:
-    """Name the part that a node lacks by its operator's schema (the newest, where its opset has none); None where
-    nothing, or nothing is known.
+    """Describe how a node differs from its operator's schema (the newest one if its opset has none); None if it does
+    not, or if the operator is unknown.
     """
     if reason := too_long(node.name, node.op_type, node.domain, *node.input, *node.output):
         return reason
@@ -77,7 +77,7 @@ def _node(node: NodeProto, opset: int) -> str | None:
 
 
 def _attributes(node: NodeProto, schema: Schema) -> str | None:
-    """Describe the fault of a node's attributes by its operator's schema; None where nothing is."""
+    """Describe how a node's attributes differ from its operator's schema; None if they do not."""
     names: set[str] = set()
     for entry in node.attribute:
         if entry.name in names:

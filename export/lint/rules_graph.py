@@ -152,7 +152,7 @@ def value_made(graph: Indexed) -> Broken:
 
 
 def _made_before_read(graph: Indexed, part: GraphProto, made: set[str]) -> Broken:
-    """Of the graph or a branch, where so much was `made` before it: it is added to."""
+    """Check the nodes of the graph or of a branch in order; `made`, the values that exist by then, is extended."""
     made.update(tensor.name for tensor in part.initializer)
     for node in part.node:
         for name in node.input:

@@ -142,13 +142,13 @@ def cache_scale(graph: Indexed, promise: Promise) -> Broken:
 
 
 def _listed(scale: Array) -> str:
-    """The first numbers of a scale, and how many more there are."""
+    """Format the first numbers of a scale, and the number of the others."""
     more = f" and {scale.size - 3} more" if scale.size > 3 else ""
     return ", ".join(f"{number:.9g}" for number in scale.ravel()[:3]) + more
 
 
 def _token_inputs(graph: Indexed) -> dict[str, tuple[str, str]]:
-    """The inputs that are no past, with their dimensions."""
+    """The inputs other than the KV cache, with their dimensions."""
     return INPUTS | ASKED if names.LOGITS_INDICES in graph.inputs else INPUTS
 
 

@@ -1,4 +1,4 @@
-"""Rules F2xx: matrix products (convolutions too: others quantize them), and what is promised of them."""
+"""Rules F2xx: matrix products (and convolutions, which other tools quantize), compared with `scales.json`."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ _AGAIN = "run `fp8q export` again"
 
 
 def activation_of(graph: Indexed, product: Product) -> Operand | None:
-    """The operand that is quantized when the graph runs."""
+    """The operand that is quantized at run time."""
     return next(
         (side for side in product.operands if side.dequantize is not None and quantize_of(graph, side) is not None),
         None,
@@ -32,12 +32,12 @@ def quantize_of(graph: Indexed, side: Operand) -> NodeProto | None:
 
 
 def is_fp8(product: Product) -> bool:
-    """Tell whether both sides come from FP8 codes; what lies between is a rule of its own (F201)."""
+    """Tell whether both sides come from FP8 codes; operators in between are the subject of F201."""
     return all(side.dequantize is not None for side in product.operands)
 
 
 def why_wide(graph: Indexed, product: Product) -> str | None:
-    """Why the product of a weight is not FP8 on both sides; None where it is."""
+    """Say why the GEMM of a weight is not FP8 on both sides; None if it is."""
     weight, activation = weight_of(graph, product), activation_of(graph, product)
     if weight is None and activation is None:
         return "neither its weight nor its input comes from FP8 codes"
@@ -49,11 +49,11 @@ def why_wide(graph: Indexed, product: Product) -> str | None:
 
 
 def blocked(graph: Indexed, product: Product) -> Iterator[tuple[NodeProto, NodeProto]]:
-    """Yield each operator other than a Transpose between a product and the DequantizeLinear that it would take codes
-    from: both.
+    """Yield each operator other than a Transpose between a GEMM and a DequantizeLinear of codes, and that
+    DequantizeLinear.
 
-    An operator that computes, or joins, leaves no codes to multiply; it is told only of a product whose other side has
-    some: a wide one may stay wide.
+    An operator that computes or joins leaves no codes to multiply. It is reported only if the GEMM's other side has
+    codes: a GEMM without any is not meant to run on FP8.
     """
     for value, side, other in zip(product.node.input, product.operands, reversed(product.operands), strict=False):
         dequantize = side.dequantize or (graph.behind(value) if other.dequantize is not None else None)
@@ -156,7 +156,7 @@ def input_scale(graph: Indexed, promise: Promise) -> Broken:
 
 
 def _sides(graph: Indexed, promise: Promise) -> Iterator[tuple[Operand, float, str]]:
-    """The operands whose scale is promised, the scale, and the file that has it."""
+    """Yield the operands whose scale a run states, the scale, and the file that states it."""
     for product in graph.products:
         side, expected = (
             activation_of(graph, product),

@@ -1,8 +1,7 @@
 """Rules F4xx: external data.
 
-The weights lie in files beside the graph, at an offset; here is checked that they are there, and are the right ones.
-
-Only sizes and the headers of safetensors files are read.
+The weights lie at offsets of other files. These rules check that the files exist and hold the right tensors. Only sizes
+and the headers of safetensors files are read.
 """
 
 from dataclasses import dataclass

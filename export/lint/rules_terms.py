@@ -42,13 +42,13 @@ _SLICE_INPUTS, _PARTS = 4, 2
 
 @dataclass(frozen=True)
 class Slices:
-    """Read which part of a tensor another is, along one `axis`, and which multiple."""
+    """Find out which slice of another tensor a tensor is, along one `axis`, and which multiple of it."""
 
     graph: Indexed
     axis: int = 1
 
     def times(self, value: str) -> tuple[str | None, float]:
-        """Return the value that another is a multiple of, and the factor: itself and 1 where no Mul makes it."""
+        """Return the value that `value` is a multiple of, and the factor: itself and 1 if no Mul makes it."""
         node = self.graph.producers.get(value)
         if node is None or node.op_type != "Mul":
             return value, 1.0
@@ -60,8 +60,8 @@ class Slices:
         return (factor_of, float(number.ravel()[0])) if number is not None else (value, 1.0)
 
     def bounds(self, value: str, of: str) -> tuple[int | str, int | str] | None:
-        """The bounds of the part that `value` is `of` another: numbers, or names of computed ones; None where no Slice
-        along the axis makes it.
+        """The bounds of the Slice along the axis that makes `value` from the tensor `of`: numbers, or names of computed
+        numbers; None if no such Slice makes it.
         """
         node = self.graph.producers.get(value)
         if node is None or node.op_type != "Slice" or node.input[0] != of or len(node.input) != _SLICE_INPUTS:
@@ -70,7 +70,7 @@ class Slices:
         return None if axis != self.axis else (start, end)
 
     def last(self, value: str, of: str) -> int | None:
-        """The number of last positions `of` a tensor that `value` is; None where it is no such part."""
+        """The number of last positions of the tensor `of` that `value` holds; None if it is no such slice."""
         start, end = self.bounds(value, of) or (0, 0)
         to_the_end = isinstance(start, int) and isinstance(end, int) and start < 0 and end >= _BEYOND
         return -start if to_the_end and isinstance(start, int) else None
@@ -115,7 +115,7 @@ def two_terms(graph: Indexed, promise: Promise) -> Broken:
 
 
 def terms_fault(graph: Indexed, product: Product, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
-    """Describe what is wrong with both terms of a product; None where nothing is.
+    """Describe the first fault of a GEMM in two terms; None if there is none.
 
     `made`: the Concat of both and its QuantizeLinear; `tail`: the last positions that alone have the second (None:
     all).
@@ -178,7 +178,7 @@ def narrow_fault(product: Product) -> str | None:
 
 
 def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | None:
-    """Describe how a product of two terms is not cut in halves and added with the second's share; None where all is."""
+    """Describe the fault in the nodes that split a GEMM in two terms and add its halves; None if there is none."""
     readers = [node for node, _ in graph.readers.get(result_of(graph, product), ())]
     if len(readers) != 1 or readers[0].op_type != "Split" or len(readers[0].output) != _HALVES:
         return "no Split alone reads its product"
@@ -211,7 +211,7 @@ def _sum_of(graph: Indexed, split: NodeProto) -> NodeProto | None:
 
 
 def tail_fault(slices: Slices, product: str, joined: NodeProto, tail: int) -> str | None:
-    """Describe how a `product` of a tail is not cut behind all positions and added; None where it is.
+    """Describe the fault in the nodes that split a GEMM with a tail and add its second terms; None if there is none.
 
     `joined`: the Concat of x and the second terms of its last `tail` positions.
     """

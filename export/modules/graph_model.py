@@ -40,9 +40,9 @@ from .replaced_attention import replace as replace_attention
 from .traced_experts import GraphExperts, groups_by_expert
 
 ATTENTION = "fp8q"
-#: With branches of experts in more layers, or beside attention (`_beside`), TensorRT-RTX 1.7 finds no kernel for ONNX's
-#: Attention any more (12 were built, 16 not). Of plain products it makes the same kernel all the same, but the plan
-#: does not tell the number that their result is quantized by.
+#: With branches of experts in more layers, or parallel to attention (`_parallel`), TensorRT-RTX 1.7 finds no kernel for
+#: ONNX's Attention any more (12 were built, 16 not). It still makes the same kernel of two matmuls and a softmax, but
+#: the plan does not show the scale that the kernel quantizes its result by.
 MIXED_LAYERS = 12
 
 
@@ -273,7 +273,7 @@ class Graph(nn.Module):
 
 @contextmanager
 def at_positions(model: PreTrainedModel, indices: torch.Tensor | None) -> Iterator[None]:
-    """Let the output head of `model` read these positions of its input [batch, seq, width] alone; `indices` int64
+    """Make the output head of `model` read only these positions of its input [batch, seq, width]; `indices` int64
     [batch, scored], None for all.
 
     The head is found as transformers finds it, and gathered in front of: `logits_to_keep` of transformers' models takes
@@ -351,8 +351,8 @@ class QuantizedAttention(nn.Module):
         return output.reshape(batch, heads, seq, value.shape[-1])
 
 
-def _beside(model: PreTrainedModel, attention: str) -> bool:
-    """Tell whether a layer's experts and its attention read one normed tensor, as in Cohere's models."""
+def _parallel(model: PreTrainedModel, attention: str) -> bool:
+    """Tell whether a layer's experts and its attention read the same normed tensor, as in Cohere's models."""
     layer = model.get_submodule(attention.rpartition(".")[0])
     return sum("norm" in type(child).__name__.lower() for child in layer.children()) < 2
 
@@ -381,7 +381,7 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         module = model.get_submodule(name)
         if plan.attention:
             module.fp8q_attention = QuantizedAttention(plan)
-        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _beside(model, name))
+        vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _parallel(model, name))
         module.fp8q_k, module.fp8q_v = (
             QuantizedCache(plan.dtype, plan.cache_heads.get(tensor)) if tensor in plan.cache else PlainCache()
             for tensor in (f"{name}.k", f"{name}.v")

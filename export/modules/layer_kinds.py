@@ -28,7 +28,7 @@ from . import operators
 
 #: So many layers of a kind are traced: first, second, last.
 TRACED = 3
-#: What torch keeps of a module apart from attributes: told by name, shape and type.
+#: Attributes in which torch keeps parameters, buffers and submodules; these are compared by name, shape and type.
 REGISTERED = {"_parameters", "_buffers", "_modules"}
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -86,7 +86,7 @@ def _description(
     stored: Mapping[str, ir.DataType],
     computed: Mapping[str, ir.TensorProtocol],
 ) -> object:
-    """Everything that distinguishes `layer` from others, without its index, as a value to compare."""
+    """Describe `layer` by everything but its index, as a value that can be compared."""
     inside = {id(module): path for path, module in layer.named_modules()}
     description: list[object] = []
     for path, module in layer.named_modules():
@@ -105,8 +105,8 @@ def _description(
 
 
 def _value(value: object, inside: Mapping[int, str]) -> object:
-    """An attribute as a value to compare: plain data by value, a module by its place in the layer, other objects by
-    identity.
+    """Convert an attribute to a value that can be compared: plain data by value, a module by its path in the layer, any
+    other object by identity.
     """
     if isinstance(value, PLAIN):
         return (type(value), repr(value))

@@ -1,9 +1,9 @@
-"""Tell which architectures can be exported, before any work. Others are quantized too, and get no graph.
+"""Decide which architectures can be exported, before any work. The others are quantized too, without a graph.
 
-The graph's attention and cache must be able to replace the model's. Most of this is seen in a forward pass of two
-tokens on the meta device, with an attention that computes nothing and records its arguments. transformers makes no mask
-for an attention that it does not know, and the graph's mask is causal: so a mask among the arguments was computed by
-the model, and would be lost.
+The graph's attention and cache must be able to replace the model's. Most obstacles show in a forward pass of two tokens
+on the meta device, with an attention that computes nothing and records its arguments. transformers makes no mask for an
+attention that it does not know, and the graph's mask is causal. So a mask among the arguments was computed by the model
+itself, and would be lost.
 """
 
 import inspect

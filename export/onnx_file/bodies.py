@@ -1,9 +1,9 @@
 """Treat the branches of an `If` as parts of the graph around it: fp8q writes each expert as a branch, with its
 products.
 
-A branch may read values that were made before it, and nothing outside reads into it. So its nodes are checked as if
-they stood in front of the `If`, as long as no name in the file means two values. The bodies of loops are not looked
-into: their nodes run several times, on other values.
+A branch may read values from before it, and nothing outside reads its values. So its nodes are checked as if they stood
+in front of the `If`, as long as no name in the file stands for two values. The bodies of loops are not checked: their
+nodes run several times, on other values.
 """
 
 from collections import Counter

@@ -28,8 +28,8 @@ from .tensors import attribute, constant_of, every_tensor
 #: The FP8 element types of ONNX.
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
 PRODUCTS = ("MatMul", "Gemm", "Conv")
-#: Looked through on the way from a product back to what it multiplies: operators that only move values or change their
-#: type, and arithmetic with a constant.
+#: Operators that only move values or change their type. These, and arithmetic with a constant, may stand between a GEMM
+#: and the DequantizeLinear of its operand.
 _MOVING = frozenset(
     (
         "Transpose",
@@ -45,19 +45,19 @@ _MOVING = frozenset(
         "Expand",
     )
 )
-#: Operators whose result holds the values they are given first, and so FP8 codes where those are.
+#: Operators whose result holds the values of their first input, and so FP8 codes if these are codes.
 _CARRYING = _MOVING - {"Cast"} | {"Concat", "TensorScatter"}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
-#: Operators whose inputs are looked at whatever their domain.
+#: Operators whose inputs are checked in any domain.
 READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Constant")
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One side of a product: the DequantizeLinear of FP8 codes that it comes from (None: it comes from none), whether
-    only Transposes lie between (`clean`), and how many.
+    """One side of a GEMM: the DequantizeLinear of FP8 codes that it comes from, if any, whether only Transposes lie in
+    between (`clean`), and their number.
 
-    `other`: a DequantizeLinear of codes that are not FP8, such as INT8, that it comes from.
+    `other`: the DequantizeLinear of other codes, such as INT8, that it comes from, if any.
     """
 
     dequantize: NodeProto | None = None
@@ -209,7 +209,7 @@ class Indexed:
 
     @cached_property
     def _operands(self) -> Mapping[str, Operand]:
-        """Every value that comes from a DequantizeLinear through operators that move it, or compute with constants."""
+        """Every value that comes from a DequantizeLinear through operators that move it or compute with constants."""
         operands: dict[str, Operand] = {}
         for node in self.ordered:
             operand = None

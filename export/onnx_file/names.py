@@ -1,4 +1,4 @@
-"""Names of the graph's nodes and tensors, made from Hugging Face module names, so that any tool's output leads to the
+"""Names of the graph's nodes and tensors, made from Hugging Face module names, so that the output of any tool names the
 module.
 
 `M` is a linear module, `G` the first of a group that shares its input, `A` an attention module, part `k` or `v`.
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 #: The input that says which positions' logits are asked for.
 LOGITS_INDICES = "logits_indices"
-#: What the products of attention make, in the order of work.
+#: The results of attention's two matmuls, in order.
 ATTENTION_PRODUCTS = ("scores", "values")
 _MODULE = re.compile(
     r"(?P<module>.+)\.(?:matmul(?:\.rescale(?:_cast)?)?|bias_add|attention|weight\.dequantize"

@@ -1,4 +1,4 @@
-"""Read the scales of a weight's output channels, in either form that a graph may have.
+"""Read the scales of a weight's output channels, in either form of a graph.
 
 `dq`: DequantizeLinear multiplies each channel by its scale. `mul`: it multiplies all channels by one number s0, and a
 Mul directly behind the product multiplies each column by the rest of its scale. Both are the same model and are

@@ -68,7 +68,7 @@ class GpuMeter:
 
 
 def open_meter(on_gpu: bool) -> Meter:
-    """The meter of what runs the model; of this process, too, where NVML is missing or finds no GPU."""
+    """Open a meter of the GPU that runs the model, or of this process if NVML is missing or finds no GPU."""
     if not on_gpu:
         return HostMeter()
     try:
@@ -92,7 +92,7 @@ def _handle(nvml: Any, visible: str) -> Any:
 
 @dataclass
 class MemoryTaken:
-    """Memory that one of several models in the process, or on the GPU, holds: what was taken while it worked."""
+    """The memory that one of several models in the process, or on the GPU, has taken while it worked."""
 
     meter: Meter
     bytes: int = 0

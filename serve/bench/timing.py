@@ -23,7 +23,7 @@ from ..loop.sessions import Batch, Pace, Session
 from .meter import MemoryTaken
 
 Clock = Callable[[], float]
-#: Shares of the steps that take no longer than what is told.
+#: The quantiles of a step's time that are reported.
 QUANTILES = (0.5, 0.95, 0.99)
 SECONDS_AN_HOUR, MILLION = 3600, 1_000_000
 
@@ -73,7 +73,7 @@ def time_batch(
 
 
 def _first_tokens(batch: Batch, pace: Pace, prompts: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Take in the prompts; each row's first token [rows]. `most`: positions that a row can ever fill."""
+    """Take in the prompts; return each row's first token [rows]. `most`: positions that a row can ever fill."""
     rows, length = prompts.shape
     together = max(1, pace.chunk // length)
     best = np.empty(rows, np.int64)
@@ -103,7 +103,7 @@ def million_tokens_cost(price_an_hour: float, tokens_per_second: float) -> float
 
 @dataclass(frozen=True)
 class Contender:
-    """A model that is measured: its name, its session, and what it holds of memory."""
+    """A model that is measured: its name, its session, and the memory that it holds."""
 
     name: str
     session: Session
@@ -112,8 +112,8 @@ class Contender:
 
 @dataclass
 class Answers:
-    """A contender's answers to one size, one a round; the memory that it held with them, and the energy that they took,
-    None where there is no counter.
+    """A contender's answers to one size, one a round: their `timings`, the memory that it held, and the energy that
+    they took (None without a counter).
     """
 
     memory_bytes: int

@@ -21,7 +21,7 @@ __all__ = ["RULES", "lint_engines", "lint_repository"]
 
 
 def lint_repository(path: Path) -> tuple[Repository, list[Finding]]:
-    """The repository at `path` and the rules that it breaks, in the order of their numbers.
+    """Check the repository at `path`; return it and its findings, in the order of the rules' numbers.
 
     Raises BackendError where Triton's schema is not installed.
     """
@@ -30,7 +30,7 @@ def lint_repository(path: Path) -> tuple[Repository, list[Finding]]:
 
 
 def lint_engines(run: Run) -> list[Finding]:
-    """The rules that the engines and the repository of a run break, as what its stages wrote."""
+    """Check the engines and the repository of a run against its record; return the findings."""
     return _broken(run)
 
 

@@ -33,8 +33,8 @@ MODEL_FILES = {"python": "model.py", "tensorrt": "model.plan", "onnxruntime": "m
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model: its folder in the repository `root`, what its configuration says (None: it does not read), and why it
-    does not.
+    """A model: its folder in the repository `root`, and its parsed configuration; None if that does not parse, with the
+    reason in `problem`.
     """
 
     root: Path
@@ -61,7 +61,7 @@ class ModelFolder:
 
     @cached_property
     def served(self) -> list[Path]:
-        """Those that its version policy has served, whether they are there or not."""
+        """The folders of the versions that its version policy serves, whether they exist or not."""
         policy = self.config.version_policy if self.config is not None else None
         if policy is not None and policy.WhichOneof("policy_choice") == "all":
             return self.numbered
@@ -71,7 +71,7 @@ class ModelFolder:
 
     @property
     def model_file(self) -> str | None:
-        """The file that its backend opens in a version's folder; None where that is not known here."""
+        """The name of the file that its backend opens in a version's folder; None if not known."""
         file_name = str(self.config.default_model_filename) if self.config is not None else ""
         return file_name or MODEL_FILES.get(self.backend)
 
@@ -120,7 +120,7 @@ def is_repository(path: Path) -> bool:
 
 
 def folders(path: Path) -> Iterator[Path]:
-    """The folders that Triton takes for models; hidden ones are what a killed writer left."""
+    """The folders that Triton takes for models; a hidden folder is left over from a killed writer."""
     return (child for child in sorted(path.iterdir()) if child.is_dir() and not child.name.startswith("."))
 
 

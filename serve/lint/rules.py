@@ -1,7 +1,7 @@
-"""The rules of a Triton repository: declared as those of a graph are (`export.lint.rules`), under numbers R1xx.
+"""The registry of rules R1xx for Triton repositories and runs, as `export.lint.rules` is for graphs.
 
 A rule is a function from a model, or the whole repository, to the places where it is broken, each a file in the
-repository. Its docstring says why the rule is there.
+repository. Its docstring gives the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ RunCheck = Callable[[Run], Broken]
 
 @dataclass(frozen=True)
 class RepositoryRule:
-    """A rule under its number."""
+    """A rule with its number, name, severity, scope and reason."""
 
     number: str
     name: str
@@ -49,7 +49,7 @@ RULES: dict[str, RepositoryRule] = {}
 
 
 def repository_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:
-    """Enter a rule of a whole repository."""
+    """Register a rule of a whole repository."""
 
     def enter(check: Check) -> Check:
         _enter(RepositoryRule(number, name, severity, check, "any", check.__doc__ or ""))
@@ -61,7 +61,7 @@ def repository_rule(number: str, name: str, severity: Severity = "error") -> Cal
 def model_rule(
     number: str, name: str, severity: Severity = "error", scope: Scope = "any"
 ) -> Callable[[Callable[[ModelFolder], Broken]], Callable[[ModelFolder], Broken]]:
-    """Enter a rule of each model whose configuration reads, in the scope."""
+    """Register a rule that is checked for each model of a scope whose configuration parses."""
 
     def enter(check: Callable[[ModelFolder], Broken]) -> Callable[[ModelFolder], Broken]:
         def every(repository: Repository) -> Broken:
@@ -76,7 +76,7 @@ def model_rule(
 
 
 def run_rule(number: str, name: str) -> Callable[[RunCheck], RunCheck]:
-    """Enter a rule of a run."""
+    """Register a rule of a run."""
 
     def enter(check: RunCheck) -> RunCheck:
         _enter(RepositoryRule(number, name, "error", check, "run", check.__doc__ or ""))

@@ -1,4 +1,4 @@
-"""Rules R101 to R105: what Triton looks at before any backend does."""
+"""Rules R101 to R105: the configuration and folders that Triton reads before any backend does."""
 
 from ...core.errors import InputError
 from ...core.files import regular_file
@@ -8,7 +8,7 @@ from .folder import CONFIG, PLATFORMS, ModelFolder, Repository, why
 from .rules import model_rule, repository_rule
 
 AGAIN = "run `fp8q triton` again"
-#: Model file -> what a server does without it, and what to do.
+#: Model file -> the remedy if it is missing.
 WITHOUT = {
     "model.py": f"a server waits for minutes for a model without it; {AGAIN}",
     "model.plan": "put the engine there that `fp8q build-engine` builds with TensorRT",

@@ -1,6 +1,6 @@
 """Rules R106 to R111, and R121: Python models, of which Triton starts a process (the stub) that imports `model.py`.
 
-Where it cannot, a server waits for minutes, so all that can be known beforehand is looked at. No code is run.
+If it cannot, a server waits for minutes, so everything that can be known beforehand is checked. No code is run.
 """
 
 import ast
@@ -28,7 +28,7 @@ from .rules_config import AGAIN
 
 CLASS = "TritonPythonModel"
 STUB, ENVIRONMENT = "triton_python_backend_stub", "EXECUTION_ENV_PATH"
-#: What the value of `EXECUTION_ENV_PATH` may begin with: the model's own folder.
+#: The model's own folder, with which the value of `EXECUTION_ENV_PATH` may begin.
 OWN_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 #: Source that is parsed, in bytes; no model's is longer.
 LARGEST_SOURCE = 4 << 20
@@ -52,7 +52,7 @@ def python_code(model: ModelFolder) -> Broken:
 
 
 def _parsed(file: Path) -> ast.Module | str:
-    """A module's code, or why it does not compile."""
+    """Parse a module; return its syntax tree, or the reason why it does not compile."""
     try:
         if regular_file(file) > LARGEST_SOURCE:
             return f"has more than {LARGEST_SOURCE:,} bytes"
@@ -65,8 +65,9 @@ def _parsed(file: Path) -> ast.Module | str:
 
 
 def _imports(file: Path, seen: set[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield the modules that do not compile, among this one and those beside it that it imports; `seen` are not looked
-    at again.
+    """Yield the modules that do not compile, with the reason: this one, and those in its folder that it imports.
+
+    Modules in `seen` are not checked again.
     """
     tree = _parsed(file)
     if isinstance(tree, str):

@@ -14,10 +14,10 @@ from ...calibrate.text.template import Template, TemplateError
 from ...calibrate.text.template_files import DEFAULT, read_fields, templates_in, without_default
 from ...core.errors import BackendError, InputError
 
-#: The special tokens that templates are told, by their names in tokenizer_config.json.
+#: The special tokens that templates may use, by their names in tokenizer_config.json.
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
-#: What the template may take for one chat; real ones take milliseconds.
+#: The time limit of the template for one chat, in seconds; real templates take milliseconds.
 SECONDS = 10.0
 
 #: The most bytes of a template that the user names.
@@ -53,8 +53,9 @@ class ChatTemplate:
         self._template = Template(source, {name: _token(config[name]) for name in TOKENS if config.get(name)}, True)
 
     def render(self, messages: list[Message]) -> str:
-        """The prompt that a chat of `messages` is, up to where the answer begins; raises InputError where the template
-        refuses it.
+        """Render a chat of `messages` as a prompt, up to where the answer begins.
+
+        Raises InputError if the template refuses the messages.
         """
         try:
             with self._lock:  # one process renders

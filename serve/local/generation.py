@@ -1,6 +1,6 @@
-"""Generating from a run directory in this process: what `fp8q generate` does, with the errors of the command line."""
+"""Generate from a run directory in this process, as `fp8q generate` does, with the errors of the command line."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ...core.commands import stage_command
@@ -13,7 +13,7 @@ from ...export.lint.check import sound_graph
 from ...options import Precision
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..loop.engine_session import EngineSession
-from ..loop.generate import GenerationError, Generator, complete, completion
+from ..loop.generate import GenerationError, Generator, completion
 from ..loop.request import GeneratedAnswer, Request, RequestError
 from ..loop.sessions import Session, SessionError, open_session
 from ..loop.text import ModelFileError, Vocabulary
@@ -97,22 +97,8 @@ def open_generator(run: Run, session: Session, max_batch: int = 8) -> Generator:
         raise BackendError("", str(error)) from error
 
 
-def generate_answers(
-    run: Run, requests: Sequence[Request], runtime: str = "onnxruntime", max_batch: int = 8
-) -> list[GeneratedAnswer]:
-    """Generate an answer to each of `requests` with the model in `run`, together.
-
-    Raises InputError for a request that cannot be served, and what the functions above and `answer_request` raise.
-    """
-    generator = open_generator(run, open_run_session(run, runtime), max_batch)
-    try:
-        return complete(generator, requests)
-    except (RequestError, GenerationError, SessionError) as error:
-        raise _as_input_error(error) from error
-
-
 def answer_request(generator: Generator, request: Request, on_text: Callable[[str], None]) -> GeneratedAnswer:
-    """Generate an answer to one request, and tell its text as it comes.
+    """Generate an answer to one request; `on_text` is called with each piece of its text.
 
     Raises InputError for a request that cannot be served, and for logits that are no numbers; BackendError where the
     runtime fails, as where the GPU's memory is used up.
@@ -124,8 +110,8 @@ def answer_request(generator: Generator, request: Request, on_text: Callable[[st
             on_text(piece.text)
         return completion(pieces)
     except (RequestError, GenerationError, SessionError) as error:
-        raise _as_input_error(error) from error
+        raise _command_error(error) from error
 
 
-def _as_input_error(error: Exception) -> Fp8qError:
+def _command_error(error: Exception) -> Fp8qError:
     return BackendError("", str(error)) if isinstance(error, SessionError) else InputError("", str(error))

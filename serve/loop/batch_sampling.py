@@ -50,7 +50,7 @@ class RowChoice:
 
 
 def choose_all(choices: Sequence[RowChoice]) -> list[int | Exception]:
-    """The next token of each row, or the reason why it has none: what `sampling.choose` returns or raises."""
+    """Choose the next token of each row; return it, or the exception, as `sampling.choose` returns or raises."""
     drawn = [_drawn(choice) for choice in choices]  # here, in order: generators are not for several threads
     pairs = list(zip(choices, drawn, strict=True))
     threads = min(_most_threads(), sum(choice.logits.size for choice in choices) // THREAD_WORTH, len(choices))
@@ -74,7 +74,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _drawn(choice: RowChoice) -> float:
-    """The uniform number that a token takes of its request's generator."""
+    """Draw the uniform number for a token from its request's generator."""
     return float(choice.random.random()) if choice.sampling.temperature and choice.random else 0.0
 
 
@@ -91,7 +91,7 @@ def _chosen(pairs: Sequence[tuple[RowChoice, float]]) -> list[int | Exception]:
 
 
 def likely_token(logits: NDArray[np.float32], sampling: Sampling, uniform: float) -> int | None:
-    """The token that `sampling.token_at` takes, or None where that is not certain.
+    """Choose the token that `sampling.token_at` would choose; None if that is not certain.
 
     `logits` [vocabulary], contiguous.
     """

@@ -43,7 +43,7 @@ class CudaError(SessionError):
 
 
 class DeviceMemoryError(CudaError):
-    """The GPU has no such memory left. `facts`: the message without its remedy, for commands that have another."""
+    """The GPU has too little memory left. `facts`: the message without its remedy, for commands with another remedy."""
 
     def __init__(self, facts: str, remedy: str = ""):
         """Say the `facts`, and the `remedy` of commands that serve."""
@@ -149,7 +149,7 @@ class CudaDevice:
         return value.value
 
     def free_memory(self) -> int:
-        """The bytes of the GPU's memory that nobody has."""
+        """The free memory of the GPU, in bytes."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
@@ -232,7 +232,7 @@ class CudaDevice:
         )  # fmt: skip
 
     def wait(self) -> None:
-        """Until the stream is empty."""
+        """Wait until the stream is empty."""
         self._call("cuStreamSynchronize", self._stream)
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from .cache import CacheLayout
 
-#: What TensorRT asks of the address of a tensor, in bytes.
+#: The alignment that TensorRT requires of a tensor's address, in bytes.
 ALIGNMENT = 256
 
 
@@ -54,7 +54,9 @@ class CaptureError(RuntimeError):
 
 
 class Device(Protocol):
-    """Memory and one queue of work, in which all that is not said to wait is done in order, later."""
+    """Memory and one queue of work. Calls enqueue work, which is done in order, and return at once unless they say that
+    they wait.
+    """
 
     def allocate(self, size: int) -> int:
         """Memory of so many bytes, one or more, whatever it holds; its address is a multiple of `ALIGNMENT`."""
@@ -83,12 +85,14 @@ class Device(Protocol):
         """
 
     def wait(self) -> None:
-        """Until all that was asked for is done."""
+        """Wait until all enqueued work is done."""
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Tensors of the cache that are alike: their numbers in the layout, and the bytes that a head has of a position."""
+    """Tensors of the cache with equal shape and type: their numbers in the layout, heads, and bytes per head and
+    position.
+    """
 
     tensors: tuple[int, ...]
     heads: int
@@ -124,7 +128,7 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def bucket_of(count: int, most: int) -> int:
-    """The number of rows that a step of `count` is run with: the next power of two, or all that there are."""
+    """The number of rows with which a step of `count` rows runs: the next power of two, at most all rows."""
     return min(1 << (count - 1).bit_length(), most)
 
 

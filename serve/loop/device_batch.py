@@ -133,7 +133,9 @@ class DeviceBatch:
         lengths: NDArray[np.int64],
         scored_positions: int,
     ) -> NDArray[np.float32]:
-        """Read a chunk of prompts; return the logits of each row's last `kept` positions [count, kept, vocabulary]."""
+        """Read a chunk of prompts; return the logits of the last positions of each row [count, scored_positions,
+        vocabulary].
+        """
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
         context, shape = self._context(0), CallShape(count, seq, past, scored_positions if self._program.asks else None)
@@ -193,7 +195,7 @@ class DeviceBatch:
         return self._steps[bucket]
 
     def _run(self, step: _Step) -> None:
-        """Do a step: by its captured work, when that is trusted."""
+        """Run a step: by its captured work, once that is trusted."""
         if step.launch and step.checked == CHECKED:
             step.launch()
             return

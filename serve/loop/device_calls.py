@@ -115,7 +115,7 @@ def call_layout(program: DeviceProgram, shape: CallShape) -> CallLayout:
 
 
 def _offsets(sizes: Sequence[int], begin: int = 0) -> list[int]:
-    """The beginnings of memory of these sizes, one behind the other from `begin`, and the end; all aligned."""
+    """The aligned offsets of blocks of these `sizes`, one behind the other from `begin`, and the end of the last."""
     offsets = [begin]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
@@ -123,7 +123,7 @@ def _offsets(sizes: Sequence[int], begin: int = 0) -> list[int]:
 
 
 class Room:
-    """Memory for a call on both sides, which may be longer than the call's."""
+    """Memory for a call on host and device, which may be more than the call needs."""
 
     def __init__(self, device: Device):
         """No memory yet."""
@@ -132,7 +132,7 @@ class Room:
         self.address = self._size = 0
 
     def hold(self, layout: CallLayout) -> "Room":
-        """Have enough for a call; what was there is lost where it is too little. The device must be done with it."""
+        """Make room for a call; contents are lost if the room is too small. The device must have finished with it."""
         if layout.host > self.host.size:
             self.host = self._device.host(layout.host)
         if layout.device > self._size:
@@ -150,7 +150,7 @@ class Room:
 @dataclass
 class BoundCall:
     """The inputs of a call on the host, its outputs on the device, its last logits on the host, and the engine's run;
-    `whole`: the inputs as they are uploaded.
+    `uploaded`: the inputs, as one array.
     """
 
     tokens: NDArray[np.int64]

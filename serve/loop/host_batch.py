@@ -55,7 +55,8 @@ def last_indices(tokens: tuple[int, ...], scored: int) -> NDArray[np.int64]:
 def next_capacity(held: int, needed: int, most: int, round_up: Callable[[int], int]) -> int | None:
     """The slots of a new cache where the `held` ones are too few, or far too many; None where they will do.
 
-    `needed` slots double what there was, up to `most`, the largest number that can be filled; `whole` rounds up.
+    `needed` slots double what there was, up to `most`, the largest number that can be filled; `round_up` rounds to
+    whole blocks.
     """
     if needed <= held <= WASTE * round_up(most):
         return None

@@ -139,7 +139,7 @@ class Service:
         self._inbox.put(action)
 
     def end(self, ongoing: Ongoing, message: Failed | None = None) -> None:
-        """End a request, in the stepping thread; `told`: the last message to its client."""
+        """End a request, in the stepping thread; `message`: the last one to its client."""
         if ongoing.over:
             return
         ongoing.over = True

@@ -29,7 +29,7 @@ NEIGHBOURS = 32
 #: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
 #: called it.
 POSITIONS = "max_position_embeddings"
-#: What fp8q says of its graphs there: how many positions they serve, where that is fewer.
+#: fp8q's own field there: the number of positions that its graphs serve, if that is less.
 OWN = "fp8q"
 MOST_POSITIONS = 2**31 - 1
 #: The bytes of an incomplete character.
@@ -68,8 +68,10 @@ class ModelFileError(ValueError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Of a model, what the loop needs besides the graph: its tokenizer, the ids that begin and end a text, and its
-    positions. `tails`: its products have second terms at the end of a prompt alone, and in decoded tokens.
+    """The parts of a model that the loop needs besides the graph: tokenizer, ids that begin and end a text, number of
+    positions.
+
+    `tails`: its inputs have second terms only at the end of a prompt and in decoded tokens.
     """
 
     tokenizer: "Tokenizer"
@@ -147,9 +149,10 @@ class Vocabulary:
         return bytes(ALPHABET[letter] for letter in name) if name and set(name) <= set(ALPHABET) else None
 
     def offsets_in(self, prompt: str, tokens: Sequence[int]) -> list[int]:
-        """The offset of each of the `tokens` that `prompt` is read as, in characters of it; 0 of a BOS that it lacks.
+        """The offset in `prompt`, in characters, of each of its `tokens`; 0 for a BOS that the tokenizer added.
 
-        Decoding need not give the prompt again (spaces behind special tokens, a normalizer): then the tokenizer tells.
+        Decoding need not return the prompt (spaces behind special tokens, a normalizer): then the tokenizer's own
+        offsets count.
         """
         begin = self.text(tokens).find(prompt)
         if begin >= 0:
@@ -200,7 +203,7 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
 
 
 def _token_ids(fields: dict[str, Any], name: str, directory: Path) -> list[int]:
-    """The token ids of a field that may be one, a list of them, or nothing."""
+    """Read the token ids in a field that may hold one id, a list of ids, or nothing."""
     value = fields.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
@@ -307,9 +310,9 @@ class TextStream:
         return piece + self._take(sum(len(text) for text, _ in self._pending))
 
     def _until_stop(self, piece: str, shown: bool = True) -> str:
-        """Of the text held back and `piece`, what comes before a stop word and cannot be the beginning of one.
+        """Return the part of the text held back and `piece` that ends before any stop word or beginning of one.
 
-        A `piece` that is not `shown` is sought through alone.
+        A `piece` that is not `shown` is only searched for stop words.
         """
         if not self._stop_words:
             return piece

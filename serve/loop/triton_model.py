@@ -125,8 +125,9 @@ def _wanted(request: Any) -> dict[str, bool]:
 
 
 def _request(request: Any) -> Request:
-    """A Triton request's tensors as ours; raises RequestError for values out of range, text not in UTF-8, and tensors
-    of other shapes than config.pbtxt has.
+    """Convert a Triton request to a Request of the loop.
+
+    Raises RequestError for values out of range, text not in UTF-8, and tensors of other shapes than config.pbtxt has.
     """
     options = {
         name: _scalar(request, name, None)

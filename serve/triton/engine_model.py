@@ -1,8 +1,7 @@
-"""The plain `tensorrt_plan` model of a repository: the engine itself, every tensor of it, for those who bring a loop of
-their own.
+"""The plain `tensorrt_plan` model of a repository: the engine with all its tensors, for users with a loop of their own.
 
     <name>_engine/config.pbtxt
-    <name>_engine/engine.json     what the engine reads and answers (`EngineModel`), for people and for `fp8q lint`
+    <name>_engine/engine.json     the engine's inputs and outputs (`EngineModel`), for people and for `fp8q lint`
     <name>_engine/1/model.plan    the engine
 
 Tensors are those of the graph that the engine is built of; nothing is guessed. Triton has no FP8 type (its TensorRT
@@ -28,11 +27,11 @@ from ...export.engine.profiles import Profile
 from ...export.lint.check import sound_graph
 from ...export.onnx_file.tensors import type_name
 
-#: What follows the name of the Python model.
+#: The suffix of the plain engine's name, after the name of the Python model.
 SUFFIX = "_engine"
 PLAN, DESCRIPTION = "model.plan", "engine.json"
 PLATFORM = "tensorrt_plan"
-#: ONNX's element types that Triton's TensorRT backend takes, and what its schema calls them.
+#: ONNX's element types that Triton's TensorRT backend takes -> their names in its schema.
 TRITON_TYPES = {
     "FLOAT": "TYPE_FP32",
     "FLOAT16": "TYPE_FP16",
@@ -82,7 +81,7 @@ class EngineModel(Strict):
 
     @property
     def tensors(self) -> dict[str, Binding]:
-        """All of them, inputs first."""
+        """All inputs and outputs, inputs first."""
         return {**self.inputs, **self.outputs}
 
     @property

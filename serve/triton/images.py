@@ -1,4 +1,4 @@
-"""The image that serves a repository: which release of Triton, and what it lacks.
+"""The image that serves a repository: the release of Triton, and the packages to install in it.
 
 A TensorRT plan runs on the TensorRT that built it and no other, so the release is the one with that version. NVIDIA's
 support matrix (`MATRIX`) lists them. It could not be opened when this was written, so each row is from another place:
@@ -27,8 +27,8 @@ RELEASES = {
 }
 #: The command that prints the TensorRT of a release's image.
 ASK = "docker run --rm nvcr.io/nvidia/tritonserver:YY.MM-py3 dpkg-query -W 'libnvinfer[0-9]*'"
-#: What the Python model needs and the image lacks, as constraints.txt pins it. NumPy is there: the server is built
-#: against it.
+#: The packages that the Python model needs and the image lacks, as constraints.txt pins them. NumPy is there: the
+#: server is built against it.
 PINS = {"onnxruntime": "1.32.0", "tokenizers": "0.23.3"}
 TEMPLATES = Path(__file__).parent / "templates"
 _ARG = re.compile(r"^ARG TRITON(?:=(\S+))?\s*$", re.MULTILINE)
@@ -36,7 +36,7 @@ _FROM = re.compile(r"^FROM\s+nvcr\.io/nvidia/tritonserver:(\S+)-py3\s*$", re.MUL
 
 
 def release_of(tensorrt: str, releases: Mapping[str, str] = RELEASES) -> str | None:
-    """The release of Triton that has a version of TensorRT (10.16.1.11, say); None where that is not known."""
+    """The release of Triton with a version of TensorRT, such as 10.16.1.11; None if not known."""
     return releases.get(".".join(tensorrt.split(".")[:3]))
 
 

@@ -32,9 +32,7 @@ def own(repository: Path) -> None:
 
 
 def refuse_foreign(out: Path, recorded: Collection[str] = ()) -> None:
-    """Raise InputError where something lies at `out` that fp8q did not write; `recorded`: files there that a run's
-    record says it did.
-    """
+    """Raise InputError if fp8q did not write the files in `out`; `recorded`: files there that a run's record lists."""
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir():
@@ -61,7 +59,7 @@ def _marked(out: Path) -> list[str]:
 
 
 def _files(folder: Path) -> set[str]:
-    """List the contents of a folder, as names relative to it; of directories those that hold nothing."""
+    """List the files and the empty folders in a folder, as names relative to it."""
     return {
         str(path.relative_to(folder))
         for path in folder.rglob("*")

@@ -43,7 +43,7 @@ LOOP = (
     "engine_session.py", "generate.py", "here.py", "host_batch.py", "request.py", "sampling.py", "service.py",
     "sessions.py", "text.py",
 )  # fmt: skip
-#: What the model reads beside its graph; the last is not in every checkpoint.
+#: The files that the model reads besides its graph; the last is not in every checkpoint.
 COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
 WEIGHTS = "weights"
 #: Name -> Triton's type and shape (without the batch), and whether a request may leave it out.

@@ -1,7 +1,7 @@
-"""One HTTP request's answer as it goes out: as a stream of events, or in one piece at its end.
+"""Send the answer to an HTTP request: as a stream of events, or in one piece at its end.
 
-The status is decided by the first that comes back: a prompt that cannot be tokenized is a 400 in a stream too. A client
-that hangs up frees its rows at once; one that does not read is hung up on (`server.PatientProtocol`).
+The first message from the loop decides the status: a prompt that cannot be tokenized is a 400 in a stream too. A client
+that hangs up frees its rows at once; one that does not read is disconnected (`server.PatientProtocol`).
 """
 
 import asyncio
@@ -26,12 +26,12 @@ EVENTS.append((b"x-accel-buffering", b"no"))  # nginx would keep events until it
 
 
 class GoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has gone."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """The form of the answer, and the name of the request's field in errors.
+    """The delivery of an answer: its writer, and whether it is streamed; `param`: the request's field in errors.
 
     `with_usage`: a stream ends with the numbers of tokens; `counting`: each of its chunks has those so far too.
     """

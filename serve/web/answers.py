@@ -14,25 +14,25 @@ from typing import Any, Protocol
 from ..loop.request import Piece
 from ..loop.text import Vocabulary
 
-#: What OpenAI gives for a probability of 0, whose logarithm JSON has no word for.
+#: OpenAI's log-probability for a probability of 0; JSON has no infinity.
 LOWEST = -9999.0
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
 class AnswerPart:
-    """The part that one answer has gained: since the last chunk, or in all."""
+    """The pieces of one answer: those since the last chunk, or all."""
 
     pieces: list[Piece] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The text of it."""
+        """The text of the pieces."""
         return "".join(piece.text for piece in self.pieces)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, where it has."""
+        """Why the answer ended; None if it goes on."""
         return self.pieces[-1].finish_reason
 
 
@@ -54,7 +54,7 @@ class Form(Protocol):
 
 
 class Writer:
-    """Writes what one request is answered."""
+    """Write the answer to one request as JSON."""
 
     def __init__(self, form: Form, model: str):
         """The answer has an id and a time from here on."""
@@ -89,7 +89,7 @@ class StreamWriter:
         return "" if choice is None else f"{self._before}{choice}]{self._after}"
 
     def chunk(self, index: int, part: AnswerPart) -> str:
-        """The event of what an answer has gained."""
+        """The event with the new pieces of an answer."""
         after = f', "usage": {json.dumps(usage(part.pieces[-1:]))}}}\n\n' if self._counting else self._after
         return f"{self._before}{self._form.chunk(index, part)}]{after}"
 
@@ -111,7 +111,7 @@ def _tail(part: AnswerPart) -> str:
 
 
 class CompletionForm:
-    """`/v1/completions`; of logprobs, lists that go together."""
+    """`/v1/completions`; logprobs are parallel lists."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -212,7 +212,7 @@ class CompletionForm:
 
 
 class ChatForm:
-    """`/v1/chat/completions`; of logprobs, an object for each token."""
+    """`/v1/chat/completions`; logprobs are one object for each token."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 

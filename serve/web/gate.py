@@ -29,8 +29,9 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
 
 def names_of(host: str, bound: str) -> frozenset[str] | None:
-    """The names under which a server answers that was told to listen at `host`, and whose socket is bound to the
-    address `bound`; None: any, where others reach it.
+    """The host names under which a server that listens at `host`, bound to the address `bound`, answers.
+
+    None: any name, for an address that other machines can reach.
     """
     if not ip_address(bound.partition("%")[0]).is_loopback:
         return None
@@ -75,7 +76,7 @@ class Gate:
                 await Refusal(500, "a fault of the server; its log says more").response()(scope, receive, send)
 
     async def _checked(self, scope: Scope, receive: Receive) -> Receive:
-        """The request's body, given once more; raises Refusal."""
+        """Check a request and read its body; return a `receive` that yields the body again. Raises Refusal."""
         headers, serving = Headers(scope=scope), self._serving
         host = headers.get("host", "localhost").rpartition(":")
         name = host[0] if host[0] and host[2].isdigit() else "".join(host)
@@ -114,7 +115,7 @@ class Gate:
             )
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body, as far as it may be long."""
+        """Read the whole body; raises Refusal for one that is too long or too late."""
         most = self._serving.largest_body
         said = headers.get("content-length", "0")
         parts, length = [], int(said) if said.isdigit() else 0

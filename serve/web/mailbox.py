@@ -17,7 +17,7 @@ from ..loop.service import Failed
 
 
 class Arrived(NamedTuple):
-    """A gain of one of the answers that a client waits for, and its time (seconds of `perf_counter`)."""
+    """A message for one of the answers that a client waits for, and its time (seconds of `perf_counter`)."""
 
     answer: int
     message: Piece | Failed
@@ -25,7 +25,7 @@ class Arrived(NamedTuple):
 
 
 class Courier:
-    """Wakes the mailboxes that something has arrived in, in the event loop that it was made in."""
+    """Wake the mailboxes with new messages, in the event loop in which the courier was made."""
 
     def __init__(self) -> None:
         """Nothing is under way yet."""
@@ -48,7 +48,7 @@ class Courier:
 
 
 class Mailbox:
-    """The messages for one client; all but `receiver`'s functions is for the event loop alone."""
+    """The messages for one client; only the functions that `receiver` returns may be called in other threads."""
 
     def __init__(self, courier: Courier, eager: bool):
         """`eager`: whether it wants each piece of text as it comes, or all at the end."""
@@ -94,7 +94,7 @@ class Mailbox:
         self.wake()
 
     async def fetch(self) -> list[Arrived]:
-        """All that has arrived since the last time, as soon as there is something; nothing once the client has gone."""
+        """Wait for messages, and return those since the last call; none if the client has gone."""
         if not self._woken:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

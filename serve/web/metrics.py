@@ -1,4 +1,4 @@
-"""Metrics for Prometheus at /metrics. Times are those at which tokens were produced, not sent."""
+"""Metrics for Prometheus at /metrics. A token's time is the time at which it was produced, not sent."""
 
 from collections.abc import Callable
 from typing import Literal, get_args
@@ -40,7 +40,7 @@ class Metrics:
             for name, words in (("running", "under way"), ("waiting", "that wait for a row of the batch"))
         ]
 
-    def of(self, model: str, runtime: str, load: Callable[[], tuple[int, int]]) -> "ModelMetrics":
+    def model_metrics(self, model: str, runtime: str, load: Callable[[], tuple[int, int]]) -> "ModelMetrics":
         """The counts of one model; `load`: how many of its requests run, and how many wait."""
         self._info.labels(__version__, model, runtime).set(1)
         running, waiting = self._load

@@ -22,7 +22,7 @@ LONGEST = 500
 
 #: Errors that are looked at, of a body that may have some for each of its bytes.
 MOST_ERRORS = 100
-#: What pydantic calls the types of a field that may have several.
+#: pydantic's names for the types of a field that may have several.
 BRANCHES = ("str", "list", "int", "float", "bool", "dict")
 
 

@@ -57,7 +57,7 @@ class PatientProtocol(H11Protocol):
         self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
+        """Stop waiting: the client reads again."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def stop(self) -> None:
-        """Take nothing more in, and end when what is here is answered; from a signal handler or any thread."""
+        """Accept no more requests, and end when those in flight are answered; from a signal handler or any thread."""
         self.serving.closing = self.should_exit = True
 
     def serve_until_stopped(self) -> int:

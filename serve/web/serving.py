@@ -1,4 +1,4 @@
-"""The state of a server: its models, its template, who waits for what, and whether it is to end."""
+"""The state of a server: its models, its chat template, its clients, and whether it is closing."""
 
 import asyncio
 import time
@@ -56,7 +56,9 @@ class Serving:
     def __post_init__(self) -> None:
         """Begin to count."""
         self.metrics = Metrics()
-        self._counts = {model.name: self.metrics.of(model.name, model.runtime, model.load) for model in self.models}
+        self._counts = {
+            model.name: self.metrics.model_metrics(model.name, model.runtime, model.load) for model in self.models
+        }
         self._rendering, self._rendered = ThreadPoolExecutor(1, "fp8q-template"), 0
         self._boxes: dict[Mailbox, Handed] = {}
 
@@ -89,8 +91,9 @@ class Serving:
         return self._counts[model.name]
 
     async def render(self, messages: list[Message], said: int, positions: int) -> str:
-        """The prompt that a chat of so many characters is; raises Refusal for one that is too long or that the template
-        refuses.
+        """Render the chat `messages`, of `said` characters in all, as a prompt.
+
+        Raises Refusal for a chat that is too long, or that the template refuses.
         """
         if isinstance(self.template, InputError):
             raise Refusal(400, str(self.template), "messages")
@@ -135,8 +138,8 @@ class Serving:
         self._boxes.pop(box, None)
 
     async def watch(self) -> None:
-        """Tell those who wait for a model whose loop has ended, which is a fault, that nothing comes any more, and free
-        the rows of streams that nobody reads.
+        """Once a second, fail the requests of a model whose loop has ended (a fault), and free the rows of streams that
+        their clients do not read.
         """
         while True:
             await asyncio.sleep(1)
@@ -148,7 +151,7 @@ class Serving:
                     handed.box.fail("the stream was not read; read it as it comes")
 
     def close(self) -> None:
-        """End all threads; whoever is still here is answered first."""
+        """Answer the requests in flight, then end all threads."""
         self._rendering.shutdown()
         for model in self.models:
             model.service.close()
@@ -169,7 +172,7 @@ class Handed:
         return pieces > MOST_UNREAD or (seconds > UNREAD_SECONDS and self.model.load()[1] > 0)
 
     def let_go(self) -> None:
-        """Free the rows; what has ended is none to free."""
+        """Free the rows of the requests that have not ended."""
         for request in self.ongoing:
             request.cancel()
         self.serving.drop(self.box)

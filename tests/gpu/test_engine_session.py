@@ -14,7 +14,8 @@ import pytest
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.export.engine.targets import Runtime, available_runtimes, can_do_fp8, gpu_target
-from fp8q.serve.local.generation import generate_answers, open_run_session
+from fp8q.serve.local.generation import open_generator, open_run_session
+from fp8q.serve.loop.generate import complete
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import Batch, Session
 
@@ -77,7 +78,7 @@ def test_text_is_the_same_alone_and_among_others(built: tuple[Run, Runtime]) -> 
     run, runtime = built
     prompts = ["def read(path):", "import os", "class Tree:", "for line in"]
     requests = [Request(prompt, 24, ignore_end=True) for prompt in prompts]
-    together = generate_answers(run, requests, runtime, max_batch=4)
-    first = generate_answers(run, requests[:1], runtime, max_batch=1)[0]
+    together = complete(open_generator(run, open_run_session(run, runtime), 4), requests)
+    (first,) = complete(open_generator(run, open_run_session(run, runtime), 1), requests[:1])
     assert len(first.tokens) == 24
     assert first.tokens[:8] == together[0].tokens[:8]  # another bucket is another kernel, and may round otherwise

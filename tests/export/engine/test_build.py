@@ -17,7 +17,7 @@ from fp8q.core.reporter import SILENT, Standing
 from fp8q.core.run import Run
 from fp8q.export.engine import build as engine
 from fp8q.export.engine import runtime, targets
-from fp8q.export.engine.build import Job, build, build_engines
+from fp8q.export.engine.build import BuildProgress, Job, build, build_engines
 from fp8q.export.engine.info import EngineInfo, check_share, load_engines
 from fp8q.export.engine.profiles import profiles
 from fp8q.options import EngineOptions
@@ -336,3 +336,32 @@ def test_a_file_where_the_engines_belong_is_named_before_anything_is_built(
         build_engines(run[0], run[1].modules, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), heard)
     assert str(refused.value) == f"{place}: stands where a directory belongs; remove it, or name another"
     assert heard.tracks == []
+
+
+def test_progress_is_the_share_of_nested_phases() -> None:
+    parts: list[int] = []
+    progress = BuildProgress(parts.append)
+    progress.start("building", None, 4)
+    progress.start("cloning", "building", 2)
+    assert progress.step("cloning", 0)  # half of the first quarter
+    assert sum(parts) == 12
+    progress.step("cloning", 1)
+    progress.finish("cloning")
+    progress.step("building", 0)
+    assert sum(parts) == 25
+    progress.start("timing", "building", 5)
+    progress.step("timing", 4)
+    assert sum(parts) == 50
+    progress.step("building", 0)  # earlier than what was reached: nothing is taken back
+    progress.step("unheard of", 3)
+    progress.reach(1.0)
+    assert sum(parts) == 100
+    assert min(parts) > 0
+
+
+def test_a_cancelled_build_is_told_to_stop_at_its_next_step() -> None:
+    progress = BuildProgress(lambda done: None)
+    progress.start("building", None, 2)
+    assert progress.step("building", 0)
+    progress.cancel()
+    assert not progress.step("building", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,8 @@ import pytest
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.errors import BackendError, InputError
 from fp8q.serve.local import generation
-from fp8q.serve.local.generation import generate_answers
+from fp8q.serve.local.generation import answer_request, open_generator, open_run_session
+from fp8q.serve.loop.generate import complete
 from fp8q.serve.loop.request import GeneratedAnswer, Request
 from fp8q.serve.loop.sessions import open_session
 from fp8q.serve.loop.text import Vocabulary
@@ -31,8 +32,12 @@ PROMPTS = [
 ]
 
 
+def answers_of(run: Run, requests: Sequence[Request], max_batch: int = 8) -> list[GeneratedAnswer]:
+    return complete(open_generator(run, open_run_session(run), max_batch), requests)
+
+
 def test_a_run_answers(counting_run: Run) -> None:
-    assert generate_answers(counting_run, [Request("t3 t1 t4", max_tokens=3), Request("t0", max_tokens=1)]) == [
+    assert answers_of(counting_run, [Request("t3 t1 t4", max_tokens=3), Request("t0", max_tokens=1)]) == [
         GeneratedAnswer(" t1 t2 t6", (1, 2, 6), "length", 3),
         GeneratedAnswer(" t0", (0,), "length", 1),
     ]
@@ -41,7 +46,7 @@ def test_a_run_answers(counting_run: Run) -> None:
 def test_a_run_that_was_not_exported_is_refused(counting_run: Run) -> None:
     counting_run.onnx_fp32.unlink()
     with pytest.raises(InputError) as raised:
-        generate_answers(counting_run, [])
+        answers_of(counting_run, [])
     assert (
         str(raised.value)
         == f"{counting_run.onnx_fp32}: is missing; `fp8q export {counting_run.root}` writes it, run that first"
@@ -51,7 +56,7 @@ def test_a_run_that_was_not_exported_is_refused(counting_run: Run) -> None:
 def test_a_model_without_a_tokenizer_is_an_input_error(counting_run: Run) -> None:
     (counting_run.model / "tokenizer.json").unlink()
     with pytest.raises(InputError) as raised:
-        generate_answers(counting_run, [])
+        answers_of(counting_run, [])
     assert (
         str(raised.value) == f"{counting_run.model / 'tokenizer.json'}: there is no such file; copy it from the model"
     )
@@ -60,7 +65,7 @@ def test_a_model_without_a_tokenizer_is_an_input_error(counting_run: Run) -> Non
 def test_a_missing_runtime_is_a_backend_error(counting_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(BackendError) as raised:
-        generate_answers(counting_run, [])
+        answers_of(counting_run, [])
     assert str(raised.value) == (
         "ONNX Runtime is not installed (import of onnxruntime halted; None in sys.modules); install it with `pip "
         "install onnxruntime`"
@@ -68,8 +73,9 @@ def test_a_missing_runtime_is_a_backend_error(counting_run: Run, monkeypatch: py
 
 
 def test_a_request_that_cannot_be_served_is_an_input_error(counting_run: Run) -> None:
+    generator = open_generator(counting_run, open_run_session(counting_run))
     with pytest.raises(InputError) as raised:
-        generate_answers(counting_run, [Request(" ")])
+        answer_request(generator, Request(" "), lambda text: None)
     assert str(raised.value) == "the prompt has no tokens; write something to continue"
 
 
@@ -80,7 +86,7 @@ def test_the_demo_generates_in_a_batch_what_the_whole_sequence_gives_at_once(dem
     Both compute the same sums in another order, so a token may be the second best where two are all but equal.
     """
     session, vocabulary = open_session(demo_run.model), Vocabulary.read(demo_run.model)
-    answers = generate_answers(demo_run, [Request(prompt, max_tokens=48) for prompt in PROMPTS], max_batch=3)
+    answers = answers_of(demo_run, [Request(prompt, max_tokens=48) for prompt in PROMPTS], max_batch=3)
     lost: list[float] = []
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = np.array([vocabulary.encode(prompt) + list(answer.tokens)])
@@ -96,17 +102,17 @@ def test_the_demo_draws_the_same_text_from_the_same_seed(demo_run: Run) -> None:
     asked = [
         Request(prompt, max_tokens=8, temperature=0.8, top_p=0.95, seed=seed) for seed, prompt in enumerate(PROMPTS)
     ]
-    answers = generate_answers(demo_run, asked)
-    assert answers == generate_answers(demo_run, asked)
+    answers = answers_of(demo_run, asked)
+    assert answers == answers_of(demo_run, asked)
     assert all(answer.text for answer in answers)
 
 
 def test_the_demos_greedy_text_is_the_same_alone_and_among_others(demo_run: Run) -> None:
     """Those who come and go beside a request, and how long their prompts are, change none of its tokens."""
     asked = [Request(prompt, max_tokens=32) for prompt in PROMPTS]
-    alone = [generate_answers(demo_run, [request])[0] for request in asked]
+    alone = [answers_of(demo_run, [request])[0] for request in asked]
     others = [Request(PROMPTS[1] * 4, max_tokens=3), Request("a", max_tokens=40), Request(PROMPTS[3] * 2, max_tokens=9)]
-    among = generate_answers(demo_run, [*others, *asked, *others], max_batch=4)
+    among = answers_of(demo_run, [*others, *asked, *others], max_batch=4)
     assert among[len(others) : -len(others)] == alone
 
 
