@@ -28,7 +28,7 @@ class Page:
     selection: tuple[str, ...] = ()
 
 
-_SCALES = ("--method", "--kv-cache", "--skip", "--only", "--activation-terms", "--two-terms", "--bf16-input")
+_SCALES = ("--method", "--kv-cache", "--skip", "--only", "--form")
 PAGES: Mapping[str, Page] = {
     "run": Page(
         (
@@ -53,7 +53,7 @@ PAGES: Mapping[str, Page] = {
         ),
         (
             "--data", "--eval-data", "--out", "--samples", "--seq-len", "--chat-template", "--preset", "--kv-cache",
-            "--skip", "--activation-terms", "--weight-rounding", "--stream", "--graph",
+            "--skip", "--form", "--weight-rounding", "--stream", "--graph",
         ),
     ),
     "scales": Page(
@@ -61,7 +61,7 @@ PAGES: Mapping[str, Page] = {
             ("fp8q scales RUN --skip '*.down_proj'", "keep these modules in BF16"),
             ("fp8q scales RUN --skip ''", "quantize again what the run keeps in BF16"),
             ("fp8q scales RUN --kv-cache fp8", "the KV cache in FP8"),
-            ("fp8q scales RUN --activation-terms tail", "exact answers (docs/exact-answers.md)"),
+            ("fp8q scales RUN --form tail:64", "exact answers (docs/exact-answers.md)"),
             ("fp8q scales RUN --method percentile --percentile 99.99", "clip outliers of activations"),
         ),
         ("--weight-method", *_SCALES),

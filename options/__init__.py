@@ -5,8 +5,6 @@ answer at once.
 """
 
 from .calibrate import (
-    AS_THE_RUN_HAS_IT,
-    DEFAULT_EXACT_TAIL,
     DEFAULT_SAMPLES,
     DEFAULT_SEQ_LEN,
     PRESETS,
@@ -14,22 +12,18 @@ from .calibrate import (
     Bos,
     CalibrateOptions,
     CorpusOptions,
-    KvCache,
     MeasureOptions,
     Preset,
-    RescaleOptions,
-    ScaleOptions,
     SourceOptions,
-    Terms,
-    WeightMethod,
-    WeightRounding,
 )
 from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
 from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
 from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
+from .form import BF16, DEFAULT_EXACT_TAIL, ONE, TWO, Form, FormRule
 from .run import RunOptions
+from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
 from .tokenizer import TokenizerChoice
 from .training import GradientFormat, LearningGradients, Scaling, WatchOptions
@@ -57,6 +51,7 @@ from .validate import (
 
 __all__ = [
     "AS_THE_RUN_HAS_IT",
+    "BF16",
     "DEFAULT_EXACT_TAIL",
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
@@ -65,9 +60,11 @@ __all__ = [
     "MAX_TOKENS",
     "METHODS",
     "NOT_SERVED",
+    "ONE",
     "ONE_TERM_ALONE",
     "PRESETS",
     "RUNTIMES",
+    "TWO",
     "WITHOUT_GRAPH",
     "WITH_ADAPTERS",
     "Accumulator",
@@ -88,6 +85,8 @@ __all__ = [
     "EngineOptions",
     "EvaluateOptions",
     "ExportOptions",
+    "Form",
+    "FormRule",
     "GenerateOptions",
     "GradientFormat",
     "History",

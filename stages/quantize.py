@@ -13,7 +13,7 @@ from ..core.errors import InputError
 from ..core.files import replacing, write_document
 from ..core.run import Run
 from ..export.graph.reuse import carry_graphs
-from ..options import RescaleOptions, ScaleOptions
+from ..options import BF16, RescaleOptions, ScaleOptions
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.learning.codes import LearnedCodes
 from ..quantize.reading.inherited_scales import (
@@ -29,10 +29,9 @@ from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, 
 from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
     Products,
-    bf16_input_modules,
-    finer_modules,
     mixed_experts_warning,
     mixed_group_warning,
+    module_forms,
     select,
     shared_input_notes,
 )
@@ -95,7 +94,10 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
 
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
     """SHA-256 of everything that the codes of a `rounding_key` depend on."""
-    depends = [dict(key.inputs), QUANTIZE.dump(key.options, key.facts)]
+    options = QUANTIZE.dump(key.options, key.facts)
+    if not options["form"]:
+        del options["form"]  # codes that were learned before there was this option are of the same start
+    depends = [dict(key.inputs), options]
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
 
 
@@ -126,7 +128,7 @@ def _note_choices(source: Source, statistics: Statistics, scales: Scales, option
     for module, decision in scales.skipped.items():
         if decision.samples is not None:
             notes.note(f"{module}: stays in BF16: {decision.reason}")
-    for line in shared_input_notes(options, scales):
+    for line in shared_input_notes(options, scales.forms):
         notes.note(line)
     groups, least = statistics.record.groups, options.min_expert_tokens
     compensated = options.weight_rounding != "nearest"
@@ -217,10 +219,9 @@ def choose_scales(source: Source, statistics: Statistics, products: Products, op
         codes, left = split_by_layer(inherited_cache(source, statistics, parts), wide)
         return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | unfit)
     groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
-    alone = bf16_input_modules(options, products, chosen, groups)
-    on_codes = [module for module in chosen if module not in alone]
-    finer = finer_modules(options, products, chosen, groups)
-    activations, unfit = activation_scales(statistics, on_codes, options.clip, finer=finer, starved=few)
+    forms = module_forms(options, products, chosen, groups)
+    coded = {module: form for module, form in forms.items() if form != BF16}
+    activations, unfit = activation_scales(statistics, coded, options.clip, forms=coded, starved=few)
     heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
     codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, wide, heads), wide)
     return Scales(
@@ -229,5 +230,5 @@ def choose_scales(source: Source, statistics: Statistics, products: Products, op
         kv_cache=codes,
         wide_cache=left,
         skipped=skipped | unfit,
-        bf16_inputs=alone,
+        bf16_inputs=[module for module in chosen if module not in coded],
     )

@@ -141,7 +141,7 @@ def predicted_candidates(
     caches = CACHES if candidates.cache else CACHES[:1]
     own = own_mix(scales, candidates.groups)
     losses = Losses(parts, roundings, caches, candidates.forms)
-    shape = _shape(candidates, progress.values, options.exact_tail)
+    shape = _shape(candidates, progress.values, options.tail_length)
     return PredictedCandidates(run, scales, candidates, shape, losses, own, progress)
 
 

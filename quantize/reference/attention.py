@@ -43,7 +43,7 @@ def attention_scales(tensors: Mapping[str, TensorStatistics], options: ScaleOpti
     where these have a tail: the last positions of the heads that share a key head are not the last rows. Raises
     InputError naming the first tensor without a scale.
     """
-    terms: Literal[1, 2] = 1 if options.activation_terms == 1 else 2
+    terms: Literal[1, 2] = 1 if options.form_of_all.terms == 1 else 2
     clipping = options.clip
     modules = sorted({name.removesuffix(".q") for name in tensors if name.endswith(".q")})
     scales: dict[str, TensorScale] = {}

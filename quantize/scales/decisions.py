@@ -17,7 +17,7 @@ from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import Clipping, KvCache
+from ...options import BF16, ONE, TWO, Clipping, Form, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid, Grid
 from .clip import (
     FROM_BATCHES,
@@ -40,8 +40,6 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_SCALE = float(scale_of(magnitudes(INFINITY - 1), E4M3))
 #: The method of scales and codes that are taken from an FP8 source checkpoint.
 INHERITED: Literal["inherited"] = "inherited"
-#: The forms of an activation that is one code a value in all positions, or two, or no codes.
-ONE_TERM, BOTH_TERMS, NO_TERM = "one term", "two terms", "BF16"
 #: The formats of activations, by the number of their terms.
 GRIDS: dict[int, CodeGrid] = {1: E4M3, 2: TWO_TERMS}
 #: Of a graph in FP16: its smallest number over E4M3's, both subnormal.
@@ -120,11 +118,9 @@ class TensorScale(Lossy):
         )
 
     @property
-    def form(self) -> str:
-        """The form of the values in words: `one term`, `two terms` or `a tail of 64`."""
-        if self.tail is not None:
-            return f"a tail of {self.tail}"
-        return ONE_TERM if self.terms == 1 else BOTH_TERMS
+    def form(self) -> Form:
+        """The form of the input of which this is the scale."""
+        return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
 
     @property
     def fits_fp16(self) -> bool:
@@ -173,6 +169,12 @@ class Scales(Strict):
     def modules(self) -> list[str]:
         """The modules whose weight is codes, or shall be."""
         return [*self.activations, *self.bf16_inputs]
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Map each of `modules` to the form of its input."""
+        coded = {module: scale.form for module, scale in self.activations.items()}
+        return coded | dict.fromkeys(self.bf16_inputs, BF16)
 
     @property
     def promised(self) -> list[str]:
@@ -326,13 +328,13 @@ def activation_scales(
     modules: Iterable[str],
     clipping: Clipping,
     format: Grid = E4M3,
-    finer: Mapping[str, int | None] = MappingProxyType({}),
+    forms: Mapping[str, Form] = MappingProxyType({}),
     starved: Mapping[str, Starved] = MappingProxyType({}),
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
     """Choose the scales of the inputs of `modules`; return them, and the modules that have none with the reasons.
 
-    `finer`: modules, in whole groups, whose input is two codes a value -> its tail (None: in all positions); the others
-    take one code of `format`.
+    `forms`: modules, in whole groups, -> the form of their input, which is not BF16; the others take one code of
+    `format`.
     `starved`: experts that saw too few tokens and take the amax of others. All members of a group have the same scale.
     """
     scales: dict[str, TensorScale] = {}
@@ -342,10 +344,10 @@ def activation_scales(
     for module in modules:
         name = f"{first.get(module, module)}.input"
         if name not in chosen:
-            grid = TWO_TERMS if module in finer else format
+            form = forms.get(module, ONE)
+            grid = TWO_TERMS if form.terms == 2 else format
             decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
-            tail = finer.get(module)
-            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update={"tail": tail})
+            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update={"tail": form.tail})
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision

@@ -4,12 +4,12 @@ The output head stays in BF16 because its error goes straight into the logits an
 Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import ScaleOptions, Terms
+from ...options import Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
 
 
@@ -39,7 +39,7 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
         if not any(fnmatchcase(name, pattern) for name in products.names):
-            raise _unmatched(option, pattern, products.names)
+            raise _unmatched(f"{option} {pattern}", products.names)
     skipped: dict[str, Skipped] = {}
     for name in products.names:
         matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
@@ -69,17 +69,19 @@ def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) ->
     return chosen, skipped
 
 
-def match_terms(option: str, patterns: Sequence[str], products: Products, chosen: Sequence[str]) -> list[str]:
-    """The modules among `chosen`, the quantized ones, that the `patterns` of an `option` for inputs match.
+def rule_modules(rule: FormRule, products: Products, chosen: Sequence[str]) -> list[str]:
+    """The modules among `chosen`, the quantized ones, to which a rule gives its form.
 
     Raises InputError for a pattern that matches none of them.
     """
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in products.names):
-            raise _unmatched(option, pattern, products.names)
-        if not any(fnmatchcase(name, pattern) for name in chosen):
-            raise InputError(f"{option} {pattern}", "all that it matches stays in BF16", "name other modules")
-    return [name for name in chosen if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if rule.every:
+        return [*chosen]
+    if not any(fnmatchcase(name, rule.pattern) for name in products.names):
+        raise _unmatched(rule.written, products.names)
+    matching = [name for name in chosen if fnmatchcase(name, rule.pattern)]
+    if not matching:
+        raise InputError(rule.written, "all that it matches stays in BF16", "name other modules")
+    return matching
 
 
 def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[str]:
@@ -88,61 +90,41 @@ def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[
     return [member for members in groups if not wanted.isdisjoint(members) for member in members]
 
 
-def finer_modules(
+def module_forms(
     options: ScaleOptions, products: Products, chosen: Sequence[str], groups: Iterable[Sequence[str]]
-) -> dict[str, int | None]:
-    """Map the modules among `chosen`, the quantized ones, whose input is two codes a value, to their tail.
+) -> dict[str, Form]:
+    """Resolve the form of the input of every module among `chosen`, the quantized ones.
 
-    The tail is the number of positions at the end of a call that have the second codes; None for all positions. A
-    pattern goes before what all modules have, and two terms before a tail. `groups`: modules that receive the same
-    tensor. Raises InputError for a pattern that matches no quantized module.
+    The last rule that matches a module counts, and takes with it all modules of its group. `groups`: modules that
+    receive the same tensor. Raises InputError for a pattern that matches no quantized module.
     """
-    sharing = [*groups]
-    everywhere: dict[Terms, dict[str, int | None]] = {
-        1: {},
-        2: dict.fromkeys(chosen),
-        "tail": dict.fromkeys(chosen, options.exact_tail),
-        "bf16": {},
-    }
-    finer = everywhere[options.activation_terms]
-    for option, patterns, tail in (
-        ("--tail", options.tail, options.exact_tail),
-        ("--two-terms", options.two_terms, None),
-    ):
-        finer |= dict.fromkeys(whole_groups(match_terms(option, patterns, products, chosen), sharing), tail)
-    return finer
-
-
-def bf16_input_modules(
-    options: ScaleOptions, products: Products, chosen: Sequence[str], groups: Iterable[Sequence[str]]
-) -> list[str]:
-    """The modules among `chosen`, the quantized ones, whose input stays in BF16, so that their weight alone is codes.
-
-    A pattern goes before what all modules have, and that of `--bf16-input` before those of two terms and of tails.
-    `groups`: modules that receive the same tensor. Raises InputError for a pattern that matches no quantized module.
-    """
-    sharing = [*groups]
-    named = set(whole_groups(match_terms("--bf16-input", options.bf16_input, products, chosen), sharing))
-    if options.activation_terms == "bf16":
-        named |= set(chosen) - finer_modules(options, products, chosen, sharing).keys()
-    return [module for module in chosen if module in named]
+    sharing, forms = [*groups], dict[str, Form]()
+    for rule in options.form_rules:
+        named = rule_modules(rule, products, chosen)
+        forms |= dict.fromkeys(named if rule.every else whole_groups(named, sharing), rule.form)
+    return {module: forms[module] for module in chosen}
 
 
 def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
     """The modules that are quantized under `options`; raises InputError for a pattern that matches nothing."""
     chosen, _ = select(products, options.skip, options.only)
-    finer_modules(options, products, chosen, ())
-    bf16_input_modules(options, products, chosen, ())
+    module_forms(options, products, chosen, ())
     return chosen
 
 
 def check_tail_length(options: ScaleOptions, positions: int | None) -> None:
     """Raise InputError for a tail as long as any call of a model with so many `positions` (None: no limit)."""
-    if options.has_tail and positions is not None and options.exact_tail >= positions:
+    for rule in options.form_rules:
+        if positions is None or rule.form.tail is None or rule.form.tail < positions:
+            continue
+        older = not rule.written.startswith("--form")
+        written, instead = (
+            (f"--exact-tail {rule.form.tail}", "--activation-terms 2") if older else (rule.written, "the form two")
+        )
         raise InputError(
-            f"--exact-tail {options.exact_tail}",
+            written,
             f"the model has {positions} positions, so every call would be in two terms throughout",
-            "give fewer, or --activation-terms 2",
+            f"give fewer, or {instead}",
         )
 
 
@@ -151,19 +133,22 @@ def taken_along(patterns: Sequence[str], modules: Iterable[str]) -> list[str]:
     return [name for name in modules if patterns and not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def shared_input_notes(options: ScaleOptions, scales: Scales) -> Iterator[str]:
-    """Name the modules that an option for some inputs did not name, and that take the form of those with them."""
-    throughout = [module for module in scales.two_terms if module not in scales.tails]
-    patterns = options.two_terms if options.activation_terms != 2 else ()
-    for option, matching, modules, form in (
-        ("--two-terms", patterns, throughout, "two terms"),
-        ("--tail", options.tail, scales.tails, "a tail"),
-        ("--bf16-input", options.bf16_input, scales.bf16_inputs, "BF16"),
-    ):
-        if others := taken_along(matching, modules):
+def shared_input_notes(options: ScaleOptions, forms: Mapping[str, Form]) -> Iterator[str]:
+    """Name the modules that no pattern names, and that take a form because they share the input of one that is named.
+
+    `forms`: module -> the form of its input in the run.
+    """
+    patterns: dict[Form, list[FormRule]] = {}
+    for rule in options.form_rules:
+        if not rule.every and rule.form != options.form_of_all:
+            patterns.setdefault(rule.form, []).append(rule)
+    for form, rules in patterns.items():
+        others = taken_along([rule.pattern for rule in rules], [name for name in forms if forms[name] == form])
+        if others:
             yield (
-                f"{option}: {others[0]}{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same "
-                f"tensor as a module that it names, and take {form} with it"
+                f"{rules[0].written.split()[0]}: {others[0]}"
+                f"{f' and {len(others) - 1} more' if len(others) > 1 else ''} read the same tensor as a module that it "
+                f"names, and take {'a tail' if form.tail else form.words} with it"
             )
 
 
@@ -215,8 +200,8 @@ def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
     )
 
 
-def _unmatched(option: str, pattern: str, names: Iterable[str]) -> InputError:
-    return InputError(f"{option} {pattern}", "matches no module", f"names are like {', '.join(_examples(names))}")
+def _unmatched(written: str, names: Iterable[str]) -> InputError:
+    return InputError(written, "matches no module", f"names are like {', '.join(_examples(names))}")
 
 
 def _examples(names: Iterable[str]) -> list[str]:

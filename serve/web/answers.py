@@ -36,7 +36,7 @@ class AnswerPart:
         return self.pieces[-1].finish_reason
 
 
-class Form(Protocol):
+class AnswerForm(Protocol):
     """The form of an endpoint's answers."""
 
     kind: str
@@ -56,7 +56,7 @@ class Form(Protocol):
 class Writer:
     """Write the answer to one request as JSON."""
 
-    def __init__(self, form: Form, model: str):
+    def __init__(self, form: AnswerForm, model: str):
         """The answer has an id and a time from here on."""
         self.form = form
         self._head = {"id": f"{form.prefix}-{token_hex(12)}", "created": int(time.time()), "model": model}
@@ -77,7 +77,7 @@ class Writer:
 class StreamWriter:
     """Writes the events of one stream."""
 
-    def __init__(self, form: Form, head: str, with_usage: bool, counting: bool):
+    def __init__(self, form: AnswerForm, head: str, with_usage: bool, counting: bool):
         """`head`: the JSON that every chunk begins with, its brace open; `counting`: with usage, every chunk has it."""
         self._form, self._before = form, f'data: {head}, "choices": ['
         self._after, self._counts = (', "usage": null}\n\n' if with_usage else "}\n\n"), with_usage

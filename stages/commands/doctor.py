@@ -73,6 +73,7 @@ def _remedies(run: Run, scales: Scales) -> Remedies:
         corpus.name,
         corpus.windows,
         two_terms=chosen.two_terms,
+        forms=chosen.form,
         skip=chosen.skip,
         kv_skip=chosen.kv_skip,
         cached=tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.kv_cache)),

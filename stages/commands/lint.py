@@ -25,7 +25,7 @@ from ...quantize.lint.check import RULES as CHECKPOINT_RULES
 from ...quantize.lint.check import checkpoint_findings
 from ...quantize.lint.rules import CheckpointRule
 from ...quantize.reading.run_checkpoint import stored_scales
-from ...quantize.scales.decisions import ONE_TERM, Scales, load_scales
+from ...quantize.scales.decisions import Scales, load_scales
 from ...serve.lint.check import RULES as REPOSITORY_RULES
 from ...serve.lint.check import lint_engines, lint_repository
 from ...serve.lint.folder import is_repository
@@ -153,7 +153,7 @@ def told_elsewhere(run: Run) -> str | None:
     scales = load_scales(run)
     if not scales.two_terms:
         return None
-    forms = " and ".join(sorted({scale.form for scale in scales.activations.values()} - {ONE_TERM}))
+    forms = " and ".join(sorted({scale.form.words for scale in scales.activations.values() if scale.terms == 2}))
     told = (
         f"{len(scales.two_terms)} inputs in {forms}, of which transformers, and vLLM without fp8q-vllm, run the first "
         "term alone"

@@ -214,6 +214,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "skip = []",
         "# only: as the run has it",
         "# q-scale: as the run has it",
+        "# form: as the run has it",
         "# activation-terms: as the run has it",
         "# exact-tail: as the run has it",
         "# two-terms: as the run has it",

@@ -57,6 +57,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 #: Other values of fields whose type does not tell one.
 OTHERS: dict[str, Any] = {
     "percentile": 99.0,
+    "form": ("*.mlp.*=two",),
     "runtimes": ("bf16",),
     "batch_sizes": (2,),
     "prompt_lengths": (2,),

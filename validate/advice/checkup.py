@@ -155,9 +155,10 @@ def remedies(checks: Sequence[Check]) -> list[str]:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Make the commands of remedies: `run` is the run's directory, `two_terms`, `skip` and `kv_skip` the patterns that
-    `fp8q scales` was given; `cached`: the attention modules whose cache is codes. `graph`: the run has an
-    ONNX graph.
+    """Make the commands of remedies.
+
+    `run`: the run's directory. `two_terms`, `forms`, `skip`, `kv_skip`: what `fp8q scales` was given. `cached`: the
+    attention modules whose cache is codes. `graph`: the run has an ONNX graph.
 
     An option with several patterns replaces the run's, so the run's patterns are repeated.
     """
@@ -167,6 +168,7 @@ class Remedies:
     data: str
     samples: int
     two_terms: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     kv_skip: tuple[str, ...] = ()
     cached: tuple[str, ...] = ()
@@ -178,6 +180,8 @@ class Remedies:
 
     def two(self, pattern: str) -> str:
         """Take two terms for modules that match, and for those that have them already."""
+        if self.forms:
+            return self.scales(*_repeated("--form", (*self.forms, f"{pattern}=two")))
         return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
 
     def wide(self, tensor: str) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from ...calibrate.measure.statistics import load_record
 from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
 from ...core.run import Run
-from ...quantize.scales.decisions import NO_TERM, ONE_TERM, Scales, load_scales
+from ...options import ONE
+from ...quantize.scales.decisions import Scales, load_scales
 from ..accuracy.bootstrap import increase_interval
 from ..accuracy.decision import interval_text
 from ..accuracy.document import load_accuracy, load_token_losses
@@ -100,11 +101,11 @@ def is_same_model(first: Run, other: Run) -> bool:
 
 def terms(scales: Scales) -> str:
     """Describe the codes for an activation: `one term`, `two terms`, `a tail of 64`, or of how many products each."""
-    forms = Counter([*(scale.form for scale in scales.activations.values()), *(NO_TERM for _ in scales.bf16_inputs)])
+    forms = Counter(scales.forms.values())
     if len(forms) < 2:
-        return next(iter(forms), ONE_TERM)
-    finer = {form: number for form, number in forms.items() if form != ONE_TERM}
-    return ", ".join(f"{form} in {number} of {len(scales.modules)}" for form, number in finer.items())
+        return next(iter(forms), ONE).words
+    finer = {form: number for form, number in forms.items() if form != ONE}
+    return ", ".join(f"{form.words} in {number} of {len(scales.modules)}" for form, number in finer.items())
 
 
 def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:

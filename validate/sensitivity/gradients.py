@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.expert_modules import shared_inputs
-from ...quantize.scales.decisions import BOTH_TERMS
+from ...options import TWO
 from .document import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
@@ -110,7 +110,7 @@ def _losses(
     if site.kind == "kv_cache":
         return {AS_IT_IS: half_square(gradient, quantizer.cache_error(site.module, tensor))}
     found = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
-    if quantizer.scales.activations[site.module].form != BOTH_TERMS:
+    if quantizer.scales.activations[site.module].form != TWO:
         part = tensor[::TWO_TERMS_OF]
         nats = half_square(gradient[::TWO_TERMS_OF], quantizer.input_error(site.module, part, terms=2))
         found[TWO_TERMS] = nats * tensor.numel() / part.numel()

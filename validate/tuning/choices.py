@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
-from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Server, Terms
+from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server, Terms
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost, tail_terms
 
@@ -46,21 +46,17 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
     A tail is as long as `options` have it; a model of no more `positions` (None: no limit) has none.
     """
     plain = replace(
-        options,
-        activation_terms=1,
-        two_terms=(),
-        tail=(),
-        bf16_input=(),
+        options.in_one_form(ONE),
         kv_cache="off",
         kv_scale="tensor",
         kv_skip=(),
         q_scale=False,
-        exact_tail=DEFAULT_EXACT_TAIL,
     )
     exact = replace(plain, inherit=False)
     found: dict[Form, ScaleOptions] = {"one_term": plain}
-    if positions is None or options.exact_tail < positions:
-        found["tail"] = replace(exact, activation_terms="tail", exact_tail=options.exact_tail)
+    tail = options.tail_length
+    if positions is None or tail < positions:
+        found["tail"] = replace(exact, activation_terms="tail", exact_tail=tail)
     return found | {"two_terms": replace(exact, activation_terms=2)}
 
 

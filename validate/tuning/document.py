@@ -11,7 +11,7 @@ from pydantic import Field
 from ...core.columns import Column, Table, count, increase, nats, number_column, size, text_column
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import DEFAULT_EXACT_TAIL, KvCache, Prefer, ScaleOptions, Server
+from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server
 from .choices import Group, Mix, Shape, changes, members
 
 #: Points of the frontier that are shown; `--json` and `tune.json` have all.
@@ -99,12 +99,11 @@ class Recipe(Strict):
     def over(self, before: ScaleOptions) -> ScaleOptions:
         """The options that `fp8q scales` would be given on a run that was made with `before`; tails keep its length."""
         return replace(
-            before,
-            activation_terms=1,
+            before.in_one_form(ONE),
             two_terms=tuple(self.two_terms),
             bf16_input=tuple(self.bf16_input),
             tail=tuple(self.tail),
-            exact_tail=before.exact_tail if self.tail else DEFAULT_EXACT_TAIL,
+            exact_tail=before.tail_length if self.tail else DEFAULT_EXACT_TAIL,
             skip=(*before.skip, *self.skip),
             kv_cache=self.kv_cache,
             kv_scale="tensor" if self.kv_cache == "off" else before.kv_scale,

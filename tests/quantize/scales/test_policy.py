@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.core.errors import InputError
-from fp8q.options import ScaleOptions
+from fp8q.options import BF16, ONE, TWO, Form, FormRule, RescaleOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale
 from fp8q.quantize.scales.policy import (
     Products,
     check_tail_length,
-    finer_modules,
-    match_terms,
     mixed_experts_warning,
     mixed_group_warning,
+    module_forms,
+    rule_modules,
     select,
     taken_along,
     whole_groups,
@@ -72,7 +72,7 @@ def test_a_pattern_that_matches_nothing(option: str) -> None:
 
 def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
     chosen = select(PRODUCTS, ("*.up_proj",))[0]
-    assert match_terms("--two-terms", ("*.q_proj",), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
+    assert rule_modules(FormRule(TWO, "*.q_proj", "--two-terms *.q_proj"), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
     groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
     assert whole_groups(["l.0.attn.k_proj"], groups) == ["l.0.attn.q_proj", "l.0.attn.k_proj"]
     assert taken_along(("*.q_proj",), ["l.0.attn.q_proj", "l.0.attn.k_proj"]) == ["l.0.attn.k_proj"]
@@ -82,26 +82,73 @@ def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
         "*.up_proj": "all that it matches stays in BF16; name other modules",
     }.items():
         with pytest.raises(InputError) as refused:
-            match_terms("--two-terms", (pattern,), PRODUCTS, chosen)
+            rule_modules(FormRule(TWO, pattern, f"--two-terms {pattern}"), PRODUCTS, chosen)
         assert str(refused.value) == f"--two-terms {pattern}: {message}"
 
 
-def test_patterns_go_before_what_all_have_and_two_terms_before_a_tail() -> None:
+def test_the_last_form_that_matches_counts_and_older_options_spell_the_same() -> None:
     chosen = select(PRODUCTS, ())[0]
     groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
+    tail = Form("tail", 64)
 
-    def finer(**given: Any) -> dict[str, int | None]:
-        return finer_modules(ScaleOptions(**given), PRODUCTS, chosen, groups)
+    def forms(*rules: str, **older: Any) -> dict[str, Form]:
+        return module_forms(ScaleOptions(form=rules, **older), PRODUCTS, chosen, groups)
 
-    assert finer() == {}
-    assert finer(activation_terms=2) == dict.fromkeys(chosen)
-    assert finer(activation_terms="tail", exact_tail=8) == dict.fromkeys(chosen, 8)
-    assert finer(tail=("*.q_proj",)) == {"l.0.attn.q_proj": 64, "l.0.attn.k_proj": 64}
-    assert finer(activation_terms="tail", two_terms=("*.k_proj",)) == dict.fromkeys(chosen, 64) | dict.fromkeys(
-        groups[0]
+    def attention(form: Form, rest: Form = ONE) -> dict[str, Form]:
+        return dict.fromkeys(groups[0], form) | dict.fromkeys(groups[1], rest)
+
+    everywhere = dict.fromkeys(chosen, ONE)
+    assert forms() == forms("one") == everywhere
+    assert forms(activation_terms=2) == forms("two") == dict.fromkeys(chosen, TWO)
+    assert forms(activation_terms="tail", exact_tail=8) == forms("tail:8") == dict.fromkeys(chosen, Form("tail", 8))
+    assert forms(activation_terms="bf16") == forms("bf16") == dict.fromkeys(chosen, BF16)
+    assert forms(tail=("*.q_proj",)) == forms("*.q_proj=tail") == attention(tail)
+    assert forms(activation_terms="tail", two_terms=("*.k_proj",)) == attention(TWO, tail)
+    assert forms("tail", "*.k_proj=two") == attention(TWO, tail)
+    assert forms(tail=("*.q_proj",), two_terms=("*.k_proj",)) == attention(TWO)
+    assert forms("*.k_proj=two", "*.q_proj=tail:64") == attention(tail)
+    assert forms(activation_terms=2, tail=("*.up_proj",)) == attention(TWO, tail)
+    assert forms(activation_terms="bf16", two_terms=("*.k_proj",)) == attention(TWO, BF16)
+    assert forms(two_terms=("*.k_proj",), bf16_input=("*.q_proj",)) == attention(BF16)
+    assert forms("*.up_proj=bf16", activation_terms="tail") == attention(tail, BF16)
+    assert forms("tail:8", "*.up_proj=tail:16")["l.0.mlp.up_proj"] == Form("tail", 16)
+
+
+NO_FORM = "is no form; give one of one, two, tail, bf16 or tail:N, or PATTERN=FORM"
+
+
+@pytest.mark.parametrize(
+    ("message", "given"),
+    {
+        f"--form three: {NO_FORM}": {"form": ("three",)},
+        f"--form *.up=: {NO_FORM}": {"form": ("*.up=",)},
+        f"--form tail:0: {NO_FORM}": {"form": ("tail:0",)},
+        "--form *.up=two: --form tail:8 comes later and is for every module, and the last that matches counts; give "
+        "that one first, or leave one of them out": {"form": ("*.up=two", "tail:8")},
+        "--two-terms *.up: --form tail:8 is for every module, and the last that matches counts; give `--form` alone, "
+        "with the form for every module first": {"form": ("tail:8",), "two_terms": ("*.up",)},
+        "--inherit: takes codes and scales as they were given, and --form bf16 chooses others; leave one of them out "
+        "(--no-inherit)": {"form": ("bf16",), "inherit": True},
+    }.items(),
+)
+def test_rules_that_say_nothing_are_refused(message: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InputError) as refused:
+        ScaleOptions(**given)
+    assert str(refused.value) == message
+
+
+def test_scales_takes_forms_in_the_place_of_all_that_the_run_has() -> None:
+    older = ScaleOptions(activation_terms="tail", exact_tail=16, bf16_input=("*.up",), skip=("a",))
+    assert RescaleOptions(form=("two",)).over(older) == ScaleOptions(form=("two",), skip=("a",))
+    assert RescaleOptions(form=("",)).over(older) == ScaleOptions(skip=("a",))
+    newer = ScaleOptions(form=("tail:16", "*.up=bf16"))
+    assert RescaleOptions(skip=("a",)).over(newer) == replace(newer, skip=("a",))
+    with pytest.raises(InputError) as refused:
+        RescaleOptions(two_terms=("*.up",)).over(newer)
+    assert str(refused.value) == (
+        "--two-terms: is an older spelling of --form, and the run has --form tail:16; give the forms of all inputs by "
+        "--form"
     )
-    assert finer(tail=("*.q_proj",), two_terms=("*.k_proj",)) == dict.fromkeys(groups[0])
-    assert finer(activation_terms=2, tail=("*.up_proj",)) == dict.fromkeys(chosen) | {"l.0.mlp.up_proj": 64}
 
 
 def test_a_tail_is_shorter_than_the_longest_call() -> None:
@@ -114,6 +161,12 @@ def test_a_tail_is_shorter_than_the_longest_call() -> None:
     assert str(refused.value) == (
         "--exact-tail 512: the model has 512 positions, so every call would be in two terms throughout; give fewer, or "
         "--activation-terms 2"
+    )
+    with pytest.raises(InputError) as refused:
+        check_tail_length(ScaleOptions(form=("*.up_proj=tail:512",)), 512)
+    assert str(refused.value) == (
+        "--form *.up_proj=tail:512: the model has 512 positions, so every call would be in two terms throughout; give "
+        "fewer, or the form two"
     )
 
 

@@ -16,7 +16,7 @@ from fp8q.calibrate.measure.statistics import (
     replace_record,
 )
 from fp8q.core.errors import InputError
-from fp8q.options import Clipping
+from fp8q.options import TWO, Clipping
 from fp8q.quantize.scales.cache_scales import kv_cache_scales, scaled_by_head
 from fp8q.quantize.scales.decisions import Scales, activation_scales
 from fp8q.validate.advice.findings import (
@@ -203,14 +203,14 @@ def test_other_text_is_held_against_the_head_that_is_nearest_to_its_clip() -> No
 def test_a_tensor_in_two_terms_is_held_against_the_limits_of_two_terms() -> None:
     """448 + 448/16 = 476 is the largest sum of both codes at scale 1; one code ends at 448."""
     measured, other = statistics(calm=CALM), statistics(calm=tensor([476, 1], [476], [476]))
-    activations, _ = activation_scales(measured, ["calm"], Clipping(), finer={"calm": None})
+    activations, _ = activation_scales(measured, ["calm"], Clipping(), forms={"calm": TWO})
     scales = Scales(weights={}, activations=activations, skipped={})
     assert against_rows(measured, scales, other) == [AgainstRow("calm.input", 476.0, 476.0, 1.0, 0.0, 0.0)]
 
 
 def test_a_history_of_a_tensor_in_two_terms_saturates_beyond_both_codes() -> None:
     measured = statistics(calm=tensor([476, 1], [448, 476], [476]))
-    activations, _ = activation_scales(measured, ["calm"], Clipping(), finer={"calm": None})
+    activations, _ = activation_scales(measured, ["calm"], Clipping(), forms={"calm": TWO})
     two_terms = Scales(weights={}, activations=activations, skipped={})
     assert [row.saturated for row in delayed_rows(measured, chosen(measured), Clipping("delayed"))] == [1.0]
     assert [row.saturated for row in delayed_rows(measured, two_terms, Clipping("delayed"))] == [0.0]

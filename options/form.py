@@ -1,0 +1,103 @@
+"""The form of a GEMM's input: how the activations that a module reads are coded, chosen by patterns of module names.
+
+Each rule gives a form to the modules that a pattern matches, and of the rules that match a module the last counts. On
+the command line a rule is `--form FORM`, for all modules, or `--form 'PATTERN=FORM'`. The older options
+`--activation-terms`, `--tail`, `--two-terms` and `--bf16-input` spell such rules too, in this order and before those of
+`--form`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..core.errors import InputError
+
+#: The positions at the end of a call that a tail has the second codes of.
+DEFAULT_EXACT_TAIL = 64
+#: The kinds of forms, as `--form` names them.
+Kind = Literal["one", "two", "tail", "bf16"]
+#: Form in words, by its kind.
+WORDS: dict[Kind, str] = {"one": "one term", "two": "two terms", "bf16": "BF16"}
+#: The pattern that matches every module.
+EVERY = "*"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The coding of a GEMM's input.
+
+    - `one`: one E4M3 code a value, under one static scale a tensor.
+    - `two`: two codes, value = scale × (a + b/16), exact for most BF16 numbers.
+    - `tail`: two codes in the last `tail` positions of a call, one in the others.
+    - `bf16`: no codes; the weight alone is FP8.
+    """
+
+    kind: Kind = "one"
+    tail: int | None = None
+
+    def __str__(self) -> str:
+        """The form as `--form` takes it."""
+        return self.kind if self.tail is None else f"tail:{self.tail}"
+
+    @property
+    def words(self) -> str:
+        """The form in words, for tables and notes: `one term`, `a tail of 64`."""
+        return WORDS[self.kind] if self.tail is None else f"a tail of {self.tail}"
+
+    @property
+    def terms(self) -> Literal[0, 1, 2]:
+        """The number of codes that a value has where it has most; 0 for BF16."""
+        return 0 if self.kind == "bf16" else 2 if self.kind in ("two", "tail") else 1
+
+
+ONE, TWO, BF16 = Form("one"), Form("two"), Form("bf16")
+#: Names of forms that need no number.
+NAMED = {"one": ONE, "two": TWO, "tail": Form("tail", DEFAULT_EXACT_TAIL), "bf16": BF16}
+
+
+@dataclass(frozen=True)
+class FormRule:
+    """Give `form` to the modules whose name matches `pattern`; `written`: the option that asks for it, for messages."""
+
+    form: Form
+    pattern: str
+    written: str
+
+    @property
+    def every(self) -> bool:
+        """Tell whether the rule is for every module."""
+        return self.pattern == EVERY
+
+
+def parse_form(text: str, written: str) -> Form:
+    """Read a form such as `two` or `tail:64`; `written` is the whole option. Raises InputError for anything else."""
+    if text in NAMED:
+        return NAMED[text]
+    length = re.fullmatch(r"tail:([0-9]{1,9})", text)
+    if length and int(length[1]):
+        return Form("tail", int(length[1]))
+    raise InputError(written, "is no form", f"give one of {', '.join(NAMED)} or tail:N, or PATTERN=FORM")
+
+
+def parse_rule(text: str) -> FormRule:
+    """Read one value of `--form`: FORM, or PATTERN=FORM."""
+    pattern, _, form = text.rpartition("=")
+    return FormRule(parse_form(form, f"--form {text}"), pattern or EVERY, f"--form {text}")
+
+
+def checked_rules(_: str, value: Sequence[str]) -> tuple[str, ...]:
+    """Check the rules of `--form`; empty ones are dropped.
+
+    Raises InputError for one that is malformed, and for one without effect, since a later one is for every module.
+    """
+    texts = tuple(text for text in value if text)
+    rules = [parse_rule(text) for text in texts]
+    last = max((number for number, rule in enumerate(rules) if rule.every), default=0)
+    if last:
+        raise InputError(
+            rules[0].written,
+            f"{rules[last].written} comes later and is for every module, and the last that matches counts",
+            "give that one first, or leave one of them out",
+        )
+    return texts
