@@ -21,7 +21,7 @@ from .compare import CompareOptions
 from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
 from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
-from .form import BF16, DEFAULT_EXACT_TAIL, ONE, TWO, Form, FormRule
+from .form import BF16, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule
 from .run import RunOptions
 from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
 from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
@@ -55,6 +55,7 @@ __all__ = [
     "DEFAULT_EXACT_TAIL",
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
+    "DYNAMIC",
     "FLOAT",
     "LEAST_WINDOWS",
     "MAX_TOKENS",

@@ -16,9 +16,9 @@ from ..core.errors import InputError
 #: The positions at the end of a call that a tail has the second codes of.
 DEFAULT_EXACT_TAIL = 64
 #: The kinds of forms, as `--form` names them.
-Kind = Literal["one", "two", "tail", "bf16"]
+Kind = Literal["one", "two", "tail", "dynamic", "bf16"]
 #: Form in words, by its kind.
-WORDS: dict[Kind, str] = {"one": "one term", "two": "two terms", "bf16": "BF16"}
+WORDS: dict[Kind, str] = {"one": "one term", "two": "two terms", "dynamic": "dynamic", "bf16": "BF16"}
 #: The pattern that matches every module.
 EVERY = "*"
 
@@ -30,6 +30,7 @@ class Form:
     - `one`: one E4M3 code a value, under one static scale a tensor.
     - `two`: two codes, value = scale × (a + b/16), exact for most BF16 numbers.
     - `tail`: two codes in the last `tail` positions of a call, one in the others.
+    - `dynamic`: one code, under a scale for each token that is computed at run time.
     - `bf16`: no codes; the weight alone is FP8.
     """
 
@@ -51,9 +52,9 @@ class Form:
         return 0 if self.kind == "bf16" else 2 if self.kind in ("two", "tail") else 1
 
 
-ONE, TWO, BF16 = Form("one"), Form("two"), Form("bf16")
+ONE, TWO, DYNAMIC, BF16 = Form("one"), Form("two"), Form("dynamic"), Form("bf16")
 #: Names of forms that need no number.
-NAMED = {"one": ONE, "two": TWO, "tail": Form("tail", DEFAULT_EXACT_TAIL), "bf16": BF16}
+NAMED = {"one": ONE, "two": TWO, "tail": Form("tail", DEFAULT_EXACT_TAIL), "dynamic": DYNAMIC, "bf16": BF16}
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class ScaleOptions(Options):
         option(
             SCALES,
             "How inputs of FP8 products are coded: one (one static code), two (two, exact), tail:N (two in the last N "
-            "positions of a call), bf16 (weights alone are FP8). "
+            "positions of a call), dynamic (one, a scale for each token; no graph), bf16 (weights alone are FP8). "
             "PATTERN=FORM: of modules that match, and all that share their input. Repeatable; the last match counts.",
             "[PATTERN=]FORM",
         ),

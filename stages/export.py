@@ -33,6 +33,7 @@ from ..quantize.checkpoint.baselines import write_bf16, write_int8
 from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of, stored_scales
 from ..quantize.reference.attention import attention_scales, save_scales
 from ..quantize.scales.decisions import SMALLEST_FP16_SCALE, AttentionScales, TensorScale, load_scales
+from ..quantize.scales.policy import DYNAMIC_GRAPH
 from .pipeline.stage import NO_FACTS, Key, NoFacts
 from .pipeline.stages import EXPORT, EXPORT_BASELINE, QUANTIZE
 from .pipeline.steps import Notes
@@ -134,9 +135,11 @@ def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
 
 
 def why_no_graph(run: Run) -> str | None:
-    """The reason why no graph can be made of the checkpoint in `run`, found without its weights; None where none is
+    """The reason why no graph can be made of the checkpoint in `run`, by its forms and its classes; None where none is
     found before tracing.
     """
+    if load_scales(run).dynamic_inputs:
+        return DYNAMIC_GRAPH
     model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
     return unsupported(model.eval())
 

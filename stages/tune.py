@@ -14,10 +14,12 @@ import torch
 
 from ..calibrate.measure.statistics import load_statistics
 from ..calibrate.model.source import Source
+from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
 from ..core.files import write_document
 from ..core.run import Run
 from ..options import ScaleOptions, TuneOptions, ValidateOptions
+from ..quantize.scales.decisions import load_scales
 from ..validate.accuracy.perplexity import prompt_of
 from ..validate.tuning.choices import COARSEST, Mix, Price, limited_to
 from ..validate.tuning.document import (
@@ -71,6 +73,12 @@ def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> Tuning:
 def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
     """Find the cheapest mix for the budget of `options`, unless that is known, and write `tune.json`."""
     run.refuse_stale("measure", "quantize")
+    if load_scales(run).dynamic_inputs:
+        raise InputError(
+            run.root,
+            "has inputs in dynamic form, which `fp8q tune` has no candidates of",
+            f"`fp8q scales {name_in_commands(run.root)} --form one` gives them static scales, to be tuned",
+        )
     note_base_alone(run, "the budget is held by", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
     for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure")):

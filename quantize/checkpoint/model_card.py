@@ -88,8 +88,15 @@ HEADS = """\
 transformers reads all of them.
 
 """
-#: The activations, by whether any are codes.
+#: The paragraph on activations in dynamic form.
+DYNAMIC = """\
+**Per token**: the input of {modules} gets a scale for each token where it is served, amax / 448, and none is stored.
+config.json says so in compressed-tensors' form, which vLLM, SGLang, TensorRT-LLM and transformers read.
+
+"""
+#: The activations, by what scales they have.
 STATIC = "E4M3 activations with one static\nscale per tensor"
+DYNAMIC_SCALES = "E4M3 activations with one\nscale per token"
 IN_BF16 = "activations in BF16"
 #: The paragraph on an FP8 source checkpoint.
 FP8_SOURCE = """\
@@ -166,8 +173,9 @@ ones: `from_pretrained` reports missing keys, and ends with an error. Version 5.
 BF16. {vllm}"""
 HOSTED_EXPERTS = """\
 vLLM
-documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token. The static
-scales that fp8q runs them with are in `{file}`."""
+documents the layout: `vllm serve path/to/this/directory`; it gives what experts read a scale for each token{static}."""
+STATIC_EXPERTS = """. The static
+scales that fp8q runs them with are in `{file}`"""
 #: Used where only some of a layer's experts are FP8.
 PARTED_EXPERTS = """\
 **Nor can
@@ -200,7 +208,7 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
         + (QUERIES if scales.queries and form.cache else ""),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form) + _mtp(form),
         adapters=_adapters(source, form),
-        activations=STATIC if scales.activations else IN_BF16,
+        activations=STATIC if scales.static_inputs else DYNAMIC_SCALES if scales.activations else IN_BF16,
         quantized=_products(scales),
         skipped=skipped or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
@@ -226,7 +234,7 @@ def _graphs(form: HfLayout) -> str:
 
 
 def _terms(scales: Scales) -> str:
-    """Describe the modules in two terms, with a tail, and with FP8 weights alone; empty where there are none."""
+    """Describe the modules in two terms, with a tail, in dynamic form, and with FP8 weights alone; empty without."""
     tails = scales.tails
     throughout = [module for module in scales.two_terms if module not in tails]
     text = TERMS.format(modules=_some(throughout, scales)) if throughout else ""
@@ -234,6 +242,7 @@ def _terms(scales: Scales) -> str:
         modules = [module for module, tail in tails.items() if tail == positions]
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
     text += ONE_TERM_COST.format(cost=NOT_MEASURED) if text else ""
+    text += DYNAMIC.format(modules=_some(scales.dynamic_inputs, scales)) if scales.dynamic_inputs else ""
     return text + (WEIGHTS_ALONE.format(modules=_some(scales.bf16_inputs, scales)) if scales.bf16_inputs else "")
 
 
@@ -290,9 +299,9 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
-        vllm = (
-            PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS.format(file=EXPERT_FILE)
-        )
+        dynamic = form.experts.issubset(scales.dynamic_inputs)
+        static = "" if dynamic else STATIC_EXPERTS.format(file=EXPERT_FILE)
+        vllm = PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS.format(static=static)
         alone = not remark and not form.experts.isdisjoint(scales.bf16_inputs)
         return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
     hosted = CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]

@@ -1,11 +1,11 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
 Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1], and `input_scale` F32 [1] unless
-its input stays in BF16; each attention module with an FP8 cache has `k_scale` and `v_scale` F32 [1], or [heads, 1, 1]
-where each head has a scale, and `q_scale` where that was asked for, which vLLM alone expects. transformers loads this
-layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go through memory one at a time, into shards
-of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16, or in FP32 where transformers keeps them
-so (`narrowing`), under their names in the source.
+its input stays in BF16 or has a scale for each token; each attention module with an FP8 cache has `k_scale` and
+`v_scale` F32 [1], or [heads, 1, 1] where each head has a scale, and `q_scale` where that was asked for, which vLLM
+alone expects. transformers loads this layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go
+through memory one at a time, into shards of at most `SHARD_BYTES`. Tensors that are not quantized are copied in BF16,
+or in FP32 where transformers keeps them so (`narrowing`), under their names in the source.
 
 Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q and ONNX. A Conv1D has `weight`
 [in, out] and `weight_scale` [1, out]. Scales of a cache that compressed-tensors cannot describe, or has no module for,
@@ -188,7 +188,7 @@ class ModuleQuantizer:
             f"{name}.weight": quantized.codes.movedim(0, axis),
             f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
         }
-        if (activation := self.scales.activations.get(module)) is not None:
+        if (activation := self.scales.static_inputs.get(module)) is not None:
             tensors[f"{name}.input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
         return quantized.summary.model_copy(update={"axis": axis, "method": method}), tensors
 
@@ -239,26 +239,32 @@ def quantization_config(
     cache: Literal["tensor", "attn_head"] | None,
     experts: bool = False,
     bf16_inputs: Sequence[str] | None = (),
+    dynamic_inputs: Sequence[str] | None = (),
 ) -> dict[str, object]:
     """Make the `quantization_config` of config.json by compressed-tensors' own schema.
 
     `ignore`: the modules that stay in BF16; `cache`: whose values share a scale of the cache, None where it has none;
     `experts`: whether the model has
     any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
-    `bf16_inputs`: the modules with FP8 weights whose inputs are not quantized, None for all. They are named one by one,
-    since loaders take the scheme of a name before that of a class.
+    `bf16_inputs`: the modules with FP8 weights whose inputs are not quantized, None for all. `dynamic_inputs`: those
+    whose inputs have a scale for each token, None for all others. Both are named one by one, since loaders take the
+    scheme of a name before that of a class.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-    def args(strategy: str) -> QuantizationArgs:
-        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=False)
+    def args(strategy: str, dynamic: bool = False) -> QuantizationArgs:
+        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic)
 
-    inputs = None if bf16_inputs is None else args("tensor")
+    tokens = args("token", dynamic=True)
+    inputs = None if bf16_inputs is None else tokens if dynamic_inputs is None else args("tensor")
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=inputs)}
     if bf16_inputs:
         groups["weights_alone"] = QuantizationScheme(targets=[*bf16_inputs], weights=args("channel"))
+    if dynamic_inputs:
+        groups["dynamic"] = QuantizationScheme(
+            targets=[*dynamic_inputs], weights=args("channel"), input_activations=tokens
+        )
     if experts and bf16_inputs is not None:
-        tokens = QuantizationArgs(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
         groups["group_1"] = QuantizationScheme(targets=[EXPERTS], weights=args("channel"), input_activations=tokens)
     config = QuantizationConfig(
         config_groups=groups,
@@ -298,6 +304,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
     fields: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
     if scales.tails:
         fields["tails"] = scales.tails
+    if scales.dynamic_inputs:
+        fields["dynamic_inputs"] = scales.dynamic_inputs
     if scales.bf16_inputs:
         fields["bf16_inputs"] = scales.bf16_inputs
     if form.wide_cache:
@@ -317,6 +325,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
             form.cache_strategy(scales),
             bool(form.experts),
             sorted(map(form.in_files, scales.bf16_inputs)) if scales.activations else None,
+            sorted(map(form.in_files, scales.dynamic_inputs)) if scales.static_inputs else None,
         )
         if form.loadable
         else UNLOADABLE,

@@ -60,6 +60,21 @@ def encode_int8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
 
 
+#: The smallest scale of a token, vLLM's: 512 times smaller than that of an amax of 1.
+SMALLEST_TOKEN_SCALE = 1 / (E4M3.max * 512)
+
+
+def token_scales(x: torch.Tensor) -> torch.Tensor:
+    """The scale of each token of `x` [..., width] in dynamic form: its amax / 448 in FP32, float32 [..., 1].
+
+    This is what vLLM computes (csrc/quantization/w8a8/fp8/common.cu, `dynamic_per_token_scaled_fp8_quant_kernel`), with
+    its smallest scale. compressed-tensors computes the quotient in the type of `x`: in FP32 it is this one, in BF16 it
+    is rounded to nearest, so that the largest value of a token may saturate (docs/decisions/0066).
+    """
+    amax = x.abs().amax(-1, keepdim=True).float()
+    return amax.div_(E4M3.max).clamp_min_(SMALLEST_TOKEN_SCALE)
+
+
 #: Name of a format -> its encoding function.
 ENCODERS = {"e4m3": encode, "int8": encode_int8}
 

@@ -7,8 +7,9 @@ import torch
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The scales and the bias that a layer applies to the sums of its codes: `input_scale` float32 [], `weight_scale`
-    float32 [out] or [1], and `bias` [out] of any float type, or None.
+    """The scales and the bias that a layer applies to the sums of its codes.
+
+    `input_scale` float32 [], or [rows, 1]; `weight_scale` float32 [out] or [1]; `bias` [out] of any float type or None.
     """
 
     input_scale: torch.Tensor

@@ -44,7 +44,9 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, activation: TensorScale | None) -> torch.Tensor:
         """Return the values of the codes of `x` under `scale`, or under that of an `activation`, float32."""
-        ctx.save_for_backward(x.abs() <= scale * E4M3.max)
+        # under the scale of its own token nothing saturates
+        dynamic = activation is not None and activation.dynamic
+        ctx.save_for_backward(torch.ones_like(x, dtype=torch.bool) if dynamic else x.abs() <= scale * E4M3.max)
         return code_values(x, scale) * scale if activation is None else product_input(x, activation)
 
     @staticmethod

@@ -29,7 +29,8 @@ ADAPTERS = "adapters"
 LEARNED = "learned"
 #: The key of config.json for fields that only fp8q reads: `two_terms`, the modules whose input is two codes a value,
 #: which other loaders take for one; `tails`, those among them with second codes in so many last positions of a call
-#: alone; `bf16_inputs`, the modules of which the weight alone is codes; `wide_cache`, the attention modules whose cache
+#: alone; `dynamic_inputs`, the modules whose input has a scale for each token, as config.json's groups say too;
+#: `bf16_inputs`, the modules of which the weight alone is codes; `wide_cache`, the attention modules whose cache
 #: stays wide although the files have its scales; `stored`, patterns of the products' names in the files where the model
 #: calls them otherwise, with `{}` for each number.
 OWN_CONFIG = "fp8q"

@@ -87,6 +87,7 @@ class StoredCodes:
         own = getattr(config, OWN_CONFIG, {})
         self.two_terms, self.tails = frozenset(own.get("two_terms", ())), own.get("tails", {})
         self.bf16_inputs = frozenset(own.get("bf16_inputs", ()))
+        self.dynamic_inputs = frozenset(own.get("dynamic_inputs", ()))
         self.wide_cache = frozenset(own.get("wide_cache", ()))
         self.call = CallPositions()
         self.where = tensor_files(directory)
@@ -132,8 +133,10 @@ class StoredCodes:
         )
         terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
-        input_scale = None if module in self.bf16_inputs else self.read(f"{module}.input_scale")[0]
+        static = module not in self.bf16_inputs | self.dynamic_inputs
+        input_scale = self.read(f"{module}.input_scale")[0] if static else None
         layer = FP8Linear(codes, scale[:, 0], input_scale, bias, self.mode, terms)
+        layer.dynamic = module in self.dynamic_inputs
         if module in self.tails:
             layer.tail = Tail(self.tails[module], self.call, experts_around(self.model, module))
         return layer

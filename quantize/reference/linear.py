@@ -16,6 +16,8 @@ error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
 
+In dynamic form s_x is a column of a scale for each row of the input, computed there (`codes.encoding.token_scales`).
+
 With a tail only the last positions of a call have second terms b (`CallPositions`); their rows lie behind those of all
 a. An input without a scale is not encoded: it is multiplied as it is, and the weight alone is codes,
 
@@ -33,7 +35,7 @@ from ...calibrate.model.bf16_products import widened_products
 from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.launching import launched
 from ...options import Accumulator
-from ..codes.encoding import CODE, code_tables, code_values, encode_terms, two_code_values
+from ..codes.encoding import CODE, code_tables, code_values, encode, encode_terms, token_scales, two_code_values
 from ..codes.epilogue import Epilogue
 from ..codes.formats import TWO_TERMS
 from ..codes.products import scale_sums, scaled_product
@@ -83,7 +85,7 @@ class Tail:
 
 
 class FP8Linear(nn.Module):
-    """A linear layer on E4M3 codes: per-output-channel weight scales, one static scale for the input."""
+    """A linear layer on E4M3 codes: weight scales per output channel, and an input scale, static or per token."""
 
     def __init__(
         self,
@@ -95,10 +97,12 @@ class FP8Linear(nn.Module):
         terms: int = 1,
     ):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
-        or None; the input takes one code a value, or two (`terms`). Without an `input_scale` it is not encoded.
+        or None; the input takes one code a value, or two (`terms`). Without an `input_scale` it is not encoded, unless
+        `dynamic` is set.
         """
         super().__init__()
         self.mode, self.terms = mode, terms if input_scale is not None else 0
+        self.dynamic = False  # True: the input takes one code a value, under a scale for each token
         self.tail: Tail | None = None
         self.accumulator: Accumulator | None = None
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
@@ -135,7 +139,11 @@ class FP8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
         rows = x.flatten(0, -2)
-        if self.terms:
+        if self.dynamic:
+            scales = token_scales(rows)
+            sums = self._product(encode(rows, scales).to(self.codes.dtype))
+            y = Epilogue(scales, self.weight_scale, self.bias).of_sums(sums, x.dtype)
+        elif self.terms:
             sums, terms = self._sums(rows)
             epilogue = Epilogue(self.input_scale, self.weight_scale, self.bias)
             y = scale_sums(sums, epilogue, terms, x.dtype, launched)

@@ -17,7 +17,7 @@ from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import BF16, ONE, TWO, Clipping, Form, KvCache
+from ...options import BF16, DYNAMIC, ONE, TWO, Clipping, Form, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid, Grid
 from .clip import (
     FROM_BATCHES,
@@ -100,6 +100,11 @@ class TensorScale(Lossy):
         ge=1,
         description="the last positions of a call, which alone have the second code; null: all have it",
     )
+    dynamic: Literal[True] | None = Field(
+        default=None,
+        description="each token has a scale that is computed at run time; this scale, and all that is said of it, is "
+        "what a static form would have",
+    )
     saturation: float
     underflow: float
     sqnr_db: float | None
@@ -120,6 +125,8 @@ class TensorScale(Lossy):
     @property
     def form(self) -> Form:
         """The form of the input of which this is the scale."""
+        if self.dynamic:
+            return DYNAMIC
         return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
 
     @property
@@ -175,6 +182,16 @@ class Scales(Strict):
         """Map each of `modules` to the form of its input."""
         coded = {module: scale.form for module, scale in self.activations.items()}
         return coded | dict.fromkeys(self.bf16_inputs, BF16)
+
+    @property
+    def dynamic_inputs(self) -> list[str]:
+        """The modules of `activations` whose input gets a scale for each token at run time."""
+        return [module for module, activation in self.activations.items() if activation.dynamic]
+
+    @property
+    def static_inputs(self) -> dict[str, TensorScale]:
+        """The scales in `activations` that the checkpoint stores."""
+        return {module: activation for module, activation in self.activations.items() if not activation.dynamic}
 
     @property
     def promised(self) -> list[str]:
@@ -347,7 +364,8 @@ def activation_scales(
             form = forms.get(module, ONE)
             grid = TWO_TERMS if form.terms == 2 else format
             decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
-            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update={"tail": form.tail})
+            told = {"tail": form.tail, "dynamic": True if form == DYNAMIC else None}
+            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update=told)
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision

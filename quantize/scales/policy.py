@@ -4,13 +4,19 @@ The output head stays in BF16 because its error goes straight into the logits an
 Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import Form, FormRule, ScaleOptions
+from ...options import DYNAMIC, Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
+
+#: Why a run in dynamic form has no graph.
+DYNAMIC_GRAPH = (
+    "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 product (`fp8q scales RUN "
+    "--form one` takes the static scales, which the run has too)"
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,20 @@ def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
     chosen, _ = select(products, options.skip, options.only)
     module_forms(options, products, chosen, ())
     return chosen
+
+
+def check_dynamic(options: ScaleOptions, products: Products, chosen: Sequence[str], conv1d: Collection[str]) -> None:
+    """Raise InputError for the dynamic form of a model with quantized modules of class Conv1D, `conv1d`.
+
+    Loaders have no form of these, and a graph has static scales alone, so that nothing but the reference would run it.
+    """
+    forms = module_forms(options, products, chosen, [[module] for module in chosen])
+    if (layer := next((module for module in chosen if module in conv1d), None)) and DYNAMIC in forms.values():
+        raise InputError(
+            "--form dynamic",
+            f"{layer} is a Conv1D, of which transformers and vLLM load no FP8 weights, and graphs take static scales",
+            "give --form one",
+        )
 
 
 def check_tail_length(options: ScaleOptions, positions: int | None) -> None:

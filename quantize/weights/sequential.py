@@ -30,7 +30,7 @@ from ...calibrate.model.products import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from ..codes.encoding import code_values, two_code_values
+from ..codes.encoding import code_values, token_scales, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import TensorScale
 from .channels import QuantizedWeight, WeightMethod, quantize_weight
@@ -46,7 +46,12 @@ Arguments = tuple[torch.Tensor, ...]
 
 
 def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
-    """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape."""
+    """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape; in dynamic form, under the
+    scales of its own tokens.
+    """
+    if activation.dynamic:
+        scales = token_scales(x)
+        return code_values(x, scales).mul_(scales)
     scale = torch.full((), activation.scale, device=x.device)  # `torch.tensor` would wait for a GPU
     if activation.terms == 1:
         return code_values(x, scale).mul_(scale)

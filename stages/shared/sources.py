@@ -16,6 +16,7 @@ from ...calibrate.model.products import (
     matrix_products,
     multiplies_as_linear,
     other_products,
+    output_channel_axis,
     output_head,
     routers,
 )
@@ -25,12 +26,12 @@ from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...core.run import Run
 from ...export.modules.support import unsupported
-from ...options import ScaleOptions, SourceOptions, TokenizerChoice
+from ...options import DYNAMIC, ScaleOptions, SourceOptions, TokenizerChoice
 from ...quantize.reading.dequantized import fp8_source, recognize
 from ...quantize.reading.inherited_scales import check_inherit
 from ...quantize.reading.run_checkpoint import ADAPTERS
 from ...quantize.scales.cache_scales import wide_attentions
-from ...quantize.scales.policy import Products, check_patterns, check_tail_length
+from ...quantize.scales.policy import DYNAMIC_GRAPH, Products, check_dynamic, check_patterns, check_tail_length
 from .adapters import adapters_of
 
 
@@ -59,7 +60,7 @@ def products_of(source: Source, options: ScaleOptions = ScaleOptions()) -> Produ
         output_head(model),
         {name: type(module).__name__ for name, module in unknown.items()},
         frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
-        unsupported(model),
+        unsupported(model) or (DYNAMIC_GRAPH if any(rule.form == DYNAMIC for rule in options.form_rules) else None),
         frozenset(routers(model)),
         frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
     )
@@ -67,7 +68,10 @@ def products_of(source: Source, options: ScaleOptions = ScaleOptions()) -> Produ
     attentions = list(attention_modules(model).values())
     wide = wide_attentions(options.kv_skip, attentions)
     coded = [name for name in attentions if name not in wide]
-    check_inherit(source, check_patterns(options, products), coded, options)
+    chosen = check_patterns(options, products)
+    conv1d = [name for name in modules if output_channel_axis(modules[name]) == 1]
+    check_dynamic(options, products, chosen, conv1d)
+    check_inherit(source, chosen, coded, options)
     return products
 
 

@@ -70,10 +70,10 @@ class AgainstRow:
 
 
 def chosen_scales(scales: Scales, groups: Mapping[str, list[str]]) -> dict[str, TensorScale]:
-    """Tensor name -> its scale: each distinct input once, then the cache."""
+    """Tensor name -> its static scale: each distinct input once, then the cache."""
     first = group_of(groups)
     return {
-        f"{first.get(module, module)}.input": scale for module, scale in scales.activations.items()
+        f"{first.get(module, module)}.input": scale for module, scale in scales.static_inputs.items()
     } | scales.kv_cache
 
 

@@ -73,7 +73,7 @@ def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[
     `directory` lacks a scale, or the statistics a tensor.
     """
     first = group_of(statistics.record.groups)
-    named = {f"{module}.input_scale": (module, chosen) for module, chosen in scales.activations.items()}
+    named = {f"{module}.input_scale": (module, chosen) for module, chosen in scales.static_inputs.items()}
     named |= {f"{name}_scale": (name, chosen) for name, chosen in scales.kv_cache.items()}
     stored = stored_arrays(directory, list(named))
     found: dict[str, ScaledTensor] = {}

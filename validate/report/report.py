@@ -157,7 +157,7 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
     contents = report_tables(run, others)
     statistics, modules, accuracy = load_statistics(run), contents["modules"].rows, evaluated(run)
     seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
-    drawn = {row.tensor: row.scale for row in modules if row.tensor in seen}
+    drawn = {row.tensor: row.scale for row in modules if row.tensor in seen and row.scale is not None}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
     return template.render(
         model=statistics.record.model,

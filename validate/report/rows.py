@@ -5,9 +5,9 @@ not write is refused. A quantity that does not apply is None, never zero.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...calibrate.measure.statistics import Statistics, TensorStatistics, load_record, load_statistics
 from ...core.columns import size
@@ -26,6 +26,10 @@ CACHES = {
     "v": "values in E4M3, a scale per {per}; keys not quantized",
     "kv": "E4M3, K and V a scale each per {per}",
 }
+#: The fields of a row that are of a scale that a file holds.
+OF_A_STATIC_SCALE: dict[str, Any] = dict.fromkeys(
+    ("clip", "scale", "saturation", "underflow", "sqnr_db", "sqnr_best_db")
+)
 #: What to call a precision beside FP8, which needs no name.
 PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
 
@@ -40,7 +44,8 @@ class ModuleRow:
     """A matrix product or one tensor of the FP8 cache.
 
     Shares are fractions. A module in BF16 has a `reason` and no scale. One with its weight alone in FP8 has no scale
-    and 0 `terms`. With a scale, decibels are None where nothing is lost.
+    and 0 `terms`; a `dynamic` one has none that is stored, but one for each token at run time. With a scale, decibels
+    are None where nothing is lost.
     """
 
     module: str
@@ -51,6 +56,7 @@ class ModuleRow:
     scale: float | None = None
     terms: int | None = None
     tail: int | None = None
+    dynamic: bool | None = None
     saturation: float | None = None
     underflow: float | None = None
     sqnr_db: float | None = None
@@ -170,7 +176,7 @@ def _fp8(
     weight: WeightScales | None = None,
 ) -> ModuleRow:
     outliers, largest = outlier_channels(measured.amax_channels) if measured else (None, None)
-    return ModuleRow(
+    row = ModuleRow(
         module,
         kind,
         tensor,
@@ -179,6 +185,7 @@ def _fp8(
         scale=scale.scale,
         terms=scale.terms,
         tail=scale.tail,
+        dynamic=scale.dynamic,
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,
@@ -191,6 +198,7 @@ def _fp8(
         weight_scale_max=weight.scale_max if weight else None,
         samples=measured.histogram.samples if measured else None,
     )
+    return replace(row, **OF_A_STATIC_SCALE) if scale.dynamic else row
 
 
 def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:

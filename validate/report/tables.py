@@ -20,6 +20,7 @@ from ...core.columns import (
     text_column,
 )
 from ...export.engine.info import first_few
+from ...options import DYNAMIC
 from ..accuracy.decision import BF16, FP32, interval_text, too_short
 from ..accuracy.document import Accuracy, Divergence
 from ..advice.findings import AgainstRow, DelayedRow, Outlier
@@ -47,8 +48,8 @@ def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         number_column("saturation", share),
         number_column("underflow", share),
         Column[ModuleRow]("terms", _terms),
-        Column[ModuleRow]("input dB", lambda row: lossless(row.sqnr_db), decibels),
-        Column[ModuleRow]("best dB", lambda row: lossless(row.sqnr_best_db), decibels),
+        Column[ModuleRow]("input dB", lambda row: None if row.dynamic else lossless(row.sqnr_db), decibels),
+        Column[ModuleRow]("best dB", lambda row: None if row.dynamic else lossless(row.sqnr_best_db), decibels),
         Column[ModuleRow](
             "weight dB", lambda row: lossless(row.weight_sqnr_db) if row.kind == "product" else None, decibels
         ),
@@ -62,6 +63,8 @@ def _terms(row: ModuleRow) -> str | int | None:
     """The codes for one value of the input."""
     if row.tail is not None:
         return f"tail of {row.tail}"
+    if row.dynamic:
+        return DYNAMIC.words
     return "BF16" if row.terms == 0 else row.terms
 
 

@@ -112,7 +112,8 @@ def _loss(
 def _sqnr_db(scales: Scales, site: Site) -> float | None:
     if site.kind == "weight":
         return scales.weights[site.module].sqnr_db
-    return (scales.activations if site.kind == "activation" else scales.kv_cache)[site.module].sqnr_db
+    scale = (scales.activations if site.kind == "activation" else scales.kv_cache)[site.module]
+    return None if scale.dynamic else scale.sqnr_db
 
 
 def load_sensitivity(run: Run) -> Sensitivity:

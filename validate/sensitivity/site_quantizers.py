@@ -153,4 +153,4 @@ class Quantizer:
 def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:
     """The decision for an activation if it had so many `terms`: two take the power of two at or above its scale."""
     scale = float(power_of_two_ceil(activation.scale)) if terms == 2 else activation.scale
-    return activation.model_copy(update={"terms": terms, "scale": scale})
+    return activation.model_copy(update={"terms": terms, "scale": scale, "dynamic": None})

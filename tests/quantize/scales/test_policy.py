@@ -114,7 +114,7 @@ def test_the_last_form_that_matches_counts_and_older_options_spell_the_same() ->
     assert forms("tail:8", "*.up_proj=tail:16")["l.0.mlp.up_proj"] == Form("tail", 16)
 
 
-NO_FORM = "is no form; give one of one, two, tail, bf16 or tail:N, or PATTERN=FORM"
+NO_FORM = "is no form; give one of one, two, tail, dynamic, bf16 or tail:N, or PATTERN=FORM"
 
 
 @pytest.mark.parametrize(
