@@ -23,6 +23,7 @@ from .options import (
     CalibrateOptions,
     Clipping,
     CompareOptions,
+    ConvertOptions,
     DistillOptions,
     DoctorOptions,
     EngineOptions,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .quantize.training.watch import TrainingRecorder
     from .serve.loop.request import GeneratedAnswer
     from .serve.web.server import Server
+    from .stages.commands.convert import Converted
     from .stages.commands.engine import EngineView
     from .stages.commands.lint import Linted, LintedRun
     from .stages.commands.load import ProductMode, WideType
@@ -77,15 +79,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
-    "DistillOptions", "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format", "Fp8qError",
-    "GateError", "GenerateOptions", "GradientFormat", "Histogram", "InputError", "Inspection", "ReportOptions",
-    "RescaleOptions", "RunOptions", "ScaleOptions", "SensitivityOptions", "ServeOptions", "TrainingInspection",
-    "TritonOptions", "TuneOptions", "UnfinishedError", "ValidateOptions", "WatchOptions", "bench", "build_engine",
-    "calibrate", "chat", "compare", "compare_answers", "distill", "doctor", "engine", "evaluate", "export", "generate",
-    "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics", "magnitudes", "merge", "open_run",
-    "report", "report_continuations", "report_plots", "report_tables", "report_training", "report_verdict", "run",
-    "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db", "squared_error", "tensor_scale", "triton",
-    "tune", "underflow", "validate", "watch",
+    "ConvertOptions", "DistillOptions", "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format",
+    "Fp8qError", "GateError", "GenerateOptions", "GradientFormat", "Histogram", "InputError", "Inspection",
+    "ReportOptions", "RescaleOptions", "RunOptions", "ScaleOptions", "SensitivityOptions", "ServeOptions",
+    "TrainingInspection", "TritonOptions", "TuneOptions", "UnfinishedError", "ValidateOptions", "WatchOptions", "bench",
+    "build_engine", "calibrate", "chat", "compare", "compare_answers", "convert", "distill", "doctor", "engine",
+    "evaluate", "export", "generate", "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics",
+    "magnitudes", "merge", "open_run", "report", "report_continuations", "report_plots", "report_tables",
+    "report_training", "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db",
+    "squared_error", "tensor_scale", "triton", "tune", "underflow", "validate", "watch",
 ]  # fmt: skip
 
 
@@ -112,6 +114,22 @@ def calibrate(
         from .stages.commands.calibrate import Calibration, calibrate
 
         return calibrate(run, notes, Calibration(model, data, eval_data, RunOptions(options, export_options)))
+
+
+def convert(
+    model: str, out: Path, options: ConvertOptions = ConvertOptions(), progress: Reporter = LOGGED
+) -> "Converted":
+    """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`, by the names and shapes
+    of its tensors: without text, without running a model, and without a class of transformers.
+
+    Every code is proven. A killed call goes on where it stopped; of a call that fails nothing is left. Raises
+    InputError for a source that is quantized already, pickled or damaged, for rules and patterns that match nothing,
+    and for an `out` that holds anything else than a convert in progress.
+    """
+    needs("calibrate", ("torch",))
+    from .stages.commands.convert import convert
+
+    return convert(model, Path(out), options, progress)
 
 
 def merge(

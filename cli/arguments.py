@@ -40,6 +40,9 @@ LintPath = Annotated[
     ),
 ]
 Out = Annotated[Path, option(OPTIONS, "The run directory: written, or continued where it exists.", "RUN")]
+ConvertedOut = Annotated[
+    Path, option(OPTIONS, "The directory of the new checkpoint: new, empty, or what a killed call has begun.", "DIR")
+]
 RuleCode = Annotated[
     str | None,
     option(OPTIONS, "Explain this rule, or all whose code begins so (F1, C, R), and lint nothing.", "CODE"),

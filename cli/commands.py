@@ -7,6 +7,7 @@ from ..options import (
     BenchOptions,
     CalibrateOptions,
     CompareOptions,
+    ConvertOptions,
     EngineOptions,
     EvaluateOptions,
     ExportOptions,
@@ -29,6 +30,7 @@ from .arguments import (
     ChosenPreset,
     Common,
     Compare,
+    ConvertedOut,
     Delayed,
     LintPath,
     Model,
@@ -73,7 +75,7 @@ def run(
         api.run(model, texts.data, texts.out, texts.eval_data, options, speak)
 
 
-@app.command(synonym=("quantize", "convert", "ptq"))
+@app.command(synonym=("quantize", "ptq"))
 def calibrate(
     model: Model,
     /,
@@ -90,6 +92,22 @@ def calibrate(
     speak = terminal()
     with showing(speak, texts.out, common, "calibrate"):
         api.calibrate(model, texts.data, texts.out, texts.eval_data, options, export, speak)
+
+
+@app.command(name="convert")
+def convert_checkpoint(
+    model: Model, /, *, out: ConvertedOut, options: ConvertOptions = ConvertOptions(), common: Common = Common()
+) -> None:
+    """Write an FP8 checkpoint for servers by the names and shapes of tensors, without text and without running a model.
+
+    Inputs are scaled where it is served. Takes any architecture, and less than 1 GB of memory. Each code is proven;
+    the loss of accuracy is not measured: `fp8q calibrate` and `fp8q validate` do that.
+    """
+    from .. import api
+    from .convert import show_converted
+
+    speak = terminal()
+    show_converted(speak, api.convert(model, out, options, speak), common.as_json)
 
 
 @app.command

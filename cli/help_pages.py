@@ -56,6 +56,14 @@ PAGES: Mapping[str, Page] = {
             "--skip", "--form", "--weight-rounding", "--stream", "--graph",
         ),
     ),
+    "convert": Page(
+        (
+            ("fp8q convert MODEL --out DIR", "channels, and a scale for each token: every server reads it"),
+            ("fp8q convert MODEL --out DIR --form block", "128 x 128 blocks, as DeepSeek and Qwen publish"),
+            ("fp8q convert MODEL --out DIR --skip '*.layers.0.*'", "keep the first layer too"),
+            ("fp8q convert MODEL --out DIR --rules my-rules.toml", "another rule of what is kept"),
+        ),
+    ),
     "scales": Page(
         (
             ("fp8q scales RUN --skip '*.down_proj'", "keep these modules in BF16"),

@@ -7,7 +7,9 @@ a graph that points into the file needs; and the lint reports files that are cut
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from .errors import InputError
@@ -56,6 +58,24 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(file, f"its header does not read: {type(error).__name__}") from None
+
+
+def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, StoredTensor]]:
+    """Make the first bytes of a file, up to its data, of `tensors`: name -> type, shape and bytes, in their order; and
+    the place of each tensor in the file.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ends = [*accumulate((size for _, _, size in tensors.values()), initial=0)]
+    for (name, (dtype, shape, _)), start, end in zip(tensors.items(), ends, ends[1:], strict=False):
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    places = {
+        name: StoredTensor(dtype, shape, data + start, data + end)
+        for (name, (dtype, shape, _)), start, end in zip(tensors.items(), ends, ends[1:], strict=False)
+    }
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def damaged(file: Path, why: object) -> InputError:

@@ -18,6 +18,7 @@ from .calibrate import (
 )
 from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions
+from .convert import ConvertForm, ConvertLayout, ConvertOptions
 from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
 from .evaluate import EvaluateOptions
 from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
@@ -80,6 +81,9 @@ __all__ = [
     "Clipping",
     "CompareOptions",
     "ContinueOptions",
+    "ConvertForm",
+    "ConvertLayout",
+    "ConvertOptions",
     "CorpusOptions",
     "DistillOptions",
     "DoctorOptions",

@@ -24,7 +24,9 @@ Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, TensorHeader]]
 
 def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
     """Raise InputError for a checkpoint that declares a quantization, or has tensors in FP8 or narrower types."""
-    quantization = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), None)
+    text_config = config.get("text_config")
+    parts = [config, text_config] if isinstance(text_config, dict) else [config]
+    quantization = next((part[key] for part in parts for key in QUANTIZATION_KEYS if part.get(key)), None)
     if quantization or (path / MODELOPT_FILE).is_file():
         method = (
             f" ({quantization['quant_method']})"

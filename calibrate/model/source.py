@@ -171,7 +171,7 @@ def open_source(
     unread. `recognize` returns how to dequantize the tensors, where they are codes. Raises InputError for a checkpoint
     that cannot be calibrated.
     """
-    path, commit = _locate(model, revision, trust_remote_code, report)
+    path, commit = locate(model, revision, trust_remote_code, report)
     raw = read_config(path, model)
     files = find_weights(path, model, raw.get("transformers_weights"))
     coding = recognize(path, model, raw, read_headers(files))
@@ -190,7 +190,7 @@ def open_source(
     return replace(source, fingerprint=_combined(_file_digests([*configured, *files], report)))
 
 
-def _locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
+def locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
     """Find the directory of `model`, and its commit where it is a hub model."""
     path = local_path(model)
     if path.is_dir():

@@ -28,7 +28,12 @@ def encode(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     `x` of any float type, `scale` float32 broadcastable to it. torch's own cast has differed between versions on
     overflow, so the quotient is clipped before it.
     """
-    return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(CODE)
+    return round_quotients(x.float() / scale)
+
+
+def round_quotients(quotients: torch.Tensor) -> torch.Tensor:
+    """Round float32 `quotients` to E4M3 codes, float8_e4m3fn of their shape; they are clipped in place."""
+    return quotients.clamp_(-E4M3.max, E4M3.max).to(CODE)
 
 
 def code_values(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -136,17 +136,18 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
     forms that are read, and a remedy.
     """
     config = _object(directory / CONFIG)
-    text_config = config.get("text_config")
-    inner = text_config.get("quantization_config") if isinstance(text_config, dict) else None
-    said = config.get("quantization_config") or config.get("compression_config") or inner
-    if said is not None and not isinstance(said, dict):
-        raise InputError(directory / CONFIG, "quantization_config is no object", "copy or download it again")
-    method = str(said.get("quant_method") or "") if said else ""
+    method = str((_stated(config, directory / CONFIG) or {}).get("quant_method") or "")
     if exists(directory / MODELOPT_CONFIG) and (not method or method.startswith("modelopt")):
         return _modelopt(directory / MODELOPT_CONFIG, _object(directory / MODELOPT_CONFIG).get("quantization"))
+    return declared_in(config, directory / CONFIG)
+
+
+def declared_in(config: Mapping[str, Any], source: Path) -> DeclaredQuantization | None:
+    """Read the quantization that `config`, the content of the file `source`, declares; as `declared_form` does."""
+    said = _stated(config, source)
     if not said:
         return None
-    source = directory / CONFIG
+    method = str(said.get("quant_method") or "")
     if method.startswith("modelopt"):
         return _modelopt(source, said)
     if method == "compressed-tensors":
@@ -154,6 +155,15 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
     if method == "fp8":
         return _fine_grained(source, said)
     raise refused(source, f"quant_method is {method!r}", f"{method} {said.get('format', '')}")
+
+
+def _stated(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
+    text_config = config.get("text_config")
+    inner = text_config.get("quantization_config") if isinstance(text_config, dict) else None
+    said = config.get("quantization_config") or config.get("compression_config") or inner
+    if said is not None and not isinstance(said, dict):
+        raise InputError(source, "quantization_config is no object", "copy or download it again")
+    return said
 
 
 def read_by_fp8q_alone(directory: Path) -> bool:

@@ -19,6 +19,7 @@ from fp8q.options import (
     BenchOptions,
     CalibrateOptions,
     Clipping,
+    ConvertOptions,
     EngineOptions,
     ExportOptions,
     GenerateOptions,
@@ -44,12 +45,14 @@ CLASSES = (
     BenchOptions,
     EngineOptions,
     TritonOptions,
+    ConvertOptions,
     Common,
 )
 #: What a command must be given.
 WORDS = {
     "run": ["m", "--data", "t", "--out", "r"],
     "calibrate": ["m", "--data", "t", "--out", "r"],
+    "convert": ["m", "--out", "d"],
     "merge": ["a", "b", "--out", "r"],
     "lint": ["graph.onnx"],
     "doctor": [],

@@ -1,0 +1,67 @@
+"""Write the model card of a converted checkpoint: its form, what was kept and why, the proof, and who loads it."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...core.files import replacing
+from ...core.run import CARD
+from .coding import SIDE, Errors
+from .plan import CheckpointPlan
+from .rules import WEIGHT
+
+TEXT = """\
+---
+library_name: transformers
+tags: [fp8{tag}]
+---
+
+# {name}, FP8
+
+Converted by fp8q from the names and shapes of its tensors, without text and without running the model: {form}.
+{quantized:,} tensors are E4M3 codes. Each code was decoded and compared with the number that it stands for: the largest
+error is {steps:.3g} of a step between codes, and {relative:.2%} of a value.
+
+**Not measured**: what this costs in accuracy. `fp8q validate` measures it for runs of `fp8q calibrate`.
+
+    vllm serve path/to/this/directory
+
+## Kept in the source's type
+
+{kept}
+"""
+#: The description of each form.
+FORMS = {
+    "dynamic": "weights with one scale per output channel, inputs with one for each token, computed where it is served",
+    "block": f"weights in blocks of {SIDE} x {SIDE} with a scale each, inputs with one per {SIDE} values of a token",
+}
+#: Names that are listed for one reason; the rest are counted.
+LISTED = 4
+
+
+def kept_by_reason(kept: Mapping[str, str]) -> dict[str, list[str]]:
+    """Reason -> the modules that are kept for it, in the order of the files."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, reason in kept.items():
+        found[reason].append(name.removesuffix(WEIGHT))
+    return dict(found)
+
+
+def write_card(plan: CheckpointPlan, name: str, errors: Errors, directory: Path) -> None:
+    """Write the card of the checkpoint `name` into `directory`."""
+    lines = []
+    for reason, modules in kept_by_reason(plan.kept).items():
+        more = f" and {len(modules) - LISTED:,} more" if len(modules) > LISTED else ""
+        lines.append(f"- {', '.join(f'`{module}`' for module in modules[:LISTED])}{more}: {reason}")
+    lines.append("- whatever is no matrix: norms, biases, convolutions, states")
+    text = TEXT.format(
+        name=name,
+        tag=", compressed-tensors" if plan.layout == "compressed-tensors" else "",
+        form=FORMS[plan.form],
+        quantized=plan.quantized,
+        steps=errors.steps,
+        relative=errors.relative,
+        kept="\n".join(lines),
+    )
+    with replacing(directory / CARD) as partial:
+        partial.write_text(text, encoding="utf-8")

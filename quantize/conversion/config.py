@@ -1,0 +1,87 @@
+"""Write config.json and the index of a converted checkpoint, in the words of its layout.
+
+    compressed-tensors   targets Linear; what is kept is in `ignore`
+    fp8                  everything but `modules_to_not_convert` is codes (DeepSeek-V3, Qwen3-FP8)
+
+Loaders make an FP8 module of every linear layer that is not named there, so each kept module is named in full.
+Sources: compressed-tensors 0.20, `quantization/quant_scheme.py` (FP8_DYNAMIC, FP8_BLOCK); transformers 5.23,
+`FineGrainedFP8Config`; vLLM 0.32, `layers/quantization/fp8.py` (`is_layer_skipped` takes whole names).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...calibrate.checkpoint.weights import INDEX
+from ...core.files import replacing
+from ..reading.quantization_config import CONFIG
+from .coding import SIDE
+from .plan import CheckpointPlan
+from .rules import WEIGHT
+
+#: The output head, which is a module of its own where its tensor is the embedding's.
+HEAD = "lm_head"
+#: Fields of config.json that describe other files than are written.
+_OTHER_FILES = ("transformers_weights",)
+
+
+def kept_modules(plan: CheckpointPlan) -> list[str]:
+    """The modules that loaders must not take for FP8, sorted; of a stack of experts the module that holds it."""
+    named = {
+        name.removesuffix(WEIGHT) if name.endswith(WEIGHT) else name.rpartition(".")[0]
+        for name, reason in plan.kept.items()
+        if not reason.startswith("embedding")
+    }
+    return sorted({HEAD, *named})
+
+
+def quantization_fields(plan: CheckpointPlan) -> dict[str, object]:
+    """The field `quantization_config` of config.json."""
+    kept = kept_modules(plan)
+    if plan.layout == "fp8":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [SIDE, SIDE],
+            "modules_to_not_convert": kept,
+        }
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    if plan.form == "block":
+        weights: dict[str, object] = {"strategy": "block", "block_structure": [SIDE, SIDE], "dynamic": False}
+        inputs: dict[str, object] = {"strategy": "group", "group_size": SIDE, "dynamic": True}
+    else:
+        weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": number | weights, "input_activations": number | inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": kept,
+    }
+
+
+def write_converted_config(plan: CheckpointPlan, config: Mapping[str, Any], directory: Path) -> None:
+    """Write config.json of the source, `config`, with the quantization into `directory`."""
+    fields = {key: value for key, value in config.items() if key not in _OTHER_FILES}
+    if plan.cast is not None:
+        fields = {key: value for key, value in fields.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
+    _write_json(directory / CONFIG, {**fields, "quantization_config": quantization_fields(plan)})
+
+
+def write_index(plan: CheckpointPlan, directory: Path) -> None:
+    """Write the index of several files; nothing where there is one."""
+    if len(plan.shards) == 1:
+        return
+    files = {name: shard.name for shard in plan.shards for name in shard.written}
+    _write_json(
+        directory / INDEX,
+        {"metadata": {"total_size": plan.nbytes}, "weight_map": {name: files[name] for name in sorted(files)}},
+    )
+
+
+def _write_json(path: Path, content: object) -> None:
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
