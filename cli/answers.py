@@ -70,15 +70,15 @@ def silent(text: str) -> None:
     """Write nothing: the answer comes as JSON, in the end."""
 
 
-def end_answer(found: dict[str, Any] | None) -> None:
+def end_answer(document: dict[str, Any] | None) -> None:
     """End the answer: its line, or the JSON object."""
-    sys.stdout.write("\n" if found is None else json.dumps(found) + "\n")
+    sys.stdout.write("\n" if document is None else json.dumps(document) + "\n")
     sys.stdout.flush()
 
 
-def answer_document(found: "GeneratedAnswer") -> dict[str, Any]:
+def answer_document(answer: "GeneratedAnswer") -> dict[str, Any]:
     """An answer for programs."""
-    return {"text": found.text, "tokens": list(found.tokens), "finish_reason": found.finish_reason}
+    return {"text": answer.text, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason}
 
 
 def converse(run: Path, prompt: str | None, options: GenerateOptions, as_json: bool) -> None:
@@ -122,14 +122,16 @@ def compared(speak: "Terminal", run: Path, prompt: str, options: GenerateOptions
         draw_side_by_side(speak, found)
 
 
-def draw_side_by_side(speak: "Terminal", found: "Comparison") -> None:
+def draw_side_by_side(speak: "Terminal", comparison: "Comparison") -> None:
     """Show what two answers have in common, and from there on both, side by side."""
-    stream(found.common)
+    stream(comparison.common)
     end_answer(None)
-    if found.parts_at is None:
-        speak.note(f"FP8 and BF16 give the same {len(found.fp8.tokens)} tokens")
+    if comparison.parts_at is None:
+        speak.note(f"FP8 and BF16 give the same {len(comparison.fp8.tokens)} tokens")
         return
-    rest = [each.text[len(found.common) :].expandtabs(4).split("\n") for each in (found.fp8, found.bf16)]
-    ours, theirs = (json.dumps(token, ensure_ascii=False) for token in (found.fp8_token, found.bf16_token))
-    speak.say(f"They differ from token {found.parts_at + 1}: FP8 {ours}, BF16 {theirs}")
+    rest = [
+        answer.text[len(comparison.common) :].expandtabs(4).split("\n") for answer in (comparison.fp8, comparison.bf16)
+    ]
+    ours, theirs = (json.dumps(token, ensure_ascii=False) for token in (comparison.fp8_token, comparison.bf16_token))
+    speak.say(f"They differ from token {comparison.parts_at + 1}: FP8 {ours}, BF16 {theirs}")
     speak.table("Then", ("FP8", "BF16"), list(zip_longest(*rest, fillvalue="")))

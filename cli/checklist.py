@@ -59,10 +59,10 @@ def show_checklist(speak: "Terminal", run: Path, options: DoctorOptions, as_json
     refuse_bad(found)
 
 
-def depth_table(found: "Checkup") -> Table[tuple[int, dict[str, float]]]:
+def depth_table(checkup: "Checkup") -> Table[tuple[int, dict[str, float]]]:
     """Tabulate by depth: the largest value of each decoder layer's modules."""
     layers: dict[int, dict[str, float]] = {}
-    for each in found.checks:
+    for each in checkup.checks:
         for at in each.by_depth if each.check in BY_DEPTH else []:
             layer = layer_of(at.module)
             if layer is not None and at.value is not None:

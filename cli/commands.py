@@ -207,9 +207,9 @@ def engine(
     from ..stages.commands.engine import check_views
     from . import views
 
-    found = api.engine(run, target, plan)
-    views.show_engines(terminal(), found, common.as_json)
-    check_views(found, options.min_fp8_share)
+    engine_views = api.engine(run, target, plan)
+    views.show_engines(terminal(), engine_views, common.as_json)
+    check_views(engine_views, options.min_fp8_share)
 
 
 @app.command(synonym=("eval", "perplexity"))
@@ -241,9 +241,9 @@ def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions()
     from . import views
 
     speak = terminal()
-    found = api.compare(run, options, speak)
-    views.show_model_comparison(speak, found, common.as_json)
-    check_validated(found)
+    comparison = api.compare(run, options, speak)
+    views.show_model_comparison(speak, comparison, common.as_json)
+    check_validated(comparison)
 
 
 @app.command(name="evaluate")
@@ -370,8 +370,8 @@ def inspect(
         training.refuse_run_options(history, history.declared(), delayed=delayed, against=against)
         training.show_log(terminal(), run, gradients or "e5m2", common.as_json)
         return
-    if not delayed and (given := first_given(history, history.declared())):
-        raise InputError(given, "is for --delayed, which is not given", "add it, or leave this out")
+    if not delayed and (option := first_given(history, history.declared())):
+        raise InputError(option, "is for --delayed, which is not given", "add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
 

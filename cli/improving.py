@@ -31,9 +31,9 @@ def distill(
     from . import views
 
     speak = terminal()
-    found = api.distill(run, data, options, speak)
+    learned = api.distill(run, data, options, speak)
     if process_rank().rank == 0:
-        views.show_distillation(speak, Run(run), found, common.as_json)
+        views.show_distillation(speak, Run(run), learned, common.as_json)
 
 
 @app.command
@@ -66,9 +66,9 @@ def tune(
     from . import tune_table
 
     speak = terminal()
-    found = api.tune(run, options, apply, speak)
-    tune_table.show_tuning(speak, run, found, common.as_json)
-    check_met(found)
+    tuning = api.tune(run, options, apply, speak)
+    tune_table.show_tuning(speak, run, tuning, common.as_json)
+    check_met(tuning)
 
 
 @app.command

@@ -18,6 +18,6 @@ def show_lint(path: Path | None, run: Path | None, explain: str | None, as_json:
         return
     if path is None or explain is not None:
         raise InputError("", "lint takes either a PATH or --explain CODE", "name one of them")
-    found = api.lint(path, run)
-    views.linted(found, as_json)
-    check_findings(found)
+    linted = api.lint(path, run)
+    views.linted(linted, as_json)
+    check_findings(linted)

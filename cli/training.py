@@ -30,9 +30,9 @@ def takes_log(path: Path, gradients: GradientFormat | None) -> bool:
 
 def refuse_run_options(options: Options, names: Iterable[str], **others: object) -> None:
     """Raise InputError for an option that is for a run, and was given with a training log."""
-    given = first_given(options, names) or next((f"--{name}" for name, value in others.items() if value), None)
-    if given:
-        raise InputError(given.split()[0], "is for a run, and this is a training log", "leave it out")
+    option = first_given(options, names) or next((f"--{name}" for name, value in others.items() if value), None)
+    if option:
+        raise InputError(option.split()[0], "is for a run, and this is a training log", "leave it out")
 
 
 def show_log(speak: "Terminal", path: Path, gradients: GradientFormat, as_json: bool) -> None:
@@ -41,15 +41,15 @@ def show_log(speak: "Terminal", path: Path, gradients: GradientFormat, as_json: 
     from ..validate.report.training_page import advice, ran, sentence, training_depth_table
     from . import views
 
-    found = api.inspect_training(path, gradients)
+    inspected = api.inspect_training(path, gradients)
     if as_json:
-        views.emit(found.checkup.model_dump(by_alias=True, mode="json"))
+        views.emit(inspected.checkup.model_dump(by_alias=True, mode="json"))
         return
-    checks = found.checkup.checks
-    for table in (training_depth_table(found.log, gradients), check_table(checks, ran(found.checkup))):
+    checks = inspected.checkup.checks
+    for table in (training_depth_table(inspected.log, gradients), check_table(checks, ran(inspected.checkup))):
         if table.rows:
             views.draw_table(speak, table)
-    for line in (*advice(checks)[::-1], f"{sentence(found.checkup)}."):
+    for line in (*advice(checks)[::-1], f"{sentence(inspected.checkup)}."):
         speak.say(line)
 
 

@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from .console import Terminal
 
 
-def show_tuning(speak: "Terminal", run: Path, found: "Tuning", as_json: bool) -> None:
+def show_tuning(speak: "Terminal", run: Path, tuning: "Tuning", as_json: bool) -> None:
     """Show the tuning of `run`, and what to do next."""
     from ..validate.tuning.document import change_table, conclusion, outcome_table, point_table
 
     if as_json:
-        emit(found.model_dump(by_alias=True, mode="json"))
+        emit(tuning.model_dump(by_alias=True, mode="json"))
         return
-    draw_table(speak, point_table(found))
-    if found.chosen is not None:
-        changes = change_table(found)
+    draw_table(speak, point_table(tuning))
+    if tuning.chosen is not None:
+        changes = change_table(tuning)
         if changes.rows:
             draw_table(speak, changes)
         else:
             speak.say(changes.missing)
-        draw_table(speak, outcome_table(found))
-    speak.say(conclusion(found, str(run)))
+        draw_table(speak, outcome_table(tuning))
+    speak.say(conclusion(tuning, str(run)))

@@ -163,88 +163,89 @@ def plain(row: Any) -> dict[str, Any]:
     }
 
 
-def inspection(speak: "Terminal", found: "Inspection", as_json: bool) -> None:
+def inspection(speak: "Terminal", inspected: "Inspection", as_json: bool) -> None:
     """Show what `fp8q inspect` found: what stands out last, where a terminal leaves the eye."""
     parts: dict[str, Sequence[Any] | None] = {
-        "modules": found.modules,
-        "bf16_cache": found.bf16_cache,
-        "findings": found.findings,
-        "experts": found.experts or None,
-        "delayed": found.delayed,
-        "against": found.against,
+        "modules": inspected.modules,
+        "bf16_cache": inspected.bf16_cache,
+        "findings": inspected.findings,
+        "experts": inspected.experts or None,
+        "delayed": inspected.delayed,
+        "against": inspected.against,
     }
     if as_json:
         rows_of_parts = {name: [plain(row) for row in rows] for name, rows in parts.items() if rows is not None}
-        emit({**rows_of_parts, "certificate": plain(found.certificate)})
+        emit({**rows_of_parts, "certificate": plain(inspected.certificate)})
         return
     tables: list[Table[Any]] = [
-        module_table(found.modules),
-        kept_table(found.modules),
-        wide_cache_table(found.bf16_cache),
-        expert_table(found.experts, found.all_experts),
+        module_table(inspected.modules),
+        kept_table(inspected.modules),
+        wide_cache_table(inspected.bf16_cache),
+        expert_table(inspected.experts, inspected.all_experts),
     ]
-    tables += [delayed_table(found.delayed)] if found.delayed is not None else []
-    tables += [against_table(found.against)] if found.against is not None else []
-    tables += [text_table(found.certificate), record_table(found.certificate)]
-    for table in (*tables, outlier_table(found.findings)):
+    tables += [delayed_table(inspected.delayed)] if inspected.delayed is not None else []
+    tables += [against_table(inspected.against)] if inspected.against is not None else []
+    tables += [text_table(inspected.certificate), record_table(inspected.certificate)]
+    for table in (*tables, outlier_table(inspected.findings)):
         if table.rows:
             draw_table(speak, table)
-    speak.say(f"Calibration text: {found.certificate.verdict}. {found.certificate.sentence}")
+    speak.say(f"Calibration text: {inspected.certificate.verdict}. {inspected.certificate.sentence}")
 
 
-def show_distillation(speak: "Terminal", run: Run, found: "Distillation | AdapterLearning", as_json: bool) -> None:
+def show_distillation(speak: "Terminal", run: Run, learning: "Distillation | AdapterLearning", as_json: bool) -> None:
     """Show what `fp8q distill` learned: the outcome in a sentence, what is outdated now, and what comes next."""
     if as_json:
-        emit(found.model_dump(mode="json"))
+        emit(learning.model_dump(mode="json"))
         return
-    for line in (f"{found.conclusion[0].upper()}{found.conclusion[1:]}.", *ending(run)):
+    for line in (f"{learning.conclusion[0].upper()}{learning.conclusion[1:]}.", *ending(run)):
         speak.say(line)
 
 
-def show_losses(speak: "Terminal", found: "Sensitivity", as_json: bool) -> None:
+def show_losses(speak: "Terminal", sensitivity: "Sensitivity", as_json: bool) -> None:
     """Show what `fp8q sensitivity` found: the worst last, where a terminal leaves the eye."""
     if as_json:
-        emit(found.model_dump(by_alias=True, mode="json"))
+        emit(sensitivity.model_dump(by_alias=True, mode="json"))
         return
-    draw_table(speak, loss_table(found.modules[::-1]))
+    draw_table(speak, loss_table(sensitivity.modules[::-1]))
 
 
-def show_model_comparison(speak: "Terminal", found: ModelComparison, as_json: bool) -> None:
+def show_model_comparison(speak: "Terminal", comparison: ModelComparison, as_json: bool) -> None:
     """Show what `fp8q compare` found: the distances, and the verdict."""
     if as_json:
-        emit(found.model_dump(by_alias=True, mode="json"))
+        emit(comparison.model_dump(by_alias=True, mode="json"))
         return
-    draw_table(speak, comparison_table(found))
-    perplexity = f", perplexity {found.perplexity.mean:.3f}" if found.perplexity else ""
+    draw_table(speak, comparison_table(comparison))
+    perplexity = f", perplexity {comparison.perplexity.mean:.3f}" if comparison.perplexity else ""
     speak.say(
-        f"{found.model}: {found.positions:,} positions of {found.prompts:,} prompts by {found.form}, "
-        f"{found.requests:,} requests{perplexity}. Verdict: {found.verdict}: {found.sentence}."
+        f"{comparison.model}: {comparison.positions:,} positions of {comparison.prompts:,} prompts by "
+        f"{comparison.form}, {comparison.requests:,} requests{perplexity}. "
+        f"Verdict: {comparison.verdict}: {comparison.sentence}."
     )
 
 
-def show_evaluation(speak: "Terminal", found: TaskScores, as_json: bool) -> None:
+def show_evaluation(speak: "Terminal", scores: TaskScores, as_json: bool) -> None:
     """Show what `fp8q evaluate` found: a row for each metric of the tasks and groups that were asked for."""
     if as_json:
-        emit(found.model_dump(by_alias=True, mode="json", exclude_none=True))
+        emit(scores.model_dump(by_alias=True, mode="json", exclude_none=True))
         return
-    draw_table(speak, evaluation_table(found))
+    draw_table(speak, evaluation_table(scores))
 
 
-def benched(speak: "Terminal", found: Bench, as_json: bool) -> None:
+def benched(speak: "Terminal", measurements: Bench, as_json: bool) -> None:
     """Show what `fp8q bench` measured and computed, each by itself, and by which protocol."""
     if as_json:
-        emit(found.model_dump(by_alias=True))
+        emit(measurements.model_dump(by_alias=True))
         return
-    its = found.protocol
+    its = measurements.protocol
     speak.say(
         f"{its.runtime} {its.version} on {its.device}; answers of {its.tokens:,} tokens, rounds: {its.rounds:,}. "
         f"{its.method}"
     )
-    draw_table(speak, bench_table(found.rows))
-    draw_table(speak, capacity_table(found))
+    draw_table(speak, bench_table(measurements.rows))
+    draw_table(speak, capacity_table(measurements))
 
 
-def linted(found: "Linted | LintedRun", as_json: bool) -> None:
+def linted(lint: "Linted | LintedRun", as_json: bool) -> None:
     """Show what `fp8q lint` found: a line each, of one rule the first few, or all of it as one JSON object."""
     if as_json:
         emit(
@@ -252,13 +253,13 @@ def linted(found: "Linted | LintedRun", as_json: bool) -> None:
                 "findings": [
                     {"file": str(part.path)}
                     | {key: value for key, value in asdict(finding).items() if key not in ("name", "places")}
-                    for part in found.parts
+                    for part in lint.parts
                     for finding in part.findings
                 ]
             }
         )
         return
-    lines = [line for part in found.parts for line in part_lines(part)]
+    lines = [line for part in lint.parts for line in part_lines(part)]
     sys.stdout.write("\n".join(map(visible, lines)) + "\n")
 
 
@@ -282,16 +283,16 @@ def part_lines(part: "Linted") -> list[str]:
     return [*lines, *(["no findings"] if not part.findings else [])]
 
 
-def show_engines(speak: "Terminal", found: "Sequence[EngineView]", as_json: bool) -> None:
+def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_json: bool) -> None:
     """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and
     wide products.
     """
     if as_json:
-        emit({"engines": [asdict(view) for view in found]})
+        emit({"engines": [asdict(view) for view in engine_views]})
         return
     from ..export.onnx_file.names import product_of
 
-    for view in found:
+    for view in engine_views:
         columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
         products = [
             (

@@ -104,9 +104,9 @@ class Clipping(Options):
         """Refuse also options of a method other than the chosen one."""
         super().__post_init__()
         for name in self.idle:
-            if given := first_given(self, [name]):
+            if option := first_given(self, [name]):
                 raise InputError(
-                    given,
+                    option,
                     f"is for --method {self.declared()[name].of}, and the method is {self.method}",
                     "choose that one, or leave this out",
                 )

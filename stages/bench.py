@@ -76,12 +76,12 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
             )
         shown = with_both(taken, run, contenders[0].session.vocabulary)
     with BENCH.writing(run, Key(inputs, options, NO_FACTS), notes) as log:
-        found = Bench(
+        measurements = Bench(
             protocol=protocol,
             rows=list(_rows(contenders, each_size, protocol.emulated, options, notes)),
             capacity=capacities(shown, protocol.positions, protocol.memory_bytes),
         )
-        write_document(run.bench, found)
+        write_document(run.bench, measurements)
         log.outputs.append(run.bench)
     if len(named) == 1 and not protocol.emulated:
         notes.note(
@@ -89,13 +89,13 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
             f"and `fp8q build-engine {run.root} --precision bf16 --runtime {runtime}` put BF16 beside it"
         )
     if plot is not None:
-        _draw(found, plot)
-    return found
+        _draw(measurements, plot)
+    return measurements
 
 
-def _draw(found: Bench, plot: Path) -> None:
+def _draw(measurements: Bench, plot: Path) -> None:
     with replacing(plot) as partial:
-        partial.write_text(bench_plot(found).wide, encoding="utf-8")
+        partial.write_text(bench_plot(measurements).wide, encoding="utf-8")
 
 
 def check_plot(plot: Path | None) -> None:
@@ -130,9 +130,9 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
         return [("bf16", run, "bf16")]
     stages, others = run.record().stages, [open_run(path) for path in against]
     check_same_model(run, others)
-    held = [each for each in get_args(Baseline) if f"export-{each}" in stages and runtime != "reference"]
+    baselines = [each for each in get_args(Baseline) if f"export-{each}" in stages and runtime != "reference"]
     return [
-        *((precision, run, precision) for precision in held),
+        *((precision, run, precision) for precision in baselines),
         ("fp8", run, "fp8"),
         *((f"fp8 {other.root}", other, "fp8") for other in others),
     ]
@@ -228,10 +228,10 @@ def sizes(
 
 def lowered(option: str, wanted: tuple[int, ...], most: int | None, notes: Notes) -> tuple[int, ...]:
     """Lower default sizes above `most` to it, with a note."""
-    found = tuple(sorted({size if most is None else min(size, most) for size in wanted}))
-    if found != wanted:
-        notes.note(f"{option}: lowered from {','.join(map(str, wanted))} to {','.join(map(str, found))}")
-    return found
+    sizes_within = tuple(sorted({size if most is None else min(size, most) for size in wanted}))
+    if sizes_within != wanted:
+        notes.note(f"{option}: lowered from {','.join(map(str, wanted))} to {','.join(map(str, sizes_within))}")
+    return sizes_within
 
 
 def _footprint(named: Named, contender: Contender, runtime: str) -> Footprint:

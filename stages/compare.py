@@ -42,55 +42,63 @@ def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComp
     check_one_given(options)
     checked_model(run)
     run.refuse_stale(VALIDATE.name)
-    kept, recorded = load_top_logits(run), run.record().stages[VALIDATE.name].outputs
+    stored_tokens, recorded = load_top_logits(run), run.record().stages[VALIDATE.name].outputs
     inputs = {path.name: recorded[path.name] for path in (run.tokens, run.top_logits)}
     key = Key(inputs, options, NO_FACTS)
     with COMPARE.writing(run, key, notes) as log:
         # no part of the key is the machine's arithmetic: it is the server that computes
         with run.work(COMPARE.name, {"inputs": inputs, "options": COMPARE.dump(options, NO_FACTS)}) as folder:
-            found = _asked(run, kept, options, folder, notes) if options.url else _run(run, kept, options, notes)
-        write_document(run.comparison, found)
+            comparison = (
+                _asked(run, stored_tokens, options, folder, notes)
+                if options.url
+                else _run(run, stored_tokens, options, notes)
+            )
+        write_document(run.comparison, comparison)
         log.outputs.append(run.comparison)
-    return found
+    return comparison
 
 
 def check_one_given(options: CompareOptions) -> None:
     """Raise InputError for both, or neither, of a server and a checkpoint."""
     if (options.url is None) == (options.model is None):
-        given = f"--url {options.url} and --model {options.model}" if options.url else "neither --url nor --model"
-        raise InputError(given, "give one of them, a server's address or a checkpoint's directory")
+        options_given = (
+            f"--url {options.url} and --model {options.model}" if options.url else "neither --url nor --model"
+        )
+        raise InputError(options_given, "give one of them, a server's address or a checkpoint's directory")
 
 
-def check_validated(found: ModelComparison) -> None:
+def check_validated(comparison: ModelComparison) -> None:
     """Raise GateError unless it is the validated model, or cannot be told from that or the original in BF16."""
-    if not found.passes:
-        raise GateError(found.answered, found.sentence)
+    if not comparison.passes:
+        raise GateError(comparison.answered, comparison.sentence)
 
 
-def _asked(run: Run, kept: KeptTokens, options: CompareOptions, folder: Path, notes: Reporter) -> ModelComparison:
+def _asked(
+    run: Run, stored_tokens: KeptTokens, options: CompareOptions, folder: Path, notes: Reporter
+) -> ModelComparison:
     assert options.url is not None, "the caller looked"
     client = Client(options.url, options.timeout, os.environ.get(KEY))
     try:
         vocabulary = Vocabulary.read(run.model)
     except ModelFileError as error:
         raise InputError(error.subject, error.fault, error.remedy) from None
-    server, longest = find_server(client, options.served, kept, vocabulary)
+    server, longest = find_server(client, options.served, stored_tokens, vocabulary)
     tail = min(load_scales(run).tails.values(), default=None)
-    prompts = prompts_of(kept, tail, options.windows, longest)
+    prompts = prompts_of(stored_tokens, tail, options.windows, longest)
     asked = ask_all(server, prompts, folder, tail, notes)
-    windows = np.nonzero(kept.kept)[0]
-    judged = judge(kept, asked.answers, windows)
+    windows = np.nonzero(stored_tokens.kept)[0]
+    judged = judge(stored_tokens, asked.answers, windows)
     if judged.verdict != "validated":
         prefix, again = len(load_accuracy(run).protocol.prefix), None
         if prefix and asked.answers.with_logprobs:
             shorter = without_prefix(prompts, prefix, AGAIN)
             (part := folder / "without-prefix").mkdir(exist_ok=True)
-            again = judge(kept, ask_all(server, shorter, part, tail, notes).answers, windows)
+            again = judge(stored_tokens, ask_all(server, shorter, part, tail, notes).answers, windows)
         judged = judge_prompt(judged, asked.answers, again)
-    bound = bound_of(asked.answers, kept.runtimes[judged.runtimes[0].runtime])
+    bound = bound_of(asked.answers, stored_tokens.runtimes[judged.runtimes[0].runtime])
     with translated(client):
-        told = other_reading(server, own_readings(kept, vocabulary), _renderer(run, notes), bound)
-    judged = judge_reading(judged, told)
+        reading = other_reading(server, own_readings(stored_tokens, vocabulary), _renderer(run, notes), bound)
+    judged = judge_reading(judged, reading)
     return ModelComparison(
         answered=client.url,
         model=server.model,
@@ -120,12 +128,12 @@ def _renderer(run: Run, notes: Reporter) -> Callable[[str], str] | None:
     return lambda text: template.render([{"role": "user", "content": text}])
 
 
-def _run(run: Run, kept: KeptTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
+def _run(run: Run, stored_tokens: KeptTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
     needs("calibrate", CALIBRATE_MODULES)
     assert options.model is not None, "the caller looked"
-    prompts = prompts_of(kept, min(load_scales(run).tails.values(), default=None), options.windows, None)
+    prompts = prompts_of(stored_tokens, min(load_scales(run).tails.values(), default=None), options.windows, None)
     answers = run_checkpoint(options.model, run.model, prompts, device(), notes)
-    judged = judge(kept, answers, np.nonzero(kept.kept)[0])
+    judged = judge(stored_tokens, answers, np.nonzero(stored_tokens.kept)[0])
     return ModelComparison(
         answered=str(options.model),
         model=options.model.name,

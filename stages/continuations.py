@@ -48,17 +48,17 @@ def _continued(run: Run, count: int) -> Continuations:
     starts = np.unique(np.linspace(0, len(ids) - length, count + 2).astype(np.int64)[1:-1])
     tokenizer = stored_tokenizer(run.model)
     prompts = [str(tokenizer.decode(ids[start : start + length], skip_special_tokens=True)) for start in starts]
-    found = compare_all(run, prompts, GenerateOptions(max_tokens=TOKENS, runtime="reference"))
+    answers = compare_all(run, prompts, GenerateOptions(max_tokens=TOKENS, runtime="reference"))
     return Continuations(
         tokens=TOKENS,
         continuations=[
             Continuation(
                 prompt=prompt,
-                bf16=each.bf16.text,
-                fp8=each.fp8.text,
-                common=each.common,
-                parts_at=each.parts_at,
+                bf16=answer.bf16.text,
+                fp8=answer.fp8.text,
+                common=answer.common,
+                parts_at=answer.parts_at,
             )
-            for prompt, each in zip(prompts, found, strict=True)
+            for prompt, answer in zip(prompts, answers, strict=True)
         ],
     )

@@ -88,9 +88,11 @@ def collect(
     packing.check("--seq-len")
     other = None if eval_data is None else read_tokens(eval_data, tokenizer, vocabulary, reading, report)
     overlap = shared(texts, other, options, report)
-    kept, evaluation = ([text.ids for text in texts], other.ids) if other else hold_out(parts, texts, packing, report)
-    check_lengths(texts, kept, (eval_data or names, evaluation), packing)
-    windows, sources = share_out(parts, texts, kept, packing, options, report)
+    calibration_tokens, evaluation = (
+        ([text.ids for text in texts], other.ids) if other else hold_out(parts, texts, packing, report)
+    )
+    check_lengths(texts, calibration_tokens, (eval_data or names, evaluation), packing)
+    windows, sources = share_out(parts, texts, calibration_tokens, packing, options, report)
     opening = Opening(bos=options.bos, prefix=list(packing.prefix), overlap=overlap)
     return Collected(windows, evaluation, (names, eval_data or names), sources, options, opening)
 
@@ -132,11 +134,13 @@ def shared(texts: list[Text], other: Text | None, options: CorpusOptions, report
     return measured.share if measured.too_much else None
 
 
-def check_lengths(texts: list[Text], kept: list[Tokens], evaluation: tuple[str, Tokens], packing: Packing) -> None:
-    """Raise InputError when the tokens `kept` of a text, or those of the `evaluation` (its name, its tokens), are
-    shorter than a window.
+def check_lengths(
+    texts: list[Text], calibration: list[Tokens], evaluation: tuple[str, Tokens], packing: Packing
+) -> None:
+    """Raise InputError when the `calibration` tokens of a text, or those of the `evaluation` (its name, its tokens),
+    are shorter than a window.
     """
-    for text, ids in zip(texts, kept, strict=True):
+    for text, ids in zip(texts, calibration, strict=True):
         if not len(packing.starts(ids)):
             raise InputError(
                 text.name,

@@ -121,7 +121,7 @@ def check_asked(options: EvaluateOptions) -> None:
 
 def _resolved(options: EvaluateOptions, tasks: Tasks) -> EvaluateOptions:
     """The options as the key has them: seeds count where a task samples."""
-    sampled = any(each.samples for each in tasks.questions)
+    sampled = any(question.samples for question in tasks.questions)
     return options if sampled else replace(options, seeds=EvaluateOptions.seeds)
 
 
@@ -151,18 +151,18 @@ def _contestants(
         )
 
     of_source, of_fp8 = {"model": source.fingerprint}, {"fp8": dict(files)}
-    found = list[Contestant]()
+    contestants = list[Contestant]()
     if client := _client(options.bf16_url, "--bf16-url", options):
-        found.append(there("bf16", of_source, client, options.bf16_served))
+        contestants.append(there("bf16", of_source, client, options.bf16_served))
     else:
-        found.append(here("bf16", of_source, lambda: _float(run, source, "bf16")))
+        contestants.append(here("bf16", of_source, lambda: _float(run, source, "bf16")))
     if client := _client(options.url, "--url", options):
-        found.append(there("fp8", of_fp8, client, options.served))
+        contestants.append(there("fp8", of_fp8, client, options.served))
     else:
-        found.append(here("fp8", of_fp8, lambda: _fp8(run)))
+        contestants.append(here("fp8", of_fp8, lambda: _fp8(run)))
     if options.noise_floor:
-        found.append(here("fp32", of_source, lambda: _float(run, source, "fp32")))
-    return found
+        contestants.append(here("fp32", of_source, lambda: _float(run, source, "fp32")))
+    return contestants
 
 
 #: The positions of a model that states none.
@@ -231,8 +231,8 @@ class Stored:
         if path in self.spoiled or not path.is_file():
             return None
         with suppress(InputError):  # written by another version
-            found = read_document(path, TaskAnswers)
-            return found if found.key == contestant.key(question, self.options, seed) else None
+            answers = read_document(path, TaskAnswers)
+            return answers if answers.key == contestant.key(question, self.options, seed) else None
         return None
 
     def save(self, answers: TaskAnswers) -> None:
@@ -245,7 +245,7 @@ def _ask_all(
     tasks: Tasks, contestants: list[Contestant], stored: Stored, notes: Notes
 ) -> dict[str, dict[RuntimeName, list[TaskAnswers]]]:
     """Ask each model in turn what it has not answered yet: task -> model -> answers by seed."""
-    found: dict[str, dict[RuntimeName, list[TaskAnswers]]] = {each.name: {} for each in tasks.questions}
+    answers_of: dict[str, dict[RuntimeName, list[TaskAnswers]]] = {each.name: {} for each in tasks.questions}
     for contestant in contestants:
         jobs = [(question, seed) for question in tasks.questions for seed in _seeds(question, stored.options)]
         answers = [stored.load(contestant, *job) for job in jobs]
@@ -261,9 +261,9 @@ def _ask_all(
                     each = ask(model, question, stored.options, contestant.runtime, seed, advance)
                     each = each.model_copy(update={"key": contestant.key(question, stored.options, seed)})
                     stored.save(each)
-                found[question.name].setdefault(contestant.runtime, []).append(each)
+                answers_of[question.name].setdefault(contestant.runtime, []).append(each)
         del model
-    return found
+    return answers_of
 
 
 def _ignored(_: int) -> None:
@@ -277,15 +277,15 @@ def _seeds(question: AskedTask, options: EvaluateOptions) -> list[int] | list[No
 
 def _write(
     run: Run, tasks: Tasks, contestants: list[Contestant], options: EvaluateOptions,
-    found: dict[str, dict[RuntimeName, list[TaskAnswers]]],
+    answers_of: dict[str, dict[RuntimeName, list[TaskAnswers]]],
 ) -> list[Path]:  # fmt: skip
     """Write the results; return their path, and those of all answers."""
     evaluation = TaskScores(
         harness=_harness(),
         limit=options.limit,
         chat=options.chat,
-        models={each.runtime: each.where for each in contestants},
-        results=all_results(found, tasks.groups),
+        models={contestant.runtime: contestant.where for contestant in contestants},
+        results=all_results(answers_of, tasks.groups),
     )
     write_document(run.evaluated, evaluation)
     return [run.evaluated, *sorted(run.answers.glob("*.json"))]
@@ -294,5 +294,5 @@ def _write(
 def _tell_card(run: Run, evaluation: TaskScores) -> None:
     """Write the table of scores into the model card, where the card has a place for it."""
     if may_change_card(run):
-        told = f"By {evaluation.protocol} (`fp8q evaluate`); the interval is of 95 %, over questions."
-        state_in_card(run.card, TASKS, f"{markdown_table(evaluation)}\n\n{told}")
+        caption = f"By {evaluation.protocol} (`fp8q evaluate`); the interval is of 95 %, over questions."
+        state_in_card(run.card, TASKS, f"{markdown_table(evaluation)}\n\n{caption}")

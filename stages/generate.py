@@ -73,7 +73,7 @@ def _torch_session(run: Run, runtime: str, adapter: str | None) -> Session:
 
     if runtime == "bf16":
         source = source_of(run)
-        on = next((each for each in source.variants if each.on and each.on.name == adapter), source)
+        on = next((variant for variant in source.variants if variant.on and variant.on.name == adapter), source)
         return TorchSession(load_model(on, torch.bfloat16, device()))
     fp8_files(run, graph=False)
     reference = open_reference(run, "fast", device(), adapter)
@@ -108,9 +108,9 @@ class Chat:
         """
         said = [*self.messages, {"role": "user", "content": text}]
         request = asked(self.template.render(said), self.options, special_tokens=False)
-        found = answer_request(self.generator, request, told)
-        self.messages = [*said, {"role": "assistant", "content": found.text}]
-        return found
+        answer = answer_request(self.generator, request, told)
+        self.messages = [*said, {"role": "assistant", "content": answer.text}]
+        return answer
 
 
 def open_template(run: Run, file: Path | None = None) -> ChatTemplate:
@@ -165,7 +165,7 @@ def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> l
 def _comparison(fp8: GeneratedAnswer, bf16: GeneratedAnswer, generator: Generator) -> Comparison:
     at = parting(fp8.tokens, bf16.tokens)
     text = generator.vocabulary.token_text
-    there = [text(each.tokens[at]) if at is not None and at < len(each.tokens) else "" for each in (fp8, bf16)]
+    there = [text(answer.tokens[at]) if at is not None and at < len(answer.tokens) else "" for answer in (fp8, bf16)]
     common = 0
     while common < min(len(fp8.text), len(bf16.text)) and fp8.text[common] == bf16.text[common]:
         common += 1

@@ -55,10 +55,10 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
         check_memory(source, "an adapter", BYTES_A_WEIGHT)
         with ADAPTER.writing(run, key, notes) as log, ADAPTER.working(run, key, notes) as folder:
             remove(run.adapter)
-            found, log.outputs = _learn(Learning(run, source, text, options, "an adapter"), folder, notes)
-            write_document(run.adapter_learning, found)
+            learning, log.outputs = _learn(Learning(run, source, text, options, "an adapter"), folder, notes)
+            write_document(run.adapter_learning, learning)
             log.outputs.append(run.adapter_learning)
-            notes.note(f"distill: {found.conclusion}")
+            notes.note(f"distill: {learning.conclusion}")
     return load_adapter_learning(run)
 
 

@@ -33,15 +33,17 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> NeedleScore
         scales, sums = load_scales(run), {}
         runtimes = needle_runtimes(run, source, device(), bool(scales.two_terms), bool(scales.kv_cache))
         notes.note(
-            f"--needles: {len(needles)} prompts, {sum(len(each.ids) for each in needles):,} tokens in all, are read by "
-            f"each of {', '.join(runtimes)}"
+            f"--needles: {len(needles)} prompts, {sum(len(needle.ids) for needle in needles):,} tokens in all, are "
+            f"read by each of {', '.join(runtimes)}"
         )
         if options.accumulator:
             sums = needle_sums(run, device(), options.accumulator)
-            notes.note(sums_cost(run, [each for each in needles if each.trial == 0], options.accumulator, device()))
+            notes.note(
+                sums_cost(run, [needle for needle in needles if needle.trial == 0], options.accumulator, device())
+            )
         with NEEDLES.writing(run, key, notes) as log:
-            found = find(needles, runtimes, sums, notes)
-            document = NeedleScores(text=haystack.name, sentence=haystack.sentence, needles=found)
+            answers = find(needles, runtimes, sums, notes)
+            document = NeedleScores(text=haystack.name, sentence=haystack.sentence, needles=answers)
             write_document(run.needles, document)
             log.outputs.append(run.needles)
     return load_needles(run)

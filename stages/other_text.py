@@ -58,8 +58,8 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
         share = check_other(run, text, tokenizer, report, options.allow_overlap)
         name, ids, opening = data, text.ids, opening.model_copy(update={"overlap": share})
     packing = Packing(calibration.shape[1], tuple(opening.prefix))
-    found = cut_for(ids, name, options, packing, positions(run), report)
-    return replace(found, protocol=found.protocol.model_copy(update=opening.model_dump()))
+    tokens = cut_for(ids, name, options, packing, positions(run), report)
+    return replace(tokens, protocol=tokens.protocol.model_copy(update=opening.model_dump()))
 
 
 def cut_for(
@@ -79,14 +79,15 @@ def cut_for(
     window = calibrated.size
     size = lower_default("--context", asked.context, window, limit or window, "the model's positions", report)
     stride = size - len(calibrated.prefix) if asked.stride is None else asked.stride
-    whole = cut(ids, name, size, stride, calibrated.prefix, asked.as_served)
-    found = evenly_spaced(whole, asked.max_tokens or max(MAX_TOKENS, LEAST_WINDOWS * size))
-    if asked.max_tokens is None and len(found.ids) < len(whole.ids):
+    all_windows = cut(ids, name, size, stride, calibrated.prefix, asked.as_served)
+    scored = evenly_spaced(all_windows, asked.max_tokens or max(MAX_TOKENS, LEAST_WINDOWS * size))
+    if asked.max_tokens is None and len(scored.ids) < len(all_windows.ids):
         report.note(
-            f"--max-tokens: {found.protocol.tokens:,} of the {whole.protocol.tokens:,} tokens of {name} are scored, in "
-            f"{len(found.ids):,} of {len(whole.ids):,} windows, evenly spaced; --max-tokens N takes more or fewer"
+            f"--max-tokens: {scored.protocol.tokens:,} of the {all_windows.protocol.tokens:,} tokens of {name} are "
+            f"scored, in {len(scored.ids):,} of {len(all_windows.ids):,} windows, evenly spaced; --max-tokens N takes "
+            "more or fewer"
         )
-    return found
+    return scored
 
 
 def check_other(
@@ -108,21 +109,21 @@ def check_other(
         )
     windows = load_tokens(run, run.calibration)
     decoded = tokenizer.batch_decode(windows, skip_special_tokens=not text.documents.chat)
-    found = measure_overlap(decoded, text.documents.texts, windows.shape[1])
+    overlap = measure_overlap(decoded, text.documents.texts, windows.shape[1])
     what = (
         f"it was calibrated on with {run.root}"
-        if found.of_second >= found.of_first
+        if overlap.of_second >= overlap.of_first
         else f"what {run.root} was calibrated on is in it"
     )
-    if found.too_much and not allowed:
+    if overlap.too_much and not allowed:
         raise InputError(
             f"--data {text.name}",
-            f"{found.shown} of {what}",
+            f"{overlap.shown} of {what}",
             "evaluate on other text, leave --data out to evaluate on what was held out, or give --allow-overlap",
         )
-    if found.worth_a_note:
-        report.note(f"--data {text.name}: {found.shown} of {what}")
-    return found.share if found.too_much else None
+    if overlap.worth_a_note:
+        report.note(f"--data {text.name}: {overlap.shown} of {what}")
+    return overlap.share if overlap.too_much else None
 
 
 def positions(run: Run) -> int | None:

@@ -167,7 +167,7 @@ def _rounding(
     if run.distilled.name in key.inputs:
         yield Rounding(options.weight_method, learned=LearnedCodes(run.distilled))
         return
-    method, kept = options.weight_method, inherited_codes(source, options)
+    method, inherited = options.weight_method, inherited_codes(source, options)
     record, few = statistics.record, starved(statistics, options.min_expert_tokens)
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
@@ -176,13 +176,13 @@ def _rounding(
             inputs = scales.activations | dict.fromkeys(scales.bf16_inputs)
             activations = {name: scale for name, scale in inputs.items() if name not in few}
             made = SequentialRounding(source, activations, method, batches, folder, device()).run(notes)
-            yield Rounding(method, sequential=made, inherited=kept)
+            yield Rounding(method, sequential=made, inherited=inherited)
     else:
         gptq = options.weight_rounding == "gptq"
-        lost = {module: lost_share(found.sqnr_db) for module, found in scales.activations.items()}
+        lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
         lost |= dict.fromkeys(scales.bf16_inputs, 0.0)
         compensations = Compensations(run.moments, group_of(record.groups), lost, few.keys()) if gptq else None
-        yield Rounding(method, compensations, inherited=kept)
+        yield Rounding(method, compensations, inherited=inherited)
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:

@@ -27,7 +27,7 @@ def write_report(run: Run, others: Sequence[Run], notes: Notes) -> list[Path]:
 
     Raises InputError for a run that is compared with itself, or named twice.
     """
-    roots = [each.root.resolve() for each in (run, *others)]
+    roots = [compared.root.resolve() for compared in (run, *others)]
     for number, root in enumerate(roots):
         if root in roots[:number]:
             raise InputError(f"--compare {others[number - 1].root}", "is in the report already", "name each run once")

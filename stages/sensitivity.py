@@ -61,10 +61,10 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> Sensitiv
     written = {name: record.outputs for name, record in run.record().stages.items()}
     run.require(run.calibration, "corpus")
     inputs = checked_model(run) | {run.calibration.name: written["corpus"][run.calibration.name]}
-    whole, streamed = (Key(inputs, replace(options, stream=stream), NO_FACTS) for stream in (False, True))
-    if not SENSITIVITY.is_current(run, whole, *([] if options.stream is False else [streamed])):
+    in_memory, streamed = (Key(inputs, replace(options, stream=stream), NO_FACTS) for stream in (False, True))
+    if not SENSITIVITY.is_current(run, in_memory, *([] if options.stream is False else [streamed])):
         source = source_of(run)
-        key = streamed if _streamed(source, options, notes) else whole
+        key = streamed if _streamed(source, options, notes) else in_memory
         with SENSITIVITY.writing(run, key, notes) as log, SENSITIVITY.working(run, key, notes) as folder:
             locate = _locate_streamed if key is streamed else _locate
             write_document(run.sensitivity, locate(run, source, options, folder, notes))

@@ -100,20 +100,20 @@ def check_budget(options: TuneOptions, apply: bool) -> None:
         raise InputError("--apply", "there is no budget to choose for", "give --max-ppl-increase or --max-kl")
 
 
-def check_met(found: Tuning) -> None:
+def check_met(tuning: Tuning) -> None:
     """Raise GateError where the budget is not met."""
-    if found.chosen is None or found.met:
+    if tuning.chosen is None or tuning.met:
         return
-    if found.max_kl is not None:
-        asked, predicted = f"--max-kl {found.max_kl:g}", f"a KL of {found.chosen.kl_nats:.3g} nats"
-        measured, less = f"{found.chosen.measured_kl_nats:.3g}", f"--max-kl {AIM * found.max_kl:.3g}"
+    if tuning.max_kl is not None:
+        asked, predicted = f"--max-kl {tuning.max_kl:g}", f"a KL of {tuning.chosen.kl_nats:.3g} nats"
+        measured, less = f"{tuning.chosen.measured_kl_nats:.3g}", f"--max-kl {AIM * tuning.max_kl:.3g}"
     else:
-        assert found.max_ppl_increase is not None, "one of the two is the budget"
-        asked = f"--max-ppl-increase {found.max_ppl_increase:.3%}"
-        predicted = f"a rise of perplexity by {found.chosen.predicted_increase.increase:.3%}"
-        measured = f"{found.chosen.measured_increase.increase:.3%}"
-        less = f"--max-ppl-increase {AIM * found.max_ppl_increase:.3%}"
-    if found.met_on_calibration:
+        assert tuning.max_ppl_increase is not None, "one of the two is the budget"
+        asked = f"--max-ppl-increase {tuning.max_ppl_increase:.3%}"
+        predicted = f"a rise of perplexity by {tuning.chosen.predicted_increase.increase:.3%}"
+        measured = f"{tuning.chosen.measured_increase.increase:.3%}"
+        less = f"--max-ppl-increase {AIM * tuning.max_ppl_increase:.3%}"
+    if tuning.met_on_calibration:
         raise GateError(
             asked,
             f"{predicted} is predicted of the mix and {measured} measured on the evaluation text, which is more",
@@ -122,19 +122,19 @@ def check_met(found: Tuning) -> None:
     raise GateError(asked, f"nothing that fp8q can choose meets it; the best there is has {predicted}", "allow more")
 
 
-def apply_mix(run: Run, found: Tuning, notes: Notes) -> None:
+def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
     """Make the checkpoint and graphs of `run` by the chosen mix, which meets its budget.
 
     Second moments for `gptq` are measured where the run has none: on all calibration windows, as `calibrate` does.
     Scales of the run that differ from the choice are chosen again, even if the run's options are those of the mix.
     """
-    if found.chosen is None or not found.met:
+    if tuning.chosen is None or not tuning.met:
         return
-    source, recipe = source_of(run), found.chosen.recipe
-    options, graph = asked_for(run, found.chosen), export_options(run)
+    source, recipe = source_of(run), tuning.chosen.recipe
+    options, graph = asked_for(run, tuning.chosen), export_options(run)
     if recipe.weight_rounding == "gptq":
         measure(run, source, run.options(MEASURE), notes, moments=True)
-    if any(change.choice == "rescaled" for change in found.changes):
+    if any(change.choice == "rescaled" for change in tuning.changes):
         run.scales.unlink(missing_ok=True)
     quantize(run, source, products_of(source, options), options, notes)
     export_or_note(run, graph, notes)
@@ -190,10 +190,10 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     prepared = predicted_candidates(
         run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
     )
-    shape, own = prepared.shape, prepared.own
+    shape, own_mix = prepared.shape, prepared.own
     losses, experts = prepared.losses, load_statistics(run).record.experts or {}
     shape = replace(shape, groups=limited_to(shape.groups, options.server, experts))
-    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own)
+    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own_mix)
     if problem.unknown:
         others = f" and {len(problem.unknown) - 1} more" if len(problem.unknown) > 1 else ""
         notes.note(
@@ -209,26 +209,26 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     if (aim := _aim(options, factor)) is not None:
         chosen = search.chosen(aim, anchors)
     correction = search.correction(*anchors)
-    frontier, before = list[Step](), own
+    frontier, before = list[Step](), own_mix
     for mix in problem.frontier():
         expected = correction.of(losses.of(mix))
         frontier.append(
             Step(**point(shape, mix, expected, False).model_dump(), changes=changed(shape.groups, before, mix))
         )
         before = mix
-    found = Tuning(
+    tuning = Tuning(
         max_kl=options.max_kl,
         max_ppl_increase=options.max_ppl_increase,
         prefer=options.prefer,
         server=options.server,
         changes=[],
-        run=point(shape, own, as_it_is.kl_nats, True),
+        run=point(shape, own_mix, as_it_is.kl_nats, True),
         frontier=frontier,
         prompt=prompt_of(every.shape[1]),
         windows=Windows(rounding=len(parts[0]), choosing=len(parts[1]), held_out=len(parts[2])),
         rise_over_kl=factor,
     )
-    return found if chosen is None else _judged(run, search, found, chosen, held_out)
+    return tuning if chosen is None else _judged(run, search, tuning, chosen, held_out)
 
 
 def _aim(options: TuneOptions, factor: float) -> float | None:
@@ -239,15 +239,15 @@ def _aim(options: TuneOptions, factor: float) -> float | None:
 
 
 def _judged(
-    run: Run, search: Search, found: Tuning, mix: Mix, held_out: list[tuple[torch.Tensor, torch.Tensor]]
+    run: Run, search: Search, tuning: Tuning, mix: Mix, held_out: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Tuning:
-    """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `found`."""
+    """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `tuning`."""
     prepared, notes, shape = search.prepared, search.notes, search.problem.shape
-    text = evaluation(run, None, ValidateOptions(as_served=found.prompt), notes)
+    text = evaluation(run, None, ValidateOptions(as_served=tuning.prompt), notes)
     predicted = search.measured(mix)
     elsewhere = prepared.measured("held out", mix, held_out, notes)
     there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)
-    rise = found.rise_over_kl * predicted.kl_nats
+    rise = tuning.rise_over_kl * predicted.kl_nats
     within, their_within = predicted.rise_within(rise, len(text.ids)), there.rise_within(there.rise_nats)
 
     def interval(middle: float, half: float) -> Interval:
@@ -266,13 +266,13 @@ def _judged(
         measured_kl_nats=there.kl_nats,
         measured_increase=interval(there.rise_nats, their_within),
     )
-    limit = found.max_kl if found.max_kl is not None else found.max_ppl_increase
+    limit = tuning.max_kl if tuning.max_kl is not None else tuning.max_ppl_increase
     assert limit is not None, "there is a budget where something is chosen"
-    of_kl = found.max_kl is not None
+    of_kl = tuning.max_kl is not None
     met_here = (chosen.kl_nats if of_kl else chosen.predicted_increase.increase) <= limit
     met_there = (chosen.measured_kl_nats if of_kl else chosen.measured_increase.increase) <= limit
     rescaled = [Change(module=name, choice="rescaled") for name in prepared.rescaled(mix)]
-    return found.model_copy(
+    return tuning.model_copy(
         update={
             "met": met_here and met_there,
             "met_on_calibration": met_here,

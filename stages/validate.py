@@ -38,8 +38,8 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
 
         ask_needles(run, notes, options)
     drop_outdated(run, notes)
-    if beside := _beside(run, notes, data, options):
-        return _add(beside, notes)
+    if added := _beside(run, notes, data, options):
+        return _add(added, notes)
     check_torch(options)
     return _run_all(run, notes, data, options)
 
@@ -63,20 +63,20 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     if not (VALIDATE.is_current(run, key, with_beside(run, key)) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
-            found = evaluate_runtimes(run, tokens, options, folder, notes)
+            outcome = evaluate_runtimes(run, tokens, options, folder, notes)
             adapted = evaluate_adapters(run, tokens, options, folder, notes)
-            found.failed.update(adapted.failed)
-            explained = explain_loss(run, tokens, found).model_copy(update={"adapters": adapted.rows or None})
-            judged = decide(explained, found.nll, options.max_ppl_increase)
+            outcome.failed.update(adapted.failed)
+            explained = explain_loss(run, tokens, outcome).model_copy(update={"adapters": adapted.rows or None})
+            judged = decide(explained, outcome.nll, options.max_ppl_increase)
             explained = explained.model_copy(update={"verdict": judged})
-            log.outputs += save_accuracy(run, explained, found.nll | adapted.nll, found.kl)
-            log.outputs.append(save_top_logits(run, tokens, found.top | adapted.top))
+            log.outputs += save_accuracy(run, explained, outcome.nll | adapted.nll, outcome.kl)
+            log.outputs.append(save_top_logits(run, tokens, outcome.top | adapted.top))
             if may_change_card(run):
                 state_validated(run.card, [])
             _tell_card(run, explained)
-            log.unfinished = tuple(found.failed)
-        if found.failed:
-            raise unfinished(found.failed, found.nll)
+            log.unfinished = tuple(outcome.failed)
+        if outcome.failed:
+            raise unfinished(outcome.failed, outcome.nll)
     accuracy = judge_again(run, options.max_ppl_increase)
     check_gates(run, accuracy, options.max_ppl_increase)
     return accuracy
@@ -112,21 +112,21 @@ def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) 
         return None
 
 
-def _add(beside: BesideRun, notes: Notes) -> Accuracy:
+def _add(added: BesideRun, notes: Notes) -> Accuracy:
     """Run what is not there yet beside what is, and return all results."""
-    ran, failed = run_beside(beside, notes)
+    ran, failed = run_beside(added, notes)
     if failed:
         raise unfinished(failed, ran)
-    limit = beside.options.max_ppl_increase
-    accuracy, named = judge_again(beside.run, limit), {"bf16", *beside.options.chosen}
+    limit = added.options.max_ppl_increase
+    accuracy, named = judge_again(added.run, limit), {"bf16", *added.options.chosen}
 
     def asked(rows: Mapping[str, RuntimeAccuracy]) -> dict[str, RuntimeAccuracy]:
         return {name: row for name, row in rows.items() if name in named}
 
     adapters = {adapter: asked(rows) for adapter, rows in (accuracy.adapters or {}).items()}
     shown = accuracy.model_copy(update={"runtimes": asked(accuracy.runtimes), "adapters": adapters or None})
-    verdict = decide(shown, load_token_losses(beside.run), limit)
-    check_gates(beside.run, shown.model_copy(update={"verdict": verdict}), limit)
+    verdict = decide(shown, load_token_losses(added.run), limit)
+    check_gates(added.run, shown.model_copy(update={"verdict": verdict}), limit)
     return accuracy
 
 
@@ -225,13 +225,13 @@ def _tell_card(run: Run, accuracy: Accuracy) -> None:
     """Write the verdict into the model card, and what one term costs, where that was measured."""
     if not may_change_card(run):
         return
-    told = markdown_text(accuracy.protocol.told)
+    protocol = markdown_text(accuracy.protocol.told)
     if verdict := accuracy.verdict:
         said = markdown_text(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
         decision = f"**{markdown_text(verdict.sentence)}.** {said}"
-        state_in_card(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {told}.")
+        state_in_card(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {protocol}.")
     if cost := accuracy.one_term_cost:
-        state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {told}).")
+        state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {protocol}).")
 
 
 def unfinished(failed: Mapping[str, str], ran: Iterable[str]) -> UnfinishedError:

@@ -40,14 +40,14 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
     made = openers(options.chosen, run, partial(_source_with_note, run, notes), device(), prompt=options.as_served)
-    found = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
+    outcome = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
-        baseline = made.get(BASELINE) if BASELINE not in found.failed else None
+        baseline = made.get(BASELINE) if BASELINE not in outcome.failed else None
         sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
-        found = found.joined(sums)
-    if not found.nll:
-        raise BackendError("", "; ".join(found.failed.values()))
-    return found
+        outcome = outcome.joined(sums)
+    if not outcome.nll:
+        raise BackendError("", "; ".join(outcome.failed.values()))
+    return outcome
 
 
 def _source_with_note(run: Run, notes: Notes) -> Source:
@@ -66,20 +66,20 @@ def evaluate_adapters(
     if not (names := adapters_of(run)):
         return AdapterOutcome()
     note_without_engines(run, options, notes)
-    chosen = {name: tuple(each for each in options.chosen if takes_adapter(run, each, name)) for name in names}
+    chosen = {name: tuple(runtime for runtime in options.chosen if takes_adapter(run, runtime, name)) for name in names}
     return compare_adapted(run, tokens, chosen, lambda: source_of(run), Workplace(device(), folder, notes))
 
 
-def explain_loss(run: Run, tokens: Evaluation, found: Outcome) -> Accuracy:
+def explain_loss(run: Run, tokens: Evaluation, outcome: Outcome) -> Accuracy:
     """Explain the loss: by the frequency of tokens in the calibration text, and the first layer without finite
     numbers.
     """
-    accuracy = blamed(run, tokens, found, lambda: source_of(run), device())
-    calibration, base = load_tokens(run, run.calibration), found.nll.get(BASELINE)
+    accuracy = blamed(run, tokens, outcome, lambda: source_of(run), device())
+    calibration, base = load_tokens(run, run.calibration), outcome.nll.get(BASELINE)
     fp32 = accuracy.runtimes.get(FLOAT32)
     runtimes = {}
     for name, runtime in accuracy.runtimes.items():
-        nll, kl, before = found.nll[name], found.kl.get(name), None if name == BASELINE else base
+        nll, kl, before = outcome.nll[name], outcome.kl.get(name), None if name == BASELINE else base
         parts: dict[str, object] = {"by_distance": by_distance(tokens, nll, kl)}
         if not runtime.sampled:
             parts |= {

@@ -187,8 +187,8 @@ def check_views(views: Sequence[EngineView], min_fp8_share: float | None) -> Non
             raise GateError(
                 view.target, short, "`fp8q export` and `fp8q build-engine` again, or accept it with a smaller share"
             )
-        if (found := broken(view.differences)) and min_fp8_share != 0:
-            first, *others = found
+        if (differing := broken(view.differences)) and min_fp8_share != 0:
+            first, *others = differing
             more = f" ({len(others)} more, --json has all)" if others else ""
             raise GateError(
                 view.target,

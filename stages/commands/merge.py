@@ -154,15 +154,15 @@ def source_of_all(merged: Merged, model: str | None, report: Reporter) -> Source
 
     Raises InputError when it is missing or another.
     """
-    found = [run.record().model for run in merged.runs]
-    there = next((identity["path"] for identity in found if Path(identity["path"]).is_dir()), None)
+    models = [run.record().model for run in merged.runs]
+    there = next((identity["path"] for identity in models if Path(identity["path"]).is_dir()), None)
     if model is None and there is None:
         raise InputError(
-            found[0]["path"],
+            models[0]["path"],
             f"the model that {merged.runs[0].root} was made of is not there",
             "say where it is with --model",
         )
-    source = opened_as(model or str(there), found[0], report)
+    source = opened_as(model or str(there), models[0], report)
     if source.fingerprint != (wanted := merged.statistics.record.model.fingerprint):
         raise InputError(
             f"--model {source.name}",
@@ -181,13 +181,13 @@ def check_held_out(merged: Merged, source: Source, report: Reporter) -> float | 
     """
     tokenizer = load_tokenizer(source)
     calibrated, held_out = (tokenizer.batch_decode(tokens) for tokens in (merged.windows, merged.evaluation[None]))
-    found = measure_overlap(calibrated, held_out, merged.windows.shape[1])
-    told = f"{found.shown} of what these runs held out for evaluation was calibrated on by another of them"
-    if found.too_much and all(opening_of(run).overlap is None for run in merged.runs):
-        raise InputError("", told, "give them --eval-data apart from all texts")
-    if found.worth_a_note:
-        report.note(told)
-    return found.share if found.too_much else None
+    overlap = measure_overlap(calibrated, held_out, merged.windows.shape[1])
+    sentence = f"{overlap.shown} of what these runs held out for evaluation was calibrated on by another of them"
+    if overlap.too_much and all(opening_of(run).overlap is None for run in merged.runs):
+        raise InputError("", sentence, "give them --eval-data apart from all texts")
+    if overlap.worth_a_note:
+        report.note(sentence)
+    return overlap.share if overlap.too_much else None
 
 
 def note_missing(merged: Merged, notes: Notes) -> None:

@@ -122,11 +122,11 @@ def nothing_left(run: Run) -> Iterator[None]:
         raise
 
 
-def _take_away(root: Path, kept: set[Path], whole: bool) -> None:
-    if whole:
+def _take_away(root: Path, before: set[Path], new_directory: bool) -> None:
+    if new_directory:
         shutil.rmtree(root, ignore_errors=True)  # a rank may still be writing there
         return
-    for path in set(root.iterdir()) - kept:
+    for path in set(root.iterdir()) - before:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -48,11 +48,11 @@ def key_of(options: ServeOptions) -> str | None:
 
     Raises InputError for a variable that is set to no key.
     """
-    if options.api_key is not None or (given := os.environ.get(KEY)) is None:
+    if options.api_key is not None or (variable := os.environ.get(KEY)) is None:
         return options.api_key
-    if not given:
+    if not variable:
         raise InputError(KEY, "is set and empty, which would let everybody in", "set it to a key, or unset it")
-    return plain_of(KEY, given)
+    return plain_of(KEY, variable)
 
 
 def _template(run: Run, options: ServeOptions) -> ChatTemplate | InputError:

@@ -181,22 +181,22 @@ def _check_declared(stage: str, what: str, names: Mapping[str, str] | list[str],
 
 def _values(kind: type[Options], options: Options) -> dict[str, object]:
     """Return the keyed fields of `kind` in `options`, nested option classes included."""
-    found: dict[str, object] = {}
-    for each in fields(kind):
-        value = getattr(options, each.name)
+    values: dict[str, object] = {}
+    for option in fields(kind):
+        value = getattr(options, option.name)
         if isinstance(value, Options):
-            found |= _values(type(value), value)
-        elif each.name in kind.keyed():
-            found[each.name] = value
-    return found
+            values |= _values(type(value), value)
+        elif option.name in kind.keyed():
+            values[option.name] = value
+    return values
 
 
 def _nested(kind: type[Options], recorded: Mapping[str, JsonValue]) -> dict[str, Any]:
     """The recorded fields of `kind`, with those of nested option classes in objects of their own."""
-    found: dict[str, Any] = {}
-    for each in fields(kind):
-        if isinstance(each.default, Options):
-            found[each.name] = _nested(type(each.default), recorded)
-        elif each.name in recorded:
-            found[each.name] = recorded[each.name]
-    return found
+    options: dict[str, Any] = {}
+    for option in fields(kind):
+        if isinstance(option.default, Options):
+            options[option.name] = _nested(type(option.default), recorded)
+        elif option.name in recorded:
+            options[option.name] = recorded[option.name]
+    return options

@@ -49,15 +49,15 @@ def engines_here(run: Run, options: ValidateOptions) -> list[EngineHere]:
 
     Raises what `engine_here` raises.
     """
-    found = []
+    engines = []
     for name in options.engines:
         runtime, precision = graph_runtime(name)
         assert runtime != "onnxruntime", "it runs graphs"
         for adapter in (None, *(each for each in adapters_of(run) if takes_adapter(run, name, each))):
             plan, info = engine_here(run, runtime, precision, adapter)
             file = {str(plan.relative_to(run.root)): sha256_file(plan)}
-            found.append(EngineHere(with_adapter(name, adapter), file, info))
-    return found
+            engines.append(EngineHere(with_adapter(name, adapter), file, info))
+    return engines
 
 
 def takes_adapter(run: Run, runtime: str, adapter: str) -> bool:
@@ -71,7 +71,7 @@ def takes_adapter(run: Run, runtime: str, adapter: str) -> bool:
 
 def note_without_engines(run: Run, options: ValidateOptions, notes: Notes) -> None:
     """Note the adapters that no engine was built with, for each runtime that runs engines of the FP8 model."""
-    lacking = [each for each in adapters_of(run) if engine_stage("fp8", each) not in run.record().stages]
+    lacking = [adapter for adapter in adapters_of(run) if engine_stage("fp8", adapter) not in run.record().stages]
     for name in options.engines if lacking else ():
         if graph_runtime(name)[1] == "fp8":
             notes.note(

@@ -11,8 +11,8 @@ from ...validate.accuracy.document import Accuracy
 
 def check_gates(run: Run, accuracy: Accuracy, limit: float | None) -> None:
     """Check the numbers of all runtimes, and those with each adapter, and the verdict where a `limit` was asked for."""
-    for what, each in accuracy.each():
-        check_numbers(each, what)
+    for what, row in accuracy.each():
+        check_numbers(row, what)
     check_increase(run, accuracy, limit)
 
 

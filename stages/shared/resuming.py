@@ -21,6 +21,6 @@ class Saved:
 
     def save(self) -> None:
         """Write all fields to the file."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "path"}
+        values = {saved.name: getattr(self, saved.name) for saved in fields(self) if saved.name != "path"}
         with replacing(self.path) as partial:
             partial.write_text(json.dumps(values), encoding="utf-8")

@@ -54,12 +54,14 @@ def products_of(source: Source, options: ScaleOptions = ScaleOptions()) -> Produ
         )
     modules, others = matrix_products(model), other_products(model)
     unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
-    given = fp8_source(source)
+    fp8_weights = fp8_source(source)
     products = Products(
         (*modules, *others),
         output_head(model),
         {name: type(module).__name__ for name, module in unknown.items()},
-        frozenset(name for name in modules if given and source.stored(f"{name}.weight") not in given.weights),
+        frozenset(
+            name for name in modules if fp8_weights and source.stored(f"{name}.weight") not in fp8_weights.weights
+        ),
         unsupported(model) or (DYNAMIC_GRAPH if any(rule.form == DYNAMIC for rule in options.form_rules) else None),
         frozenset(routers(model)),
         frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
@@ -171,11 +173,11 @@ def check_model(run: Run, before: Mapping[str, str], source: Source) -> None:
 def check_same(source: Source, world: World) -> None:
     """Raise InputError, on rank 0, when a machine holds another model. One rank of each has read its weights."""
     for member, theirs in zip(world.members, world.gathered({"fingerprint": source.identity})):
-        found = theirs["fingerprint"]
-        if world.rank == 0 and found not in ("", source.identity):
+        fingerprint = theirs["fingerprint"]
+        if world.rank == 0 and fingerprint not in ("", source.identity):
             raise InputError(
                 member["name"],
-                f"{source.name} there is another model (fingerprint {found[:12]}, not {source.identity[:12]})",
+                f"{source.name} there is another model (fingerprint {fingerprint[:12]}, not {source.identity[:12]})",
                 "give all machines the same files",
             )
 

@@ -192,15 +192,15 @@ def is_there(run: Run, runtime: str, inputs: Mapping[str, str]) -> bool:
     return added.version == __version__ and all(recorded.inputs.get(name) == digest for name, digest in inputs.items())
 
 
-def explained(asked: BesideRun, found: Outcome) -> dict[str, RuntimeAccuracy]:
+def explained(asked: BesideRun, outcome: Outcome) -> dict[str, RuntimeAccuracy]:
     """The rows of what ran, with the loss by the frequency of tokens and by distance from the prompt."""
     tokens, base = asked.reference.evaluation, asked.reference.nll.get("bf16")
     return {
         name: row.model_copy(
             update={
-                "by_frequency": by_frequency(tokens, asked.calibration, found.nll[name], base),
-                "by_distance": by_distance(tokens, found.nll[name], None),
+                "by_frequency": by_frequency(tokens, asked.calibration, outcome.nll[name], base),
+                "by_distance": by_distance(tokens, outcome.nll[name], None),
             }
         )
-        for name, row in against_stored(found, asked.reference).items()
+        for name, row in against_stored(outcome, asked.reference).items()
     }

@@ -60,7 +60,7 @@ def hold_out(
     the proportion of their windows.
     """
     split = [corpus.hold_out_tail(text.ids) for text in texts]
-    kept, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
+    calibration_tokens, tails = [calibration for calibration, _ in split], [tail for _, tail in split]
     for text, (calibration, tail) in zip(texts, split, strict=True):
         report.note(
             f"{text.name}: the last {len(tail):,} of {len(calibration) + len(tail):,} tokens are held out for "
@@ -77,7 +77,7 @@ def hold_out(
             f"of what is held out, {sum(counts):,} windows are evaluated on: "
             f"{', '.join(f'{count:,} of {text.name}' for text, count in zip(texts, counts, strict=True))}"
         )
-    return kept, np.concatenate(tails)
+    return calibration_tokens, np.concatenate(tails)
 
 
 def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
@@ -88,24 +88,24 @@ def check_apart(texts: list[Text], report: Reporter, allowed: bool) -> float:
     most = Overlap()
     for number, first in enumerate(texts):
         for second in texts[:number]:
-            found = measure_overlap(first.documents.texts, second.documents.texts)
-            most = max(most, found, key=lambda one: (one.too_much, one.share))
-            told = f"--data {first.name}: {found.shown} of the text is in both this and {second.name}"
-            if found.too_much and not allowed:
+            overlap = measure_overlap(first.documents.texts, second.documents.texts)
+            most = max(most, overlap, key=lambda one: (one.too_much, one.share))
+            sentence = f"--data {first.name}: {overlap.shown} of the text is in both this and {second.name}"
+            if overlap.too_much and not allowed:
                 raise InputError(
                     "",
-                    f"{told}, so that none of it can be held out",
+                    f"{sentence}, so that none of it can be held out",
                     "give it once, or --eval-data, or --allow-overlap",
                 )
-            if found.too_much:
-                report.note(told)
+            if overlap.too_much:
+                report.note(sentence)
     return most.share if most.too_much else 0.0
 
 
 def share_out(
     parts: list[WeightedText],
     texts: list[Text],
-    kept: list[Tokens],
+    calibration: list[Tokens],
     packing: Packing,
     options: CorpusOptions,
     report: Reporter,
@@ -115,14 +115,14 @@ def share_out(
 
     Raises InputError when a text is too small for its share of `options.samples`, and when its share is no window.
     """
-    counts = _shares(parts, texts, [len(packing.starts(ids)) for ids in kept], packing.size, options, report)
+    counts = _shares(parts, texts, [len(packing.starts(ids)) for ids in calibration], packing.size, options, report)
     cut = [
         corpus.windows(
             ids, packing.size, count, None if options.seed is None else (options.seed, number), packing.prefix
         )
-        for number, (ids, count) in enumerate(zip(kept, counts, strict=True))
+        for number, (ids, count) in enumerate(zip(calibration, counts, strict=True))
     ]
-    return mixture.interleave(cut), list(map(_source, parts, texts, kept, counts))
+    return mixture.interleave(cut), list(map(_source, parts, texts, calibration, counts))
 
 
 def _shares(
@@ -139,9 +139,9 @@ def _shares(
     scarcest = min(range(len(parts)), key=lambda number: available[number] / weights[number])
     because = f"the windows of {seq_len:,} tokens in {texts[scarcest].name}"
     if len(parts) > 1:
-        whole = float(weights[scarcest] / sum(weights))
+        weight_share = float(weights[scarcest] / sum(weights))
         because = (
-            f"of which {texts[scarcest].name} is to give {whole:.1%} and has {available[scarcest]:,} windows of "
+            f"of which {texts[scarcest].name} is to give {weight_share:.1%} and has {available[scarcest]:,} windows of "
             f"{seq_len:,} tokens"
         )
     samples = corpus.lower_default("--samples", options.samples, DEFAULT_SAMPLES, most, because, report)
@@ -162,18 +162,18 @@ def _shares(
                 "give it more, or more --samples",
             )
     if len(parts) > 1:
-        given = (f"{count:,} of {text.name}" for text, count in zip(texts, counts, strict=True))
-        report.note(f"--data: {samples:,} windows, {', '.join(given)}")
+        counted = (f"{count:,} of {text.name}" for text, count in zip(texts, counts, strict=True))
+        report.note(f"--data: {samples:,} windows, {', '.join(counted)}")
     return counts
 
 
-def _source(part: WeightedText, text: Text, kept: Tokens, windows: int) -> TextSource:
+def _source(part: WeightedText, text: Text, calibration: Tokens, windows: int) -> TextSource:
     """Make the record of a text."""
     return TextSource(
         name=text.name,
         weight=float(part.weight),
         windows=windows,
-        tokens=len(kept),
+        tokens=len(calibration),
         fingerprint=corpus.fingerprint(text.documents.texts),
         chat=text.documents.chat,
     )
