@@ -15,7 +15,7 @@ from ..quantize.scales.decisions import load_scales
 from ..serve.local.chat_template import ChatTemplate
 from ..serve.loop.text import ModelFileError, Vocabulary
 from ..validate.accuracy.document import load_accuracy
-from ..validate.accuracy.top_logits import KeptTokens, load_top_logits
+from ..validate.accuracy.top_logits import TopTokens, load_top_logits
 from ..validate.endpoint.asking import ask_all, find_server, translated, without_prefix
 from ..validate.endpoint.checkpoint import run_checkpoint
 from ..validate.endpoint.client import Client
@@ -74,7 +74,7 @@ def check_validated(comparison: ModelComparison) -> None:
 
 
 def _asked(
-    run: Run, stored_tokens: KeptTokens, options: CompareOptions, folder: Path, notes: Reporter
+    run: Run, stored_tokens: TopTokens, options: CompareOptions, folder: Path, notes: Reporter
 ) -> ModelComparison:
     assert options.url is not None, "the caller looked"
     client = Client(options.url, options.timeout, os.environ.get(KEY))
@@ -86,7 +86,7 @@ def _asked(
     tail = min(load_scales(run).tails.values(), default=None)
     prompts = prompts_of(stored_tokens, tail, options.windows, longest)
     asked = ask_all(server, prompts, folder, tail, notes)
-    windows = np.nonzero(stored_tokens.kept)[0]
+    windows = np.nonzero(stored_tokens.positions)[0]
     judged = judge(stored_tokens, asked.answers, windows)
     if judged.verdict != "validated":
         prefix, again = len(load_accuracy(run).protocol.prefix), None
@@ -128,12 +128,12 @@ def _renderer(run: Run, notes: Reporter) -> Callable[[str], str] | None:
     return lambda text: template.render([{"role": "user", "content": text}])
 
 
-def _run(run: Run, stored_tokens: KeptTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
+def _run(run: Run, stored_tokens: TopTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
     needs("calibrate", CALIBRATE_MODULES)
     assert options.model is not None, "the caller looked"
     prompts = prompts_of(stored_tokens, min(load_scales(run).tails.values(), default=None), options.windows, None)
     answers = run_checkpoint(options.model, run.model, prompts, device(), notes)
-    judged = judge(stored_tokens, answers, np.nonzero(stored_tokens.kept)[0])
+    judged = judge(stored_tokens, answers, np.nonzero(stored_tokens.positions)[0])
     return ModelComparison(
         answered=str(options.model),
         model=options.model.name,

@@ -76,7 +76,7 @@ def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path,
     scales, where = load_scales(run), device()
     model = load_model(source, torch.float32, where).requires_grad_(False)
     quantizer = Quantizer(model, load_reference(run.model, "exact", torch.float32, where), scales)
-    sites, prefix = sites_of(scales, load_record(run).groups), Prefix.of(quantizer, source, where)
+    sites, prefix = sites_of(scales, load_record(run).groups), Prefix.from_model(quantizer, source, where)
     batches, windows = _batches(run, options, where)
     progress = SensitivityProgress.of(folder / "progress.json")
     _tell(quantizer, batches, sites, prefix, options.measure, notes)

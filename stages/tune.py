@@ -161,7 +161,7 @@ class Search:
 
     def correction(self, *mixes: Mix) -> Correction:
         """Correct predictions by measuring `mixes`."""
-        return Correction((self.problem.losses.of(mix), self.measured(mix).kl_nats) for mix in mixes)
+        return Correction((self.problem.losses.total(mix), self.measured(mix).kl_nats) for mix in mixes)
 
     def chosen(self, aim: float, anchors: list[Mix]) -> Mix:
         """The cheapest mix whose measured loss is at most `aim` nats, or the best where none meets it. `anchors` are
@@ -169,7 +169,7 @@ class Search:
         """
         best, tried = self.problem.best(), list["Mix"]()
         for _ in range(ROUNDS):
-            mix = self.problem.cheapest(self.correction(*anchors).back(aim)) or best
+            mix = self.problem.cheapest(self.correction(*anchors).to_predicted(aim)) or best
             if any(same(mix, other) for other in tried):
                 break
             tried.append(mix)
@@ -211,7 +211,7 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     correction = search.correction(*anchors)
     frontier, before = list[Step](), own_mix
     for mix in problem.frontier():
-        expected = correction.of(losses.of(mix))
+        expected = correction.to_measured(losses.total(mix))
         frontier.append(
             Step(**point(shape, mix, expected, False).model_dump(), changes=changed(shape.groups, before, mix))
         )
@@ -260,7 +260,7 @@ def _judged(
 
     chosen = Chosen(
         **point(shape, mix, predicted.kl_nats, True).model_dump(),
-        recipe=Recipe.of(shape.groups, mix),
+        recipe=Recipe.from_mix(shape.groups, mix),
         predicted_increase=interval(rise, within),
         held_out_kl_nats=elsewhere.kl_nats,
         measured_kl_nats=there.kl_nats,

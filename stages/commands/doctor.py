@@ -120,14 +120,14 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
             with pair.reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
                 pair.run(ids, watcher.watching(ids))
             advance(ids.numel())
-    seen, parted = watcher.seen, pair.parted
+    seen, divergences = watcher.seen, pair.divergences
     fp16 = export_options(what.run).dtype == "fp16"
     return [
         *running.norm_inputs(seen, fp16, remedies),
         *running.attention_logits(seen, scales.kv_cache, remedies),
         *running.cache_tokens(seen, list(scales.kv_cache), _namer(what.run), remedies),
-        *running.product_errors(parted, scales.activations, remedies),
-        *running.hidden_states(parted, pair.layers, what.tensors, remedies),
+        *running.product_errors(divergences, scales.activations, remedies),
+        *running.hidden_states(divergences, pair.layers, what.tensors, remedies),
         running.loops(_loops(what.run, pair, source, notes), remedies),
     ]
 
@@ -168,4 +168,4 @@ def _loops(run: Run, pair: "ModelPair", source: "Source", notes: Notes) -> "Loop
         advance(1)
         fp8 = greedy(pair.reference.model, pair.reference.new_cache, prompts)
         advance(1)
-    return Loops.of(fp8, bf16)
+    return Loops.from_answers(fp8, bf16)

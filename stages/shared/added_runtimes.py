@@ -167,11 +167,11 @@ def stored_reference(run: Run, evaluation: Evaluation, command: str, adapter: st
         raise InputError(run.top_logits, reason, elsewhere(command))
     nll = load_token_losses(run, adapter)
     scored = evaluation.scored
-    same = all(values.shape == scored.shape for values in nll.values()) and tops.kept.shape[1] == scored.shape[1]
+    same = all(values.shape == scored.shape for values in nll.values()) and tops.positions.shape[1] == scored.shape[1]
     if (
         not same
         or not np.array_equal(evaluation.ids[tops.windows], tops.ids)
-        or (tops.kept & ~scored[tops.windows]).any()
+        or (tops.positions & ~scored[tops.windows]).any()
     ):
         raise InputError(run.top_logits, f"is of other tokens than {run.evaluation} has", elsewhere(command))
     return StoredReference(tops, {name: nll[name] for name in tops.runtimes}, evaluation)

@@ -11,7 +11,7 @@ from ...validate.accuracy.document import Accuracy
 
 def check_gates(run: Run, accuracy: Accuracy, limit: float | None) -> None:
     """Check the numbers of all runtimes, and those with each adapter, and the verdict where a `limit` was asked for."""
-    for what, row in accuracy.each():
+    for what, row in accuracy.with_adapters():
         check_numbers(row, what)
     check_increase(run, accuracy, limit)
 

@@ -147,7 +147,7 @@ def _taken(
         reference = asked.adapted[adapter] if adapter else asked.reference
         tokens, size = reference.evaluation, graph_vocabulary(asked.run)
         if made:
-            found = compare_in_turn(tokens, made, size, folder / f"windows-{number}", notes, reference.way)
+            found = compare_in_turn(tokens, made, size, folder / f"windows-{number}", notes, reference.token_measure)
             rows[adapter] = against_stored(found, reference) if adapter else explained(asked, found)
             nll |= {with_adapter(name, adapter): values for name, values in found.nll.items()}
             tops |= {with_adapter(name, adapter): top for name, top in found.top.items()}

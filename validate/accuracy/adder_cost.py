@@ -28,24 +28,24 @@ NLL = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Sample:
-    """The windows `chosen` of an evaluation, int64 indices."""
+    """A sample of the `full` evaluation: its windows of the int64 indices `chosen`."""
 
-    whole: Evaluation
+    full: Evaluation
     chosen: npt.NDArray[np.int64]
 
     @property
     def evaluation(self) -> Evaluation:
-        """These windows alone."""
-        return Evaluation(self.whole.ids[self.chosen], self.whole.scored[self.chosen], self.whole.protocol)
+        """The evaluation of the sampled windows alone."""
+        return Evaluation(self.full.ids[self.chosen], self.full.scored[self.chosen], self.full.protocol)
 
     @property
     def tokens(self) -> int:
-        """The number of their tokens that are scored."""
-        return int(self.whole.scored[self.chosen].sum())
+        """The number of scored tokens in the sample."""
+        return int(self.full.scored[self.chosen].sum())
 
     def spread(self, nll: NLL) -> NLL:
-        """`nll` of these windows as one of all, NaN in the others, float32 [windows, context]."""
-        every = np.full(self.whole.ids.shape, np.nan, np.float32)
+        """Spread `nll` of the sample over all windows, float32 [windows, context]; NaN outside of the sample."""
+        every = np.full(self.full.ids.shape, np.nan, np.float32)
         every[self.chosen] = nll
         return every
 
@@ -62,14 +62,14 @@ def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
     products = products_a_token(run)
     seconds = windows * context * products * seconds_a_product(accumulator, device)
     return (
-        f"--accumulator {accumulator}: the reference on {windows} of {len(taken.whole.ids)} windows; the sums of "
+        f"--accumulator {accumulator}: the reference on {windows} of {len(taken.full.ids)} windows; the sums of "
         f"{windows * context:,} tokens of {products:,} products take about {seconds:,.1f} s here"
     )
 
 
 def products_a_token(run: Run) -> int:
-    """Count the products of codes for a token: one for each code of the checkpoint, two where the input is in two
-    terms.
+    """Count the multiplications of codes for a token: one for each code of the checkpoint, two where the input is in
+    two terms.
     """
     twice = {f"{module}.weight" for module in load_scales(run).two_terms}
     headers = (read_header(shard) for shard in sorted(run.model.glob("*.safetensors")))
@@ -95,17 +95,17 @@ def compare_sums(
     runtimes = {f"reference-{name}": opener(name) for name in dict.fromkeys(["fp32", accumulator])}
     besides = {BASELINE: baseline} if baseline else {}
     openers, count = besides | runtimes, vocabulary(run.model)
-    found = compare_in_turn(taken.evaluation, openers, count, workplace.folder, workplace.report)
-    of = {
+    outcome = compare_in_turn(taken.evaluation, openers, count, workplace.folder, workplace.report)
+    by_runtime = {
         name: accuracy.model_copy(update={"tokens": taken.tokens})
-        for name, accuracy in found.accuracy.runtimes.items()
+        for name, accuracy in outcome.accuracy.runtimes.items()
         if name != BASELINE
     }
-    accuracy = found.accuracy.model_copy(update={"runtimes": of})
-    return Outcome(accuracy, {name: taken.spread(found.nll[name]) for name in of}, found.failed)
+    accuracy = outcome.accuracy.model_copy(update={"runtimes": by_runtime})
+    return Outcome(accuracy, {name: taken.spread(outcome.nll[name]) for name in by_runtime}, outcome.failed)
 
 
 def adding(reference: Reference, accumulator: Accumulator) -> Forward:
-    """Logits of `reference`, its codes added as `accumulator` says."""
+    """Return the function that computes logits by `reference`, its codes added as `accumulator` says."""
     reference.sum_in(accumulator)
     return logits_of(reference)

@@ -126,11 +126,11 @@ def session_start(session: Session) -> Start[npt.NDArray[np.float32]]:
             except Exception as error:  # its exceptions have no common class of their own
                 batch.clear()
                 raise BackendError("", f"{type(error).__name__}: {error}") from error
-            found: npt.NDArray[np.float32] = logits.copy()
+            last_logits: npt.NDArray[np.float32] = logits.copy()
             filled[:] += tokens.shape[1]
             if filled[0] == context - 1:
                 batch.clear()
-            return found
+            return last_logits
 
         return step
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...options import LEAST_WINDOWS
 
-#: What share of such intervals should hold the truth, and how often windows are drawn.
+#: The share of intervals that should hold the truth, and the number of resamples.
 CONFIDENCE, DRAWS = 0.95, 2000
 
 
@@ -48,7 +48,7 @@ class Bootstrap:
 
     def ratio(self, above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> tuple[float, float]:
         """The ends of the interval of sum(`above`) / sum(`below`), both [tokens]; infinite without `below`."""
-        upper, lower = (self._drawn @ np.bincount(self._index, each, self._count) for each in (above, below))
+        upper, lower = (self._drawn @ np.bincount(self._index, values, self._count) for values in (above, below))
         quotients = np.divide(upper, lower, out=np.full(DRAWS, np.inf), where=lower != 0)
         tail = (1 - CONFIDENCE) / 2
         low, high = np.quantile(quotients, [tail, 1 - tail], method="inverted_cdf")

@@ -26,7 +26,7 @@ from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ...core.undo import scratch
-from .divergence import REVERSED, Against, Baselines, Found, StoredLogits, Writer, joined, measure_tokens
+from .divergence import REVERSED, Baseline, Baselines, StoredLogits, TokenValues, Writer, joined, measure_tokens
 from .document import Accuracy, Divergence, RuntimeAccuracy
 from .perplexity import Evaluation
 from .top_logits import UNFINISHED, TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
@@ -37,32 +37,33 @@ if TYPE_CHECKING:
 #: Logits of a batch of windows by a torch model: int64 [windows, context] -> float tensor [windows, context,
 #: vocabulary].
 Forward = Callable[[npt.NDArray[np.int64]], "torch.Tensor"]
-#: The same by any runtime; those that need no torch return arrays.
+#: Logits of a batch of windows by any runtime; runtimes without torch return arrays.
 Logits = Union["torch.Tensor", npt.NDArray[np.float32]]
 AnyForward = Callable[[npt.NDArray[np.int64]], Logits]
 #: Loads a runtime.
 Opener = Callable[[], AnyForward]
 BASELINE = "bf16"
-#: The yardstick of the baseline's own arithmetic.
+#: The FP32 model, which shows the error of BF16 arithmetic.
 FLOAT32 = "fp32"
-#: What other sums of the same codes are held against, beside the baseline.
+#: The reference with sums in FP32, which other accumulators are compared with.
 EXACT_SUMS = "reference-fp32"
-#: What later runtimes are compared with, in the order of their turns, and what the divergence from each is called.
+#: The runtimes that later ones are compared with, in the order of their turns, and the name of the divergence from
+#: each.
 YARDSTICKS = {BASELINE: "kl", FLOAT32: "kl_fp32", EXACT_SUMS: "kl_sums"}
-#: What the FP32 model's turn finds of the baseline, which had its own before.
+#: The divergence of the baseline from FP32, which is measured when FP32 runs, after the baseline.
 BACK = "kl_fp32_of_baseline"
-#: What is found of each token, and what its mean is called in `accuracy.json`.
+#: The values of each token, and the field of `accuracy.json` that has their mean.
 MEANS = {
     "kl": "kl_mean_nats", "top1": "top1_agreement", "top5": "top5_agreement", "kl_fp32": "kl_fp32_nats",
     "kl_sums": "kl_sums_nats",
 }  # fmt: skip
-#: What is found of each token, and the direction that it is called by in `divergences`.
+#: The divergences of each token, and their direction as `divergences` of `accuracy.json` names it.
 DIRECTIONS = {
     "kl": "bf16||this", f"kl{REVERSED}": "this||bf16", "kl_fp32": "fp32||this", f"kl_fp32{REVERSED}": "this||fp32",
 }  # fmt: skip
 #: Largest float32 logits of one batch, in bytes.
 LOGITS_BYTES = 16 << 20
-#: Of the free disk, what the logits of a chunk may take: the disk is others' too, and the numbers stay the same.
+#: The share of the free disk that the logits of a chunk may take: others use the disk too. Results do not depend on it.
 DISK_SHARE = 0.1
 
 
@@ -79,7 +80,7 @@ class Workplace:
 class Outcome:
     """The accuracy of each runtime, and why some `failed`. `nll`, and `kl` from the baseline: float32 [windows,
     context], nats, NaN where not scored. `top`: the likeliest tokens at `positions_to_keep`. `measured`: all values of
-    each runtime, as they were measured.
+    each runtime.
     """
 
     accuracy: Accuracy
@@ -87,7 +88,7 @@ class Outcome:
     failed: dict[str, str]
     kl: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     top: dict[str, TopLogits] = field(default_factory=dict)
-    measured: dict[str, Found] = field(default_factory=dict)
+    measured: dict[str, TokenValues] = field(default_factory=dict)
 
     def joined(self, other: "Outcome") -> "Outcome":
         """Join the results of other runtimes."""
@@ -98,16 +99,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WindowBatch:
-    """Windows that run together: their `ids`, the tokens that are `scored` and those whose likeliest tokens are `kept`,
-    all [windows, context]. `row`, `kept_row`: the index of the first scored token in its chunk, and of the first kept
-    one among all.
+    """Windows that run together: their `ids`, the tokens that are `scored` and the `top_positions`,
+    whose likeliest tokens are stored, all [windows, context]. `row`, `top_row`: the index of the first scored token in
+    its chunk, and of the first top position in the whole evaluation.
     """
 
     ids: npt.NDArray[np.int64]
     scored: npt.NDArray[np.bool_]
-    kept: npt.NDArray[np.bool_]
+    top_positions: npt.NDArray[np.bool_]
     row: int
-    kept_row: int
+    top_row: int
 
 
 class Measure(Protocol):
@@ -115,28 +116,28 @@ class Measure(Protocol):
 
     def __call__(
         self, logits: Any, batch: WindowBatch, baselines: Baselines, write: Writer | None
-    ) -> tuple[Found, TopLogits]:
-        """Return the values of each scored token, and the likeliest tokens at the kept ones."""
+    ) -> tuple[TokenValues, TopLogits]:
+        """Return the values of each scored token, and the likeliest tokens at the top positions."""
 
 
 def measure_with_torch(
     logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
-) -> tuple[Found, TopLogits]:
+) -> tuple[TokenValues, TopLogits]:
     """Measure a batch on the device where its logits are."""
     import torch
 
     logits = torch.as_tensor(logits)
-    windows, positions = np.nonzero(batch.kept)
-    found = measure_tokens(logits, batch.scored, batch.ids, batch.row, baselines, write)
-    return found, top_of(logits[windows, positions - 1])
+    windows, positions = np.nonzero(batch.top_positions)
+    token_values = measure_tokens(logits, batch.scored, batch.ids, batch.row, baselines, write)
+    return token_values, top_of(logits[windows, positions - 1])
 
 
 @dataclass(frozen=True)
 class TokenMeasure:
-    """A way to measure: the function, and the positions whose likeliest tokens are kept, bool [windows, context]."""
+    """A function that measures tokens, and the positions whose likeliest tokens are stored, bool [windows, context]."""
 
     measure: Measure
-    kept: npt.NDArray[np.bool_]
+    top_positions: npt.NDArray[np.bool_]
 
 
 def compare_runtimes(
@@ -161,15 +162,15 @@ def compare_runtimes(
 
 def compare_in_turn(
     evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path, report: Reporter,
-    way: TokenMeasure | None = None,
+    token_measure: TokenMeasure | None = None,
 ) -> Outcome:  # fmt: skip
     """Run `evaluation` through the runtimes that `openers` load, one after the other.
 
-    `folder` keeps the results: a call with the same evaluation and runtimes goes on from there. `way`: how they are
-    measured (None: with torch, against the yardsticks among them).
+    `folder` keeps the results: a call with the same evaluation and runtimes goes on from there. `token_measure`: how
+    they are measured (None: with torch, against the yardsticks among them).
     """
     folder.mkdir(exist_ok=True)
-    turns = Turns(evaluation, openers, vocabulary, folder, way)
+    turns = Turns(evaluation, openers, vocabulary, folder, token_measure)
     todo = {part: names for part in range(len(turns.parts)) if (names := turns.missing(part))}
     if len(todo) > 1:
         report.note(
@@ -188,13 +189,13 @@ class Turns:
 
     def __init__(
         self, evaluation: Evaluation, openers: Mapping[str, Opener], vocabulary: int, folder: Path,
-        way: TokenMeasure | None = None,
+        token_measure: TokenMeasure | None = None,
     ):  # fmt: skip
         """Cut the chunks, as the call did that began this `folder`."""
         self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
         self.names = [name for name in YARDSTICKS if name in openers]
         self.names += [name for name in openers if name not in YARDSTICKS]
-        self.way = way or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
+        self.token_measure = token_measure or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
         windows, context = evaluation.ids.shape
         self.batch = max(1, LOGITS_BYTES // (4 * context * vocabulary))
         self.chunk = self._chunk(4 * context * vocabulary)
@@ -205,8 +206,8 @@ class Turns:
         noted = self.folder / "windows"
         if not noted.is_file():
             free: int = shutil.disk_usage(self.folder).free
-            kept = max(1, len(YARDSTICKS.keys() & self.openers))
-            batches = int(DISK_SHARE * free) // (kept * logits_bytes * self.batch)
+            stored_runtimes = max(1, len(YARDSTICKS.keys() & self.openers))
+            batches = int(DISK_SHARE * free) // (stored_runtimes * logits_bytes * self.batch)
             with replacing(noted) as partial:
                 partial.write_text(str(self.batch * max(1, batches)), encoding="utf-8")
         return int(noted.read_text(encoding="utf-8"))
@@ -221,7 +222,8 @@ class Turns:
             name
             for name in self.names
             if name not in self.failed
-            and not {"nll", *(each.field for each in self._against(name, part))} <= self._found(name, part).keys()
+            and not {"nll", *(baseline.field for baseline in self._against(name, part))}
+            <= self._saved(name, part).keys()
         ]
 
     def take(self, part: int, advance: Callable[[int], None]) -> None:
@@ -229,7 +231,7 @@ class Turns:
         missing = self.missing(part)
         for name in self.names:
             later = self.names[self.names.index(name) + 1 :] if name in YARDSTICKS else []
-            keep = not self._kept(name, part).exists() and not set(later).isdisjoint(missing)
+            keep = not self._stored_logits(name, part).exists() and not set(later).isdisjoint(missing)
             if name in missing or keep:
                 try:
                     self._run(name, part, keep, advance if name in missing else lambda windows: None)
@@ -237,42 +239,46 @@ class Turns:
                     self.failed[name] = str(error)
                 release_memory()
         for name in YARDSTICKS:
-            self._kept(name, part).remove()
+            self._stored_logits(name, part).remove()
 
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
         """Load a runtime, run it over a chunk, and save the results; `keep`: save its logits too."""
         forward, against = loading(name, self.openers[name]), self._against(name, part)
         baselines = Baselines(against, BACK if name == FLOAT32 and against else None)
-        found, top, row = list[Found](), list[TopLogits](), 0
-        with self._kept(name, part).writing() if keep else nullcontext() as write:
+        results, top, row = list[TokenValues](), list[TopLogits](), 0
+        with self._stored_logits(name, part).writing() if keep else nullcontext() as write:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
                 some = slice(start, min(start + self.batch, self.parts[part].stop))
-                kept = self.way.kept
+                top_positions = self.token_measure.top_positions
                 batch = WindowBatch(
-                    self.evaluation.ids[some], self.evaluation.scored[some], kept[some], row, int(kept[:start].sum())
+                    self.evaluation.ids[some],
+                    self.evaluation.scored[some],
+                    top_positions[some],
+                    row,
+                    int(top_positions[:start].sum()),
                 )
                 logits = running(name, forward, batch.ids, some, len(self.evaluation.ids))
-                values, likely = self.way.measure(logits, batch, baselines, write)
-                found.append(values)
+                values, likely = self.token_measure.measure(logits, batch, baselines, write)
+                results.append(values)
                 top.append(likely)
                 row += int(batch.scored.sum())
                 advance(len(batch.ids))
         write_top(self._top_file(name, part), joined_top(top))
         with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:
-            np.savez(handle, allow_pickle=False, **joined(found))
+            np.savez(handle, allow_pickle=False, **joined(results))
 
-    def _against(self, name: str, part: int) -> list[Against]:
-        """Return the logits that a runtime is compared with: the yardsticks that had their turn before it, and did not
-        fail.
+    def _against(self, name: str, part: int) -> list[Baseline]:
+        """Return the stored logits that a runtime is compared with: of the yardsticks that ran before it and did not
+        fail, in the order of `YARDSTICKS`.
         """
         before = self.names[: self.names.index(name)]
         return [
-            Against(self._kept(other, part), field, agreement=other == BASELINE)
+            Baseline(self._stored_logits(other, part), field, agreement=other == BASELINE)
             for other, field in YARDSTICKS.items()
             if other in before and other not in self.failed
         ]
 
-    def _kept(self, name: str, part: int) -> StoredLogits:
+    def _stored_logits(self, name: str, part: int) -> StoredLogits:
         return StoredLogits(self.folder, f"{part}-{name}", int(self.evaluation.scored[self.parts[part]].sum()))
 
     def _file(self, name: str, part: int) -> Path:
@@ -281,7 +287,7 @@ class Turns:
     def _top_file(self, name: str, part: int) -> Path:
         return self._file(name, part).with_suffix(".top.npz")
 
-    def _found(self, name: str, part: int) -> Found:
+    def _saved(self, name: str, part: int) -> TokenValues:
         """Load the saved results of a runtime on a chunk; nothing where it has not run."""
         if not (path := self._file(name, part)).is_file():
             return {}
@@ -289,68 +295,70 @@ class Turns:
 
     def outcome(self) -> Outcome:
         """The means over all chunks, of the runtimes that ran them all."""
-        found = {
-            name: joined([self._found(name, part) for part in range(len(self.parts))])
+        results = {
+            name: joined([self._saved(name, part) for part in range(len(self.parts))])
             for name in self.openers
             if name not in self.failed
         }
-        if BASELINE in found and BACK in found.get(FLOAT32, {}):
-            found[BASELINE][YARDSTICKS[FLOAT32]] = found[FLOAT32][BACK]
-            found[BASELINE][YARDSTICKS[FLOAT32] + REVERSED] = found[FLOAT32][YARDSTICKS[BASELINE]]
-        base = found[BASELINE]["nll"] if BASELINE in found else None
-        nll = {name: self._placed(each["nll"]) for name, each in found.items()}
-        own = YARDSTICKS[BASELINE]
-        kl = {name: self._placed(each[own]) for name, each in found.items() if own in each}
-        runtimes = {name: summarize_tokens(each, None if name == BASELINE else base) for name, each in found.items()}
+        if BASELINE in results and BACK in results.get(FLOAT32, {}):
+            results[BASELINE][YARDSTICKS[FLOAT32]] = results[FLOAT32][BACK]
+            results[BASELINE][YARDSTICKS[FLOAT32] + REVERSED] = results[FLOAT32][YARDSTICKS[BASELINE]]
+        base = results[BASELINE]["nll"] if BASELINE in results else None
+        nll = {name: self._scatter(values["nll"]) for name, values in results.items()}
+        kl_name = YARDSTICKS[BASELINE]
+        kl = {name: self._scatter(values[kl_name]) for name, values in results.items() if kl_name in values}
+        runtimes = {
+            name: summarize_tokens(values, None if name == BASELINE else base) for name, values in results.items()
+        }
         parts = range(len(self.parts))
-        top = {name: joined_top([read_top(self._top_file(name, part)) for part in parts]) for name in found}
+        top = {name: joined_top([read_top(self._top_file(name, part)) for part in parts]) for name in results}
         accuracy = Accuracy(protocol=self.evaluation.protocol, runtimes=runtimes)
-        return Outcome(accuracy, nll, self.failed, kl, top, found)
+        return Outcome(accuracy, nll, self.failed, kl, top, results)
 
-    def _placed(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
-        """A value for each scored token, where the token is; NaN elsewhere."""
+    def _scatter(self, values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
+        """Scatter the values of scored tokens to their positions, float32 [windows, context]; NaN elsewhere."""
         every = np.full(self.evaluation.ids.shape, np.nan, np.float32)
         every[self.evaluation.scored] = values
         return every
 
 
 def loading(name: str, opener: Opener) -> AnyForward:
-    """The runtime, loaded. Raises BackendError where it fails."""
+    """Load a runtime; raises BackendError where that fails."""
     try:
         return opener()
     except (RuntimeError, MemoryError) as error:
-        raise BackendError(name, f"cannot be loaded ({told(error)})") from error
+        raise BackendError(name, f"cannot be loaded ({one_line(error)})") from error
 
 
 def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> Logits:
-    """Logits of `windows` of all `of` them. Raises BackendError where the runtime fails."""
+    """Compute the logits of `windows`, of `of` windows in all; raises BackendError where the runtime fails."""
     try:
         return forward(ids)
     except (BackendError, RuntimeError, MemoryError) as error:
         where = f"window {windows.start + 1}" + (f" to {windows.stop}" if len(ids) > 1 else "")
-        raise BackendError(name, f"failed at {where} of {of} ({told(error)})") from error
+        raise BackendError(name, f"failed at {where} of {of} ({one_line(error)})") from error
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Format a library's exception as one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def without_gradients() -> AbstractContextManager[object]:
-    """Record no gradients in the block; nothing where torch is not loaded, so that no runtime is of it."""
+    """Record no gradients in the block; does nothing where torch is not loaded."""
     torch = sys.modules.get("torch")
     return torch.inference_mode() if torch else nullcontext()
 
 
-def summarize_tokens(found: Found, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
+def summarize_tokens(values: TokenValues, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
     """Means and quantiles over tokens; `base`: the loss of the same tokens on the baseline."""
-    nll = mean(found["nll"])
-    means = {name: mean(found[field]) for field, name in MEANS.items() if field in found}
+    nll = mean(values["nll"])
+    means = {name: mean(values[field]) for field, name in MEANS.items() if field in values}
     if base is not None:
         means["perplexity_increase"] = float(np.expm1(nll - mean(base)))
-    if "kl" in found:
-        means["kl_p99_nats"] = float(np.quantile(found["kl"].astype(np.float32), 0.99))
-    divergences = {name: divergence_of(found[field]) for field, name in DIRECTIONS.items() if field in found} or None
+    if "kl" in values:
+        means["kl_p99_nats"] = float(np.quantile(values["kl"].astype(np.float32), 0.99))
+    divergences = {name: divergence_of(values[field]) for field, name in DIRECTIONS.items() if field in values} or None
     return RuntimeAccuracy.model_validate(
         {"perplexity": float(np.exp(nll)), "nll_nats": nll, "divergences": divergences, **means}
     )
@@ -363,5 +371,5 @@ def divergence_of(kl: npt.NDArray[np.float32 | np.bool_]) -> Divergence:
 
 
 def mean(values: npt.NDArray[np.float32 | np.bool_]) -> float:
-    """The mean, summed in float64."""
+    """Return the mean of `values`, summed in float64."""
     return float(values.mean(dtype=np.float64))

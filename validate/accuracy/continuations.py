@@ -14,8 +14,8 @@ from ...core.run import Run
 
 
 class Continuation(Strict):
-    """Both answers to `prompt`; `common` is the text that they share, and `parts_at` the first token (from 0) in which
-    they differ, null where none does.
+    """The answers of BF16 and FP8 to `prompt`; `common` is the text that they share, and `parts_at` the first token
+    (from 0) in which they differ, null where they do not.
     """
 
     prompt: str
@@ -43,8 +43,8 @@ class Continuations(Strict):
             return "<p>Not written: <code>fp8q report RUN</code> does so where the source model is.</p>"
         cell = "<td style='text-align:left;vertical-align:top;white-space:pre-wrap'>{}<b>{}</b></td>"
         rows = "".join(
-            f"<tr>{''.join(cell.format(escape(each.prompt + each.common), escape(rest)) for rest in each.rests)}</tr>"
-            for each in self.continuations
+            f"<tr>{''.join(cell.format(escape(pair.prompt + pair.common), escape(rest)) for rest in pair.rests)}</tr>"
+            for pair in self.continuations
         )
         return f"<table><tr><th>BF16</th><th>FP8</th></tr>{rows}</table>"
 

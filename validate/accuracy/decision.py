@@ -1,7 +1,7 @@
 """Is FP8 good enough? One decision, which `fp8q validate`, its gate, the report and the model card show alike.
 
-It is of the FP8 runtime whose perplexity rises most among those that serve the model and ran every window, and of
-every adapter. That increase over BF16 is held against a limit: the user's `--max-ppl-increase`, or the default. So
+The FP8 runtime whose perplexity rises most decides, among those that serve the model and ran every window, with every
+adapter. Its increase over BF16 is compared with a limit: the user's `--max-ppl-increase`, or the default. So
 "worse" is only what exceeds the limit, and the gate fails for nothing else. The paired 95 % interval says how sure that
 is, and does not decide: a limit is on the increase, and more text narrows the interval without moving what is true.
 
@@ -23,9 +23,9 @@ from .document import Accuracy, Verdict
 
 #: The largest increase of perplexity that is acceptable where none was asked for.
 DEFAULT_LIMIT = 0.01
-#: A change of perplexity that no user sees, and many times less than texts differ by.
+#: A change of perplexity that no user notices; it is far below the difference between texts.
 SAME = 1e-3
-#: The float model whose losses the others' are paired with, and the one in FP32.
+#: The runtimes of the float model: in BF16, whose losses are paired with the others', and in FP32.
 BF16, FP32 = "bf16", "fp32"
 Losses = Mapping[str, npt.NDArray[np.float32]]
 
@@ -33,13 +33,13 @@ Losses = Mapping[str, npt.NDArray[np.float32]]
 @dataclass(frozen=True)
 class Candidate:
     """A runtime that serves the model: its increase over BF16, and the interval of it, None where that is not known for
-    the reason `untold`.
+    the reason `why_none`.
     """
 
     name: str
     rise: float
     interval: tuple[float, float] | None = None
-    untold: str = ""
+    why_none: str = ""
 
 
 def decide(accuracy: Accuracy, nll: Losses, limit: float | None = None) -> Verdict:
@@ -59,9 +59,10 @@ def decide(accuracy: Accuracy, nll: Losses, limit: float | None = None) -> Verdi
             kind="unknown", sentence="Not known yet: FP8 was not held against BF16 on any text", limit=most,
             limit_is_default=limit is None,
         )  # fmt: skip
-    over = [each for each in compared if not each.rise <= most]
+    over = [candidate for candidate in compared if not candidate.rise <= most]
     # an adapter's losses are not kept, so that it has no interval: it decides where it exceeds the limit
-    worst = max(over or [each for each in compared if " with " not in each.name], key=lambda each: each.rise)
+    deciding = [candidate for candidate in compared if " with " not in candidate.name]
+    worst = max(over or deciding, key=lambda candidate: candidate.rise)
     known = worst.interval is not None
     kind, word = ("worse", "Worse") if over else ("acceptable", "Acceptable") if known else ("unknown", "Not known")
     return Verdict.model_validate(
@@ -84,27 +85,27 @@ def percent(fraction: float) -> str:
 
 def _broken(accuracy: Accuracy) -> tuple[str, float] | None:
     """The first runtime that serves the model, and its perplexity, which is no finite number."""
-    for what, each in accuracy.each():
-        for name, runtime in each.runtimes.items():
+    for suffix, evaluated in accuracy.with_adapters():
+        for name, runtime in evaluated.runtimes.items():
             if name not in NOT_SERVED and not runtime.sampled and not isfinite(runtime.perplexity):
-                return f"{name}{what}", runtime.perplexity
+                return f"{name}{suffix}", runtime.perplexity
     return None
 
 
 def candidates(accuracy: Accuracy, nll: Losses) -> list[Candidate]:
     """List the runtimes that serve the model, ran every window and were held against BF16; with each adapter too."""
-    found = []
-    for what, each in accuracy.each():
-        for name, runtime in each.runtimes.items():
+    served = []
+    for suffix, evaluated in accuracy.with_adapters():
+        for name, runtime in evaluated.runtimes.items():
             if name in NOT_SERVED or runtime.sampled or runtime.perplexity_increase is None:
                 continue
-            interval, untold = None, "nothing says how sure that is"
-            if not what and {BF16, name} <= nll.keys():
+            interval, why_none = None, "nothing says how sure that is"
+            if not suffix and {BF16, name} <= nll.keys():
                 low, high = increase_interval(nll[BF16], nll[name])
                 interval = None if low is None or high is None else (low, high)
-                untold = too_short(len(paired(nll[BF16], nll[name])))
-            found.append(Candidate(f"{name}{what}", runtime.perplexity_increase, interval, untold))
-    return found
+                why_none = too_short(len(paired(nll[BF16], nll[name])))
+            served.append(Candidate(f"{name}{suffix}", runtime.perplexity_increase, interval, why_none))
+    return served
 
 
 def too_short(windows: int) -> str:
@@ -120,19 +121,19 @@ def interval_text(bounds: tuple[float, float]) -> str:
 def _details(worst: Candidate, compared: list[Candidate], accuracy: Accuracy, most: float, default: bool) -> list[str]:
     """Sentences on the limit's origin, the interval, and the yardstick of FP32."""
     which = f"{worst.name}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.name
-    said = [f"Of {which}."]
+    sentences = [f"Of {which}."]
     if worst.interval:
-        said.append(f"95 % interval {interval_text(worst.interval)}{_remark(worst, most)}.")
+        sentences.append(f"95 % interval {interval_text(worst.interval)}{_remark(worst, most)}.")
     else:
-        said.append(f"{worst.untold[0].upper()}{worst.untold[1:]}.")
+        sentences.append(f"{worst.why_none[0].upper()}{worst.why_none[1:]}.")
     runtimes = accuracy.runtimes
-    own = runtimes[BF16].kl_fp32_nats if BF16 in runtimes else None
-    theirs = runtimes[worst.name].kl_fp32_nats if worst.name in runtimes else None
-    if own is not None and theirs is not None and theirs <= own:
-        said.append(f"FP8 is no farther from FP32 than BF16 is: KL {nats(theirs)} nats against {nats(own)}.")
+    bf16_kl = runtimes[BF16].kl_fp32_nats if BF16 in runtimes else None
+    fp8_kl = runtimes[worst.name].kl_fp32_nats if worst.name in runtimes else None
+    if bf16_kl is not None and fp8_kl is not None and fp8_kl <= bf16_kl:
+        sentences.append(f"FP8 is no farther from FP32 than BF16 is: KL {nats(fp8_kl)} nats against {nats(bf16_kl)}.")
     if default:
-        said.append("The limit is fp8q’s default; --max-ppl-increase sets yours.")
-    return said
+        sentences.append("The limit is fp8q’s default; --max-ppl-increase sets yours.")
+    return sentences
 
 
 def _remark(worst: Candidate, most: float) -> str:
@@ -151,22 +152,22 @@ def _remark(worst: Candidate, most: float) -> str:
 
 
 def noise_floor(accuracy: Accuracy) -> str:
-    """State what arithmetic and text alone do, beside which an increase is to be read: BF16's own distance from FP32,
-    and the increase on either half of the windows. Empty where neither was measured.
+    """State the effect of arithmetic and text alone, with which an increase is to be compared: BF16's distance from
+    FP32, and the increase on either half of the windows. Empty where neither was measured.
     """
-    runtimes, said = accuracy.runtimes, []
+    runtimes, clauses = accuracy.runtimes, []
     bf16 = runtimes.get(BF16)
     if bf16 and bf16.kl_fp32_nats is not None:
         over = f" and {increase(bf16.perplexity_over_fp32)} perplexity" if bf16.perplexity_over_fp32 is not None else ""
-        said.append(f"BF16 itself is {nats(bf16.kl_fp32_nats)} nats (KL){over} from FP32")
+        clauses.append(f"BF16 itself is {nats(bf16.kl_fp32_nats)} nats (KL){over} from FP32")
     elif bf16:
-        said.append("BF16's distance from FP32 was not measured (add fp32 to --runtimes)")
+        clauses.append("BF16's distance from FP32 was not measured (add fp32 to --runtimes)")
     halves = {
         name: runtime.increase_halves
         for name, runtime in runtimes.items()
         if runtime.increase_halves and name not in NOT_SERVED
     }
     if halves:
-        each = [f"{increase(first)} and {increase(second)} ({name})" for name, (first, second) in halves.items()]
-        said.append(f"on either half of the windows the increase is {', '.join(each)}")
-    return f"Noise floor: {'; '.join(said)}." if said else ""
+        rises = [f"{increase(first)} and {increase(second)} ({name})" for name, (first, second) in halves.items()]
+        clauses.append(f"on either half of the windows the increase is {', '.join(rises)}")
+    return f"Noise floor: {'; '.join(clauses)}." if clauses else ""

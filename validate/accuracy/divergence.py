@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 #: Largest float32 table of positions by vocabulary at a time, in bytes.
 BLOCK_BYTES = 1 << 20
-#: How many of the likeliest tokens are held against each other.
+#: The number of likeliest tokens that are compared.
 TOP = 5
 
 #: Name -> a value for each scored token, in evaluation order.
-Found = dict[str, npt.NDArray[np.float32 | np.bool_]]
-#: What the name of a divergence the other way round ends in.
+TokenValues = dict[str, npt.NDArray[np.float32 | np.bool_]]
+#: The suffix of the names of reversed divergences.
 REVERSED = "_reversed"
-#: What the name of such a file ends in, behind the type of its rows.
+#: The suffix of a file of logits, behind the type of its rows.
 SUFFIX = ".logits"
 #: Takes rows [rows, vocabulary] as they come.
 Writer = Callable[["torch.Tensor"], None]
@@ -53,12 +53,12 @@ class StoredLogits:
         return next(iter(self._folder.glob(f"{self._name}.*{SUFFIX}")), None)
 
     def exists(self) -> bool:
-        """Tell whether all rows are there."""
+        """Tell whether the logits were written to their end."""
         return self._path is not None
 
     @contextmanager
     def writing(self) -> Iterator[Writer]:
-        """Write the rows; they are there when the block has ended well."""
+        """Write rows in the block; the file is kept where the block ends without an error."""
         import torch
 
         types = set[torch.dtype]()
@@ -75,7 +75,7 @@ class StoredLogits:
         )
 
     def read(self, start: int, stop: int) -> "torch.Tensor":
-        """Rows `start` to `stop` [rows, vocabulary], in their own type."""
+        """Rows `start` to `stop` [rows, vocabulary], in the type that they were written in."""
         import torch
 
         path = self._path
@@ -86,27 +86,27 @@ class StoredLogits:
         return torch.from_numpy(data).view(dtype).view(stop - start, -1)
 
     def remove(self) -> None:
-        """Give the disk back."""
+        """Delete the file."""
         if path := self._path:
             path.unlink()
 
 
 @dataclass(frozen=True)
-class Against:
-    """A runtime that others are compared with: `field` is what its divergence is called, `agreement` whether the
-    likeliest tokens are compared too.
+class Baseline:
+    """A runtime that others are compared with: its stored `logits`; `field`, the name of the divergence from it; with
+    `agreement` the likeliest tokens are compared too.
     """
 
-    kept: StoredLogits
+    logits: StoredLogits
     field: str
     agreement: bool = False
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """The runtimes that another is compared with; `back` names the divergence of the first of them from that one."""
+    """The runtimes that one is compared with; `back`: the name of the divergence of the first of them from that one."""
 
-    all: Sequence[Against]
+    all: Sequence[Baseline]
     back: str | None = None
 
 
@@ -117,7 +117,7 @@ def measure_tokens(
     start: int,
     baselines: Baselines,
     write: Writer | None = None,
-) -> Found:
+) -> TokenValues:
     """Measure `logits` [windows, context, vocabulary] at the `scored` tokens of `ids` [windows, context], each by the
     logits at the position before it.
 
@@ -138,27 +138,29 @@ def measure_tokens(
         if write:
             write(some)
         stored = slice(start + first, start + first + len(some))
-        others = {each: each.kept.read(stored.start, stored.stop).to(some.device) for each in baselines.all}
-        blocks.append(of_block(some.float(), targets[first : first + size], others, baselines.back))
+        others = {
+            baseline: baseline.logits.read(stored.start, stored.stop).to(some.device) for baseline in baselines.all
+        }
+        blocks.append(measure_block(some.float(), targets[first : first + size], others, baselines.back))
     return joined(blocks)
 
 
-def of_block(
-    logits: "torch.Tensor", targets: "torch.Tensor", others: "Mapping[Against, torch.Tensor]", back: str | None
-) -> Found:
-    """Measure a block of logits [tokens, vocabulary] of `targets` [tokens], and those of the `others`."""
+def measure_block(
+    logits: "torch.Tensor", targets: "torch.Tensor", others: "Mapping[Baseline, torch.Tensor]", back: str | None
+) -> TokenValues:
+    """Measure a block of logits [tokens, vocabulary] at `targets` [tokens], against the logits of the `others`."""
     log_q = logits.log_softmax(dim=-1)
-    found = {"nll": -log_q.gather(1, targets[:, None])[:, 0]}
-    for i, (each, theirs) in enumerate(others.items()):
+    measured = {"nll": -log_q.gather(1, targets[:, None])[:, 0]}
+    for i, (baseline, theirs) in enumerate(others.items()):
         log_p = theirs.float().log_softmax(dim=-1)
-        found[each.field] = divergence(log_p, log_q)
-        found[each.field + REVERSED] = divergence(log_q, log_p)
+        measured[baseline.field] = divergence(log_p, log_q)
+        measured[baseline.field + REVERSED] = divergence(log_q, log_p)
         if i == 0 and back:
-            found[back] = divergence(log_q, log_p)
-        if each.agreement:
-            found["top1"] = log_p.argmax(-1) == log_q.argmax(-1)
-            found["top5"] = overlap(log_p, log_q)
-    return {name: values.cpu().numpy() for name, values in found.items()}
+            measured[back] = divergence(log_q, log_p)
+        if baseline.agreement:
+            measured["top1"] = log_p.argmax(-1) == log_q.argmax(-1)
+            measured["top5"] = overlap(log_p, log_q)
+    return {name: values.cpu().numpy() for name, values in measured.items()}
 
 
 def divergence(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
@@ -168,11 +170,14 @@ def divergence(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
 
 def overlap(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
     """The share of the likeliest tokens of p that are among those of q, for each row of two [tokens, vocabulary]."""
-    ours, theirs = (each.topk(min(TOP, each.shape[-1]), sorted=False).indices for each in (log_p, log_q))
+    ours, theirs = (
+        log_probabilities.topk(min(TOP, log_probabilities.shape[-1]), sorted=False).indices
+        for log_probabilities in (log_p, log_q)
+    )
     return (ours[:, :, None] == theirs[:, None, :]).any(-1).float().mean(-1)
 
 
-def joined(parts: Sequence[Found]) -> Found:
+def joined(parts: Sequence[TokenValues]) -> TokenValues:
     """Concatenate the results of all parts."""
     names = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: np.concatenate([part[name] for part in parts]) for name in names}

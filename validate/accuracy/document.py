@@ -121,7 +121,7 @@ class Estimate(Strict):
 
 
 class StoredDistance(Strict):
-    """The distance of a runtime from another one that ran elsewhere, by what the run keeps of that."""
+    """The distance of a runtime from one that ran on another host, by the results that the run has stored of it."""
 
     nll_increase_nats: Estimate = Field(description="over its loss of the same token, of all that both scored")
     kl_nats: Estimate = Field(description="KL(that || this) over its likeliest tokens and one rest: at most the KL")
@@ -131,9 +131,9 @@ class StoredDistance(Strict):
 
 
 class AgainstStored(Strict):
-    """A runtime that ran without those that others are compared with, held against what the run keeps of them.
+    """Comparison of one runtime with stored results, when BF16 cannot run on this host.
 
-    `positions`: those at which likeliest tokens are kept; `top`: how many of each.
+    `positions`: the number of positions with stored likeliest tokens; `top`: the likeliest tokens of each position.
     """
 
     positions: int
@@ -226,14 +226,14 @@ class Accuracy(Strict):
         """The runtimes that have no finite loss for some of the tokens: they ran some windows only, or broke down."""
         return {
             name
-            for name, each in self.runtimes.items()
-            if each.sampled or each.not_finite or not isfinite(each.nll_nats)
+            for name, runtime in self.runtimes.items()
+            if runtime.sampled or runtime.not_finite or not isfinite(runtime.nll_nats)
         }
 
     def not_finite(self, adapter: str | None) -> set[str]:
         """The runtimes whose losses are not finite, with that adapter on."""
         runtimes = self.runtimes if adapter is None else (self.adapters or {}).get(adapter, {})
-        return {name for name, each in runtimes.items() if each.not_finite or not isfinite(each.nll_nats)}
+        return {name for name, runtime in runtimes.items() if runtime.not_finite or not isfinite(runtime.nll_nats)}
 
     @property
     def one_term_cost(self) -> str | None:
@@ -246,17 +246,19 @@ class Accuracy(Strict):
             return None
         return f"KL from BF16 is {one:.3g} nats a token in one term, and {ours:.3g} as fp8q multiplies it"
 
-    def each(self) -> "list[tuple[str, Accuracy]]":
-        """This, and the same with each adapter on, with what to call it behind a runtime's name."""
-        beside = (self.adapters or {}).items()
-        return [("", self)] + [(f"{WITH}{name}", self.model_copy(update={"runtimes": found})) for name, found in beside]
+    def with_adapters(self) -> "list[tuple[str, Accuracy]]":
+        """Return pairs of a suffix for runtime names and the accuracy, without an adapter and with each adapter."""
+        by_adapter = (self.adapters or {}).items()
+        return [("", self)] + [
+            (f"{WITH}{name}", self.model_copy(update={"runtimes": runtimes})) for name, runtimes in by_adapter
+        ]
 
 
-#: What the runtime `original` was called before: what was written then is read.
+#: The former name of the runtime `original`, in files of older versions.
 FORMER = {"source": "original"}
-#: What the name of a runtime's divergences ends in.
+#: The suffix of a runtime's divergences in `tokens.npz`.
 KL = ".kl"
-#: What stands between a runtime and the adapter that is on.
+#: The separator between the names of a runtime and of the adapter that is on.
 WITH = " with "
 ByToken = Mapping[str, npt.NDArray[np.float32]]
 
@@ -276,9 +278,9 @@ def save_accuracy(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken = Mapp
 
 def load_accuracy(run: Run) -> Accuracy:
     """Read `accuracy.json`; raises InputError when it is missing or not the file `fp8q validate` wrote."""
-    found = read_document(run.require(run.accuracy, "validate"), Accuracy)
-    runtimes = {FORMER.get(name, name): runtime for name, runtime in found.runtimes.items()}
-    return found.model_copy(update={"runtimes": runtimes})
+    accuracy = read_document(run.require(run.accuracy, "validate"), Accuracy)
+    runtimes = {FORMER.get(name, name): runtime for name, runtime in accuracy.runtimes.items()}
+    return accuracy.model_copy(update={"runtimes": runtimes})
 
 
 def load_token_arrays(run: Run) -> dict[str, npt.NDArray[np.float32]]:
@@ -292,7 +294,7 @@ def with_adapter(runtime: str, adapter: str | None) -> str:
 
 
 def of_adapter(names: Iterable[str], adapter: str | None) -> dict[str, str]:
-    """Those of `names` that are of an adapter, or of none: the runtime -> its name."""
+    """Select the `names` of runtimes with that adapter on (None: without one): runtime -> its name."""
     if adapter is None:
         return {name: name for name in names if WITH not in name}
     ending = with_adapter("", adapter)
@@ -320,14 +322,14 @@ def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     """
     path, again = run.require(run.tokens, "validate"), "restore it, or run `fp8q validate` again"
     arrays = read_arrays(path, "losses of tokens", again)
-    held = {FORMER.get(name, name): values for name, values in arrays.items()}
+    stored = {FORMER.get(name, name): values for name, values in arrays.items()}
     accuracy = load_accuracy(run)
-    partial = {f"{name}{what}" for what, each in accuracy.each() for name in each.in_part}
+    partial = {f"{name}{suffix}" for suffix, evaluated in accuracy.with_adapters() for name in evaluated.in_part}
     with reading(path, "losses of tokens", again):
-        if not held:
+        if not stored:
             raise ValueError("it has no runtime")
-        shape = next(iter(held.values())).shape
-        for name, values in held.items():
+        shape = next(iter(stored.values())).shape
+        for name, values in stored.items():
             check_array(name, values, "float32", shape if len(shape) == 2 else (None, None))
             of_broken = name.endswith(KL) and "bf16" in partial  # a divergence from BF16, which has no number there
             if name.removesuffix(KL) in partial or of_broken:
@@ -335,4 +337,4 @@ def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
             check_range(name, values, -ROUNDING, float(np.finfo(np.float32).max))
             if (scored := int(np.isfinite(values).sum())) != accuracy.protocol.tokens:
                 raise ValueError(f"{name} has {scored:,} losses for {accuracy.protocol.tokens:,} tokens")
-    return held
+    return stored

@@ -19,7 +19,7 @@ from ...calibrate.model.architecture import text_fields
 from ...core.files import reading
 from ...core.run import Run
 
-#: By so much may probabilities that are added up exceed 1, or differ from it.
+#: The largest amount by which a sum of probabilities may exceed 1, or differ from it.
 ROUNDING = 0.01
 #: The log-probability of a token that cannot come.
 LEAST = -9999.0

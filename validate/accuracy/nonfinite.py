@@ -23,8 +23,8 @@ from .perplexity import Evaluation, first_not_finite
 from .runtimes import FLOATS, float_model, load_float, open_reference
 
 
-def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[], Source], device: str) -> Accuracy:
-    """Add position and module of a runtime's first number that is not finite to the results in `found`, and whether
+def blamed(run: Run, evaluation: Evaluation, outcome: Outcome, source: Callable[[], Source], device: str) -> Accuracy:
+    """Add position and module of a runtime's first number that is not finite to the results in `outcome`, and whether
     BF16 has one.
 
     For a runtime without visible modules these are the FP8 reference's, where it has such a number too. `source` may
@@ -45,8 +45,8 @@ def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[]
         )
 
     def bf16_too(window: int) -> bool | None:
-        if BASELINE in found.nll:
-            return not np.isfinite(found.nll[BASELINE][window][evaluation.scored[window]]).all()
+        if BASELINE in outcome.nll:
+            return not np.isfinite(outcome.nll[BASELINE][window][evaluation.scored[window]]).all()
         try:
             forward = float_model(source(), torch.bfloat16, device)
         except InputError:
@@ -54,8 +54,8 @@ def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[]
         with torch.inference_mode():
             return not_finite(forward(window_of(window))) is not None
 
-    runtimes = dict(found.accuracy.runtimes)
-    for name, nll in found.nll.items():
+    runtimes = dict(outcome.accuracy.runtimes)
+    for name, nll in outcome.nll.items():
         where = None if runtimes[name].sampled else first_not_finite(nll, evaluation.scored)
         if where:
             window, position = where
@@ -63,12 +63,12 @@ def blamed(run: Run, evaluation: Evaluation, found: Outcome, source: Callable[[]
             position = position if first.position is None else first.position
             place = NotFinite(window=window, position=position, module=first.module, bf16=bf16_too(window))
             runtimes[name] = runtimes[name].model_copy(update={"not_finite": place})
-    return found.accuracy.model_copy(update={"runtimes": runtimes})
+    return outcome.accuracy.model_copy(update={"runtimes": runtimes})
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A module, and the first position of its output that is not finite, as far as they can be told."""
+    """A module, and the first position of its output that is not finite; None where unknown."""
 
     module: str | None
     position: int | None
@@ -79,14 +79,14 @@ def culprit(model: nn.Module, run: Callable[[], object], length: int) -> Culprit
     where all are.
     """
     names = {module: name for name, module in model.named_modules()}
-    found = list[Culprit]()
+    culprits = list[Culprit]()
 
     def look(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-        if found or (bad := not_finite(output)) is None:
+        if culprits or (bad := not_finite(output)) is None:
             return
-        given = args, {name: value for name, value in kwargs.items() if "mask" not in name}  # which may hold -inf
-        within = names[module] if not_finite(given) is None else names[module].rpartition(".")[0]
-        found.append(Culprit(within or "the model itself", position_of(bad, length)))
+        inputs = args, {name: value for name, value in kwargs.items() if "mask" not in name}  # which may hold -inf
+        within = names[module] if not_finite(inputs) is None else names[module].rpartition(".")[0]
+        culprits.append(Culprit(within or "the model itself", position_of(bad, length)))
 
     handles = [module.register_forward_hook(look, with_kwargs=True) for module in names]
     try:
@@ -95,7 +95,7 @@ def culprit(model: nn.Module, run: Callable[[], object], length: int) -> Culprit
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return culprits[0] if culprits else None
 
 
 def not_finite(value: object) -> torch.Tensor | None:

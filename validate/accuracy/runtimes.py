@@ -53,7 +53,7 @@ def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
 def open_reference(
     run: Run, mode: Mode, device: str, adapter: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Reference:
-    """The FP8 reference, its wide parts in `dtype`, with that adapter on."""
+    """The FP8 reference, what is not FP8 in `dtype`, with that adapter on."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
         where = None if adapter is None else adapter_directory(run, adapter)
         return load_reference(run.model, mode, dtype, device, where)
@@ -71,7 +71,7 @@ def logits_of(loaded: Reference) -> Forward:
 def reference(
     run: Run, device: str, adapter: str | None = None, prompt: int | None = None, first_terms: bool = False
 ) -> Forward:
-    """The FP8 reference in its fast mode, its wide parts in BF16, with the run's cache and that adapter on.
+    """The FP8 reference in its fast mode, what is not FP8 in BF16, with the run's cache and that adapter on.
 
     `prompt`: as `openers` has it. `first_terms`: with one code for each activation, the first.
     """
@@ -92,19 +92,19 @@ def openers(
     A source in another type than BF16 adds the runtime `original` beside `bf16`, its cast, where no named runtime has
     that type.
     """
-    made: dict[str, Opener] = {}
+    loaders: dict[str, Opener] = {}
     for name in names:
         if name in FLOATS:
             opened = source()
-            made[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device, prompt)
-            own = stored_dtype(opened)
-            if name == "bf16" and own not in [FLOATS[each] for each in names if each in FLOATS]:
-                made[ORIGINAL] = partial(float_model, opened, own, device, prompt)
+            loaders[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device, prompt)
+            dtype = stored_dtype(opened)
+            if name == "bf16" and dtype not in [FLOATS[other] for other in names if other in FLOATS]:
+                loaders[ORIGINAL] = partial(float_model, opened, dtype, device, prompt)
         elif name in ("reference", ONE_TERM_ALONE):
-            made[name] = partial(reference, run, device, adapter, prompt, name == ONE_TERM_ALONE)
+            loaders[name] = partial(reference, run, device, adapter, prompt, name == ONE_TERM_ALONE)
         else:
-            made[name] = session_opener(name, run, adapter, prompt)
-    return made
+            loaders[name] = session_opener(name, run, adapter, prompt)
+    return loaders
 
 
 def stored_dtype(source: Source) -> torch.dtype:
@@ -143,21 +143,21 @@ def compare_adapted(
 
     `source` opens the model with its adapters beside it.
     """
-    found, prompt = AdapterOutcome(), evaluation.protocol.prompt
+    result, prompt = AdapterOutcome(), evaluation.protocol.prompt
     for variant in source().variants[1:]:
         assert variant.on, "what is beside the base is an adapter"
         name = variant.on.name
         chosen = runtimes[name]
-        made = openers(chosen, run, lambda: variant, workplace.device, name, prompt)  # noqa: B023  # called before the next
-        own = {each: opener for each, opener in made.items() if each in chosen}
-        workplace.report.note(f"{name}: {', '.join(own)} with this adapter on")
+        loaders = openers(chosen, run, lambda: variant, workplace.device, name, prompt)  # noqa: B023  # called before the next
+        chosen_loaders = {runtime: opener for runtime, opener in loaders.items() if runtime in chosen}
+        workplace.report.note(f"{name}: {', '.join(chosen_loaders)} with this adapter on")
         folder = workplace.folder / f"adapter-{name}"
-        outcome = compare_in_turn(evaluation, own, vocabulary(run.model), folder, workplace.report)
-        found.rows[name] = outcome.accuracy.runtimes
-        found.nll.update({with_adapter(each, name): values for each, values in outcome.nll.items()})
-        found.top.update({with_adapter(each, name): top for each, top in outcome.top.items()})
-        found.failed.update({with_adapter(each, name): why for each, why in outcome.failed.items()})
-    return found
+        outcome = compare_in_turn(evaluation, chosen_loaders, vocabulary(run.model), folder, workplace.report)
+        result.rows[name] = outcome.accuracy.runtimes
+        result.nll.update({with_adapter(runtime, name): values for runtime, values in outcome.nll.items()})
+        result.top.update({with_adapter(runtime, name): top for runtime, top in outcome.top.items()})
+        result.failed.update({with_adapter(runtime, name): why for runtime, why in outcome.failed.items()})
+    return result
 
 
 class TorchSession:
@@ -205,8 +205,8 @@ class TorchBatch:
         ids = torch.from_numpy(tokens).to(self._model.device)
         with torch.inference_mode():
             logits = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True).logits[:, -1]
-        found: NDArray[np.float32] = logits.float().cpu().numpy()
-        return found
+        last_logits: NDArray[np.float32] = logits.float().cpu().numpy()
+        return last_logits
 
     def move(self, source: int, target: int, filled: int) -> None:
         """Nothing to do: there is one row."""

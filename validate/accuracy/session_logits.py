@@ -132,16 +132,16 @@ def whole_windows(session: EngineSession) -> SessionForward:
 
     def forward(ids: npt.NDArray[np.int64]) -> Logits:
         windows, context = ids.shape
-        batch, filled, found = session.open_batch(windows, context), np.zeros(windows, np.int64), list[Logits]()
+        batch, filled, chunks = session.open_batch(windows, context), np.zeros(windows, np.int64), list[Logits]()
         try:
             batch.reserve(context, context, windows)
             for start in range(0, context, session.pace.chunk):
                 tokens = np.ascontiguousarray(ids[:, start : start + session.pace.chunk])
-                found.append(batch.prefill_all(tokens, filled))
+                chunks.append(batch.prefill_all(tokens, filled))
                 filled += tokens.shape[1]
         finally:
             batch.clear()
-        return np.concatenate(found, axis=1)
+        return np.concatenate(chunks, axis=1)
 
     return forward
 

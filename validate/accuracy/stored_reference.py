@@ -1,4 +1,4 @@
-"""Hold runtimes that need no torch against what the run keeps of those that ran elsewhere.
+"""Compare runtimes that need no torch with the stored results of those that ran on another host.
 
 A host that serves has neither torch nor the source model. `tokens.npz` has the loss of every token in every runtime
 that the calibrating machine ran, so perplexity and paired losses are what they would be there. Of whole distributions
@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
-from .divergence import BLOCK_BYTES, Baselines, Found, Writer, joined
+from .divergence import BLOCK_BYTES, Baselines, TokenValues, Writer, joined
 from .document import AgainstStored, Estimate, NotFinite, RuntimeAccuracy, StoredDistance
 from .perplexity import Evaluation, first_not_finite
 from .top_divergence import bounded_kl
-from .top_logits import KeptTokens, TopLogits, joined_top, top_of_array
+from .top_logits import TopLogits, TopTokens, joined_top, top_of_array
 
 ByRuntime = Mapping[str, npt.NDArray[np.float32]]
-#: What is measured at the positions that are kept, in a column for each runtime that is.
+#: The values that are measured at the top positions, in a column for each stored runtime.
 LEAST, MOST, REST, SAME = "stored-least", "stored-most", "stored-rest", "stored-top1"
 
 
@@ -31,27 +31,27 @@ class StoredReference:
     tokens, float32 [windows, context], nats, NaN where not scored.
     """
 
-    tops: KeptTokens
+    tops: TopTokens
     nll: ByRuntime
     evaluation: Evaluation
 
     @property
-    def kept(self) -> npt.NDArray[np.bool_]:
-        """The positions whose likeliest tokens are kept: bool [windows, context]."""
-        found = np.zeros_like(self.evaluation.scored)
-        found[self.tops.windows] = self.tops.kept
-        return found
+    def top_positions(self) -> npt.NDArray[np.bool_]:
+        """The positions whose likeliest tokens are stored: bool [windows, context]."""
+        positions = np.zeros_like(self.evaluation.scored)
+        positions[self.tops.windows] = self.tops.positions
+        return positions
 
     @property
-    def way(self) -> TokenMeasure:
-        """Measure by NumPy, against what is kept."""
-        return TokenMeasure(self._measure, self.kept)
+    def token_measure(self) -> TokenMeasure:
+        """Measure with NumPy, against the stored likeliest tokens."""
+        return TokenMeasure(self._measure, self.top_positions)
 
     def _measure(
         self, logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
-    ) -> tuple[Found, TopLogits]:
+    ) -> tuple[TokenValues, TopLogits]:
         """Measure a batch of logits [windows, context, vocabulary]: the loss of each scored token, and the distances at
-        those that are kept.
+        the top positions.
         """
         assert not baselines.all, "what is compared with is stored"
         table = np.asarray(logits)
@@ -62,51 +62,51 @@ class StoredReference:
         for first in range(0, len(rows), size):
             log_q = log_softmax(flat[rows[first : first + size]])
             nll.append(-log_q[np.arange(len(log_q)), targets[first : first + size]])
-        rows = _rows(batch.kept, context)
-        # one block at least, so that a batch without a kept position has its empty columns
+        rows = _rows(batch.top_positions, context)
+        # one block at least, so that a batch without a top position has its empty columns
         blocks = [slice(first, first + size) for first in range(0, max(len(rows), 1), size)]
-        measured = [self._distances(log_softmax(flat[rows[some]]), batch.kept_row + some.start) for some in blocks]
-        return {"nll": np.concatenate(nll), **joined([each for each, _ in measured])}, joined_top(
+        measured = [self._distances(log_softmax(flat[rows[some]]), batch.top_row + some.start) for some in blocks]
+        return {"nll": np.concatenate(nll), **joined([values for values, _ in measured])}, joined_top(
             [top for _, top in measured]
         )
 
-    def _distances(self, log_q: npt.NDArray[np.float32], start: int) -> tuple[Found, TopLogits]:
-        """Compare log-probabilities [n, vocabulary] with what is kept from position `start` on."""
-        own, some = top_of_array(log_q), slice(start, start + len(log_q))
+    def _distances(self, log_q: npt.NDArray[np.float32], start: int) -> tuple[TokenValues, TopLogits]:
+        """Compare log-probabilities [n, vocabulary] with the stored likeliest tokens from position `start` on."""
+        likeliest, some = top_of_array(log_q), slice(start, start + len(log_q))
         columns: dict[str, list[npt.NDArray[np.float64]]] = {LEAST: [], MOST: [], REST: [], SAME: []}
         for top in self.tops.runtimes.values():
-            theirs = top.at(some)
-            same = (theirs.tokens[:, 0] == own.tokens[:, 0]).astype(np.float64)
-            for column, values in zip(columns.values(), (*bounded_kl(theirs, log_q), same), strict=True):
+            stored = top.at(some)
+            same = (stored.tokens[:, 0] == likeliest.tokens[:, 0]).astype(np.float64)
+            for column, values in zip(columns.values(), (*bounded_kl(stored, log_q), same), strict=True):
                 column.append(values)
-        return {name: np.stack(values, axis=1).astype(np.float32) for name, values in columns.items()}, own
+        return {name: np.stack(values, axis=1).astype(np.float32) for name, values in columns.items()}, likeliest
 
 
 def _rows(chosen: npt.NDArray[np.bool_], context: int) -> npt.NDArray[np.int64]:
-    """The rows of logits that the `chosen` tokens are predicted by, int64."""
+    """Return the rows of logits that predict the `chosen` tokens, int64."""
     windows, positions = np.nonzero(chosen)
     return (windows * context + positions - 1).astype(np.int64)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Log-probabilities of each row of logits, summed in FP64."""
-    with np.errstate(invalid="ignore"):  # what is no number stays none
+    with np.errstate(invalid="ignore"):  # NaN stays NaN
         shifted = logits - logits.max(axis=1, keepdims=True)
         total = np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)
-        found: npt.NDArray[np.float32] = (shifted - np.log(total)).astype(np.float32)
-    return found
+        log_probabilities: npt.NDArray[np.float32] = (shifted - np.log(total)).astype(np.float32)
+    return log_probabilities
 
 
-def against_stored(found: Outcome, reference: StoredReference) -> dict[str, RuntimeAccuracy]:
-    """The accuracy of each runtime that ran, with its distances from those that are stored."""
+def against_stored(outcome: Outcome, reference: StoredReference) -> dict[str, RuntimeAccuracy]:
+    """Return the accuracy of each runtime that ran, with its distances from the stored runtimes."""
     base = reference.nll.get(BASELINE)
-    return {name: _row(found, name, reference, base) for name in found.accuracy.runtimes}
+    return {name: _row(outcome, name, reference, base) for name in outcome.accuracy.runtimes}
 
 
 def _row(
-    found: Outcome, name: str, reference: StoredReference, base: npt.NDArray[np.float32] | None
+    outcome: Outcome, name: str, reference: StoredReference, base: npt.NDArray[np.float32] | None
 ) -> RuntimeAccuracy:
-    scored, nll = reference.evaluation.scored, found.nll[name]
+    scored, nll = reference.evaluation.scored, outcome.nll[name]
     increase = None if base is None else float(np.expm1(mean(nll[scored]) - mean(base[scored])))
     where = first_not_finite(nll, scored)
     place = None
@@ -114,28 +114,28 @@ def _row(
         window, position = where
         theirs = None if base is None else not np.isfinite(base[window][scored[window]]).all()
         place = NotFinite(window=window, position=position, bf16=theirs)
-    own = found.accuracy.runtimes[name]
-    return own.model_copy(
+    accuracy = outcome.accuracy.runtimes[name]
+    return accuracy.model_copy(
         update={
             "perplexity_increase": increase,
             "not_finite": place,
-            "stored": _distances(found.measured[name], nll, reference),
+            "stored": _distances(outcome.measured[name], nll, reference),
         }
     )
 
 
-def _distances(measured: Found, nll: npt.NDArray[np.float32], reference: StoredReference) -> AgainstStored:
+def _distances(measured: TokenValues, nll: npt.NDArray[np.float32], reference: StoredReference) -> AgainstStored:
     scored, tops = reference.evaluation.scored, reference.tops
-    every, kept = Bootstrap(np.nonzero(scored)[0]), Bootstrap(np.nonzero(reference.kept)[0])
+    all_tokens, top_positions = Bootstrap(np.nonzero(scored)[0]), Bootstrap(np.nonzero(reference.top_positions)[0])
     rows = {}
     for column, name in enumerate(tops.runtimes):
         loss = nll[scored].astype(np.float64) - reference.nll[name][scored]
         rows[name] = StoredDistance(
-            nll_increase_nats=Estimate(**every.interval(loss)._asdict()),
-            kl_nats=Estimate(**kept.interval(measured[LEAST][:, column].astype(np.float64))._asdict()),
+            nll_increase_nats=Estimate(**all_tokens.interval(loss)._asdict()),
+            kl_nats=Estimate(**top_positions.interval(measured[LEAST][:, column].astype(np.float64))._asdict()),
             kl_most_nats=mean(measured[MOST][:, column]),
             rest=mean(measured[REST][:, column]),
             top1_agreement=mean(measured[SAME][:, column]),
         )
     first = next(iter(tops.runtimes.values()))
-    return AgainstStored(positions=int(reference.kept.sum()), top=first.tokens.shape[1], runtimes=rows)
+    return AgainstStored(positions=int(reference.top_positions.sum()), top=first.tokens.shape[1], runtimes=rows)

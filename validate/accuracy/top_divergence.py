@@ -36,41 +36,41 @@ def coarse_kl(
     unknown; a negative token is listed, and unknown. `unlisted` float64 [n]: the most probability that the answers give
     to a token that they do not list; None: that is not known.
     """
-    own, listed = top.logprobs.astype(np.float64), np.isfinite(logprobs)
+    log_p, listed = top.logprobs.astype(np.float64), np.isfinite(logprobs)
     same = (tokens[:, :, None] == top.tokens[:, None, :]) & listed[:, :, None]
     common = same.any(axis=1)
-    theirs = np.where(common, np.take_along_axis(np.nan_to_num(logprobs), same.argmax(axis=1), axis=1), 0.0)
-    p, q = np.where(common, np.exp(own), 0.0), np.where(common, np.exp(theirs), 0.0)
-    alone, unnamed = np.where(common, 0.0, np.exp(own)).sum(axis=1), np.exp(top.rest.astype(np.float64))
+    log_q = np.where(common, np.take_along_axis(np.nan_to_num(logprobs), same.argmax(axis=1), axis=1), 0.0)
+    p, q = np.where(common, np.exp(log_p), 0.0), np.where(common, np.exp(log_q), 0.0)
+    alone, unnamed = np.where(common, 0.0, np.exp(log_p)).sum(axis=1), np.exp(top.rest.astype(np.float64))
     q_rest = np.maximum(1 - q.sum(axis=1), LEAST_REST)
-    named, nameless = (_sum_of(logprobs, listed & each) for each in (tokens >= 0, tokens < 0))
+    named, nameless = (_sum_of(logprobs, listed & part) for part in (tokens >= 0, tokens < 0))
     q_alone = 1 - named
     if unlisted is not None:
         q_alone = np.minimum(q_alone, (~common).sum(axis=1) * unlisted + nameless)
-    kl = (p * np.where(common, own - theirs, 0.0)).sum(axis=1) + _least_of_two(alone, unnamed, q_alone, q_rest)
+    kl = (p * np.where(common, log_p - log_q, 0.0)).sum(axis=1) + _least_of_two(alone, unnamed, q_alone, q_rest)
     return np.maximum(kl, 0.0), alone + unnamed
 
 
 def _sum_of(logprobs: Values, some: npt.NDArray[np.bool_]) -> Values:
-    """The probability of `some` of the listed tokens together: float64 [n]."""
-    found: Values = np.exp(np.where(some, logprobs, -np.inf)).sum(axis=1)
-    return found
+    """Sum the probabilities of `some` of the listed tokens: float64 [n]."""
+    total: Values = np.exp(np.where(some, logprobs, -np.inf)).sum(axis=1)
+    return total
 
 
-def _least_of_two(first: Values, second: Values, most: Values, whole: Values) -> Values:
-    """Σ p log(p / q) over two sets, at least: p is `first` and `second`, q is at most `most` in the first set and sums
-    to `whole`; float64 [n] each.
+def _least_of_two(first: Values, second: Values, q_first_most: Values, q_sum: Values) -> Values:
+    """Σ p log(p / q) over two sets, at least: p is `first` and `second`, q is at most `q_first_most` in the first set
+    and sums to `q_sum`; float64 [n] each.
 
     Without that limit the least is where q is divided as p is, which is one set of both. Where the limit is less, the
     sum falls with the first set's q up to it.
     """
     both = np.maximum(first + second, LEAST_REST)
-    free = both * np.log(both / whole)
-    limited = np.maximum(most, LEAST_REST)
-    others = np.maximum(whole - limited, LEAST_REST)
+    free = both * np.log(both / q_sum)
+    limited = np.maximum(q_first_most, LEAST_REST)
+    others = np.maximum(q_sum - limited, LEAST_REST)
     first, second = np.maximum(first, LEAST_REST), np.maximum(second, LEAST_REST)
     bound = first * np.log(first / limited) + second * np.log(second / others)
-    return np.where(limited * both < whole * first, bound, free)
+    return np.where(limited * both < q_sum * first, bound, free)
 
 
 def bounded_kl(top: TopLogits, log_q: npt.NDArray[np.float32]) -> tuple[Values, Values, Values]:
@@ -80,10 +80,10 @@ def bounded_kl(top: TopLogits, log_q: npt.NDArray[np.float32]) -> tuple[Values, 
     `log_q` float32 [n, vocabulary]: the log-probabilities of all tokens.
     """
     tokens = top.tokens.astype(np.int64)
-    theirs = np.take_along_axis(log_q, tokens, axis=1).astype(np.float64)
-    least, rest = coarse_kl(top, tokens, theirs)
-    own = top.logprobs.astype(np.float64)
-    most = (np.exp(own) * (own - theirs)).sum(axis=1) + largest_rest(own[:, -1], rest, log_q, tokens)
+    log_q_top = np.take_along_axis(log_q, tokens, axis=1).astype(np.float64)
+    least, rest = coarse_kl(top, tokens, log_q_top)
+    log_p = top.logprobs.astype(np.float64)
+    most = (np.exp(log_p) * (log_p - log_q_top)).sum(axis=1) + largest_rest(log_p[:, -1], rest, log_q, tokens)
     return least, np.maximum(least, most), rest
 
 
@@ -96,13 +96,13 @@ def largest_rest(cap: Values, rest: Values, log_q: npt.NDArray[np.float32], toke
     count = others.shape[1] - tokens.shape[1]
     if not count:
         return np.zeros(len(rest))
-    whole = np.minimum(np.floor(rest / np.exp(cap)), count).astype(np.int64)
-    needed = min(int(whole.max(initial=0)) + 1, count)
+    at_cap = np.minimum(np.floor(rest / np.exp(cap)), count).astype(np.int64)
+    needed = min(int(at_cap.max(initial=0)) + 1, count)
     least = np.sort(np.partition(others, needed - 1, axis=1)[:, :needed], axis=1)
     below = np.concatenate([np.zeros((len(least), 1)), np.cumsum(least, axis=1)], axis=1)
-    full = np.take_along_axis(below, whole[:, None], axis=1)[:, 0]
-    part = np.maximum(rest - whole * np.exp(cap), 0.0)
-    last = np.take_along_axis(least, np.minimum(whole, needed - 1)[:, None], axis=1)[:, 0]
+    full = np.take_along_axis(below, at_cap[:, None], axis=1)[:, 0]
+    part = np.maximum(rest - at_cap * np.exp(cap), 0.0)
+    last = np.take_along_axis(least, np.minimum(at_cap, needed - 1)[:, None], axis=1)[:, 0]
     entropy = np.where(part > 0, part * np.log(np.where(part > 0, part, 1.0)), 0.0)
-    most: Values = whole * np.exp(cap) * cap - np.exp(cap) * full + entropy - part * last
+    most: Values = at_cap * np.exp(cap) * cap - np.exp(cap) * full + entropy - part * last
     return most

@@ -1,13 +1,13 @@
 """`top_logits.npz`: the likeliest tokens of each runtime at some positions of the evaluation text, by log-probability.
 
-Whoever runs the model elsewhere (a server, an engine on a host without torch) is held against these: NumPy alone reads
-them, and the tokens that were read are there too. At each position a runtime has its `TOP` likeliest tokens, their
+A server, or an engine on a host without torch, is compared with these: NumPy alone reads them, and the file has the
+tokens of the text too. At each position a runtime has its `TOP` likeliest tokens, their
 log-probabilities, and the logarithm of the probability that all other tokens have together. A token of a small
 probability is left out, but its mass is not: a KL over these tokens and one rest is a sum over a coarser partition, and
 so never more than the KL over the whole vocabulary.
 
 Kept are at most `MOST_TOKENS` scored tokens: up to `MOST_OF_WINDOW` of a window, of windows that are evenly spaced.
-Of a whole window these are the last, which have most behind them; of one that is decoded behind a prompt the first,
+In a whole window these are the last, which have the longest context; in one that is decoded behind a prompt the first,
 since a server that is sent a prompt which ends there computes the same. A runtime takes 1 MB of the file.
 """
 
@@ -53,36 +53,36 @@ class TopLogits:
     rest: npt.NDArray[np.float32]
 
     def at(self, rows: "npt.NDArray[np.int64] | slice") -> "TopLogits":
-        """Those at some of the positions."""
+        """Select the likeliest tokens at some of the positions."""
         return TopLogits(self.tokens[rows], self.logprobs[rows], self.rest[rows])
 
 
 @dataclass(frozen=True)
-class KeptTokens:
+class TopTokens:
     """The contents of `top_logits.npz`: `windows` int64 [n] of the evaluation, their `ids` int64 [n, context], and the
-    positions `kept` bool [n, context], each scored by the logits before it. `runtimes`: a row for each of these, in
+    `positions` bool [n, context], each scored by the logits before it. `runtimes`: a row for each of these, in
     the order of windows; `nll` float32 [positions], the loss of the token itself in nats. `vocabulary`: the tokens that
     the model has.
     """
 
     windows: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
-    kept: npt.NDArray[np.bool_]
+    positions: npt.NDArray[np.bool_]
     runtimes: Mapping[str, TopLogits]
     nll: Mapping[str, npt.NDArray[np.float32]]
     vocabulary: int = MOST_ID + 1
 
 
 def positions_to_keep(evaluation: "Evaluation") -> npt.NDArray[np.bool_]:
-    """The positions of `evaluation` whose likeliest tokens are kept: bool [windows, context]."""
+    """Choose the positions of `evaluation` whose likeliest tokens are stored: bool [windows, context]."""
     scored = evaluation.scored
     count = max(1, min(len(scored), MOST_TOKENS // max(1, min(MOST_OF_WINDOW, int(scored.sum(axis=1).max())))))
-    kept = np.zeros_like(scored)
+    mask = np.zeros_like(scored)
     for window in np.unique(np.linspace(0, len(scored) - 1, count).astype(np.int64)):
         positions = np.flatnonzero(scored[window])
-        whole = evaluation.protocol.prompt is None
-        kept[window, positions[-MOST_OF_WINDOW:] if whole else positions[:MOST_OF_WINDOW]] = True
-    return kept
+        whole_windows = evaluation.protocol.prompt is None
+        mask[window, positions[-MOST_OF_WINDOW:] if whole_windows else positions[:MOST_OF_WINDOW]] = True
+    return mask
 
 
 def top_of(logits: "torch.Tensor") -> TopLogits:
@@ -110,12 +110,12 @@ def top_of_array(log_q: npt.NDArray[np.float32]) -> TopLogits:
 
 
 def joined_top(parts: "list[TopLogits]") -> TopLogits:
-    """The positions of all `parts`."""
+    """Concatenate the positions of all `parts`."""
     return TopLogits(*(np.concatenate([getattr(part, field) for part in parts]) for field in FIELDS))
 
 
 def write_top(path: Path, top: TopLogits) -> None:
-    """Write one runtime's likeliest tokens to a file of their own, for a call that goes on."""
+    """Write one runtime's likeliest tokens to a file, for a call that goes on."""
     with replacing(path) as partial, open(partial, "wb") as handle:
         np.savez(handle, allow_pickle=False, **{field: getattr(top, field) for field in FIELDS})
 
@@ -127,21 +127,21 @@ def read_top(path: Path) -> TopLogits:
         return TopLogits(*(arrays[field] for field in FIELDS))
 
 
-def save_top_logits(run: Run, evaluation: "Evaluation", found: Mapping[str, TopLogits]) -> Path:
-    """Write `top_logits.npz` of the runtimes `found`, whose positions are `positions_to_keep(evaluation)`."""
-    kept = positions_to_keep(evaluation)
-    windows = np.flatnonzero(kept.any(axis=1))
+def save_top_logits(run: Run, evaluation: "Evaluation", tops: Mapping[str, TopLogits]) -> Path:
+    """Write `top_logits.npz` of the runtimes `tops`, whose positions are `positions_to_keep(evaluation)`."""
+    mask = positions_to_keep(evaluation)
+    windows = np.flatnonzero(mask.any(axis=1))
     arrays: dict[str, npt.NDArray[np.generic]] = {
-        "windows": windows, "ids": evaluation.ids[windows].astype(np.int32), "kept": kept[windows],
+        "windows": windows, "ids": evaluation.ids[windows].astype(np.int32), "kept": mask[windows],
     }  # fmt: skip
     with replacing(run.top_logits) as partial, open(partial, "wb") as handle:
-        np.savez(handle, allow_pickle=False, **arrays, **arrays_of(found))
+        np.savez(handle, allow_pickle=False, **arrays, **arrays_of(tops))
     return run.top_logits
 
 
-def arrays_of(found: Mapping[str, TopLogits]) -> dict[str, npt.NDArray[Any]]:
+def arrays_of(tops: Mapping[str, TopLogits]) -> dict[str, npt.NDArray[Any]]:
     """The arrays of runtimes in `top_logits.npz`."""
-    return {f"{name}.{field}": getattr(top, field) for name, top in found.items() for field in FIELDS}
+    return {f"{name}.{field}": getattr(top, field) for name, top in tops.items() for field in FIELDS}
 
 
 def load_top_arrays(run: Run) -> dict[str, npt.NDArray[Any]]:
@@ -149,7 +149,7 @@ def load_top_arrays(run: Run) -> dict[str, npt.NDArray[Any]]:
     return read_arrays(run.require(run.top_logits, "validate"), "likeliest tokens", AGAIN)
 
 
-def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
+def load_top_logits(run: Run, adapter: str | None = None) -> TopTokens:
     """Read `top_logits.npz`, and the losses of its tokens from `tokens.npz`; those with that adapter on.
 
     A runtime whose losses `accuracy.json` calls not finite is left out: nothing has a distance from it. Raises
@@ -163,30 +163,30 @@ def load_top_logits(run: Run, adapter: str | None = None) -> KeptTokens:
     with reading(path, "likeliest tokens", AGAIN):
         if not names:
             raise ValueError("it has no runtime whose losses are finite")
-        windows, ids, kept = (arrays[name] for name in TEXT)
+        windows, ids, mask = (arrays[name] for name in TEXT)
         shape = next(iter(losses.values())).shape
-        _check_text((windows, ids, kept), shape, vocabulary)
-        count, nll = int(kept.sum()), {name: losses[name][windows][kept] for name in names}
+        _check_text((windows, ids, mask), shape, vocabulary)
+        count, nll = int(mask.sum()), {name: losses[name][windows][mask] for name in names}
         runtimes = {}
         for name, stored in names.items():
             runtimes[name] = TopLogits(*(arrays[f"{stored}.{field}"] for field in FIELDS))
             _check_top(stored, runtimes[name], count, vocabulary)
             if not np.isfinite(nll[name]).all():
                 raise ValueError(f"{run.tokens.name} has no loss of {stored} at some of its positions")
-    return KeptTokens(windows.astype(np.int64), ids.astype(np.int64), kept, runtimes, nll, vocabulary)
+    return TopTokens(windows.astype(np.int64), ids.astype(np.int64), mask, runtimes, nll, vocabulary)
 
 
 def _check_text(text: Sequence[npt.NDArray[Any]], shape: tuple[int, ...], vocabulary: int) -> None:
     """Raise ValueError unless the `TEXT` of a file is of windows of losses of this `shape` [windows, context]."""
-    windows, ids, kept = text
+    windows, ids, mask = text
     check_array("windows", windows, "int64", (None,))
     check_range("windows", windows, 0, shape[0] - 1)
     if (np.diff(windows) <= 0).any():
         raise ValueError("windows are not in order")
     check_array("ids", ids, "int32", (len(windows), shape[1]))
     check_range("ids", ids, 0, vocabulary - 1)
-    check_array("kept", kept, "bool", ids.shape)
-    if not kept.any() or kept[:, 0].any():
+    check_array("kept", mask, "bool", ids.shape)
+    if not mask.any() or mask[:, 0].any():
         raise ValueError("kept has no position, or one with nothing before it")
 
 

@@ -21,7 +21,7 @@ from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.products import attention_modules
 from .criteria import ONE_HOT_NATS
 
-#: How classes end that normalize what they read.
+#: The suffix of the names of normalization classes.
 NORM = re.compile(r"norm$", re.IGNORECASE)
 
 
@@ -88,8 +88,8 @@ class Watcher:
             yield cache
 
     def _norm(self, name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        def see(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            self.seen.norms[name] = larger(self.seen.norms.get(name, 0.0), float(given[0].abs().amax()))
+        def see(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            self.seen.norms[name] = larger(self.seen.norms.get(name, 0.0), float(inputs[0].abs().amax()))
 
         return see
 

@@ -43,7 +43,7 @@ class Check(Strict):
 
 
 class Checkup(Strict):
-    """All that `fp8q doctor RUN` says, the worst first."""
+    """The result of `fp8q doctor RUN`: all checks, the worst first."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     windows: int
@@ -77,8 +77,8 @@ def graded(
     if not values:
         return [unknown(criterion, criterion.nothing)]
     check, what, limit = criterion.check, criterion.what, criterion.limit
-    worst_first = sorted(values, key=lambda found: -found[1] if not isnan(found[1]) else float("-inf"))
-    beyond = [found for found in worst_first if verdict_of(found[1], limit) != "good"]
+    worst_first = sorted(values, key=lambda pair: -pair[1] if not isnan(pair[1]) else float("-inf"))
+    beyond = [pair for pair in worst_first if verdict_of(pair[1], limit) != "good"]
     entries = [
         Check(
             check=check,
@@ -96,24 +96,24 @@ def graded(
 
 
 def finite(value: float) -> float | None:
-    """The value as JSON has it."""
+    """Return the value as JSON has it: null unless it is finite."""
     return value if isfinite(value) else None
 
 
 def worst_first(checks: Sequence[Check]) -> list[Check]:
-    """The worst first, otherwise in the order they were made."""
-    return sorted(checks, key=lambda each: ORDER.index(each.verdict))
+    """Sort checks, the worst verdict first and otherwise in the order they were made."""
+    return sorted(checks, key=lambda check: ORDER.index(check.verdict))
 
 
-def refuse_bad(found: Checkup) -> None:
+def refuse_bad(checkup: Checkup) -> None:
     """Raise GateError, naming the first, where a check is bad."""
-    bad = [each for each in found.checks if each.verdict == "bad"]
+    bad = [check for check in checkup.checks if check.verdict == "bad"]
     if bad:
-        names = sorted({each.check for each in bad})
+        names = sorted({check.check for check in bad})
         first = bad[0]
         raise GateError(
             "",
-            f"{len(names)} of {len({each.check for each in found.checks})} checks are bad ({', '.join(names)}); "
+            f"{len(names)} of {len({check.check for check in checkup.checks})} checks are bad ({', '.join(names)}); "
             f"{first.module or 'the model'}: {first.what} {first.said}",
             f"{first.remedy}",
         )
@@ -123,11 +123,11 @@ def shown_entries(checks: Sequence[Check]) -> list[Check]:
     """The entries that are shown, the worst first: of one check and verdict the first few."""
     counts: dict[tuple[str, str], int] = {}
     shown = []
-    for each in checks:
-        key = (each.check, each.verdict)
+    for check in checks:
+        key = (check.check, check.verdict)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= LISTED:
-            shown.append(each)
+            shown.append(check)
     return shown
 
 
@@ -147,9 +147,9 @@ def check_table(checks: Sequence[Check], ran: str) -> Table[Check]:
 def remedies(checks: Sequence[Check]) -> list[str]:
     """List what helps, a line each, the worst last."""
     lines: dict[str, None] = {}
-    for each in shown_entries(checks):
-        if each.remedy:
-            lines.setdefault(f"{each.verdict}: {each.module or each.check}: {each.remedy}")
+    for check in shown_entries(checks):
+        if check.remedy:
+            lines.setdefault(f"{check.verdict}: {check.module or check.check}: {check.remedy}")
     return [*lines][::-1]
 
 
@@ -179,14 +179,14 @@ class Remedies:
         return self._command("scales", quote(self.run), *words)
 
     def two(self, pattern: str) -> str:
-        """Take two terms for modules that match, and for those that have them already."""
+        """Take two terms for modules that match `pattern`, and for those that have them already."""
         if self.forms:
             return self.scales(*_repeated("--form", (*self.forms, f"{pattern}=two")))
         return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
 
     def wide(self, tensor: str) -> str:
-        """A tensor in BF16: a module by --skip; keys and values with their layer by --kv-skip, or by the option of the
-        cache where no other layer is in codes.
+        """Keep a tensor in BF16: a module by --skip; keys and values with their layer by --kv-skip, or by the option of
+        the cache where no other layer is in codes.
         """
         module, _, part = tensor.rpartition(".")
         if part in ("k", "v"):
@@ -219,11 +219,11 @@ class Remedies:
         return f"`{tune_command(quote(self.run), '--max-ppl-increase 0.5%', self.graph)}`"
 
     def wide_graph(self) -> str:
-        """The graphs in BF16 instead of FP16."""
+        """Export the graphs in BF16 instead of FP16."""
         return self._command("export", quote(self.run), "--dtype", "bf16")
 
     def restored(self) -> str:
-        """The remedy for a source that is gone."""
+        """Name the remedy for a source that is gone."""
         return f"put the model back at {self.model}, or calibrate again"
 
     @staticmethod

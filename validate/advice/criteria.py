@@ -27,7 +27,7 @@ class Criterion:
     nothing: str = "nothing to measure"
 
 
-#: Of FP16: its largest number, its smallest normal one, and half its smallest one, which rounds to zero.
+#: FP16's largest number, its smallest normal one, and half its smallest one, which rounds to zero.
 FP16_MAX, FP16_NORMAL, FP16_ZERO = 65504.0, 2.0**-14, 2.0**-25
 #: Beyond this a square no longer fits FP32, in which every norm sums squares.
 SQUARE_OVERFLOWS = 2.0**64
@@ -45,13 +45,13 @@ DB_LOST = Criterion("scale", "dB of signal to noise below the best scale", Limit
 LOSSLESS_DB = 60.0
 
 
-def db_below_best(own: float | None, best: float | None) -> float:
+def db_below_best(sqnr_db: float | None, best_db: float | None) -> float:
     """dB of signal to noise that a scale loses to the best one; None is no noise at all, and noise below BF16's own
     rounding loses nothing.
     """
-    if own is None or own >= LOSSLESS_DB:
+    if sqnr_db is None or sqnr_db >= LOSSLESS_DB:
         return 0.0
-    return math.inf if best is None else max(best - own, 0.0)
+    return math.inf if best_db is None else max(best_db - sqnr_db, 0.0)
 
 
 #: Of values that crowd around zero (what down_proj reads) 6 % underflow at the best scale there is, and a scale at
@@ -71,7 +71,7 @@ AMAX_JUMPS = Criterion(
 #: a tenth in the last quarter of the batches has not converged.
 OUTLIER_CHANNELS = Criterion("outlier_channels", "largest channel over the median", Limit(10.0))
 AMAX_GROWTH = Criterion("amax_growth", "amax over that of the first three quarters", Limit(1.1))
-#: Whatever a server takes in the place of a measured scale is worth a look.
+#: Any scale that a server takes in the place of a measured one is worth a look.
 CACHE_SERVED = Criterion("cache_served", "places at which servers read another cache than was measured", Limit(0.0))
 
 # Of the running model.

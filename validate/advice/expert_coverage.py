@@ -25,7 +25,7 @@ class ExpertRow:
 
     @property
     def least(self) -> str:
-        """Those that saw least, the least first."""
+        """The experts that saw the fewest tokens, the fewest first."""
         order = sorted(range(len(self.tokens)), key=lambda number: self.tokens[number])
         return ", ".join(f"{number} ({self.tokens[number]:,})" for number in order[:NAMED])
 

@@ -21,14 +21,14 @@ from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_s
 from . import criteria
 from .criteria import Criterion
 
-#: What `{wide}` in a remedy stands for, by the last part of the tensor's name: --skip matches modules, and a cache
+#: The text for `{wide}` in a remedy, by the last part of the tensor's name: --skip matches modules, and a cache
 #: tensor is none.
 WIDE = {
     "input": "keep it in BF16 with --skip",
     "k": "keep its layer's cache in BF16 with --kv-skip, or all keys with --kv-cache v",
     "v": "keep its layer's cache in BF16 with --kv-skip, or all with --kv-cache off",
 }
-#: What a remedy begins with where the tensor has no scale yet.
+#: The beginning of a remedy where the tensor has no scale yet.
 BEFORE_FP8 = "in BF16; before it goes into FP8: "
 
 

@@ -24,39 +24,39 @@ from ...quantize.reference.linear import FP8Linear
 
 @dataclass
 class Sums:
-    """‖difference‖² and ‖expected‖², added up."""
+    """The sums of ‖difference‖² and ‖expected‖²."""
 
     error: float = 0.0
     energy: float = 0.0
 
-    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Take a pair of the same shape."""
+    def add(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Add a pair of tensors of the same shape."""
         expected = expected.float()
-        self.error += float((found.float() - expected).square().sum(dtype=torch.float64))
+        self.error += float((actual.float() - expected).square().sum(dtype=torch.float64))
         self.energy += float(expected.square().sum(dtype=torch.float64))
 
     @property
     def relative(self) -> float:
-        """‖difference‖ / ‖expected‖; 0 of nothing."""
+        """‖difference‖ / ‖expected‖; 0 where nothing was added."""
         if self.energy == 0:
             return 0.0 if self.error == 0 else float("inf")
         return float((self.error / self.energy) ** 0.5)
 
 
 @dataclass
-class Parted:
-    """By layer and token: the relative error of the hidden states, and their cosine; by product: its own error."""
+class Divergences:
+    """The relative error and the cosine of hidden states by layer, for each token; and the error of each GEMM alone."""
 
     errors: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     cosines: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     products: dict[str, Sums] = field(default_factory=dict)
 
-    def add(self, layer: int, found: torch.Tensor, expected: torch.Tensor) -> None:
+    def add(self, layer: int, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare hidden states [windows, seq, width] of one layer."""
-        found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)
-        error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        actual, expected = actual.float().flatten(0, -2), expected.float().flatten(0, -2)
+        error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         self.errors.setdefault(layer, []).append(error.cpu())
-        self.cosines.setdefault(layer, []).append(nn.functional.cosine_similarity(found, expected, dim=-1).cpu())
+        self.cosines.setdefault(layer, []).append(nn.functional.cosine_similarity(actual, expected, dim=-1).cpu())
 
     def error(self, layer: int) -> float:
         """The median token's relative error; NaN where hidden states are no numbers."""
@@ -77,9 +77,9 @@ class ModelPair:
     """The float model and the FP8 reference of one run."""
 
     def __init__(self, model: PreTrainedModel, reference: Reference, layers: Layers | None):
-        """`model` and `reference` compute in one type; `layers` None: only products are compared."""
+        """Pair `model` with `reference`, which compute in one type; `layers` None: only GEMMs are compared."""
         self.model, self.reference, self.layers = model, reference, layers
-        self.parted = Parted()
+        self.divergences = Divergences()
 
     def run(self, ids: torch.Tensor, watching: AbstractContextManager[DynamicCache]) -> None:
         """Run `ids` int64 [windows, seq] through both; `watching` is entered while the float model runs, and gives its
@@ -88,39 +88,39 @@ class ModelPair:
         with torch.inference_mode():
             with self._hidden(self.model) as expected, watching as cache:
                 self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-            with self._hidden(self.reference.model) as found, self._products():
+            with self._hidden(self.reference.model) as actual, self._products():
                 self.reference.model.base_model(
                     input_ids=ids, past_key_values=self.reference.new_cache(), use_cache=True
                 )
-        for layer, hidden in found.items():
-            self.parted.add(layer, hidden, expected[layer])
+        for layer, hidden in actual.items():
+            self.divergences.add(layer, hidden, expected[layer])
 
     @contextmanager
     def _hidden(self, model: PreTrainedModel) -> Iterator[Mapping[int, torch.Tensor]]:
         """Record the output of each layer of `model`, by its index."""
-        kept: dict[int, torch.Tensor] = {}
+        outputs: dict[int, torch.Tensor] = {}
 
         def keep(layer: int) -> Callable[[nn.Module, Any, Any], None]:
-            def hook(module: nn.Module, given: Any, out: Any) -> None:
-                kept[layer] = out[0] if isinstance(out, tuple) else out
+            def hook(module: nn.Module, inputs: Any, out: Any) -> None:
+                outputs[layer] = out[0] if isinstance(out, tuple) else out
 
             return hook
 
         with ExitStack() as stack:
             for index, module in enumerate(self.layers.modules(model) if self.layers else []):
                 stack.callback(module.register_forward_hook(keep(index)).remove)
-            yield kept
+            yield outputs
 
     @contextmanager
     def _products(self) -> Iterator[None]:
-        """Hold each FP8 product against the float model's of the same input."""
+        """Compare each FP8 GEMM in the block with the float model's GEMM of the same input."""
 
         def compare(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-            product, sums = self.model.get_submodule(name), self.parted.products.setdefault(name, Sums())
+            product, sums = self.model.get_submodule(name), self.divergences.products.setdefault(name, Sums())
 
-            def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+            def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
                 assert isinstance(module, FP8Linear)
-                sums.add(fp8_product(module, given[0]), float_product(product, given[0]))
+                sums.add(fp8_product(module, inputs[0]), float_product(product, inputs[0]))
 
             return hook
 
@@ -132,7 +132,7 @@ class ModelPair:
 
 
 def fp8_product(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
-    """Compute the product of `layer` and `x` [..., in] without its bias, float32 [..., out]."""
+    """Compute the GEMM of `layer` and `x` [..., in] without its bias, float32 [..., out]."""
     y: torch.Tensor = layer.forward(x.float())  # FP32 in, FP32 out: a large bias rounds nothing away
     return y if layer.bias is None else y - layer.bias
 

@@ -37,21 +37,19 @@ def loop_length(tokens: Sequence[int]) -> int:
 def greedy(
     model: PreTrainedModel, new_cache: Callable[[], DynamicCache], prompts: torch.Tensor, tokens: int = ANSWER
 ) -> list[list[int]]:
-    """The best token after the other, so many, after each of `prompts` int64 [prompts, seq], whatever it is: an end of
-    text too.
-    """
-    cache, given, made = new_cache(), prompts, list[torch.Tensor]()
+    """Generate `tokens` tokens greedily after each of `prompts` int64 [prompts, seq]; an end of text does not stop."""
+    cache, input_ids, steps = new_cache(), prompts, list[torch.Tensor]()
     with torch.inference_mode():
         for _ in range(tokens):
-            logits = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            given = logits[:, -1].argmax(-1, keepdim=True)
-            made.append(given)
-    return [list(map(int, row)) for row in torch.cat(made, 1).tolist()]
+            logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            input_ids = logits[:, -1].argmax(-1, keepdim=True)
+            steps.append(input_ids)
+    return [list(map(int, row)) for row in torch.cat(steps, 1).tolist()]
 
 
 @dataclass(frozen=True)
 class Loops:
-    """In how many prompts only FP8 ends in a loop, only BF16, and both; of how many."""
+    """The number of prompts after which only FP8 ends in a loop, only BF16 does, and both do; and of all prompts."""
 
     fp8: int
     bf16: int
@@ -59,8 +57,8 @@ class Loops:
     prompts: int
 
     @classmethod
-    def of(cls, fp8: Sequence[Sequence[int]], bf16: Sequence[Sequence[int]]) -> "Loops":
-        """Those of answers to the same prompts."""
+    def from_answers(cls, fp8: Sequence[Sequence[int]], bf16: Sequence[Sequence[int]]) -> "Loops":
+        """Count the loops in the answers of both to the same prompts."""
         pairs = [(loop_length(mine) > 0, loop_length(theirs) > 0) for mine, theirs in zip(fp8, bf16, strict=True)]
         return cls(pairs.count((True, False)), pairs.count((False, True)), pairs.count((True, True)), len(pairs))
 

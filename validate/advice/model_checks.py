@@ -13,12 +13,12 @@ from .scale_checks import ScaledTensor, relative_error
 if TYPE_CHECKING:
     from ...calibrate.model.decoder import Layers
     from .activation_watch import LargestValues
-    from .hidden_states import Parted
+    from .hidden_states import Divergences
     from .loops import Loops
 
 
 def not_measured(why: str, remedy: str) -> list[Check]:
-    """All checks of this file, where the model cannot be run."""
+    """Return all checks of this file as unknown, where the model cannot be run."""
     return [unknown(criterion, f"not measured: {why}", remedy) for criterion in criteria.OF_THE_MODEL]
 
 
@@ -59,39 +59,39 @@ def attention_logits(seen: "LargestValues", cached: Collection[str], remedies: R
 def cache_tokens(
     seen: "LargestValues", cached: Sequence[str], named: Callable[[int], str], remedies: Remedies
 ) -> list[Check]:
-    """Tokens of keys and values that stand out, as attention sinks do; in a cache that stays in BF16 (not in `cached`)
-    they are to be watched at most.
+    """Check for tokens of keys and values that stand out, as attention sinks do; in a cache that stays in BF16 (not in
+    `cached`) they are to be watched at most.
     """
-    found = {tensor: seen.outlier(tensor) for tensor in seen.tokens}
+    outliers = {tensor: seen.outlier(tensor) for tensor in seen.tokens}
 
     def said(tensor: str) -> str:
-        token = found[tensor]
+        token = outliers[tensor]
         return f"{token.ratio:.3g} times, position {token.position:,}, {named(token.token)}"
 
     checks = graded(
         criteria.CACHE_TOKENS,
-        [(tensor, token.ratio) for tensor, token in found.items()],
+        [(tensor, token.ratio) for tensor, token in outliers.items()],
         magnitude,
         lambda tensor, value: (
             remedies.wide(tensor) if tensor in cached else f"leave it in BF16: {remedies.wide(tensor)}"
         ),
     )
     return [
-        each
-        if each.module is None
-        else each.model_copy(
+        check
+        if check.module is None
+        else check.model_copy(
             update={
-                "said": said(each.module),
-                "verdict": "watch" if each.verdict == "bad" and each.module not in cached else each.verdict,
+                "said": said(check.module),
+                "verdict": "watch" if check.verdict == "bad" and check.module not in cached else check.verdict,
             }
         )
-        for each in checks
+        for check in checks
     ]
 
 
-def product_errors(parted: "Parted", inputs: Mapping[str, TensorScale], remedies: Remedies) -> list[Check]:
-    """The error that each product makes by itself."""
-    values = [(name, parted.products[name].relative) for name in parted.products]
+def product_errors(divergences: "Divergences", inputs: Mapping[str, TensorScale], remedies: Remedies) -> list[Check]:
+    """Check the error that each GEMM makes by itself."""
+    values = [(name, divergences.products[name].relative) for name in divergences.products]
     return graded(
         criteria.PRODUCT_ERRORS,
         values,
@@ -101,21 +101,23 @@ def product_errors(parted: "Parted", inputs: Mapping[str, TensorScale], remedies
 
 
 def hidden_states(
-    parted: "Parted", layers: "Layers | None", tensors: Sequence[ScaledTensor], remedies: Remedies
+    divergences: "Divergences", layers: "Layers | None", tensors: Sequence[ScaledTensor], remedies: Remedies
 ) -> list[Check]:
-    """Name the first layer whose hidden states diverge, and the product or cache tensor in it with the largest own
-    error; the worst layer where none diverges.
+    """Name the first layer whose hidden states diverge, and the GEMM or cache tensor in it that errs most by itself;
+    the worst layer where none diverges.
 
     `layers` None: the model is no chain of layers.
     """
     if layers is None:
         return [unknown(criteria.HIDDEN_STATES, criteria.HIDDEN_STATES.nothing)]
-    values = [(index, parted.error(index)) for index in sorted(parted.errors)]
-    apart = next((found for found in values if not found[1] <= criteria.HIDDEN_STATES.limit.watch), None)
-    layer, error = apart or max(values, key=lambda found: found[1])
-    cosine = parted.cosine(layer)
-    own = _own_errors(parted, tensors)
-    inside = {name: value for name, value in own.items() if layers.index(name) == layer}
+    values = [(index, divergences.error(index)) for index in sorted(divergences.errors)]
+    apart = next(
+        (layer_error for layer_error in values if not layer_error[1] <= criteria.HIDDEN_STATES.limit.watch), None
+    )
+    layer, error = apart or max(values, key=lambda layer_error: layer_error[1])
+    cosine = divergences.cosine(layer)
+    errors = _tensor_errors(divergences, tensors)
+    inside = {name: value for name, value in errors.items() if layers.index(name) == layer}
     culprit = max(inside, key=lambda name: inside[name], default=None)
     module = f"{layers.prefix}.{layer}"
     worst = max((value for _, value in values), key=lambda value: (value != value, value))
@@ -134,21 +136,21 @@ def _further(layer: int, error: float, worst: float) -> str:
     return f", {share(worst)} at the worst layer" if worst != error else ""
 
 
-def _own_errors(parted: "Parted", tensors: Sequence[ScaledTensor]) -> dict[str, float]:
-    """Return the error that each product, and each tensor of the cache, makes by itself."""
+def _tensor_errors(divergences: "Divergences", tensors: Sequence[ScaledTensor]) -> dict[str, float]:
+    """Return the error that each GEMM, and each tensor of the cache, makes by itself."""
     cache = {tensor.name: relative_error(tensor) for tensor in tensors if tensor.name.endswith((".k", ".v"))}
-    return {name: sums.relative for name, sums in parted.products.items()} | cache
+    return {name: sums.relative for name, sums in divergences.products.items()} | cache
 
 
-def loops(found: "Loops | None", remedies: Remedies) -> Check:
+def loops(counts: "Loops | None", remedies: Remedies) -> Check:
     """Tell whether FP8 falls into loops where BF16 does not; None where prompts and answers do not fit the model."""
-    if found is None:
+    if counts is None:
         return unknown(criteria.LOOPS, criteria.LOOPS.nothing)
     return Check(
         check=criteria.LOOPS.check,
-        verdict=found.verdict,
-        value=float(found.fp8),
+        verdict=counts.verdict,
+        value=float(counts.fp8),
         what=criteria.LOOPS.what,
-        said=f"{found.fp8} of {found.prompts}; BF16 alone after {found.bf16}, both after {found.both}",
-        remedy=None if found.verdict == "good" else remedies.tune(),
+        said=f"{counts.fp8} of {counts.prompts}; BF16 alone after {counts.bf16}, both after {counts.both}",
+        remedy=None if counts.verdict == "good" else remedies.tune(),
     )

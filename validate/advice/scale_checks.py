@@ -76,16 +76,16 @@ def tensors_of(statistics: Statistics, scales: Scales, directory: Path) -> list[
     named = {f"{module}.input_scale": (module, chosen) for module, chosen in scales.static_inputs.items()}
     named |= {f"{name}_scale": (name, chosen) for name, chosen in scales.kv_cache.items()}
     stored = stored_arrays(directory, list(named))
-    found: dict[str, ScaledTensor] = {}
+    by_tensor: dict[str, ScaledTensor] = {}
     for key, (name, chosen) in named.items():
         tensor = name if name in scales.kv_cache else f"{first.get(name, name)}.input"
         if tensor not in statistics.tensors:
             raise unmeasured(tensor)
         seen, scale = statistics.tensors[tensor], judged_scale(stored[key], chosen)
         # members of a group share a scale; where they do not, the least fitting one is judged
-        if tensor not in found or _distance(scale, chosen) > _distance(found[tensor].scale, chosen):
-            found[tensor] = ScaledTensor(name, seen.histogram, seen.amax_batches, chosen, scale)
-    return sorted(found.values(), key=lambda tensor: layer_order(tensor.name))
+        if tensor not in by_tensor or _distance(scale, chosen) > _distance(by_tensor[tensor].scale, chosen):
+            by_tensor[tensor] = ScaledTensor(name, seen.histogram, seen.amax_batches, chosen, scale)
+    return sorted(by_tensor.values(), key=lambda tensor: layer_order(tensor.name))
 
 
 def judged_scale(stored: npt.NDArray[np.float32], chosen: TensorScale) -> float:
@@ -150,8 +150,8 @@ def _fit(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
 def db_lost(tensor: ScaledTensor) -> float:
     """dB that the checkpoint's scale loses to the one of least squared error; 0 where it loses nothing to speak of."""
     best = float(scale_of(clip_mse(tensor.histogram, tensor.grid, Clipping()), tensor.grid))
-    own, possible = (sqnr_db(tensor.histogram, tensor.grid, each) for each in (tensor.scale, best))
-    return criteria.db_below_best(own, possible)
+    actual_db, best_db = (sqnr_db(tensor.histogram, tensor.grid, scale) for scale in (tensor.scale, best))
+    return criteria.db_below_best(actual_db, best_db)
 
 
 def relative_error(tensor: ScaledTensor) -> float:
@@ -187,7 +187,7 @@ def _inverse(tensors: Sequence[ScaledTensor], scales: Scales, remedies: Remedies
         lambda scale: f"{1 / scale:.3g}",
         lambda name, scale: f"its values reach {magnitude(scale * E4M3.max)}; {remedies.wide(name)}",
     )
-    return [each.model_copy(update={"value": each.value and 1 / each.value, "by_depth": []}) for each in checks]
+    return [check.model_copy(update={"value": check.value and 1 / check.value, "by_depth": []}) for check in checks]
 
 
 def _jumps(tensors: Sequence[ScaledTensor], remedies: Remedies) -> list[Check]:
@@ -211,9 +211,9 @@ def served_cache(model: Path) -> list[Check]:
     checkpoint = None if read_by_fp8q_alone(model) else open_checkpoint(model)
     if checkpoint is None:
         return [unknown(criterion, "other servers do not load this checkpoint, and fp8q's own read every scale")]
-    found = [finding for number in OF_THE_CACHE for finding in RULES[number].findings(checkpoint)]
-    if found:
-        return [_entry(finding) for finding in found]
+    violations = [finding for number in OF_THE_CACHE for finding in RULES[number].findings(checkpoint)]
+    if violations:
+        return [_entry(finding) for finding in violations]
     return [Check(check=criterion.check, verdict="good", value=0, what=criterion.what, said="none")]
 
 

@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class TrainingCheckup(Strict):
-    """All that `fp8q inspect LOG` says of a training log, the worst first."""
+    """The result of `fp8q inspect LOG` on a training log: all checks, the worst first."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     model: str
@@ -88,11 +88,11 @@ def training_checkup(log: TrainingLog, gradients: GradientFormat = "e5m2") -> Tr
 
 def shares(log: TrainingLog, gradients: GradientFormat, name: str) -> Floats:
     """The share `name` (saturated, underflow, lost) of each tensor in its format, float64 [records, tensors]."""
-    found = np.full(log.values.shape[:2], np.nan)
+    by_tensor = np.full(log.values.shape[:2], np.nan)
     for kind in KINDS:
         of_kind = log.of_kind(kind)
-        found[:, of_kind] = log.column(f"{format_of(kind, gradients)}_{name}")[:, of_kind]
-    return found
+        by_tensor[:, of_kind] = log.column(f"{format_of(kind, gradients)}_{name}")[:, of_kind]
+    return by_tensor
 
 
 def _of_tensors(
@@ -100,9 +100,9 @@ def _of_tensors(
     of_records: Callable[[Floats], float], remedy: Callable[[str, float], str],
 ) -> list[Check]:  # fmt: skip
     """A check of one share of every tensor."""
-    found = shares(log, gradients, name)
-    values = [(tensor, of_records(found[:, index])) for index, tensor in enumerate(log.tensors)]
-    return graded(criterion, [each for each in values if not np.isnan(each[1])], share, remedy)
+    by_tensor = shares(log, gradients, name)
+    values = [(tensor, of_records(by_tensor[:, index])) for index, tensor in enumerate(log.tensors)]
+    return graded(criterion, [pair for pair in values if not np.isnan(pair[1])], share, remedy)
 
 
 def _settled(log: TrainingLog) -> int:
@@ -140,8 +140,8 @@ def _underflow_remedy(tensor: str, value: float) -> str:
 
 def _of_the_run(criterion: Criterion, value: float, said: Callable[[float], str], remedy: str) -> list[Check]:
     """A check of the run as a whole."""
-    (found,) = graded(criterion, [("", value)], said, lambda *_: remedy)
-    return [found.model_copy(update={"module": None, "by_depth": []})]
+    (check,) = graded(criterion, [("", value)], said, lambda *_: remedy)
+    return [check.model_copy(update={"module": None, "by_depth": []})]
 
 
 def _not_finite(log: TrainingLog) -> list[Check]:
@@ -183,15 +183,15 @@ def _gradient_norm(log: TrainingLog) -> list[Check]:
     there = np.flatnonzero(~np.isnan(norms))
     if len(there) <= WARM_UP:
         return [unknown(GRADIENT_NORM, GRADIENT_NORM.nothing)]
-    found: dict[int, float] = {}
+    ratios: dict[int, float] = {}
     for number, record in enumerate(there):
         before = norms[there[max(0, number - NORM_RECORDS) : number]]
         if number >= WARM_UP and np.median(before) > 0:
-            found[int(record)] = float(norms[record] / np.median(before))
-    if not found:
+            ratios[int(record)] = float(norms[record] / np.median(before))
+    if not ratios:
         return [unknown(GRADIENT_NORM, "the gradients of all steps before were zero")]
-    worst = max(found, key=lambda record: found[record])
-    ratio = np.nan if np.isinf(norms[there]).any() else found[worst]
+    worst = max(ratios, key=lambda record: ratios[record])
+    ratio = np.nan if np.isinf(norms[there]).any() else ratios[worst]
     return graded(
         GRADIENT_NORM,
         [("", ratio)],

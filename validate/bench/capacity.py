@@ -29,7 +29,7 @@ SCALES = ("_scale", "_scale_inv")
 
 @dataclass(frozen=True)
 class Footprint:
-    """`weight_bytes`: all that is stored; `values`: numbers that the cache keeps of a position."""
+    """A model's memory: `weight_bytes` of all that is stored, and the `values` that the cache keeps of a position."""
 
     weight_bytes: int
     cost: Cost
@@ -37,7 +37,8 @@ class Footprint:
 
 
 def footprint(run: Run, precision: Precision, vocabulary: int, weights: Sequence[Path] = ()) -> Footprint:
-    """Of the model in `run` of a precision; `weights`: the files of a BF16 model that lies elsewhere.
+    """Compute the memory of the model in `run` of a precision; `weights`: the files of a BF16 model that lies
+    elsewhere.
 
     Raises InputError where a file of the run does not read.
     """
@@ -45,23 +46,23 @@ def footprint(run: Run, precision: Precision, vocabulary: int, weights: Sequence
     files = weights or sorted(directory.glob("*.safetensors"))
     stored = [item for file in files for item in read_header(file).items()]
     if precision == "bf16":
-        held = sum(WIDE_BYTES * prod(each.shape) for name, each in stored if not name.endswith(SCALES))
+        held = sum(WIDE_BYTES * prod(tensor.shape) for name, tensor in stored if not name.endswith(SCALES))
     else:
-        held = sum(each.end - each.start for _, each in stored)
+        held = sum(tensor.end - tensor.start for _, tensor in stored)
     past = cache_of(run.onnx)
     cost = cost_of(product_shapes(run, vocabulary), {}, _scales(run, precision))
     cache = sum(values * (1 if codes and precision == "fp8" else WIDE_BYTES) for values, codes in past)
     return Footprint(held, replace(cost, cache_bytes=cache), sum(values for values, _ in past))
 
 
-def with_both(found: Sequence[tuple[str, Footprint]], run: Run, vocabulary: int) -> list[tuple[str, Footprint]]:
-    """Put BF16 before the models in `found` and FP8 behind them, each where it is not among them: a model that is
+def with_both(models: Sequence[tuple[str, Footprint]], run: Run, vocabulary: int) -> list[tuple[str, Footprint]]:
+    """Put BF16 before the models in `models` and FP8 behind them, each where it is not among them: a model that is
     measured alone is compared by arithmetic, and this needs no BF16 files, since FP8's have the same shapes.
     """
-    names = [name for name, _ in found]
+    names = [name for name, _ in models]
     wide = footprint(run, "bf16", vocabulary, sorted(run.model.glob("*.safetensors"))) if "bf16" not in names else None
     codes = footprint(run, "fp8", vocabulary) if "fp8" not in names else None
-    return [*([("bf16", wide)] if wide else []), *found, *([("fp8", codes)] if codes else [])]
+    return [*([("bf16", wide)] if wide else []), *models, *([("fp8", codes)] if codes else [])]
 
 
 def _scales(run: Run, precision: Precision) -> Scales | None:
@@ -71,20 +72,20 @@ def _scales(run: Run, precision: Precision) -> Scales | None:
 
 
 def cache_of(graph: Path) -> list[tuple[int, bool]]:
-    """Of each tensor of the cache that a graph takes, [batch, heads, capacity, size]: its values a position, and
-    whether they are FP8 codes.
+    """Return, for each tensor of the cache that a graph takes, [batch, heads, capacity, size], its values a position,
+    and whether they are FP8 codes.
     """
-    found = []
+    cache = []
     for name, value in load_graph(graph).inputs.items():
         if name.startswith(PAST):
             tensor = value.type.tensor_type
             _, heads, _, size = (dimension.dim_value for dimension in tensor.shape.dim)
-            found.append((heads * size, tensor.elem_type == TensorProto.FLOAT8E4M3FN))
-    return found
+            cache.append((heads * size, tensor.elem_type == TensorProto.FLOAT8E4M3FN))
+    return cache
 
 
 def product_shapes(run: Run, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """The shape of the weight of every matrix product. A head whose weight is not stored is tied to the embeddings, of
+    """Return the shape of the weight of every GEMM. A head whose weight is not stored is tied to the embeddings, of
     `vocabulary` rows.
     """
     scales = load_scales(run)
@@ -99,21 +100,21 @@ def product_shapes(run: Run, vocabulary: int) -> dict[str, tuple[int, ...]]:
     return {module: shape for module, shape in shapes.items() if shape}
 
 
-def capacities(found: Sequence[tuple[str, Footprint]], positions: int, memory: int) -> list[Capacity]:
+def capacities(models: Sequence[tuple[str, Footprint]], positions: int, memory: int) -> list[Capacity]:
     """Compute what fits into `memory` bytes, for each model (its name, its memory), in sequences of `positions`."""
-    first = found[0][1].cost.step_bytes(positions)
+    first = models[0][1].cost.step_bytes(positions)
     rows = []
-    for name, each in found:
-        cache: dict[Form, int] = {"bf16": WIDE_BYTES * each.values, "fp8": each.values}
+    for name, model in models:
+        cache: dict[Form, int] = {"bf16": WIDE_BYTES * model.values, "fp8": model.values}
         rows.append(
             Capacity(
                 variant=name,
-                weight_bytes=each.weight_bytes,
-                step_bytes=each.cost.step_bytes(positions),
-                improvement=first / each.cost.step_bytes(positions),
+                weight_bytes=model.weight_bytes,
+                step_bytes=model.cost.step_bytes(positions),
+                improvement=first / model.cost.step_bytes(positions),
                 cache_bytes=cache,
                 largest_batch={
-                    form: largest_batch(memory, each.weight_bytes, positions * taken) for form, taken in cache.items()
+                    form: largest_batch(memory, model.weight_bytes, positions * taken) for form, taken in cache.items()
                 },
             )
         )

@@ -12,9 +12,9 @@ from pydantic import Field
 from ...core.columns import Column, Table, count, number_column, size, text_column
 from ...core.files import Strict
 
-#: How a quantity that was measured is written: four digits.
+#: Writes a measured quantity, with four digits.
 DIGITS = "{:.4g}".format
-#: What the cache may be kept in.
+#: The types that the cache may have.
 Form = Literal["bf16", "fp8"]
 
 
@@ -100,7 +100,7 @@ def bench_table(rows: Sequence[BenchRow]) -> Table[BenchRow]:
     return Table("Measured", rows, columns, "Nothing was measured: run `fp8q bench RUN`.")
 
 
-def capacity_table(found: Bench) -> Table[Capacity]:
+def capacity_table(bench: Bench) -> Table[Capacity]:
     """Tabulate the capacities, for the memory and the sequences that its title names."""
 
     def largest(form: Form) -> Column[Capacity]:
@@ -114,5 +114,5 @@ def capacity_table(found: Bench) -> Table[Capacity]:
         largest("bf16"),
         largest("fp8"),
     )
-    title = f"Arithmetic: {size(found.protocol.memory_bytes)}, sequences of {found.protocol.positions:,} positions"
-    return Table(title, found.capacity, columns, "Nothing was computed.")
+    title = f"Arithmetic: {size(bench.protocol.memory_bytes)}, sequences of {bench.protocol.positions:,} positions"
+    return Table(title, bench.capacity, columns, "Nothing was computed.")

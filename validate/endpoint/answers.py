@@ -1,4 +1,4 @@
-"""Log-probabilities that came back, by the row of `top_logits.npz` that each belongs to."""
+"""The log-probabilities that a server or checkpoint answered, by their rows in `top_logits.npz`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ...core.arrays import check_array, read_arrays
 from ...core.files import reading, replacing
 
-#: In the place of a token: nothing is known of it. Several at one position are this number and those below it.
+#: The id of an unknown token. Several at one position have this number and those below it.
 NO_TOKEN = -1
 
 
@@ -47,15 +47,18 @@ class Position:
 
 
 def answers_of(positions: Sequence[Position], sent: int, counted: int) -> LikelyTokens:
-    """Put positions together."""
-    width = max((len(each.best) for each in positions), default=1)
+    """Collect `positions` into arrays."""
+    width = max((len(position.best) for position in positions), default=1)
     tokens = np.full((len(positions), width), NO_TOKEN, np.int64)
     logprobs = np.full((len(positions), width), np.nan)
-    for index, each in enumerate(positions):
-        best = sorted(each.best, key=lambda pair: -pair[1])
+    for index, position in enumerate(positions):
+        best = sorted(position.best, key=lambda pair: -pair[1])
         tokens[index, : len(best)] = [token for token, _ in best]
         logprobs[index, : len(best)] = [logprob for _, logprob in best]
-    rows, nll = np.array([each.row for each in positions], np.int64), np.array([each.nll for each in positions])
+    rows, nll = (
+        np.array([position.row for position in positions], np.int64),
+        np.array([position.nll for position in positions]),
+    )
     return LikelyTokens(rows, tokens, logprobs, nll, sent, counted)
 
 
@@ -77,9 +80,11 @@ def joined_answers(parts: Sequence[LikelyTokens]) -> LikelyTokens:
 
 
 def save_answers(path: Path, answers: LikelyTokens) -> None:
-    """Keep answers for a call that goes on."""
+    """Write answers to a file, for a call that goes on."""
     with replacing(path) as partial, open(partial, "wb") as handle:
-        np.savez(handle, allow_pickle=False, **{each.name: getattr(answers, each.name) for each in fields(answers)})
+        np.savez(
+            handle, allow_pickle=False, **{column.name: getattr(answers, column.name) for column in fields(answers)}
+        )
 
 
 def load_answers(path: Path) -> LikelyTokens:

@@ -14,7 +14,7 @@ import numpy as np
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...serve.loop.text import Vocabulary
-from ..accuracy.top_logits import KeptTokens
+from ..accuracy.top_logits import TopTokens
 from .answers import LikelyTokens, joined_answers, load_answers, save_answers
 from .client import BUSY, Client, RefusedError
 from .forms import FORMS, TRITON, Endpoint, Question
@@ -47,14 +47,14 @@ class ServedModel:
 
 
 def find_server(
-    client: Client, served: str | None, kept: KeptTokens, vocabulary: Vocabulary
+    client: Client, served: str | None, tops: TopTokens, vocabulary: Vocabulary
 ) -> tuple[Endpoint, int | None]:
     """The model `served` by `client`, or its only one, and the most tokens of its prompts where it tells.
 
     Raises InputError for a server without that model, or with several and none named.
     """
     model = find_model(client, served)
-    return Endpoint(client, model.name, kept, vocabulary, model.triton), model.longest
+    return Endpoint(client, model.name, tops, vocabulary, model.triton), model.longest
 
 
 def find_model(client: Client, served: str | None) -> ServedModel:
@@ -94,26 +94,26 @@ def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int
     A prompt of a run with a `tail` of one position is not asked for whole: its last position alone has second terms.
     """
     form, number, first = answered_form(server, prompts[0], tail)
-    kept = folder / f"{prompts[0].window}.npz"
-    if kept.exists() and not same_answers(load_answers(kept), first):
+    first_file = folder / f"{prompts[0].window}.npz"
+    if first_file.exists() and not same_answers(load_answers(first_file), first):
         report.note(f"{server.client.url}: another model answers than before; all prompts are asked again")
         for path in folder.glob("*.npz"):
             path.unlink()
-    save_answers(kept, first)
-    per = "of each" if form.whole else "behind beginnings of each"
+    save_answers(first_file, first)
+    per = "of each" if form.all_positions else "behind beginnings of each"
     report.note(
-        f"{len(prompts)} requests of {sum(len(each.ids) for each in prompts):,} tokens of evaluation text, for "
+        f"{len(prompts)} requests of {sum(len(prompt.ids) for prompt in prompts):,} tokens of evaluation text, for "
         f"{form.name}" + (f": {number} log-probabilities {per}" if number else "")
     )
-    found = list[LikelyTokens]()
+    parts = list[LikelyTokens]()
     with report.track(f"Asking {server.client.url}", len(prompts), "prompts") as advance, translated(server.client):
         for prompt in prompts:
             path = folder / f"{prompt.window}.npz"
             if not path.exists():
                 save_answers(path, form.ask(server, prompt, number))
-            found.append(load_answers(path))
+            parts.append(load_answers(path))
             advance(1)
-    answers = joined_answers(found)
+    answers = joined_answers(parts)
     if not len(answers.rows):
         raise InputError(
             server.client.url,
@@ -131,7 +131,7 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
     reasons, fault = list[str](), None
     with translated(server.client):
         for form in TRITON if server.triton else FORMS:
-            if form.whole and tail == 1:
+            if form.all_positions and tail == 1:
                 continue
             for number in form.numbers:
                 try:
@@ -164,12 +164,12 @@ def without_prefix(prompts: Sequence[Prompt], prefix: int, count: int) -> list[P
     """The first `count` prompts without the `prefix` tokens that they begin with, nor the position behind these, which
     would be the first of a prompt and has no log-probability.
     """
-    found = list[Prompt]()
-    for each in prompts[:count]:
-        later = each.positions > prefix
-        positions, rows = each.positions[later] - prefix, each.rows[later]
-        found.append(replace(each, ids=each.ids[prefix:], positions=positions, rows=rows))
-    return found
+    shortened = list[Prompt]()
+    for prompt in prompts[:count]:
+        later = prompt.positions > prefix
+        positions, rows = prompt.positions[later] - prefix, prompt.rows[later]
+        shortened.append(replace(prompt, ids=prompt.ids[prefix:], positions=positions, rows=rows))
+    return shortened
 
 
 @contextmanager
@@ -186,8 +186,8 @@ def translated(client: Client) -> Iterator[None]:
 def server_refusal(
     client: Client, error: RefusedError, what: str = "", remedy: str = "is it the address of a model's server?"
 ) -> Fp8qError:
-    """The error for a server that refused `what`, by its status: a key is missing, or it failed or is busy; else the
-    `remedy` is told.
+    """Return the error for a server that refused `what`, by its status: a key is missing, or the server failed or is
+    busy; else with the `remedy`.
     """
     if error.status in (401, 403):
         return InputError(client.url, f"wants a key ({error})", "set OPENAI_API_KEY")

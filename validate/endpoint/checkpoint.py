@@ -25,18 +25,19 @@ AGAIN = "copy or download it again, or name another directory"
 
 
 def run_checkpoint(
-    directory: Path, own: Path, prompts: Sequence[Prompt], device: str, report: Reporter
+    directory: Path, run_model: Path, prompts: Sequence[Prompt], device: str, report: Reporter
 ) -> LikelyTokens:
-    """The answers of the checkpoint in `directory`, in its own type; `own`: the run's, whose tokens the prompts are.
+    """The answers of the checkpoint in `directory`, in its own type; `run_model`: the run's, whose tokens the prompts
+    are.
 
     Raises InputError for a directory without a checkpoint or with another tokenizer, BackendError where transformers
     cannot run it.
     """
     import torch
 
-    check_tokens(directory, own, prompts)
+    check_tokens(directory, run_model, prompts)
     model = loaded_checkpoint(directory).to(device)
-    found = list[LikelyTokens]()
+    parts = list[LikelyTokens]()
     with torch.inference_mode(), report.track(f"Running {directory}", len(prompts), "windows") as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=device)
@@ -52,9 +53,9 @@ def run_checkpoint(
             targets = ids[0, torch.from_numpy(prompt.positions).to(device)]
             nll = -torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].double().cpu().numpy()
             tokens, logprobs = top.tokens[:, :SERVED].astype(np.int64), top.logprobs[:, :SERVED].astype(np.float64)
-            found.append(LikelyTokens(prompt.rows, tokens, logprobs, nll, len(prompt.ids), 0))
+            parts.append(LikelyTokens(prompt.rows, tokens, logprobs, nll, len(prompt.ids), 0))
             advance(1)
-    return joined_answers(found)
+    return joined_answers(parts)
 
 
 def loaded_checkpoint(directory: Path) -> "torch.nn.Module":
@@ -83,16 +84,18 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error_text(error)}"
 
 
-def check_tokens(directory: Path, own: Path, prompts: Sequence[Prompt]) -> None:
+def check_tokens(directory: Path, run_model: Path, prompts: Sequence[Prompt]) -> None:
     """Raise InputError where the checkpoint's tokenizer reads the prompts' tokens as another text than the run's."""
     if not directory.is_dir():
         raise InputError(f"--model {directory}", "there is no such directory", "give that of a checkpoint")
     try:
-        theirs, ours = (Vocabulary.read(each) for each in (directory, own))
+        theirs, ours = (Vocabulary.read(path) for path in (directory, run_model))
     except ModelFileError as error:
         raise InputError(error.subject, error.fault, error.remedy) from None
     for prompt in prompts:
-        texts = [each.tokenizer.decode(list(prompt.ids), skip_special_tokens=False) for each in (theirs, ours)]
+        texts = [
+            vocabulary.tokenizer.decode(list(prompt.ids), skip_special_tokens=False) for vocabulary in (theirs, ours)
+        ]
         if texts[0] != texts[1]:
             raise InputError(
                 f"--model {directory}",

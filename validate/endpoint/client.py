@@ -35,10 +35,10 @@ MOST_REFUSED, MOST_QUOTED = 64 << 10, 200
 
 
 class RefusedError(Exception):
-    """The server does not answer this: `status`, and its own words."""
+    """A status other than 200, with the server's own words."""
 
     def __init__(self, status: int, words: str):
-        """Keep both apart, for whoever asks otherwise then."""
+        """Set the status, for callers that then ask in another form, and the message."""
         super().__init__(f"HTTP {status}: {words}" if words else f"HTTP {status}")
         self.status = status
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..accuracy.top_divergence import Values, coarse_kl
-from ..accuracy.top_logits import KeptTokens
+from ..accuracy.top_logits import TopTokens
 from .answers import LikelyTokens
 
 #: Log-probabilities that are asked of a server, and taken of a checkpoint.
@@ -40,57 +40,57 @@ class Distances:
         return self.kl if with_logprobs else self.flips
 
 
-def distances(kept: KeptTokens, answers: LikelyTokens) -> dict[str, Distances]:
-    """The distances of `answers` from every runtime of `kept`."""
-    found, unlisted = {}, most_unlisted(answers, kept.ids[kept.kept][answers.rows])
-    for name, top in kept.runtimes.items():
+def distances(tops: TopTokens, answers: LikelyTokens) -> dict[str, Distances]:
+    """The distances of `answers` from every runtime of `tops`."""
+    by_runtime, unlisted = {}, most_unlisted(answers, tops.ids[tops.positions][answers.rows])
+    for name, top in tops.runtimes.items():
         kl, rest = coarse_kl(top.at(answers.rows), answers.tokens, answers.logprobs, unlisted)
         known = np.isfinite(answers.logprobs).any(axis=1)
         first = answers.tokens[:, 0]
-        found[name] = Distances(
+        by_runtime[name] = Distances(
             kl=np.where(known, kl, np.nan),
             rest=np.where(known, rest, np.nan),
             flips=(first != top.tokens[answers.rows, 0]).astype(np.float64),
-            loss=answers.nll - kept.nll[name][answers.rows],
+            loss=answers.nll - tops.nll[name][answers.rows],
         )
-    return found
+    return by_runtime
 
 
-def most_unlisted(answers: LikelyTokens, own: npt.NDArray[np.int64]) -> Values:
-    """The most probability that `answers` give to a token that they do not list, float64 [n]; `own` int64 [n]: the
-    text's own tokens.
+def most_unlisted(answers: LikelyTokens, text_tokens: npt.NDArray[np.int64]) -> Values:
+    """Bound the probability that `answers` give to a token that they do not list, float64 [n]; `text_tokens` int64 [n]:
+    the tokens of the text itself.
 
-    Servers list the text's own token beside the likeliest, so that it bounds nothing. A list with fewer others than the
+    Servers list the text's token with the likeliest ones, so that it bounds nothing. A list with fewer others than the
     longest may have lost some, as those of two tokens with one text, and bounds nothing either: 1.
     """
-    others = np.where(_others(answers, own), answers.logprobs, np.inf)
+    others = np.where(_others(answers, text_tokens), answers.logprobs, np.inf)
     count = np.isfinite(others).sum(axis=1)
     return np.where(count == count.max(initial=1), np.exp(np.minimum(others.min(axis=1, initial=np.inf), 0.0)), 1.0)
 
 
-def _others(answers: LikelyTokens, own: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """The listed tokens but the text's `own`: bool [n, k]."""
-    others: npt.NDArray[np.bool_] = np.isfinite(answers.logprobs) & (answers.tokens != own[:, None])
+def _others(answers: LikelyTokens, text_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Mark the listed tokens that are not the `text_tokens`: bool [n, k]."""
+    others: npt.NDArray[np.bool_] = np.isfinite(answers.logprobs) & (answers.tokens != text_tokens[:, None])
     return others
 
 
-def flip_shares(kept: KeptTokens) -> Mapping[tuple[str, str], float]:
-    """The share of all kept positions at which two runtimes have another likeliest token."""
-    first = {name: top.tokens[:, 0] for name, top in kept.runtimes.items()}
+def flip_shares(tops: TopTokens) -> Mapping[tuple[str, str], float]:
+    """Return the share of all positions of `tops` at which two runtimes have another likeliest token."""
+    first = {name: top.tokens[:, 0] for name, top in tops.runtimes.items()}
     return {(r, c): float((first[r] != first[c]).mean()) for r in first for c in first if r != c}
 
 
-def own_distances(kept: KeptTokens, answers: LikelyTokens) -> Mapping[str, dict[str, Distances]]:
-    """`own_distances(kept, answers)[other][runtime]`: the distances of `other` from `runtime`, both of the run, at the
-    positions of `answers` and over as many likeliest tokens.
+def runtime_distances(tops: TopTokens, answers: LikelyTokens) -> Mapping[str, dict[str, Distances]]:
+    """`runtime_distances(tops, answers)[other][runtime]`: the distances of `other` from `runtime`, both of the run, at
+    the positions of `answers` and over as many likeliest tokens.
     """
-    longest = int(_others(answers, kept.ids[kept.kept][answers.rows]).sum(axis=1).max(initial=0))
-    return {name: distances(kept, _answered_by(kept, name, answers, longest or SERVED)) for name in kept.runtimes}
+    longest = int(_others(answers, tops.ids[tops.positions][answers.rows]).sum(axis=1).max(initial=0))
+    return {name: distances(tops, _answered_by(tops, name, answers, longest or SERVED)) for name in tops.runtimes}
 
 
-def _answered_by(kept: KeptTokens, name: str, answers: LikelyTokens, number: int) -> LikelyTokens:
+def _answered_by(tops: TopTokens, name: str, answers: LikelyTokens, number: int) -> LikelyTokens:
     """A runtime of the run in the place of a server that lists so many tokens, and knows the losses of `answers`."""
-    top = kept.runtimes[name].at(answers.rows)
-    nll = np.where(np.isfinite(answers.nll), kept.nll[name][answers.rows].astype(np.float64), np.nan)
+    top = tops.runtimes[name].at(answers.rows)
+    nll = np.where(np.isfinite(answers.nll), tops.nll[name][answers.rows].astype(np.float64), np.nan)
     tokens, logprobs = top.tokens[:, :number].astype(np.int64), top.logprobs[:, :number].astype(np.float64)
     return LikelyTokens(answers.rows, tokens, logprobs, nll, 0, 0)

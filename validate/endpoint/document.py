@@ -11,7 +11,7 @@ from ..accuracy.document import Estimate
 Verdict = Literal["validated", "undecided", "other-arithmetic", "other-model", "other-prompt"]
 
 
-#: What a verdict calls the arithmetic that was validated, and that of the original.
+#: The names of the validated arithmetic, and of the original's, in verdicts.
 VALIDATED, BF16 = "as validated", "BF16"
 
 
@@ -74,17 +74,17 @@ class ModelComparison(Strict):
         return self.verdict == "validated"
 
 
-def estimate(found: Estimate) -> str:
+def estimate(value: Estimate) -> str:
     """Write an estimate in nats."""
-    return f"{nats(found.mean)} ({nats(found.low)} to {nats(found.high)})"
+    return f"{nats(value.mean)} ({nats(value.low)} to {nats(value.high)})"
 
 
-def estimated_share(found: Estimate) -> str:
+def estimated_share(value: Estimate) -> str:
     """Write an estimate of a share."""
-    return f"{share(found.mean)} ({share(found.low)} to {share(found.high)})"
+    return f"{share(value.mean)} ({share(value.low)} to {share(value.high)})"
 
 
-def comparison_table(found: ModelComparison) -> Table[RuntimeDistance]:
+def comparison_table(comparison: ModelComparison) -> Table[RuntimeDistance]:
     """The distances from the run's runtimes, the nearest first."""
     columns: tuple[Column[Any], ...] = (
         text_column("runtime"),
@@ -95,4 +95,4 @@ def comparison_table(found: ModelComparison) -> Table[RuntimeDistance]:
         Column("loss, |difference|", lambda row: row.loss_difference_nats, nats),
         Column("perplexity", lambda row: row.perplexity, "{:.3f}".format),
     )
-    return Table(f"{found.answered}: distance from the run's runtimes", found.runtimes, columns, "")
+    return Table(f"{comparison.answered}: distance from the run's runtimes", comparison.runtimes, columns, "")

@@ -27,7 +27,7 @@ import numpy as np
 from ...core.errors import InputError
 from ...serve.loop.text import Vocabulary
 from ..accuracy.log_probabilities import check_logprobs, within_bounds
-from ..accuracy.top_logits import KeptTokens
+from ..accuracy.top_logits import TopTokens
 from .answers import NO_TOKEN, LikelyTokens, Position, answers_of
 from .client import Client, RefusedError
 from .prompts import Prompt, evenly
@@ -46,14 +46,14 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 @dataclass
 class Endpoint:
-    """A model of a server, with the run's `vocabulary` and kept tokens to read its answers by.
+    """A model of a server, with the run's `vocabulary` and likeliest tokens, by which its answers are read.
 
     `triton`: it is asked through Triton's `generate`, not through OpenAI's API.
     """
 
     client: Client
     model: str
-    kept: KeptTokens
+    tops: TopTokens
     vocabulary: Vocabulary
     triton: bool = False
     _texts: dict[int, str] = field(default_factory=dict)
@@ -66,16 +66,16 @@ class Endpoint:
 
     def tokens_of(self, row: int) -> dict[str, int]:
         """The tokens that some runtime finds likely at `row`, by their texts; none where two have the same text."""
-        tokens = {int(token) for top in self.kept.runtimes.values() for token in top.tokens[row]}
+        tokens = {int(token) for top in self.tops.runtimes.values() for token in top.tokens[row]}
         named: dict[str, list[int]] = {}
         for token in tokens:
             named.setdefault(self.text(token), []).append(token)
-        return {text: own[0] for text, own in named.items() if len(own) == 1}
+        return {text: ids[0] for text, ids in named.items() if len(ids) == 1}
 
     def readable(self, row: int) -> bool:
         """Tell whether the texts of the runtimes' likeliest tokens at `row` are those of one token alone."""
         known = {*self.tokens_of(row).values()}
-        return all(int(top.tokens[row, 0]) in known for top in self.kept.runtimes.values())
+        return all(int(top.tokens[row, 0]) in known for top in self.tops.runtimes.values())
 
     def post(self, fields: Mapping[str, Any], chat: bool = False) -> Any:
         """Ask for one greedy token, and `fields`; raises UnansweredError where the server does not know these."""
@@ -98,15 +98,15 @@ class Endpoint:
         """Raise InputError for log-probabilities of a position's likeliest tokens that the model cannot have; `of`: the
         field that they stand in.
         """
-        check_possible(self.client, [*logprobs.values()], of, self.kept.vocabulary)
+        check_possible(self.client, [*logprobs.values()], of, self.tops.vocabulary)
         for token in logprobs:
             named = BY_ID.fullmatch(token) if isinstance(token, str) else None
             number = int(named[1]) if named else token
-            if isinstance(number, int) and number >= self.kept.vocabulary:
+            if isinstance(number, int) and number >= self.tops.vocabulary:
                 raise InputError(
                     self.client.url,
                     f"gives a log-probability of token {number} ({of}), and the run's model has "
-                    f"{self.kept.vocabulary:,} tokens",
+                    f"{self.tops.vocabulary:,} tokens",
                     "it is another model, or has another tokenizer",
                 )
 
@@ -125,23 +125,25 @@ def check_possible(client: Client, logprobs: Sequence[float], of: str, vocabular
 
 @dataclass(frozen=True)
 class Question:
-    """A way to ask: its `name`, and the function that asks for one prompt's positions with so many log-probabilities.
+    """A form of request: its `name`, and the function that asks for a prompt's positions with so many
+    log-probabilities.
 
-    `numbers`: of log-probabilities, in the order they are tried. `whole`: every position of a prompt is answered.
+    `numbers`: of log-probabilities, in the order they are tried. `all_positions`: every position of a prompt is
+    answered.
     """
 
     name: str
     ask: Callable[[Endpoint, Prompt, int], LikelyTokens]
     numbers: Sequence[int] = ASKED
-    whole: bool = False
+    all_positions: bool = False
 
 
 def ask_prompt_logprobs(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 1."""
     answer = server.complete({"prompt": list(prompt.ids), "prompt_logprobs": number})
-    (choice,) = answer.of(1)
+    (choice,) = answer.in_order(1)
     table = of_length(choice.prompt_logprobs, len(prompt.ids), "prompt_logprobs")
-    found = []
+    answered = []
     for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
         best = {int(token): entry.logprob for token, entry in (table[position] or {}).items()}
         server.likely(best, "prompt_logprobs")
@@ -152,23 +154,23 @@ def ask_prompt_logprobs(server: Endpoint, prompt: Prompt, number: int) -> Likely
                 "sent",
                 "it has another tokenizer, or sets other tokens before a prompt",
             )
-        found.append(answered_position(row, best, best[prompt.ids[position]]))
-    return answers_of(enough(found, server, number), len(prompt.ids), answer.counted)
+        answered.append(answered_position(row, best, best[prompt.ids[position]]))
+    return answers_of(enough(answered, server, number), len(prompt.ids), answer.counted)
 
 
 def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 2."""
     answer = server.complete({"prompt": list(prompt.ids), "echo": True, "logprobs": number})
-    (choice,) = answer.of(1)
+    (choice,) = answer.in_order(1)
     logprobs = choice.logprobs or AnsweredLogprobs()
     if logprobs.tokens is not None and len(logprobs.tokens) <= 1 < len(prompt.ids):
         raise UnansweredError("lists the token behind the prompt alone")  # TensorRT-LLM, llama.cpp
     tokens = of_length(logprobs.tokens, len(prompt.ids), "logprobs.tokens", 1)
-    own = of_length(logprobs.token_logprobs, len(prompt.ids), "logprobs.token_logprobs", 1)
+    token_logprobs = of_length(logprobs.token_logprobs, len(prompt.ids), "logprobs.token_logprobs", 1)
     tops = of_length(logprobs.top_logprobs, len(prompt.ids), "logprobs.top_logprobs", 1)
-    found = []
+    answered = []
     for row, position in zip(prompt.rows.tolist(), prompt.positions.tolist(), strict=True):
-        text, sent, value = str(tokens[position]), prompt.ids[position], own[position]
+        text, sent, value = str(tokens[position]), prompt.ids[position], token_logprobs[position]
         if text not in (server.text(sent), f"token_id:{sent}"):
             raise InputError(
                 server.client.url,
@@ -180,8 +182,8 @@ def ask_echo(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
         check_possible(server.client, [value], "logprobs.token_logprobs")
         if not server.readable(row):
             continue
-        found.append(answered_position(row, by_text(server, row, tops[position]) | {sent: value}, value))
-    return answers_of(enough(found, server, number), len(prompt.ids), answer.counted)
+        answered.append(answered_position(row, by_text(server, row, tops[position]) | {sent: value}, value))
+    return answers_of(enough(answered, server, number), len(prompt.ids), answer.counted)
 
 
 def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = False) -> LikelyTokens:
@@ -190,40 +192,44 @@ def ask_next(server: Endpoint, prompt: Prompt, number: int, as_text: bool = Fals
     begun = beginnings(server, prompt, evenly(readable, PREFIXES), as_text)
     if not begun:
         return answers_of([], 0, 0)
-    answer = server.complete({"prompt": [each.prompt for each in begun], "logprobs": number})
-    found = []
-    for index, choice in zip([each.index for each in begun], answer.of(len(begun)), strict=True):
+    answer = server.complete({"prompt": [beginning.prompt for beginning in begun], "logprobs": number})
+    answered = []
+    for index, choice in zip([beginning.index for beginning in begun], answer.in_order(len(begun)), strict=True):
         tops = of_length((choice.logprobs or AnsweredLogprobs()).top_logprobs, 1, "logprobs.top_logprobs")
-        row, own = int(prompt.rows[index]), prompt.ids[prompt.positions[index]]
+        row, text_token = int(prompt.rows[index]), prompt.ids[prompt.positions[index]]
         best = by_text(server, row, tops[0])
-        found.append(answered_position(row, best, best.get(own, np.nan)))
-    return answers_of(enough(found, server, number), sum(each.tokens for each in begun), answer.counted)
+        answered.append(answered_position(row, best, best.get(text_token, np.nan)))
+    return answers_of(enough(answered, server, number), sum(beginning.tokens for beginning in begun), answer.counted)
 
 
 def ask_greedy(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 5."""
     begun = beginnings(server, prompt, telling(server, prompt))
-    answer = server.complete({"prompt": [each.prompt for each in begun]})
-    texts = [choice.text for choice in answer.of(len(begun))]
-    found = [likeliest(server, int(prompt.rows[each.index]), text) for each, text in zip(begun, texts, strict=True)]
-    return answers_of([each for each in found if each], sum(each.tokens for each in begun), answer.counted)
+    answer = server.complete({"prompt": [beginning.prompt for beginning in begun]})
+    texts = [choice.text for choice in answer.in_order(len(begun))]
+    answered = [
+        likeliest(server, int(prompt.rows[beginning.index]), text) for beginning, text in zip(begun, texts, strict=True)
+    ]
+    return answers_of(
+        [position for position in answered if position], sum(position.tokens for position in begun), answer.counted
+    )
 
 
 def ask_generate(server: Endpoint, prompt: Prompt, number: int) -> LikelyTokens:
     """Ask in the form 6."""
-    found, sent, total = list[Position](), 0, 0
-    for each in beginnings(server, prompt, telling(server, prompt), as_text=True):
-        answer = read_answer(Generated, server.post({"text_input": each.prompt, "return_num_input_tokens": True}))
-        sent, total = sent + each.tokens, total + (answer.num_input_tokens or each.tokens)
-        position = likeliest(server, int(prompt.rows[each.index]), answer.text_output)
-        found += [position] if position else []
-    return answers_of(found, sent, total)
+    answered, sent, total = list[Position](), 0, 0
+    for beginning in beginnings(server, prompt, telling(server, prompt), as_text=True):
+        answer = read_answer(Generated, server.post({"text_input": beginning.prompt, "return_num_input_tokens": True}))
+        sent, total = sent + beginning.tokens, total + (answer.num_input_tokens or beginning.tokens)
+        position = likeliest(server, int(prompt.rows[beginning.index]), answer.text_output)
+        answered += [position] if position else []
+    return answers_of(answered, sent, total)
 
 
 #: In the order they are tried; Triton has its own.
 FORMS = (
-    Question("prompt_logprobs", ask_prompt_logprobs, whole=True),
-    Question("echo", ask_echo, whole=True),
+    Question("prompt_logprobs", ask_prompt_logprobs, all_positions=True),
+    Question("echo", ask_echo, all_positions=True),
     Question("logprobs", ask_next),
     Question("logprobs of texts", partial(ask_next, as_text=True)),
     Question("text", ask_greedy, (0,)),
@@ -244,15 +250,15 @@ class Beginning:
 
 def beginnings(server: Endpoint, prompt: Prompt, indices: Sequence[int], as_text: bool = False) -> list[Beginning]:
     """The beginnings before those positions; of texts only those that are read as the same tokens again."""
-    found = []
+    readable = []
     for index in indices:
         ids = list(prompt.ids[: prompt.positions[index]])
         text = str(server.vocabulary.tokenizer.decode(ids, skip_special_tokens=True)) if as_text else ""
         if not as_text:
-            found.append(Beginning(index, ids, len(ids)))
+            readable.append(Beginning(index, ids, len(ids)))
         elif server.vocabulary.encode(text) == ids:
-            found.append(Beginning(index, text, len(ids)))
-    return found
+            readable.append(Beginning(index, text, len(ids)))
+    return readable
 
 
 def telling(server: Endpoint, prompt: Prompt) -> list[int]:
@@ -260,7 +266,7 @@ def telling(server: Endpoint, prompt: Prompt) -> list[int]:
 
     Half of `PREFIXES` are of each kind, where there are so many.
     """
-    tops = np.stack([top.tokens[prompt.rows, 0] for top in server.kept.runtimes.values()])
+    tops = np.stack([top.tokens[prompt.rows, 0] for top in server.tops.runtimes.values()])
     readable = [index for index, row in enumerate(prompt.rows.tolist()) if server.readable(row)]
     differ = evenly([index for index in readable if (tops[:, index] != tops[0, index]).any()], PREFIXES // 2)
     return sorted({*differ, *evenly(readable, PREFIXES - len(differ))})
@@ -290,10 +296,10 @@ def by_text(server: Endpoint, row: int, top: Mapping[str, float] | None) -> dict
     return tokens
 
 
-def answered_position(row: int, best: Mapping[int, float], own: float) -> Position:
+def answered_position(row: int, best: Mapping[int, float], text_logprob: float) -> Position:
     """A position with its likeliest tokens, and the log-probability of the text's own; NaN where that is unknown."""
     bounded = [(token, within_bounds(value)) for token, value in best.items()]
-    return Position(row, bounded, own if np.isnan(own) else -within_bounds(own))
+    return Position(row, bounded, text_logprob if np.isnan(text_logprob) else -within_bounds(text_logprob))
 
 
 Item = TypeVar("Item")
@@ -315,14 +321,14 @@ def of_length(table: list[Item] | None, length: int, name: str, more: int = 0) -
     return table
 
 
-def enough(found: list[Position], server: Endpoint, number: int) -> list[Position]:
+def enough(positions: list[Position], server: Endpoint, number: int) -> list[Position]:
     """Return positions that have so many log-probabilities as can be compared; raises InputError."""
-    most = max((len(each.best) for each in found), default=0)
-    least = min(LEAST, number, len(server.kept.runtimes) and next(iter(server.kept.runtimes.values())).tokens.shape[1])
+    most = max((len(position.best) for position in positions), default=0)
+    least = min(LEAST, number, len(server.tops.runtimes) and next(iter(server.tops.runtimes.values())).tokens.shape[1])
     if most < least:
         raise InputError(
             server.client.url,
             f"gives {most} log-probabilities of a token where {number} were asked for, too few to compare",
             f"let it give {least} or more (vLLM: --max-logprobs 20)",
         )
-    return found
+    return positions

@@ -22,19 +22,19 @@ from ...options import NOT_SERVED, ONE_TERM_ALONE
 from ..accuracy.bootstrap import Bootstrap, MeanInterval
 from ..accuracy.document import Estimate
 from ..accuracy.top_divergence import Values
-from ..accuracy.top_logits import KeptTokens
+from ..accuracy.top_logits import TopTokens
 from .answers import LikelyTokens
-from .distance import Distances, distances, flip_shares, own_distances
+from .distance import Distances, distances, flip_shares, runtime_distances
 from .document import BF16, VALIDATED, Noticed, RuntimeDistance, Verdict
 
 #: Limits of the share of an error (`HALF`: with one validated runtime), and of distances, as factors.
 NONE, SHARE, HALF = 0.1, 0.25, 0.5
 FURTHER, FAR = 2.0, 10.0
-#: What the distance must fall to without a BOS, for that to be the reason.
+#: The factor that the distance must fall to without a BOS, for the BOS to be the reason.
 CLEARLY = 0.25
-#: In the place of an arithmetic: these positions do not exclude it.
+#: Stands among the arithmetics where these positions do not exclude another model.
 ANOTHER = "another model"
-#: What the arithmetic of a runtime is called that the run is not served by.
+#: The names of the arithmetics of runtimes that do not serve the run.
 NAMES = dict.fromkeys(("bf16", "fp32", "original", "onnxruntime-bf16"), BF16) | {"onnxruntime-int8": "INT8"}
 NAMES[ONE_TERM_ALONE] = "one term where two were validated"
 #: The least KL and loss, in nats: the run's log-probabilities are of single precision.
@@ -44,7 +44,7 @@ RULE_OF_THREE = 3.0
 
 
 class Excess(NamedTuple):
-    """By how much a measure is more than its limit, and that limit; below zero where it is less."""
+    """The excess of a measure over its limit, with its interval, and that limit; negative where the measure is less."""
 
     measure: str
     interval: MeanInterval
@@ -52,24 +52,24 @@ class Excess(NamedTuple):
 
     @property
     def sure(self) -> bool:
-        """Tell whether it is more in the whole interval."""
+        """Tell whether the measure exceeds its limit in the whole interval."""
         return self.interval.low > 0
 
     @property
     def possible(self) -> bool:
-        """Tell whether it is more in a part of the interval."""
+        """Tell whether the measure exceeds its limit in a part of the interval."""
         return self.interval.high > 0
 
     @property
     def noticed(self) -> float:
-        """The least value that would have been more in the whole interval, were it as wide."""
+        """The least value whose whole interval would have been above the limit, were it as wide."""
         return self.limit + self.interval.mean - self.interval.low
 
 
 @dataclass(frozen=True)
 class Noise:
     """The largest distances between some runtimes of the run: `kl` float64 [n] in nats of the pair that is furthest
-    apart, `flips` a share of all kept positions, `loss` in nats, the far end of an interval.
+    apart, `flips` as a share of all positions, `loss` in nats, the far end of an interval.
     """
 
     kl: Values
@@ -77,47 +77,46 @@ class Noise:
     loss: float
 
 
-def noise_of(pairs: Sequence[Distances], shares: Sequence[float], kept: int, bootstrap: Bootstrap) -> Noise:
-    """The noise of `pairs` of runtimes at the answered positions; `shares`: their flips, of all `kept` positions."""
+def noise_of(pairs: Sequence[Distances], shares: Sequence[float], positions: int, bootstrap: Bootstrap) -> Noise:
+    """Return the noise of `pairs` of runtimes at the answered positions; `shares`: their flips, of all `positions`."""
     losses = [bootstrap.interval(pair.loss) for pair in pairs]
     return Noise(
         kl=np.maximum(max((pair.kl for pair in pairs), key=lambda kl: float(np.nanmean(kl))), SINGLE),
-        flips=max(*shares, RULE_OF_THREE / kept),
-        loss=max(SINGLE, *(max(abs(each.low), abs(each.high)) for each in losses)),
+        flips=max(*shares, RULE_OF_THREE / positions),
+        loss=max(SINGLE, *(max(abs(interval.low), abs(interval.high)) for interval in losses)),
     )
 
 
 def excesses(
-    found: Distances, noise: Noise, factor: float, agreed: npt.NDArray[np.bool_] | None, bootstrap: Bootstrap
+    distance: Distances, noise: Noise, factor: float, agreed: npt.NDArray[np.bool_] | None, bootstrap: Bootstrap
 ) -> list[Excess]:
-    """By how much each measure of `found` is more than `factor` times `noise`; measures that are not known are left
-    out.
+    """Compute the excess of each measure of `distance` over `factor` times `noise`; unknown measures are left out.
 
     `agreed` bool [n]: the positions at which all runtimes have one likeliest token, where only such tokens are known;
     else None.
     """
     share = sqrt(factor) * noise.flips
-    flips = found.flips if agreed is None else np.where(agreed, found.flips, np.nan)
+    flips = distance.flips if agreed is None else np.where(agreed, distance.flips, np.nan)
     measures = [Excess("flips", bootstrap.interval(flips - share), share)]
     if agreed is None:
-        kl = bootstrap.interval(found.kl - factor * noise.kl)
+        kl = bootstrap.interval(distance.kl - factor * noise.kl)
         measures.insert(0, Excess("KL", kl, factor * float(np.nanmean(noise.kl))))
         measures.append(
-            Excess("loss", _beyond(bootstrap.interval(found.loss), factor * noise.loss), factor * noise.loss)
+            Excess("loss", _beyond(bootstrap.interval(distance.loss), factor * noise.loss), factor * noise.loss)
         )
-    return [each for each in measures if np.isfinite(each.interval.mean) and np.isfinite(each.limit)]
+    return [excess for excess in measures if np.isfinite(excess.interval.mean) and np.isfinite(excess.limit)]
 
 
-def _beyond(found: MeanInterval, limit: float) -> MeanInterval:
-    """The interval of the distance from zero of what lies in `found`, less `limit`."""
-    ends = sorted((abs(found.low), abs(found.high)))
-    least = 0.0 if found.low <= 0 <= found.high else ends[0]
-    return MeanInterval(abs(found.mean) - limit, least - limit, ends[1] - limit)
+def _beyond(interval: MeanInterval, limit: float) -> MeanInterval:
+    """Return the interval of the absolute value of a quantity with that `interval`, less `limit`."""
+    ends = sorted((abs(interval.low), abs(interval.high)))
+    least = 0.0 if interval.low <= 0 <= interval.high else ends[0]
+    return MeanInterval(abs(interval.mean) - limit, least - limit, ends[1] - limit)
 
 
 def noticed(measures: Sequence[Excess]) -> Noticed:
     """The least differences that would have been more than the limits."""
-    least = {each.measure: each.noticed for each in measures}
+    least = {excess.measure: excess.noticed for excess in measures}
     loss = least.get("loss")
     return Noticed(kl_nats=least.get("KL"), flips=least.get("flips"), perplexity=None if loss is None else expm1(loss))
 
@@ -136,20 +135,20 @@ class Judged:
     noticed: Noticed | None = None
 
 
-def judge(kept: KeptTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]) -> Judged:
-    """Judge `answers`; `windows` int64 [positions]: the window of each row of `kept`."""
-    found, of_runs = distances(kept, answers), own_distances(kept, answers)
-    first = np.stack([top.tokens[answers.rows, 0] for top in kept.runtimes.values()])
+def judge(tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]) -> Judged:
+    """Judge `answers`; `windows` int64 [positions]: the window of each row of `tops`."""
+    to_runtimes, between = distances(tops, answers), runtime_distances(tops, answers)
+    first = np.stack([top.tokens[answers.rows, 0] for top in tops.runtimes.values()])
     field = Field(
-        found,
-        {(r, c): of_runs[c][r] for r in found for c in found if r != c},
-        flip_shares(kept),
-        len(kept.nll[next(iter(found))]),
+        to_runtimes,
+        {(r, c): between[c][r] for r in to_runtimes for c in to_runtimes if r != c},
+        flip_shares(tops),
+        len(tops.nll[next(iter(to_runtimes))]),
         None if answers.with_logprobs else (first == first[0]).all(axis=0),
         bootstrap := Bootstrap(windows[answers.rows]),
     )
     verdict, sentence, arithmetics = _verdict(field)
-    power = noticed(field.excesses_of(field.own[0])) if VALIDATED in arithmetics else None
+    power = noticed(field.excesses_of(field.validated[0])) if VALIDATED in arithmetics else None
     if power and ANOTHER not in arithmetics:
         sentence += f"; further than {power} would not pass"
     if not field.by_kl:
@@ -157,7 +156,7 @@ def judge(kept: KeptTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64
             "; this is by likeliest tokens alone, mostly where the run's runtimes differ in them: an arithmetic that "
             "the run does not have cannot be told from these"
         )
-    rows = [_row(name, found[name], kept, answers, bootstrap) for name in field.order]
+    rows = [_row(name, to_runtimes[name], tops, answers, bootstrap) for name in field.order]
     return Judged(verdict, sentence, arithmetics, rows, _perplexity(answers, bootstrap), power)
 
 
@@ -169,7 +168,7 @@ def arithmetic_of(runtime: str) -> str:
 @dataclass(frozen=True)
 class Field:
     """The distances of the answers `to` each runtime, and `between` runtimes (r, c), of r from c, at every answered
-    position; `shares`: the flips between these, of all `kept` positions.
+    position; `shares`: the flips between these, of all `positions`.
 
     `agreed`: where only likeliest tokens are known, the positions at which all runtimes have the same; else None.
     """
@@ -177,7 +176,7 @@ class Field:
     to: Mapping[str, Distances]
     between: Mapping[tuple[str, str], Distances]
     shares: Mapping[tuple[str, str], float]
-    kept: int
+    positions: int
     agreed: npt.NDArray[np.bool_] | None
     bootstrap: Bootstrap
 
@@ -186,9 +185,9 @@ class Field:
         """Tell whether there are log-probabilities."""
         return self.agreed is None
 
-    def size(self, found: Distances) -> float:
-        """The mean of what is compared, KL or flips."""
-        return float(np.nanmean(found.compared(self.by_kl)))
+    def size(self, pair: Distances) -> float:
+        """Return the mean KL, or of flips where log-probabilities are unknown."""
+        return float(np.nanmean(pair.compared(self.by_kl)))
 
     @property
     def order(self) -> list[str]:
@@ -196,8 +195,8 @@ class Field:
         return sorted(self.to, key=lambda name: self.size(self.to[name]))
 
     @property
-    def own(self) -> list[str]:
-        """The runtimes of what was validated, the nearest first."""
+    def validated(self) -> list[str]:
+        """The runtimes of the validated arithmetic, the nearest first."""
         return [name for name in self.order if arithmetic_of(name) == VALIDATED]
 
     def nearer(self, runtime: str, other: str) -> bool:
@@ -209,79 +208,85 @@ class Field:
         """The share that the answers have of the error of `other`, a runtime of another arithmetic; None where it has
         no error beyond rounding.
         """
-        found = list[tuple[float, Values, Values]]()
-        for c in self.own:
-            way = self.between[c, other].kl
-            shared = (way + self.to[c].kl - self.to[other].kl) / 2
+        candidates = list[tuple[float, Values, Values]]()
+        for c in self.validated:
+            c_to_b = self.between[c, other].kl
+            shared = (c_to_b + self.to[c].kl - self.to[other].kl) / 2
             again = [
-                (way + self.between[c, each].kl - self.between[other, each].kl) / 2 for each in self.own if each != c
+                (c_to_b + self.between[c, second].kl - self.between[other, second].kl) / 2
+                for second in self.validated
+                if second != c
             ]
-            rounding = np.mean(again, axis=0) if again else np.zeros_like(way)
-            found.append((float(np.nanmean(rounding)), shared - rounding, way - rounding))
-        _, beyond, error = min(found, key=lambda each: each[0])
+            rounding = np.mean(again, axis=0) if again else np.zeros_like(c_to_b)
+            candidates.append((float(np.nanmean(rounding)), shared - rounding, c_to_b - rounding))
+        _, beyond, error = min(candidates, key=lambda candidate: candidate[0])
         size = float(np.nanmean(error))
         return self.bootstrap.interval(beyond / size) if size > 0 else None
 
     def excesses_of(self, nearest: str) -> list[Excess]:
-        """By how much the answers are further from a runtime than an implementation of its arithmetic may be."""
-        pairs = [(nearest, each) for each in self.own if each != nearest]
-        others = [(each, nearest) for each in self.to if arithmetic_of(each) != VALIDATED]
+        """Compute the excesses of the distances from a runtime over those that an implementation of its arithmetic may
+        have.
+        """
+        pairs = [(nearest, name) for name in self.validated if name != nearest]
+        others = [(name, nearest) for name in self.to if arithmetic_of(name) != VALIDATED]
         if not pairs and others:
             pairs = [min(others, key=lambda pair: self.size(self.between[pair]))]
         return self._excesses(nearest, pairs, FURTHER)
 
     def far_excesses(self) -> list[Excess]:
-        """By how much the answers are further from the nearest runtime than any arithmetic of the model may be."""
+        """Compute the excesses of the distances from the nearest runtime over those that any arithmetic of the model
+        may have.
+        """
         return self._excesses(self.order[0], [*self.between], FAR)
 
     def _excesses(self, runtime: str, pairs: list[tuple[str, str]], factor: float) -> list[Excess]:
         if not pairs:
             return []
-        found, shares = [self.between[pair] for pair in pairs], [self.shares[pair] for pair in pairs]
-        noise = noise_of(found, shares, self.kept, self.bootstrap)
+        between, shares = [self.between[pair] for pair in pairs], [self.shares[pair] for pair in pairs]
+        noise = noise_of(between, shares, self.positions, self.bootstrap)
         return excesses(self.to[runtime], noise, factor, self.agreed, self.bootstrap)
 
     def as_near_as(self, other: str) -> bool:
-        """Tell whether the answers are as near to what was validated as `other`, of another arithmetic, is."""
-        limits = {c: FURTHER * self.between[c, other].kl for c in self.own}
-        return any(not self.bootstrap.interval(self.to[c].kl - limits[c]).low > 0 for c in self.own)
+        """Tell whether the answers are as near to the validated arithmetic as `other`, of another arithmetic, is."""
+        limits = {c: FURTHER * self.between[c, other].kl for c in self.validated}
+        return any(not self.bootstrap.interval(self.to[c].kl - limits[c]).low > 0 for c in self.validated)
 
 
 @dataclass(frozen=True)
 class Fits:
-    """Runtimes whose arithmetic the answers have, the nearest first, and those of which that cannot be told."""
+    """The runtimes whose arithmetic the answers have, the nearest first (`sure`), and those that may fit (`open`)."""
 
     sure: list[str]
     open: list[str]
 
 
 def _fits(field: Field) -> Fits:
-    own = field.own
-    if not own:
+    runtimes = field.validated
+    if not runtimes:
         return Fits(field.order[:1], [])
-    near = not any(each.sure for each in field.excesses_of(field.own[0]))
+    near = not any(excess.sure for excess in field.excesses_of(field.validated[0]))
     if not field.by_kl:
         return Fits([name for name in _nearest(field) if near or arithmetic_of(name) != VALIDATED], [])
-    none, limit = (NONE, SHARE) if len(own) > 1 else (SHARE, HALF)
+    none, limit = (NONE, SHARE) if len(runtimes) > 1 else (SHARE, HALF)
     validated, sure, unclear = near, list[str](), list[str]()
-    hidden = {*own, "bf16"} if "fp32" in field.to else {*own}
-    for name in (each for each in field.order if each not in hidden):
+    hidden = {*runtimes, "bf16"} if "fp32" in field.to else {*runtimes}
+    for name in (runtime for runtime in field.order if runtime not in hidden):
         share, near = field.share(name), field.as_near_as(name)
         if near and share and share.low > SHARE:
             sure.append(name)
         elif near and (share is None or share.high > (SHARE if name == "fp32" else none)):
             unclear.append(name)
         validated = validated and not (share and share.low > limit)
-    return Fits([*([own[0]] if validated else []), *sure], unclear)
+    return Fits([*([runtimes[0]] if validated else []), *sure], unclear)
 
 
 def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
     nearest = field.order[0]
-    where = f"{_told(field.size(field.to[nearest]), field.by_kl)} from {nearest}, the nearest"
+    where = f"{_distance_text(field.size(field.to[nearest]), field.by_kl)} from {nearest}, the nearest"
     far = field.far_excesses()
-    if any(each.sure for each in far):
-        alike = not any(each.measure == "flips" and each.sure for each in field.excesses_of(nearest))
-        return "other-model", _told_far(field.to[nearest], far, where, alike), []
+    if any(excess.sure for excess in far):
+        alike = not any(excess.measure == "flips" and excess.sure for excess in field.excesses_of(nearest))
+        return "other-model", _far_sentence(field.to[nearest], far, where, alike), []
     fits = _fits(field)
     if not fits.sure and not fits.open:
         return (
@@ -294,9 +299,9 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
         )
     kinds = list(dict.fromkeys(arithmetic_of(name) for name in [*fits.sure, *fits.open]))
     first = (fits.sure or fits.open)[0]
-    where = f"{_told(field.size(field.to[first]), field.by_kl)} from {first}"
-    if VALIDATED in kinds and (not far or any(each.possible for each in far)):
-        return "undecided", _told_open(kinds, where, bool(far)), [*kinds, ANOTHER]
+    where = f"{_distance_text(field.size(field.to[first]), field.by_kl)} from {first}"
+    if VALIDATED in kinds and (not far or any(excess.possible for excess in far)):
+        return "undecided", _open_sentence(kinds, where, bool(far)), [*kinds, ANOTHER]
     if len(kinds) > 1:
         bf16 = NAMES["bf16"] in kinds and "fp32" not in field.to
         remedy = "with the runtime fp32 beside bf16" if bf16 and field.by_kl else "on a longer text"
@@ -309,15 +314,21 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
     return "validated", f"the validated model: {where}", kinds
 
 
-def _told_far(found: Distances, far: list[Excess], where: str, alike: bool) -> str:
-    """Tell which measures exclude the model, and where its likeliest tokens are `alike`, why that may be."""
-    limits = ", ".join(f"{each.measure} (at most {each.limit:.2g})" for each in far if each.sure)
-    said = f"another model: {where}, and {found.flips.mean():.0%} of likeliest tokens are others; excluded by {limits}"
-    return f"{said}; not by flips, so that it may be the model at another temperature or softcap" if alike else said
+def _far_sentence(nearest: Distances, far: list[Excess], where: str, alike: bool) -> str:
+    """State the measures that exclude the model, and a possible cause where its likeliest tokens are `alike`."""
+    limits = ", ".join(f"{excess.measure} (at most {excess.limit:.2g})" for excess in far if excess.sure)
+    sentence = (
+        f"another model: {where}, and {nearest.flips.mean():.0%} of likeliest tokens are others; excluded by {limits}"
+    )
+    return (
+        f"{sentence}; not by flips, so that it may be the model at another temperature or softcap"
+        if alike
+        else sentence
+    )
 
 
-def _told_open(kinds: list[str], where: str, limited: bool) -> str:
-    """Tell why another model is not excluded."""
+def _open_sentence(kinds: list[str], where: str, limited: bool) -> str:
+    """State why another model is not excluded."""
     if limited:
         return f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and so few positions do not tell; send more --windows"
     return (
@@ -332,32 +343,34 @@ def _nearest(field: Field) -> list[str]:
     return [name for name in field.order if name == first or not field.nearer(first, name)]
 
 
-def _told(distance: float, by_kl: bool) -> str:
+def _distance_text(distance: float, by_kl: bool) -> str:
     return f"{distance:.3g} nats of KL" if by_kl else f"{distance:.1%} of likeliest tokens"
 
 
-def _row(name: str, found: Distances, kept: KeptTokens, answers: LikelyTokens, bootstrap: Bootstrap) -> RuntimeDistance:
+def _row(
+    name: str, to_runtime: Distances, tops: TopTokens, answers: LikelyTokens, bootstrap: Bootstrap
+) -> RuntimeDistance:
     known = np.isfinite(answers.nll)
-    kl, complete = np.isfinite(found.kl).any(), bool(known.all()) and len(known) > 0
+    kl, complete = np.isfinite(to_runtime.kl).any(), bool(known.all()) and len(known) > 0
     return RuntimeDistance(
         runtime=name,
         validated=name not in NOT_SERVED,
-        kl_nats=_estimate(bootstrap.interval(found.kl)) if kl else None,
-        rest=float(np.nanmean(found.rest)) if kl else None,
-        flips=_estimate(bootstrap.interval(found.flips)),
-        loss_difference_nats=float(np.abs(found.loss[known]).mean()) if known.any() else None,
-        perplexity=float(np.exp(kept.nll[name][answers.rows].mean(dtype=np.float64))) if complete else None,
+        kl_nats=_estimate(bootstrap.interval(to_runtime.kl)) if kl else None,
+        rest=float(np.nanmean(to_runtime.rest)) if kl else None,
+        flips=_estimate(bootstrap.interval(to_runtime.flips)),
+        loss_difference_nats=float(np.abs(to_runtime.loss[known]).mean()) if known.any() else None,
+        perplexity=float(np.exp(tops.nll[name][answers.rows].mean(dtype=np.float64))) if complete else None,
     )
 
 
 def _perplexity(answers: LikelyTokens, bootstrap: Bootstrap) -> Estimate | None:
     if not len(answers.nll) or not np.isfinite(answers.nll).all():
         return None
-    return _estimate(MeanInterval(*(float(np.exp(each)) for each in bootstrap.interval(answers.nll))))
+    return _estimate(MeanInterval(*(float(np.exp(nll)) for nll in bootstrap.interval(answers.nll))))
 
 
-def _estimate(found: MeanInterval) -> Estimate:
-    return Estimate(**found._asdict())
+def _estimate(interval: MeanInterval) -> Estimate:
+    return Estimate(**interval._asdict())
 
 
 def judge_prompt(judged: Judged, answers: LikelyTokens, without: Judged | None) -> Judged:
@@ -378,13 +391,13 @@ def judge_prompt(judged: Judged, answers: LikelyTokens, without: Judged | None) 
     return judged if reason is None else replace(judged, verdict="other-prompt", sentence=reason)
 
 
-def judge_reading(judged: Judged, told: str | None) -> Judged:
-    """Judge a server that reads texts or chats otherwise than the run, as `told`: what users send is another prompt."""
-    if told is None or judged.verdict == "other-prompt":
+def judge_reading(judged: Judged, difference: str | None) -> Judged:
+    """Judge a server that reads texts or chats as other tokens than the run does; `difference` says how."""
+    if difference is None or judged.verdict == "other-prompt":
         return judged
     if judged.verdict in ("validated", "undecided"):
-        return replace(judged, verdict="other-prompt", sentence=f"{told}; by the run's tokens, {judged.sentence}")
-    return replace(judged, sentence=f"{judged.sentence}; and {told}")
+        return replace(judged, verdict="other-prompt", sentence=f"{difference}; by the run's tokens, {judged.sentence}")
+    return replace(judged, sentence=f"{judged.sentence}; and {difference}")
 
 
 def _kl(judged: Judged) -> float:

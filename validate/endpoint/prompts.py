@@ -1,4 +1,4 @@
-"""Choose the prompts that a server is sent: the beginnings of kept windows of the evaluation text, and nothing else.
+"""Choose the prompts that a server is sent: the beginnings of windows of the evaluation text, and nothing else.
 
 Without tails, what a model computes does not depend on the phase, and a window is one prompt whose every position
 counts. With tails the prompt's last T positions have second terms and those before them do not. The kept positions of
@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import InputError
-from ..accuracy.top_logits import KeptTokens
+from ..accuracy.top_logits import TopTokens
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens `ids` of the kept window of that index, up to the last of `positions`, that one included.
+    """The tokens `ids` of the window of that index, up to the last of `positions`, that one included.
 
-    `positions` int64 [n] in `ids`, each scored by the logits before it; `rows` int64 [n]: their rows in `KeptTokens`.
+    `positions` int64 [n] in `ids`, each scored by the logits before it; `rows` int64 [n]: their rows in `TopTokens`.
     """
 
     window: int
@@ -30,32 +30,32 @@ class Prompt:
     rows: npt.NDArray[np.int64]
 
 
-def prompts_of(kept: KeptTokens, tail: int | None, windows: int | None, longest: int | None) -> list[Prompt]:
+def prompts_of(tops: TopTokens, tail: int | None, windows: int | None, longest: int | None) -> list[Prompt]:
     """The prompts for a run whose shortest tail is `tail` (None: it has none), of at most so many `windows`.
 
     `longest`: the most tokens of a prompt that the server takes (None: unknown). Raises InputError where no position
     lies within.
     """
-    numbers = np.zeros(kept.kept.shape, np.int64)
-    numbers[kept.kept] = np.arange(int(kept.kept.sum()))
-    found, least = list[Prompt](), kept.ids.shape[1]
-    for window in evenly(range(len(kept.ids)), windows):
-        positions = np.flatnonzero(kept.kept[window])
+    numbers = np.zeros(tops.positions.shape, np.int64)
+    numbers[tops.positions] = np.arange(int(tops.positions.sum()))
+    prompts, least = list[Prompt](), tops.ids.shape[1]
+    for window in evenly(range(len(tops.ids)), windows):
+        positions = np.flatnonzero(tops.positions[window])
         least = min(least, int(positions[0]))
         if tail is not None:
             positions = positions[positions < positions[0] + max(1, tail // 2)]
         if longest is not None:
             positions = positions[positions < longest]
         if len(positions):
-            ids = tuple(kept.ids[window, : positions[-1] + 1].tolist())
-            found.append(Prompt(window, ids, positions, numbers[window, positions]))
-    if not found:
+            ids = tuple(tops.ids[window, : positions[-1] + 1].tolist())
+            prompts.append(Prompt(window, ids, positions, numbers[window, positions]))
+    if not prompts:
         raise InputError(
             "",
             f"the server takes {longest:,} tokens of a prompt, and the run's positions begin behind {least:,}",
             "give the server a longer context, or validate with a shorter one: `fp8q validate RUN --context N`",
         )
-    return found
+    return prompts
 
 
 def evenly(items: "Sequence[int] | range", count: int | None) -> list[int]:

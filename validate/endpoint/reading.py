@@ -22,7 +22,7 @@ import numpy as np
 
 from ...core.errors import InputError
 from ...serve.loop.text import Vocabulary
-from ..accuracy.top_logits import KeptTokens, TopLogits
+from ..accuracy.top_logits import TopLogits, TopTokens
 from .answers import LikelyTokens
 from .client import RefusedError
 from .forms import Endpoint
@@ -45,19 +45,19 @@ class OwnReading:
     ids: tuple[int, ...]
 
 
-def own_readings(kept: KeptTokens, vocabulary: Vocabulary) -> list[OwnReading]:
-    """Beginnings of kept windows which the run's tokenizer reads as the tokens that they are: at most `TEXTS`."""
-    found = list[OwnReading]()
-    for window in kept.ids[evenly(range(len(kept.ids)), 4 * TEXTS)]:
+def own_readings(tops: TopTokens, vocabulary: Vocabulary) -> list[OwnReading]:
+    """Return beginnings of windows that the run's tokenizer reads as the same tokens again: at most `TEXTS`."""
+    readings = list[OwnReading]()
+    for window in tops.ids[evenly(range(len(tops.ids)), 4 * TEXTS)]:
         for length in LENGTHS:
             begun = window[:length].tolist()
             text = str(vocabulary.tokenizer.decode(begun, skip_special_tokens=True))
             ids = vocabulary.encode(text) if text.strip() else []
-            own = [token for token in begun if token != vocabulary.begin]
-            if own and ids[-len(own) :] == own:
-                found.append(OwnReading(text, tuple(ids)))
+            text_ids = [token for token in begun if token != vocabulary.begin]
+            if text_ids and ids[-len(text_ids) :] == text_ids:
+                readings.append(OwnReading(text, tuple(ids)))
                 break
-    return found[:TEXTS]
+    return readings[:TEXTS]
 
 
 def other_reading(
@@ -72,8 +72,8 @@ def other_reading(
     if server.triton or not readings:
         return None
     try:
-        told = _other_texts(server, readings, bound)
-        return told if told or render is None else _other_chat(server, readings[0].text, render)
+        difference = _other_texts(server, readings, bound)
+        return difference if difference or render is None else _other_chat(server, readings[0].text, render)
     except RefusedError:  # a server that answered all prompts takes no texts, or no chats
         return None
 
@@ -90,16 +90,16 @@ def bound_of(answers: LikelyTokens, nearest: TopLogits) -> float:
 
 
 def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
-    answer = _posted(server, {"prompt": [each.text for each in readings]})
-    choices = answer.of(len(readings))
-    for each, choice in zip(readings, choices, strict=True):
-        if (ids := choice.prompt_token_ids) and ids != list(each.ids):
-            return f"another tokenizer or BOS: {_difference(server, ids, each.ids, 'a text')}"
-    total, own = answer.counted, sum(len(each.ids) for each in readings)
-    if total not in (0, own):
+    answer = _posted(server, {"prompt": [reading.text for reading in readings]})
+    choices = answer.in_order(len(readings))
+    for reading, choice in zip(readings, choices, strict=True):
+        if (ids := choice.prompt_token_ids) and ids != list(reading.ids):
+            return f"another tokenizer or BOS: {_difference(server, ids, reading.ids, 'a text')}"
+    counted, expected = answer.counted, sum(len(reading.ids) for reading in readings)
+    if counted not in (0, expected):
         return (
-            f"another tokenizer or BOS: it reads {len(readings)} texts as {total:,} tokens, which the run's tokenizer "
-            f"reads as {own:,}"
+            f"another tokenizer or BOS: it reads {len(readings)} texts as {counted:,} tokens, which the run's "
+            f"tokenizer reads as {expected:,}"
         )
     if all(choice.prompt_token_ids for choice in choices):
         return None
@@ -108,15 +108,15 @@ def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float)
 
 def _other_next(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
     """Hold the next token's log-probabilities behind texts against those behind the run's ids of them."""
-    sent: list[list[Any]] = [[each.text for each in readings], [list(each.ids) for each in readings]]
+    sent: list[list[Any]] = [[reading.text for reading in readings], [list(reading.ids) for reading in readings]]
     try:
         texts, ids = (_next_of(server, prompts) for prompts in sent)
     except UnansweredError:
         return None
     distances = [
-        abs(theirs.get(token, -np.inf) - own[token])
-        for theirs, own in zip(texts, ids, strict=True)
-        if own and (token := max(own, key=lambda each: own[each])) is not None
+        abs(by_text.get(token, -np.inf) - by_ids[token])
+        for by_text, by_ids in zip(texts, ids, strict=True)
+        if by_ids and (token := max(by_ids, key=lambda text: by_ids[text])) is not None
     ]
     if not distances or float(np.mean(distances)) <= bound:
         return None
@@ -128,14 +128,14 @@ def _other_next(server: Endpoint, readings: Sequence[OwnReading], bound: float) 
 
 def _next_of(server: Endpoint, prompts: list[Any]) -> list[dict[str, float]]:
     """The next token's log-probabilities behind each prompt, by the tokens' texts."""
-    choices = server.complete({"prompt": prompts, "logprobs": NEXT}).of(len(prompts))
+    choices = server.complete({"prompt": prompts, "logprobs": NEXT}).in_order(len(prompts))
     tops = [((choice.logprobs or AnsweredLogprobs()).top_logprobs or [None])[0] for choice in choices]
-    found = [top for top in tops if top is not None]
-    if len(found) < len(tops):
+    known = [top for top in tops if top is not None]
+    if len(known) < len(tops):
         raise UnansweredError("no logprobs.top_logprobs")
-    for top in found:
+    for top in known:
         server.likely(top, "logprobs.top_logprobs")
-    return found
+    return known
 
 
 def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> str | None:
@@ -163,8 +163,8 @@ def _posted(server: Endpoint, fields: dict[str, Any], chat: bool = False) -> Ans
         return server.complete(fields, chat)
 
 
-def _difference(server: Endpoint, ids: Sequence[int], own: Sequence[int], what: str) -> str:
-    """Tell where the server's `ids` part from the run's `own`."""
-    at = next((i for i, (one, other) in enumerate(zip(ids, own)) if one != other), min(len(ids), len(own)))
-    texts = [repr(server.text(each[at])) if at < len(each) else "nothing" for each in (ids, own)]
+def _difference(server: Endpoint, ids: Sequence[int], expected: Sequence[int], what: str) -> str:
+    """Tell where the server's `ids` part from the run's `expected`."""
+    at = next((i for i, (one, other) in enumerate(zip(ids, expected)) if one != other), min(len(ids), len(expected)))
+    texts = [repr(server.text(tokens[at])) if at < len(tokens) else "nothing" for tokens in (ids, expected)]
     return f"it reads {what} with {texts[0]} as token {at + 1} of {len(ids)}, where the run has {texts[1]}"

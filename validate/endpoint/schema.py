@@ -116,14 +116,14 @@ class AnsweredCompletion(Answer):
         """The tokens of the prompts as the server counts them; 0 where it does not."""
         return (self.usage and self.usage.prompt_tokens) or 0
 
-    def of(self, count: int) -> list[AnsweredChoice]:
+    def in_order(self, count: int) -> list[AnsweredChoice]:
         """The `count` choices, by index; raises UnansweredError for another number, or for two of one index."""
         if len(self.choices) != count:
             raise UnansweredError(f"{len(self.choices)} choices for {count} prompts")
-        numbers = [each.index for each in self.choices]
-        if all(each in (None, 0) for each in numbers):  # servers that number nothing answer in order
+        numbers = [choice.index for choice in self.choices]
+        if all(number in (None, 0) for number in numbers):  # servers that number nothing answer in order
             return self.choices
-        if sorted(each for each in numbers if each is not None) != list(range(count)):
+        if sorted(number for number in numbers if number is not None) != list(range(count)):
             raise UnansweredError(f"choices with the indices {str(numbers)[:MOST_QUOTED]}")
         return sorted(self.choices, key=lambda choice: choice.index or 0)
 
@@ -151,7 +151,7 @@ def most_bytes(fields: Mapping[str, Any]) -> int:
     """
     prompt = fields.get("prompt", fields.get("text_input", fields.get("messages", "")))
     prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-    tokens = sum(len(each) if isinstance(each, list) else len(str(each).encode(errors="replace")) for each in prompts)
+    tokens = sum(len(item) if isinstance(item, list) else len(str(item).encode(errors="replace")) for item in prompts)
     generated = len(prompts) * int(fields.get("max_tokens") or 16)
     entries = 2 + max(int(fields.get(name) or 0) for name in ("logprobs", "prompt_logprobs"))
     return BASE_BYTES + (tokens + generated) * entries * ENTRY_BYTES

@@ -63,15 +63,15 @@ class NeedleScores(Strict):
         ]
         if not pairs:
             return None
-        compared = [] if runtime == BASELINE else [(own, base) for own, base in pairs if base is not None]
-        changes = [own.log_probability - base.log_probability for own, base in compared]
+        compared = [] if runtime == BASELINE else [(answer, base) for answer, base in pairs if base is not None]
+        changes = [answer.log_probability - base.log_probability for answer, base in compared]
         return NeedleSummary(
             needles=len(pairs),
-            right=sum(own.right for own, _ in pairs),
-            log_probability=sum(own.log_probability for own, _ in pairs) / len(pairs),
+            right=sum(answer.right for answer, _ in pairs),
+            log_probability=sum(answer.log_probability for answer, _ in pairs) / len(pairs),
             change=sum(changes) / len(changes) if changes else None,
-            lost=sum(base.right and not own.right for own, base in compared) if compared else None,
-            gained=sum(own.right and not base.right for own, base in compared) if compared else None,
+            lost=sum(base.right and not answer.right for answer, base in compared) if compared else None,
+            gained=sum(answer.right and not base.right for answer, base in compared) if compared else None,
         )
 
 
@@ -89,14 +89,14 @@ def load_needles(run: Run) -> NeedleScores:
     return read_document(run.require(run.needles, "needles"), NeedleScores)
 
 
-def needle_rows(found: NeedleScores) -> Iterator[NeedleRow]:
+def needle_rows(scores: NeedleScores) -> Iterator[NeedleRow]:
     """Yield a row for each length and runtime."""
-    for length in dict.fromkeys(needle.length for needle in found.needles):
-        depths = dict.fromkeys(needle.depth for needle in found.needles if needle.length == length)
-        for runtime in found.runtimes:
-            if whole := found.cell(runtime, length):
-                cells = {depth: cell for depth in depths if (cell := found.cell(runtime, length, depth))}
-                yield NeedleRow(runtime=runtime, length=length, by_depth=cells, all=whole)
+    for length in dict.fromkeys(needle.length for needle in scores.needles):
+        depths = dict.fromkeys(needle.depth for needle in scores.needles if needle.length == length)
+        for runtime in scores.runtimes:
+            if summary := scores.cell(runtime, length):
+                cells = {depth: cell for depth in depths if (cell := scores.cell(runtime, length, depth))}
+                yield NeedleRow(runtime=runtime, length=length, by_depth=cells, all=summary)
 
 
 def found_of(cell: NeedleSummary) -> str:
@@ -109,11 +109,11 @@ def nats_change(value: float) -> str:
     return f"{value:+.3g}".replace("-", "−")
 
 
-def needle_table(found: NeedleScores | None) -> Table[Any]:
+def needle_table(scores: NeedleScores | None) -> Table[Any]:
     """Tabulate the needles that were found by length, runtime and depth, and the change of the answers' log-probability
-    from BF16; empty where `found` is None.
+    from BF16; empty where `scores` is None.
     """
-    rows = list(needle_rows(found)) if found else []
+    rows = list(needle_rows(scores)) if scores else []
 
     def column_of(depth: float) -> Column[Any]:
         return Column(f"at {depth:.0%}", lambda row: row.by_depth.get(depth), found_of)

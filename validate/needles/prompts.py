@@ -94,9 +94,11 @@ def _needle(haystack: Haystack, cell: tuple[int, float, int], encode: Encode, dr
     value = str(draw.integers(*NUMBERS, endpoint=True))
     begun = haystack.sentence[: haystack.sentence.index("{value}")].replace("{key}", key)
     hidden = encode("\n" + haystack.sentence.replace("{key}", key).replace("{value}", value) + "\n")
-    question, whole = encode("\n" + begun.rstrip()), encode("\n" + begun + value)
-    asked = next((n for n, pair in enumerate(zip(question, whole, strict=False)) if pair[0] != pair[1]), len(question))
-    room = length - len(haystack.prefix) - len(hidden) - len(whole)
+    question, answered = encode("\n" + begun.rstrip()), encode("\n" + begun + value)
+    asked = next(
+        (n for n, pair in enumerate(zip(question, answered, strict=False)) if pair[0] != pair[1]), len(question)
+    )
+    room = length - len(haystack.prefix) - len(hidden) - len(answered)
     if room < 1:
         raise InputError(
             f"--needles {length}",
@@ -111,8 +113,8 @@ def _needle(haystack: Haystack, cell: tuple[int, float, int], encode: Encode, dr
         )
     start = draw.integers(len(haystack.ids) - room, endpoint=True)
     filler, cut = haystack.ids[start : start + room].tolist(), round(depth * room)
-    ids = [*haystack.prefix, *filler[:cut], *hidden, *filler[cut:], *whole]
-    return Needle(length, depth, trial, key, value, np.array(ids, np.int64), len(whole) - asked)
+    ids = [*haystack.prefix, *filler[:cut], *hidden, *filler[cut:], *answered]
+    return Needle(length, depth, trial, key, value, np.array(ids, np.int64), len(answered) - asked)
 
 
 def digest_of(needles: Sequence[Needle]) -> str:

@@ -55,7 +55,9 @@ def needle_runtimes(
 
 
 def needle_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
-    """The reference with sums of codes in FP32, and as `accumulator` has them; both round each product once."""
+    """Return the reference with sums of codes in FP32, and with sums as `accumulator` has them; both round each GEMM's
+    output once.
+    """
 
     def opener(sums: Accumulator) -> Callable[[], Ask]:
         def load() -> Ask:
@@ -86,12 +88,12 @@ def ask_reference(loaded: Reference, wide_cache: bool = False) -> Ask:
 def _answer(model: PreTrainedModel, needle: Needle, cache: DynamicCache | None) -> Answered:
     """Compute the logits behind the prompt and behind each token of the answer but the last, and score them."""
     ids = torch.from_numpy(needle.ids[None, :-1]).to(model.device)
-    found = model(
+    logits = model(
         input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=needle.answer
     ).logits[0, -needle.answer :]
-    wanted = torch.from_numpy(needle.ids[-needle.answer :]).to(found.device)
-    likely = found.float().log_softmax(-1).gather(-1, wanted[:, None]).sum()
-    return Answered(right=bool((found.argmax(-1) == wanted).all()), log_probability=float(likely))
+    wanted = torch.from_numpy(needle.ids[-needle.answer :]).to(logits.device)
+    likely = logits.float().log_softmax(-1).gather(-1, wanted[:, None]).sum()
+    return Answered(right=bool((logits.argmax(-1) == wanted).all()), log_probability=float(likely))
 
 
 def sums_cost(run: Run, needles: Sequence[Needle], accumulator: Accumulator, device: str) -> str:
@@ -128,7 +130,7 @@ def find(
             trial=needle.trial,
             key=needle.key,
             value=needle.value,
-            answers=own,
+            answers=by_runtime,
         )
-        for needle, own in zip(needles, answers, strict=True)
+        for needle, by_runtime in zip(needles, answers, strict=True)
     ]

@@ -38,7 +38,7 @@ class AccuracyRow:
     stored: str | None = None
 
 
-#: What a row has of `accuracy.json`.
+#: The fields of a row that come from `accuracy.json`.
 NUMBERS = {field.name for field in fields(AccuracyRow)} - {"stored"}
 
 
@@ -48,38 +48,38 @@ def accuracy_rows(run: Run) -> list[AccuracyRow]:
         return []
     accuracy, nll = load_accuracy(run), load_token_losses(run)
     rows = []
-    for name, found in accuracy.runtimes.items():
+    for name, runtime in accuracy.runtimes.items():
         low, high, windows = None, None, None
-        if found.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
+        if runtime.perplexity_increase is not None and {name, "bf16"} <= nll.keys():
             low, high = increase_interval(nll["bf16"], nll[name])
             windows = len(paired(nll["bf16"], nll[name]))
-        numbers = found.model_dump(include=NUMBERS) | stored_numbers(found)
+        numbers = runtime.model_dump(include=NUMBERS) | stored_numbers(runtime)
         rows.append(AccuracyRow(name, increase_low=low, increase_high=high, windows=windows, **numbers))
     return sorted(rows, key=lambda row: row.runtime != "bf16")
 
 
 def adapter_rows(run: Run) -> list[AccuracyRow]:
-    """Return the accuracy with each adapter on, against BF16 with it; no interval, since the losses of tokens are not
-    kept.
+    """Return the accuracy with each adapter on, against BF16 with it; without an interval, since the losses of tokens
+    are not stored.
     """
     if not wrote(run, run.accuracy, "validate"):
         return []
     return [
-        AccuracyRow(f"{name}{what}", **found.model_dump(include=NUMBERS) | stored_numbers(found))
-        for what, beside in load_accuracy(run).each()[1:]
-        for name, found in beside.runtimes.items()
+        AccuracyRow(f"{name}{suffix}", **runtime.model_dump(include=NUMBERS) | stored_numbers(runtime))
+        for suffix, evaluated in load_accuracy(run).with_adapters()[1:]
+        for name, runtime in evaluated.runtimes.items()
     ]
 
 
-def stored_numbers(found: RuntimeAccuracy) -> dict[str, Any]:
-    """The fields of a runtime's row that come from what the run keeps of BF16, or of the first that it keeps; empty for
-    a runtime that ran beside the others.
+def stored_numbers(runtime: RuntimeAccuracy) -> dict[str, Any]:
+    """Return the fields of a runtime that was compared with stored results, of BF16 or else of the first stored
+    runtime; empty for a runtime that ran on the same host as the others.
     """
-    if not found.stored:
+    if not runtime.stored:
         return {}
-    name = "bf16" if "bf16" in found.stored.runtimes else next(iter(found.stored.runtimes))
-    distance = found.stored.runtimes[name]
-    where = f"the {found.stored.top} likeliest tokens at {found.stored.positions:,} positions"
+    name = "bf16" if "bf16" in runtime.stored.runtimes else next(iter(runtime.stored.runtimes))
+    distance = runtime.stored.runtimes[name]
+    where = f"the {runtime.stored.top} likeliest tokens at {runtime.stored.positions:,} positions"
     return {
         "kl_least_nats": distance.kl_nats.mean,
         "top1_agreement": distance.top1_agreement,

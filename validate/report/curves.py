@@ -28,11 +28,11 @@ def density(histogram: Histogram, patterns: int = PATTERNS_A_BAR) -> tuple[Float
     the values.
     """
     values, counts = histogram.finite
-    kept = values >= np.finfo(np.float32).tiny
-    bars = histogram.bits[: len(values)][kept] // patterns
+    normal = values >= np.finfo(np.float32).tiny
+    bars = histogram.bits[: len(values)][normal] // patterns
     first, last = int(bars.min()), int(bars.max())
     edges = np.log2(magnitudes(np.arange(first, last + 2) * patterns).astype(np.float64))
-    totals = np.bincount(bars - first, counts[kept].astype(np.float64), last - first + 1)
+    totals = np.bincount(bars - first, counts[normal].astype(np.float64), last - first + 1)
     return edges, totals / counts.sum() / np.diff(edges)
 
 
@@ -127,13 +127,16 @@ def along_window(values: npt.NDArray[np.floating], spans: int) -> Curve:
     Tokens of one window are not independent, so the standard error is computed from the means of windows.
     """
     scored = ~np.isnan(values)
-    kept = [span for span in np.array_split(np.arange(values.shape[1]), spans) if scored[:, span].any()]
-    means, standard_errors = np.full(len(kept), np.nan), np.full(len(kept), np.nan)
-    for i, span in enumerate(kept):
+    scored_spans = [span for span in np.array_split(np.arange(values.shape[1]), spans) if scored[:, span].any()]
+    means, standard_errors = np.full(len(scored_spans), np.nan), np.full(len(scored_spans), np.nan)
+    for i, span in enumerate(scored_spans):
         inside = values[scored[:, span].any(axis=1)][:, span].astype(np.float64)
         means[i] = np.nanmean(inside)
         if len(inside) > 1:
             standard_errors[i] = np.nanmean(inside, axis=1).std(ddof=1) / np.sqrt(len(inside))
     return Curve(
-        np.array([span.mean() for span in kept]), means, means - 2 * standard_errors, means + 2 * standard_errors
+        np.array([span.mean() for span in scored_spans]),
+        means,
+        means - 2 * standard_errors,
+        means + 2 * standard_errors,
     )

@@ -48,20 +48,20 @@ def report_plots(run: Run) -> dict[str, Plot]:
 
 def drawings(run: Run) -> Drawings:
     """Draw what shows something, and say of the rest what it would show."""
-    found = Drawings()
-    _draw_errors(run, found)
+    drawn = Drawings()
+    _draw_errors(run, drawn)
     if loss_plots.by_layer(located := losses_by_tensor(run)):
-        found.plots["loss"] = loss_plots.loss_plot(located)
+        drawn.plots["loss"] = loss_plots.loss_plot(located)
     if wrote(run, run.tuning, "tune"):
-        found.plots["frontier"] = loss_plots.frontier_plot(load_tuning(run))
+        drawn.plots["frontier"] = loss_plots.frontier_plot(load_tuning(run))
     if (learned := learned_weights(run)) is not None:
-        found.plots["learning"] = learning_plot(learned)
+        drawn.plots["learning"] = learning_plot(learned)
     if wrote(run, run.tokens, "validate"):
-        _draw_positions(run, found)
-    return found
+        _draw_positions(run, drawn)
+    return drawn
 
 
-def _draw_errors(run: Run, found: Drawings) -> None:
+def _draw_errors(run: Run, drawn: Drawings) -> None:
     rows = [row for row in module_rows(run) if row.scale is not None]
     if not rows:
         return
@@ -70,16 +70,16 @@ def _draw_errors(run: Run, found: Drawings) -> None:
     assert worst.scale is not None, "a tensor in FP8 has a scale"
     rounding = error_shares(histogram, worst.scale, worst.grid).rounding
     if rounding < ALL_ROUNDING:
-        found.plots["histogram"] = plots.histogram_plot(worst, histogram)
+        drawn.plots["histogram"] = plots.histogram_plot(worst, histogram)
     else:
-        found.remarks["histogram"] = (
+        drawn.remarks["histogram"] = (
             f"Of the noisiest tensor, {worst.tensor}, rounding makes {share(rounding)} of the error, and another scale "
             "would mend nothing."
         )
     if remark := no_outlier(rows):
-        found.remarks["layers"] = remark
+        drawn.remarks["layers"] = remark
     else:
-        found.plots["layers"] = plots.layer_plot(rows)
+        drawn.plots["layers"] = plots.layer_plot(rows)
 
 
 def no_outlier(rows: Sequence[ModuleRow]) -> str:
@@ -101,24 +101,24 @@ def no_outlier(rows: Sequence[ModuleRow]) -> str:
     )
 
 
-def _draw_positions(run: Run, found: Drawings) -> None:
+def _draw_positions(run: Run, drawn: Drawings) -> None:
     rows, kl = position_rows(run), load_divergences(run)
     if rows and is_flat(rows):
-        found.remarks["positions"] = _flat(rows)
+        drawn.remarks["positions"] = _flat(rows)
         return
     if kl:
-        found.plots["divergence"] = loss_plots.divergence_plot(kl)
+        drawn.plots["divergence"] = loss_plots.divergence_plot(kl)
     sampled = {row.runtime for row in accuracy_rows(run) if row.tokens is not None}
     nll = {name: values for name, values in load_token_losses(run).items() if name not in sampled}
-    found.plots["positions"] = plots.position_plot(nll)
+    drawn.plots["positions"] = plots.position_plot(nll)
 
 
 def _flat(rows: Sequence[PositionRow]) -> str:
     first, last = rows[0], rows[-1]
-    each = ", ".join(
+    ends = ", ".join(
         f"{nats(first.divergences[name])} and {nats(last.divergences[name])} nats ({name})"
         for name in last.divergences
         if name in first.divergences
     )
-    told = f": at the window’s beginning and its end it is {each}" if each else ""
-    return f"The divergence from BF16 does not rise along the window{told}. No error builds up in the cache."
+    detail = f": at the window’s beginning and its end it is {ends}" if ends else ""
+    return f"The divergence from BF16 does not rise along the window{detail}. No error builds up in the cache."

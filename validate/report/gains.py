@@ -88,14 +88,14 @@ def _measured(run: Run) -> list[Gain]:
     """Times of BF16 and FP8 at the largest batch and prompt that both were measured at; of FP8 alone where it was."""
     if not wrote(run, run.bench, "bench"):
         return []
-    found = read_document(run.bench, Bench)
-    pairs = {(row.batch, row.prompt): row for row in found.rows if row.variant == BF16}
-    every = [row for row in found.rows if row.variant == FP8]
+    bench = read_document(run.bench, Bench)
+    pairs = {(row.batch, row.prompt): row for row in bench.rows if row.variant == BF16}
+    every = [row for row in bench.rows if row.variant == FP8]
     both = [row for row in every if (row.batch, row.prompt) in pairs]
     if not every:
         return []
     ours = max(both or every, key=lambda row: (row.batch, row.prompt))
-    theirs, its = pairs.get((ours.batch, ours.prompt)), found.protocol
+    theirs, its = pairs.get((ours.batch, ours.prompt)), bench.protocol
     known = f"fp8q bench, {its.runtime} on {its.device}, batch {ours.batch:,}, prompts of {ours.prompt:,}"
     if its.emulated:
         known += "; FP8 is emulated there, which says nothing of its speed on a GPU"

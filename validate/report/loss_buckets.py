@@ -60,7 +60,7 @@ def by_position(
     """Mean of `nll` [windows, context] (nats; NaN: not scored) in each bucket, how much more it is than `base`, BF16's,
     and the mean of `kl`, from BF16. Buckets without a scored token are left out.
     """
-    found = []
+    averages = []
     for first, last in doubling_spans(nll.shape[1]):
         inside = slice(first - 1, last)
         scored = ~np.isnan(nll[:, inside])
@@ -68,7 +68,7 @@ def by_position(
             continue
         loss = nll[:, inside][scored].mean(dtype=np.float64)
         before = None if base is None else base[:, inside][scored].mean(dtype=np.float64)
-        found.append(
+        averages.append(
             PositionBucket(
                 first=first,
                 last=last,
@@ -78,7 +78,7 @@ def by_position(
                 kl_mean_nats=None if kl is None else float(kl[:, inside][scored].mean(dtype=np.float64)),
             )
         )
-    return found
+    return averages
 
 
 def position_rows(run: Run) -> list[PositionRow]:
@@ -88,18 +88,18 @@ def position_rows(run: Run) -> list[PositionRow]:
     runtimes = load_accuracy(run).runtimes
     of_base = runtimes[BF16].by_position if BF16 in runtimes else None
     rows = []
-    for number, each in enumerate(of_base or []):
+    for number, bucket in enumerate(of_base or []):
         others = {
-            name: found.by_position[number]
-            for name, found in runtimes.items()
-            if found.by_position and name not in FLOAT
+            name: runtime.by_position[number]
+            for name, runtime in runtimes.items()
+            if runtime.by_position and name not in FLOAT
         }
         rows.append(
             PositionRow(
-                each.first,
-                each.last,
-                each.tokens,
-                float(np.exp(each.nll_nats)),
+                bucket.first,
+                bucket.last,
+                bucket.tokens,
+                float(np.exp(bucket.nll_nats)),
                 {n: float(np.expm1(o.nll_increase_nats)) for n, o in others.items() if o.nll_increase_nats is not None},
                 {name: other.kl_mean_nats for name, other in others.items() if other.kl_mean_nats is not None},
             )
@@ -164,12 +164,12 @@ def distance_rows(run: Run) -> list[DistanceRow]:
     if not wrote(run, run.accuracy, "validate"):
         return []
     parts: dict[tuple[int, int, int], dict[str, float]] = {}
-    for name, found in load_accuracy(run).runtimes.items():
-        for each in found.by_distance or []:
-            of = parts.setdefault((each.first, each.last, each.tokens), {})
-            if each.kl_mean_nats is not None:
-                of[name] = each.kl_mean_nats
-    return [DistanceRow(*part, of) for part, of in parts.items()]
+    for name, runtime in load_accuracy(run).runtimes.items():
+        for bucket in runtime.by_distance or []:
+            divergences = parts.setdefault((bucket.first, bucket.last, bucket.tokens), {})
+            if bucket.kl_mean_nats is not None:
+                divergences[name] = bucket.kl_mean_nats
+    return [DistanceRow(*part, divergences) for part, divergences in parts.items()]
 
 
 def distance_table(rows: Sequence[DistanceRow]) -> Table[DistanceRow]:
@@ -222,35 +222,41 @@ def by_frequency(
     seen = np.bincount(calibration.ravel(), minlength=int(ids.max()) + 1)
     counts, losses = seen[ids], nll[evaluation.scored].astype(np.float64)
     before = None if base is None else base[evaluation.scored].astype(np.float64)
-    found = []
+    averages = []
     for least, most in buckets(counts):
         inside = (least <= counts) & (counts <= most)
         if inside.any():
             mean = float(losses[inside].mean())
             more = None if before is None else mean - float(before[inside].mean())
             bucket = {"least": least, "most": most, "tokens": int(inside.sum()), "nll_nats": mean}
-            found.append(FrequencyBucket.model_validate(bucket | {"nll_increase_nats": more}))
-    return found
+            averages.append(FrequencyBucket.model_validate(bucket | {"nll_increase_nats": more}))
+    return averages
 
 
 def frequency_rows(run: Run) -> list[FrequencyRow]:
-    """The evaluation's tokens by how often they occur in the calibration text, for every runtime beside BF16."""
+    """Return the evaluation's tokens by how often they occur in the calibration text, for every runtime but BF16."""
     if not wrote(run, run.accuracy, "validate"):
         return []
-    found = load_accuracy(run).runtimes
-    base = found["bf16"].by_frequency if "bf16" in found else None
+    runtimes = load_accuracy(run).runtimes
+    base = runtimes["bf16"].by_frequency if "bf16" in runtimes else None
     others = {
-        name: {each.least: each for each in of.by_frequency or []} for name, of in found.items() if name != "bf16"
+        name: {bucket.least: bucket for bucket in runtime.by_frequency or []}
+        for name, runtime in runtimes.items()
+        if name != "bf16"
     }
     return [
         FrequencyRow(
-            each.least,
-            each.most,
-            each.tokens,
-            each.nll_nats,
-            {name: of[each.least].nll_increase_nats for name, of in others.items() if each.least in of},
+            bucket.least,
+            bucket.most,
+            bucket.tokens,
+            bucket.nll_nats,
+            {
+                name: by_least[bucket.least].nll_increase_nats
+                for name, by_least in others.items()
+                if bucket.least in by_least
+            },
         )
-        for each in base or []
+        for bucket in base or []
     ]
 
 

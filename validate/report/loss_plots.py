@@ -25,36 +25,36 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-#: What each part of a bar is of, from the axis outwards.
+#: The colour and the label of each part of a bar, from the axis outwards.
 KINDS = {"activation": (BLUE, "activations"), "weight": (VERMILLION, "weights"), "kv_cache": (GREEN, "cache")}
 
 
 def by_layer(losses: Sequence[Loss]) -> dict[str, dict[int, float]]:
     """Kind -> layer -> nats, summed over its tensors; what belongs to no layer is left out."""
-    found: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
+    by_kind: dict[str, dict[int, float]] = {kind: {} for kind in KINDS}
     for loss in losses:
         layer = re.search(r"\.(\d+)\.", loss.module)
         if layer:
-            own = found[loss.kind]
-            own[int(layer[1])] = own.get(int(layer[1]), 0.0) + loss.kl_nats
-    return {kind: layers for kind, layers in found.items() if layers}
+            nats_by_layer = by_kind[loss.kind]
+            nats_by_layer[int(layer[1])] = nats_by_layer.get(int(layer[1]), 0.0) + loss.kl_nats
+    return {kind: layers for kind, layers in by_kind.items() if layers}
 
 
 def loss_plot(losses: Sequence[Loss]) -> Plot:
     """The KL of every layer of `losses` (worst first, at least one in a layer), by what is quantized there."""
-    found = by_layer(losses)
-    layers = sorted({layer for own in found.values() for layer in own})
+    by_kind = by_layer(losses)
+    layers = sorted({layer for kind_nats in by_kind.values() for layer in kind_nats})
 
     def draw(width: float) -> "Figure":
         figure = figure_of(width, 2.6)
         axes = figure.add_subplot()
         bottom = dict.fromkeys(layers, 0.0)
-        for kind, own in found.items():
-            heights = [own.get(layer, 0.0) for layer in layers]
+        for kind, kind_nats in by_kind.items():
+            heights = [kind_nats.get(layer, 0.0) for layer in layers]
             axes.bar(layers, heights, bottom=[bottom[layer] for layer in layers], color=KINDS[kind][0], width=0.8)
             bottom = {layer: bottom[layer] + height for layer, height in zip(layers, heights, strict=True)}
         axes.set_xlim(layers[0] - 0.6, layers[-1] + 0.6)
-        for number, kind in enumerate(reversed(list(found))):
+        for number, kind in enumerate(reversed(list(by_kind))):
             color, name = KINDS[kind]
             axes.annotate(name, (1.01, 0.9 - 0.12 * number), xycoords="axes fraction", color=color, fontsize=8)
         axes.xaxis.set_major_locator(integers())
@@ -141,19 +141,22 @@ def learned_weights(run: Run) -> Distillation | None:
     """Read what `run` learned; None where nothing was, or the checkpoint has other codes now."""
     if not wrote(run, run.distillation, "distill"):
         return None
-    found, quantized = load_distillation(run), run.record().stages.get("quantize")
+    distillation, quantized = load_distillation(run), run.record().stages.get("quantize")
     in_use = quantized is not None and run.distilled.name in quantized.inputs
-    return found if in_use or found.best.step == 0 else None
+    return distillation if in_use or distillation.best.step == 0 else None
 
 
-def learning_plot(found: Distillation) -> Plot:
+def learning_plot(distillation: Distillation) -> Plot:
     """The held-out KL by step while weights were learned."""
-    moments, marked = found.moments, {"start": (found.start, VERMILLION), "best": (found.best, GREEN)}
+    moments, marked = (
+        distillation.moments,
+        {"start": (distillation.start, VERMILLION), "best": (distillation.best, GREEN)},
+    )
 
     def draw(width: float) -> "Figure":
         figure = figure_of(width, 2.6)
         axes = figure.add_subplot()
-        axes.plot([each.step for each in moments], [each.kl for each in moments], "o-", color=BLUE, markersize=3)
+        axes.plot([point.step for point in moments], [point.kl for point in moments], "o-", color=BLUE, markersize=3)
         for name, (moment, color) in marked.items():
             axes.plot([moment.step], [moment.kl], "o", color=color, markersize=5)
             where = (moment.step, moment.kl)
@@ -165,7 +168,7 @@ def learning_plot(found: Distillation) -> Plot:
         return figure
 
     caption = (
-        f"The KL from BF16 on {found.held_out:,} held-out tokens while weights were learned from {found.tokens:,} of "
-        f"{found.data}: {found.conclusion}."
+        f"The KL from BF16 on {distillation.held_out:,} held-out tokens while weights were learned from "
+        f"{distillation.tokens:,} of {distillation.data}: {distillation.conclusion}."
     )
     return plot("Learning weights", caption, draw)

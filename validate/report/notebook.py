@@ -67,9 +67,9 @@ def own_kernel(private: Path, groups: list[int]) -> type:
 
     class OwnKernel(AsyncKernelManager):
         def __init__(self, **traits: Any) -> None:
-            own = KernelSpecManager(kernel_dirs=[])
+            kernels = KernelSpecManager(kernel_dirs=[])
             super().__init__(
-                kernel_spec_manager=own, transport="ipc", connection_file=f"{private}/kernel.json", **traits
+                kernel_spec_manager=kernels, transport="ipc", connection_file=f"{private}/kernel.json", **traits
             )
 
         async def _async_launch_kernel(self, kernel_cmd: list[str], **kw: Any) -> None:

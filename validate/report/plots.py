@@ -103,7 +103,7 @@ def _svg(draw: Callable[[float], "Figure"], width: float) -> str:
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", svg))
-    return re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", svg)
+    return re.sub(r' id="([^"]+)"', lambda attribute: attribute[0] if attribute[1] in used else "", svg)
 
 
 def figure_of(width: float, height: float) -> "Figure":
@@ -308,7 +308,7 @@ def position_plot(nll: Mapping[str, npt.NDArray[np.float32]], base: str = "bf16"
     by token.
     """
     spans = max(1, min(32, next(iter(nll.values())).shape[1] // 8))
-    whole = {name: along_window(values, spans) for name, values in nll.items()}
+    losses = {name: along_window(values, spans) for name, values in nll.items()}
     others = [name for name in nll if name != base and base in nll]
     differences = {name: along_window(nll[name].astype(np.float64) - nll[base], spans) for name in others}
 
@@ -317,9 +317,9 @@ def position_plot(nll: Mapping[str, npt.NDArray[np.float32]], base: str = "bf16"
         panels = figure.subplots(
             2 if differences else 1, 1, sharex=True, squeeze=False, height_ratios=[2, 3] if differences else None
         )[:, 0]
-        for name, curve in sorted(whole.items(), key=lambda item: item[0] == base):
+        for name, curve in sorted(losses.items(), key=lambda item: item[0] == base):
             panels[0].plot(curve.position, curve.mean, color=_color(others, name), linewidth=1)
-        _at_the_end(panels[0], {name: curve for name, curve in whole.items() if name not in others}, others)
+        _at_the_end(panels[0], {name: curve for name, curve in losses.items() if name not in others}, others)
         panels[0].set_ylabel("NLL, nats")
         panels[-1].set_xlabel("position in the window")
         for name, curve in differences.items():
@@ -373,11 +373,11 @@ def _color(names: Sequence[str], name: str) -> str:
     return SERIES[names.index(name) % len(SERIES)] if name in names else INK
 
 
-def bench_plot(found: Bench) -> Plot:
+def bench_plot(bench: Bench) -> Plot:
     """Latency of a token (the line its medians, upright its 99th percentiles) above, throughput below."""
-    prompts = sorted({row.prompt for row in found.rows})
-    batches = sorted({row.batch for row in found.rows})
-    names = dict.fromkeys(row.variant for row in found.rows)
+    prompts = sorted({row.prompt for row in bench.rows})
+    batches = sorted({row.batch for row in bench.rows})
+    names = dict.fromkeys(row.variant for row in bench.rows)
     colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(names)}
 
     def draw(width: float) -> "Figure":
@@ -385,13 +385,13 @@ def bench_plot(found: Bench) -> Plot:
         panels = figure.subplots(2, len(prompts), sharex=True, sharey="row", squeeze=False)
         for column, prompt in enumerate(prompts):
             for name in names:
-                rows = [row for row in found.rows if (row.prompt, row.variant) == (prompt, name)]
+                rows = [row for row in bench.rows if (row.prompt, row.variant) == (prompt, name)]
                 _lines(panels[:, column].tolist(), rows, colors[name])
             panels[0, column].set_title(f"prompts of {prompt:,} tokens", loc="left", color=INK)
         for axes, label in zip(panels[:, 0], ("between tokens, ms", "tokens a second"), strict=True):
             axes.set_ylabel(label)
             axes.set_ylim(0)
-        last = [row for row in found.rows if (row.batch, row.prompt) == (found.rows[-1].batch, prompts[-1])]
+        last = [row for row in bench.rows if (row.batch, row.prompt) == (bench.rows[-1].batch, prompts[-1])]
         name_lines(panels[1, -1], {short(row.variant): (row.tokens_per_second, colors[row.variant]) for row in last})
         axes.set_xscale("log", base=2)  # shared by all panels, as the ticks are
         axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
@@ -399,7 +399,7 @@ def bench_plot(found: Bench) -> Plot:
         figure.supxlabel("batch size", color=INK, fontsize=8)
         return figure
 
-    its = found.protocol
+    its = bench.protocol
     emulated = " FP8 is emulated there, and nothing of this is its speed on a GPU." if its.emulated else ""
     caption = (
         f"{its.runtime} {its.version} on {its.device}: the median time from token to token and its 99th percentile, "

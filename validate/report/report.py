@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from ...calibrate.measure.statistics import Corpus
 
-#: What the extra `report` brings, by the names they are imported under.
+#: The modules that the extra `report` installs.
 REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "accuracy_report.ipynb"
 #: The axis of the sparklines, in octaves of the code: where it starts, how long it is, and what E4M3 holds of it.
@@ -97,7 +97,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
     modules, stages = run_rows.module_rows(run), run_rows.stage_rows(run)
     statistics = load_statistics(run)
     accuracy = evaluated(run)
-    found: dict[str, Table[Any]] = {
+    contents: dict[str, Table[Any]] = {
         "next": step_table(next_steps(report_verdict(run), standing(run))),
         "gains": gain_table(gains(run)),
         "accuracy": tables.accuracy_table([*accuracy_rows(run), *adapter_rows(run)]),
@@ -119,7 +119,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "stages": tables.stage_table(stages),
         "notes": tables.note_table(stages),
     }
-    return {name: of_run(table, run) for name, table in found.items()}
+    return {name: of_run(table, run) for name, table in contents.items()}
 
 
 def evaluated(run: Run) -> Accuracy | None:
@@ -183,21 +183,23 @@ def text_certificate(run: Run) -> Certificate:
     return certificates.certificate(load_statistics(run), load_scales(run))
 
 
-def calibrated_on(corpus: "Corpus", found: Certificate) -> str:
+def calibrated_on(corpus: "Corpus", certificate: Certificate) -> str:
     """State the calibration text, and whether it was enough."""
     enough = {"good": "enough", "watch": "more text would help", "bad": "too little"}
-    told = enough.get(found.verdict, "whether that is enough cannot be told")
-    return f"{corpus.windows * corpus.seq_len:,} tokens of {corpus.name}: {told}"
+    sufficiency = enough.get(certificate.verdict, "whether that is enough cannot be told")
+    return f"{corpus.windows * corpus.seq_len:,} tokens of {corpus.name}: {sufficiency}"
 
 
-def summary_sentences(accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], kept: Sequence[ModuleRow]) -> str:
+def summary_sentences(
+    accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], bf16_modules: Sequence[ModuleRow]
+) -> str:
     """Summarize in two sentences what runs in FP8 and how the perplexity changes."""
     products = sum(row.kind == "product" for row in modules)
-    done = f"{products} of {products + len(kept)} matrix products run in FP8" + (
+    done = f"{products} of {products + len(bf16_modules)} matrix products run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > products else "."
     )
-    whole = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
-    compared = [row for row in whole if row.perplexity_increase is not None]
+    served = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
+    compared = [row for row in served if row.perplexity_increase is not None]
     base = next((row for row in accuracy if row.runtime == "bf16"), None)
     if not compared or base is None:
         return f"{done} What that costs has not been evaluated yet."

@@ -20,17 +20,17 @@ from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
 from ...quantize.scales.decisions import GRIDS, INHERITED, TensorScale, WeightScales, group_of, load_scales
 from ..advice.findings import converged_after, outlier_channels
 
-#: What the cache is, by the parts of it that are codes.
+#: The description of the cache, by the parts of it that are codes.
 CACHES = {
     "": "not quantized",
     "v": "values in E4M3, a scale per {per}; keys not quantized",
     "kv": "E4M3, K and V a scale each per {per}",
 }
-#: The fields of a row that are of a scale that a file holds.
+#: The fields of a row that a static scale has, and a dynamic one has not.
 OF_A_STATIC_SCALE: dict[str, Any] = dict.fromkeys(
     ("clip", "scale", "saturation", "underflow", "sqnr_db", "sqnr_best_db")
 )
-#: What to call a precision beside FP8, which needs no name.
+#: The names of precisions; FP8 needs none.
 PRECISIONS = {"fp8": "", "bf16": "BF16", "int8": "INT8"}
 
 
@@ -41,7 +41,7 @@ def layer_of(module: str) -> int | None:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A matrix product or one tensor of the FP8 cache.
+    """One GEMM or one tensor of the FP8 cache.
 
     Shares are fractions. A module in BF16 has a `reason` and no scale. One with its weight alone in FP8 has no scale
     and 0 `terms`; a `dynamic` one has none that is stored, but one for each token at run time. With a scale, decibels
@@ -89,8 +89,8 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class EngineRow:
-    """One engine: promised and FP8 products are numbers of modules, `wide` names the products that run wider; `ran`:
-    the types of the products in an engine of another precision.
+    """One engine: expected and FP8 GEMMs are numbers of modules, `wide` names the GEMMs that do not run in FP8; `ran`:
+    the types of the GEMMs in an engine of another precision.
 
     `evidence` is `outdated`, and other fields are empty, for an engine that was built from other files than the run has
     now.
@@ -142,7 +142,7 @@ def wrote(run: Run, path: Path, stage: str) -> bool:
 
 
 def module_rows(run: Run) -> list[ModuleRow]:
-    """Every matrix product, FP8 first, then those that stay in BF16, then the tensors of an FP8 cache.
+    """Return every GEMM, FP8 first, then those that stay in BF16, then the tensors of an FP8 cache.
 
     Raises InputError where `scales.json` or the statistics are missing or not what `fp8q calibrate` wrote.
     """
@@ -155,8 +155,8 @@ def module_rows(run: Run) -> list[ModuleRow]:
     ]
     rows += [_weight_alone(module, scales.weights[module]) for module in scales.bf16_inputs]
     rows += [
-        ModuleRow(module, "product", reason=kept.reason, value=kept.value, samples=kept.samples)
-        for module, kept in scales.skipped.items()
+        ModuleRow(module, "product", reason=skipped.reason, value=skipped.value, samples=skipped.samples)
+        for module, skipped in scales.skipped.items()
     ]
     rows += [_fp8(name, "cache", name, scale, statistics.tensors.get(name)) for name, scale in scales.kv_cache.items()]
     return rows
@@ -202,7 +202,7 @@ def _fp8(
 
 
 def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:
-    """The row of a product whose input stays in BF16."""
+    """Return the row of a GEMM whose input stays in BF16."""
     return ModuleRow(
         module,
         "product",
@@ -223,8 +223,8 @@ def engine_rows(run: Run) -> list[EngineRow]:
 
 def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[EngineRow]:
     built = engine_stage(precision, adapter) in run.record().stages
-    found = load_engines(run, precision, adapter) if built else []
-    if found and outdated(run, precision, adapter):
+    engines = load_engines(run, precision, adapter) if built else []
+    if engines and outdated(run, precision, adapter):
         return [
             EngineRow(
                 info.runtime,
@@ -239,7 +239,7 @@ def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[En
                 precision,
                 adapter=adapter,
             )
-            for info in found
+            for info in engines
         ]
     return [
         EngineRow(
@@ -256,7 +256,7 @@ def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[En
             adapter=adapter,
             ran=None if info.ran is None else ", ".join(f"{number} {types}" for types, number in info.ran.items()),
         )
-        for info in found
+        for info in engines
     ]
 
 
@@ -305,11 +305,11 @@ def fact_rows(run: Run) -> list[FactRow]:
     return [FactRow(what, value) for what, value in facts.items()]
 
 
-def _adapters(merged: str | None, beside: Mapping[str, str] | None) -> dict[str, str]:
-    """Name the adapters in the weights, or beside them; empty without adapters."""
+def _adapters(merged: str | None, unmerged: Mapping[str, str] | None) -> dict[str, str]:
+    """Name the adapters, merged into the weights or unmerged; empty without adapters."""
     if merged is not None:
         return {"adapter": f"{Path(merged).name}, merged into the weights"}
-    return {"adapters": f"{', '.join(beside)}, beside the model"} if beside else {}
+    return {"adapters": f"{', '.join(unmerged)}, beside the model"} if unmerged else {}
 
 
 def _chosen(methods: Collection[str]) -> str:
@@ -334,7 +334,7 @@ class SizeRow:
 
 
 def size_rows(run: Run) -> list[SizeRow]:
-    """Return the sizes of the weights: in BF16, in the FP8 checkpoint, in the graphs beside it, in each engine."""
+    """Return the sizes of the weights: in BF16, in the FP8 checkpoint, in the graphs, in each engine."""
     shards = sorted(run.model.glob("*.safetensors"))
     if not shards:
         return []
@@ -353,8 +353,8 @@ def size_rows(run: Run) -> list[SizeRow]:
 
 
 def _engine(engine: EngineRow, weights: int, bf16: int) -> SizeRow:
-    """The row of an engine that holds some `weights` bytes of weights. The rest is its program, which takes the same
-    for a product of any size: only of an engine that is mostly weights does the share of `bf16` bytes tell something.
+    """Return the row of an engine that holds some `weights` bytes of weights. The rest is its program, which does not
+    grow with the size of a GEMM: the share of `bf16` bytes is given only for an engine that is mostly weights.
     """
     program = engine.bytes - weights
     small = program > weights

@@ -59,18 +59,20 @@ def names(roots: Sequence[Path]) -> list[str]:
     """Name runs: the last part of their paths, and as many before it as tell them apart."""
     parts = [root.resolve().parts for root in roots]
     for taken in range(1, max(map(len, parts)) + 1):
-        found = ["/".join(each[-taken:]) for each in parts]
-        if len(set(found)) == len(found):
+        labels = ["/".join(path[-taken:]) for path in parts]
+        if len(set(labels)) == len(labels):
             break
-    return found
+    return labels
 
 
 def _row(run: Run, name: str, first: Run) -> RunRow:
     scales, accuracy = load_scales(run), accuracy_rows(run)
-    found = report_verdict(run)
-    row = next((row for row in accuracy if row.runtime == found.runtime), None)
+    verdict = report_verdict(run)
+    row = next((row for row in accuracy if row.runtime == verdict.runtime), None)
     low, high = (row.increase_low, row.increase_high) if row else (None, None)
-    checkpoint: SizeRow | None = next((each for each in size_rows(run) if each.what == "FP8 checkpoint"), None)
+    checkpoint: SizeRow | None = next(
+        (size_row for size_row in size_rows(run) if size_row.what == "FP8 checkpoint"), None
+    )
     return RunRow(
         name,
         model=load_record(run).model.name,
@@ -80,15 +82,15 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
         cache=CACHES[scales.cache_parts] + (" by head" if scales.per_head else "") + scales.cache_left,
         products=len(scales.weights),
         all_products=len(scales.weights) + len(scales.skipped),
-        verdict=found.kind,
-        runtime=found.runtime,
+        verdict=verdict.kind,
+        runtime=verdict.runtime,
         perplexity=row.perplexity if row else None,
         perplexity_increase=row.perplexity_increase if row else None,
         increase_interval=None if low is None or high is None else (low, high),
         kl_mean_nats=row.kl_mean_nats if row else None,
         top1_agreement=row.top1_agreement if row else None,
-        than_first=than(first, run, found.runtime)
-        if found.runtime and run.root != first.root and is_same_model(first, run)
+        than_first=than(first, run, verdict.runtime)
+        if verdict.runtime and run.root != first.root and is_same_model(first, run)
         else None,
         checkpoint_bytes=checkpoint.bytes if checkpoint else None,
     )
@@ -100,7 +102,7 @@ def is_same_model(first: Run, other: Run) -> bool:
 
 
 def terms(scales: Scales) -> str:
-    """Describe the codes for an activation: `one term`, `two terms`, `a tail of 64`, or of how many products each."""
+    """Describe the codes of activations: `one term`, `two terms`, `a tail of 64`, or the number of GEMMs with each."""
     forms = Counter(scales.forms.values())
     if len(forms) < 2:
         return next(iter(forms), ONE).words

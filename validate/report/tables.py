@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def lossless(value: float | None) -> float:
-    """The decibels of what has a scale: none where nothing is lost."""
+    """Return the decibels of a value that has a scale: infinity where nothing is lost."""
     return float("inf") if value is None else value
 
 
 def module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
-    """The products that run in FP8, and the tensors of an FP8 cache."""
+    """Tabulate the GEMMs that run in FP8, and the tensors of an FP8 cache."""
     columns = (
         Column[ModuleRow](
             "module", lambda row: row.module + (" (cache)" if row.kind == "cache" else ""), numeric=False
@@ -69,14 +69,14 @@ def _terms(row: ModuleRow) -> str | int | None:
 
 
 def wide_cache_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
-    """The tensors of the cache that stay in BF16, and what FP8 would do to them."""
+    """Tabulate the tensors of the cache that stay in BF16, as they would be in FP8."""
     return replace(
         module_table(rows), title="Cache in BF16, as it would be in FP8", missing="None: keys and values are in FP8."
     )
 
 
 def kept_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
-    """The products that stay in BF16, and why."""
+    """Tabulate the GEMMs that stay in BF16, and why."""
     columns = (
         text_column("module"),
         text_column("stays in BF16 because", "reason"),
@@ -184,10 +184,10 @@ def divergence_rows(accuracy: Accuracy) -> list[DivergenceRow]:
     it.
     """
     return [
-        DivergenceRow(name, f"KL({direction.replace('this', name)})", each)
+        DivergenceRow(name, f"KL({direction.replace('this', name)})", divergence)
         for name, runtime in accuracy.runtimes.items()
         if not (name == FP32 and BF16 in accuracy.runtimes)
-        for direction, each in (runtime.divergences or {}).items()
+        for direction, divergence in (runtime.divergences or {}).items()
     ]
 
 
@@ -203,7 +203,7 @@ def divergence_table(rows: Sequence[DivergenceRow]) -> Table[DivergenceRow]:
 
 
 def without_interval(row: AccuracyRow) -> str:
-    """The reason for a missing interval beside an increase; empty where there is an interval or no increase."""
+    """Give the reason for a missing interval of an increase; empty where there is an interval or no increase."""
     return "" if row.windows is None or row.increase_low is not None else too_short(row.windows)
 
 
@@ -225,7 +225,7 @@ def engine_name(row: EngineRow) -> str:
 
 
 def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
-    """Every engine, with the promised products and those that run in FP8."""
+    """Tabulate every engine, with the expected GEMMs and those that run in FP8."""
     columns = (
         Column[EngineRow]("target", engine_name, numeric=False),
         Column[EngineRow]("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),

@@ -48,24 +48,24 @@ class DepthRow:
 
 def layers_of(log: TrainingLog, kind: Kind) -> dict[int | None, list[int]]:
     """Decoder layer -> the indices of its tensors of one kind, in the order of the model."""
-    found: dict[int | None, list[int]] = {}
+    by_layer: dict[int | None, list[int]] = {}
     for index in log.of_kind(kind):
-        found.setdefault(layer_of(log.tensors[index]), []).append(index)
-    return found
+        by_layer.setdefault(layer_of(log.tensors[index]), []).append(index)
+    return by_layer
 
 
 def depth_rows(log: TrainingLog, gradients: GradientFormat) -> list[DepthRow]:
     """A row for each decoder layer, in order."""
     amax, late = log.column("amax")[-1], max(1, len(log.steps) // 4)
-    found = {name: shares(log, gradients, name) for name in ("saturated", "underflow", "lost")}
+    by_share = {name: shares(log, gradients, name) for name in ("saturated", "underflow", "lost")}
     rows: dict[int | None, DepthRow] = {}
     for kind in KINDS:
         for layer, tensors in layers_of(log, kind).items():
             row = rows.setdefault(layer, DepthRow(layer, {}, {}, {}, {}))
             row.amax[kind] = _largest(amax[tensors])
-            row.saturated[kind] = _largest(found["saturated"][1:, tensors])
-            row.underflow[kind] = _largest(_mean(found["underflow"][-late:, tensors]))
-            row.lost[kind] = _largest(_mean(found["lost"][-late:, tensors]))
+            row.saturated[kind] = _largest(by_share["saturated"][1:, tensors])
+            row.underflow[kind] = _largest(_mean(by_share["underflow"][-late:, tensors]))
+            row.lost[kind] = _largest(_mean(by_share["lost"][-late:, tensors]))
     return sorted(rows.values(), key=lambda row: math.inf if row.layer is None else row.layer)
 
 
@@ -204,17 +204,17 @@ def _names(log: TrainingLog, kind: Kind) -> list[str]:
     ]
 
 
-def write_training_page(log: TrainingLog, found: TrainingCheckup) -> Path:
-    """Write `training.html` beside the log; return its path."""
+def write_training_page(log: TrainingLog, checkup: TrainingCheckup) -> Path:
+    """Write `training.html` into the folder of the log; return its path."""
     page = page_template("training.html.j2").render(
         log=log,
-        found=found,
-        ran=ran(found),
-        sentence=sentence(found),
-        checks=check_table(found.checks, ran(found)),
-        remedies=advice(found.checks),
-        depth=training_depth_table(log, found.gradients),
-        plots=training_plots(log, found.gradients),
+        found=checkup,
+        ran=ran(checkup),
+        sentence=sentence(checkup),
+        checks=check_table(checkup.checks, ran(checkup)),
+        remedies=advice(checkup.checks),
+        depth=training_depth_table(log, checkup.gradients),
+        plots=training_plots(log, checkup.gradients),
     )
     path = log.path.with_suffix(".html")
     with replacing(path) as partial:
@@ -225,23 +225,31 @@ def write_training_page(log: TrainingLog, found: TrainingCheckup) -> Path:
 def advice(checks: Sequence[Check]) -> list[str]:
     """List what helps, the worst first: a line each, with the number of tensors that it is for."""
     tensors: dict[tuple[str, str], list[str]] = {}
-    for each in checks:
-        if each.remedy:
-            tensors.setdefault((each.verdict, each.remedy), []).append(each.module or each.check)
+    for check in checks:
+        if check.remedy:
+            tensors.setdefault((check.verdict, check.remedy), []).append(check.module or check.check)
     return [
         f"{verdict}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {remedy}"
         for (verdict, remedy), names in tensors.items()
     ]
 
 
-def ran(found: TrainingCheckup) -> str:
+def ran(checkup: TrainingCheckup) -> str:
     """Tell what was recorded."""
-    steps = f"steps {found.first_step:,} to {found.last_step:,}" if found.records > 1 else f"step {found.first_step:,}"
-    return f"{found.records:,} records, {steps}"
+    steps = (
+        f"steps {checkup.first_step:,} to {checkup.last_step:,}"
+        if checkup.records > 1
+        else f"step {checkup.first_step:,}"
+    )
+    return f"{checkup.records:,} records, {steps}"
 
 
-def sentence(found: TrainingCheckup) -> str:
+def sentence(checkup: TrainingCheckup) -> str:
     """The verdict in a sentence."""
-    counts = {verdict: sum(each.verdict == verdict for each in found.checks) for verdict in ("bad", "watch", "unknown")}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"Training in FP8, gradients in {found.gradients.upper()}: {found.verdict}" + (f" ({told})" if told else "")
+    counts = {
+        verdict: sum(check.verdict == verdict for check in checkup.checks) for verdict in ("bad", "watch", "unknown")
+    }
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return f"Training in FP8, gradients in {checkup.gradients.upper()}: {checkup.verdict}" + (
+        f" ({counted})" if counted else ""
+    )

@@ -83,18 +83,18 @@ def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:
     return Table("What to do next", steps, columns, "Nothing.")
 
 
-def next_steps(found: Verdict, has: Standing) -> list[NextStep]:
+def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
     """List the steps after the verdict, most urgent first."""
     run = has.name
-    if found.runtime is None:
+    if verdict.runtime is None:
         return [NextStep("Hold FP8 against BF16 on text that was held out.", f"fp8q validate {run}")]
-    if found.kind == "unknown":
+    if verdict.kind == "unknown":
         return [NextStep("Evaluate on more text.", f"fp8q validate {run} --data TEXT")]
     steps = []
-    if found.kind in ("worse", "broken"):
+    if verdict.kind in ("worse", "broken"):
         if not has.located:
             steps.append(NextStep("See which tensors cost most.", f"fp8q sensitivity {run}"))
-        tune = tune_command(run, f"--max-ppl-increase {100 * found.limit:g}%", graph=has.alone is None)
+        tune = tune_command(run, f"--max-ppl-increase {100 * verdict.limit:g}%", graph=has.alone is None)
         steps.append(
             NextStep("Make it anew by what was chosen for the budget.", f"fp8q tune {run} {has.tuned} --apply")
             if has.tuned

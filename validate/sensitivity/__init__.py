@@ -1,8 +1,8 @@
 """Find the tensor that the loss comes from: the KL that each causes when it alone is quantized, in FP32 arithmetic.
 
-site_quantizers   what can be quantized alone (each weight, distinct activation, cache tensor), and what it loses
+site_quantizers   the sites (each weight, distinct activation, cache tensor), and the error that each makes
 gradients         one pass forward and back that predicts the KL of all of them
-layerwise         the same of a model that memory does not hold, decoder layer by decoder layer
+layerwise         this prediction for a model larger than memory, decoder layer by decoder layer
 single_site       the KL of one of them, measured
 document          a tensor, named (`Site`), and `sensitivity.json`
 """

@@ -11,7 +11,7 @@ from ...core.run import Run
 from ...quantize.scales.decisions import Scales
 
 Kind = Literal["weight", "activation", "kv_cache"]
-#: What a site's KL is predicted for: as the run has it, and an activation in two terms.
+#: The variants that a site's KL is predicted for: as the run has it, and an activation in two terms.
 AS_IT_IS, TWO_TERMS = "as_it_is", "two_terms"
 #: Site -> variant -> nats.
 Predicted = dict[str, dict[str, float]]
@@ -91,19 +91,19 @@ def _loss(
     left: Mapping[str, float],
 ) -> Loss:
     guess = predicted.get(AS_IT_IS, 0.0)
-    found = guess if measured is None else measured
+    nats = guess if measured is None else measured
     two_terms = predicted.get(TWO_TERMS)
     if two_terms is not None and measured is not None and guess > 0:
         two_terms *= measured / guess
     return Loss(
         module=site.module,
         kind=site.kind,
-        kl_nats=found / tokens,
+        kl_nats=nats / tokens,
         sqnr_db=_sqnr_db(scales, site),
         measured=measured is not None,
         kl_after=KlAfter(
             two_terms=None if two_terms is None else two_terms / tokens,
-            gptq=found / tokens * left[site.module] if site.kind == "weight" and site.module in left else None,
+            gptq=nats / tokens * left[site.module] if site.kind == "weight" and site.module in left else None,
         ),
         shared_by=list(site.members) if len(site.members) > 1 else [],
     )

@@ -28,7 +28,7 @@ from ...quantize.weights.gptq import DAMPING
 from .document import Site
 from .site_quantizers import Quantizer
 
-#: Of the batches that are run, one in so many is gathered, from the first on.
+#: The moments of one in so many batches are gathered, from the first on.
 EVERY = 2
 #: Seconds after which sums that a GPU holds are written again, so that a killed call can go on from there.
 SECONDS = 120.0
@@ -37,7 +37,7 @@ LEAST = 0.05
 
 
 class Gathered:
-    """Second moments of the inputs of products, in a folder, batch by batch.
+    """Second moments of the inputs of GEMMs, in a folder, batch by batch.
 
     Sums that a GPU holds are written after the first batch, and then every `SECONDS`: copied after each batch, those of
     an 8B would be 32.7 GB. Invariant: the folder holds all of the batches that `batches` counts and no others, or
@@ -45,7 +45,7 @@ class Gathered:
     """
 
     def __init__(self, folder: Path):
-        """In `folder`, which is made."""
+        """Gather in `folder`, which is made."""
         folder.mkdir(exist_ok=True)
         self.folder, self._count = folder, folder / "batches"
         self._moments: SecondMoments | None = None
@@ -69,10 +69,10 @@ class Gathered:
         if batch == 0 or self._moments is None:
             self._tokens = self.tokens if batch else {}
             self._moments = SecondMoments(self.folder, frozenset(self._tokens))
-            self._say(-1)
+            self._write_count(-1)
         if batch % EVERY == 0:
             if self._moments.in_files:
-                self._say(-1)
+                self._write_count(-1)
             for name, tensor in tensors.items():
                 self._moments.add(name, tensor)
                 self._tokens[name] = self._tokens.get(name, 0) + tensor.shape[:-1].numel()
@@ -84,22 +84,22 @@ class Gathered:
         """Write the sums of all batches that were added."""
         if self._moments is None:
             return
-        self._say(-1)
+        self._write_count(-1)
         self._moments.save()
         for name, count in self._tokens.items():
             (self.folder / f"{name}.tokens").write_text(str(count), encoding="utf-8")
-        self._say(self._added)
+        self._write_count(self._added)
         self._written = time.monotonic()
 
-    def _say(self, batches: int) -> None:
+    def _write_count(self, batches: int) -> None:
         with replacing(self._count) as partial:
             partial.write_text(str(batches), encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Untold:
-    """Of an input, in the `order` int64 [in] of rounding: each channel's energy, damped, float32 [in], and the part of
-    it that is `left`, which those after it do not tell, float32 [in].
+class Unexplained:
+    """The energy of an input's channels that later channels do not explain: the `order` int64 [in] of rounding, each
+    channel's damped `energy` float32 [in], and the part of it that is `left` unexplained, float32 [in].
     """
 
     order: torch.Tensor
@@ -107,9 +107,9 @@ class Untold:
     left: torch.Tensor
 
     @classmethod
-    def of(cls, moments: torch.Tensor) -> "Untold":
-        """Make it of the second moments `moments` float32 [in, in]. Reversed, H has a Cholesky factor whose diagonal is
-        one over U's.
+    def from_moments(cls, moments: torch.Tensor) -> "Unexplained":
+        """Compute it from the second moments `moments` float32 [in, in]. Reversed, H has a Cholesky factor whose
+        diagonal is one over U's.
         """
         order = torch.argsort(moments.diagonal(), descending=True, stable=True)
         damped = moments[order[:, None], order]
@@ -119,36 +119,38 @@ class Untold:
         return cls(order, damped.diagonal().clone(), factor.diagonal().square().flip(0))
 
 
-def share_left(error: torch.Tensor, found: Untold, tokens: int, calibrated: int) -> float:
+def share_left(error: torch.Tensor, unexplained: Unexplained, tokens: int, calibrated: int) -> float:
     """Predict the share that GPTQ leaves of the loss by `error` float32 [out, in], the error of rounding a weight to
     nearest.
 
-    `found`: second moments of the weight's input, over `tokens`; `calibrated`: the tokens that GPTQ would use.
+    `unexplained`: of the weight's input, over `tokens`; `calibrated`: the tokens that GPTQ would use.
     """
-    after = torch.arange(len(found.order) - 1, -1, -1)
+    after = torch.arange(len(unexplained.order) - 1, -1, -1)
     chance = (1 + after / calibrated) / (1 - after / tokens).clamp_min(LEAST)
-    errors = error.square().sum(0)[found.order]
-    now = float((errors * found.energy).sum())
-    return float((errors * torch.minimum(chance * found.left, found.energy)).sum()) / now if now > 0 else 1.0
+    errors = error.square().sum(0)[unexplained.order]
+    now = float((errors * unexplained.energy).sum())
+    return (
+        float((errors * torch.minimum(chance * unexplained.left, unexplained.energy)).sum()) / now if now > 0 else 1.0
+    )
 
 
 def left_of_sites(quantizer: Quantizer, sites: Iterable[Site], gathered: Gathered, calibrated: int) -> dict[str, float]:
-    """Module -> the loss that `gptq` would leave of its weight's, for weights rounded to nearest whose input among
-    `sites` was `gathered`; `calibrated`: the tokens that it would use.
+    """Predict the share of the loss that GPTQ would leave of each weight: module -> share, for weights rounded to
+    nearest whose input among `sites` was `gathered`; `calibrated`: the tokens that GPTQ would use.
     """
-    found, weights, there = dict[str, float](), quantizer.scales.weights, gathered.tokens
+    shares, weights, tokens = dict[str, float](), quantizer.scales.weights, gathered.tokens
     for site in sites:
-        if site.kind == "activation" and site.module in there:
+        if site.kind == "activation" and site.module in tokens:
             nearest = [member for member in site.members if weights[member].rounding == "nearest"]
             errors = {member: quantizer.weight_error(member).cpu() for member in nearest}
-            found |= shares_left(errors, site.module, gathered, calibrated)
-    return found
+            shares |= shares_left(errors, site.module, gathered, calibrated)
+    return shares
 
 
 def shares_left(errors: Mapping[str, torch.Tensor], name: str, gathered: Gathered, calibrated: int) -> dict[str, float]:
-    """Predict that share for each weight in `errors` that reads the tensor `name`."""
+    """Predict the share of the loss that GPTQ would leave, for each weight in `errors` that reads tensor `name`."""
     tokens = gathered.tokens
     if name not in tokens or not errors:
         return {}
-    found = Untold.of(load_moments(gathered.folder, name))
-    return {module: share_left(error, found, tokens[name], calibrated) for module, error in errors.items()}
+    unexplained = Unexplained.from_moments(load_moments(gathered.folder, name))
+    return {module: share_left(error, unexplained, tokens[name], calibrated) for module, error in errors.items()}

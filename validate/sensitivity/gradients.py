@@ -27,14 +27,14 @@ from ...options import TWO
 from .document import AS_IT_IS, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
-#: Of the windows, one in so many tells what two terms would leave: next to nothing, so a half tells as much as all.
+#: The loss in two terms is predicted on one in so many windows: it is next to nothing, so half of them are enough.
 TWO_TERMS_OF = 2
 
 
 @dataclass
 class PassTensors:
-    """The tensors of one forward pass: inputs and outputs of products, values written to the cache, and the input of a
-    layer's experts, of which each expert gets a copy, by the products that read it.
+    """The tensors of one forward pass: inputs and outputs of GEMMs, values written to the cache, and the input of a
+    layer's experts, of which each expert gets a copy, by the GEMMs that read it.
     """
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -42,13 +42,13 @@ class PassTensors:
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def of(self, site: Site) -> torch.Tensor | None:
-        """The tensor whose change is the site's; None where the pass did not come by."""
+    def tensor_of(self, site: Site) -> torch.Tensor | None:
+        """Return the tensor that a site changes; None where the pass did not reach it."""
         if site.kind == "weight":
             return self.outputs.get(site.module)
         if site.kind == "activation":
-            given = [self.shared, self.inputs]
-            return next((tensors[member] for tensors in given for member in site.members if member in tensors), None)
+            sources = [self.shared, self.inputs]
+            return next((tensors[member] for tensors in sources for member in site.members if member in tensors), None)
         return self.cache.get(site.module)
 
 
@@ -77,17 +77,17 @@ def predict_sites(
     with seeing(quantizer) as (seen, cache), torch.enable_grad():
         log_p = next_token_log_probabilities(quantizer.model, ids, cache, quantizer.prompt(ids.shape[1]))
         end = End(seen, drawn_loss(log_p, draw))
-    return found_back(quantizer, sites, end, see)[0]
+    return backward_losses(quantizer, sites, end, see)[0]
 
 
-def found_back(
+def backward_losses(
     quantizer: Quantizer, sites: Sequence[Site], end: End, see: Callable[[dict[str, torch.Tensor]], None]
 ) -> tuple[Predicted, torch.Tensor | None]:
     """Predict the losses of the `sites` of a pass backward from its `end`; return them and the gradient at `begun`, if
     any. `see` is called with the pass's tensors.
     """
     seen = end.seen
-    passed = {site: tensor for site in sites if (tensor := seen.of(site)) is not None and tensor.requires_grad}
+    passed = {site: tensor for site in sites if (tensor := seen.tensor_of(site)) is not None and tensor.requires_grad}
     begun = [] if end.begun is None else [end.begun]
     gradients = torch.autograd.grad(end.value, [*passed.values(), *begun], end.gradient, allow_unused=True)
     reached = [
@@ -97,8 +97,8 @@ def found_back(
     ]
     see({site.module: tensor.detach() for site, tensor, _ in reached if site.kind == "activation"})
     with torch.no_grad():
-        found = {site.key: _losses(quantizer, site, seen, tensor, gradient) for site, tensor, gradient in reached}
-    return found, gradients[-1] if begun else None
+        losses = {site.key: _losses(quantizer, site, seen, tensor, gradient) for site, tensor, gradient in reached}
+    return losses, gradients[-1] if begun else None
 
 
 def _losses(
@@ -109,12 +109,12 @@ def _losses(
         return {AS_IT_IS: half_square(gradient, quantizer.output_error(site.module, seen.inputs[site.module]))}
     if site.kind == "kv_cache":
         return {AS_IT_IS: half_square(gradient, quantizer.cache_error(site.module, tensor))}
-    found = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
+    losses = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
     if quantizer.scales.activations[site.module].form != TWO:
         part = tensor[::TWO_TERMS_OF]
         nats = half_square(gradient[::TWO_TERMS_OF], quantizer.input_error(site.module, part, terms=2))
-        found[TWO_TERMS] = nats * tensor.numel() / part.numel()
-    return found
+        losses[TWO_TERMS] = nats * tensor.numel() / part.numel()
+    return losses
 
 
 def next_token_log_probabilities(
@@ -158,14 +158,14 @@ def summed(batches: Iterable[Predicted]) -> Predicted:
     total: Predicted = {}
     for batch in batches:
         for site, variants in batch.items():
-            own = total.setdefault(site, {})
+            site_total = total.setdefault(site, {})
             for name, nats in variants.items():
-                own[name] = own.get(name, 0.0) + nats
+                site_total[name] = site_total.get(name, 0.0) + nats
     return total
 
 
 class Watched(Protocol):
-    """A model whose tensors are looked at: its products by name, and what writes each layer of its cache."""
+    """A model whose tensors are recorded: its GEMMs by name, and the modules that write each layer of its cache."""
 
     @property
     def model(self) -> PreTrainedModel:
@@ -173,7 +173,7 @@ class Watched(Protocol):
 
     @property
     def products(self) -> Mapping[str, nn.Module]:
-        """The products that are quantized."""
+        """The GEMMs that are quantized."""
 
     @property
     def attention(self) -> Mapping[int, str]:
@@ -186,8 +186,8 @@ def seeing(quantizer: Watched) -> Iterator[tuple[PassTensors, DynamicCache]]:
     seen = PassTensors()
 
     def note(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
-            seen.inputs[name], seen.outputs[name] = given[0], y
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+            seen.inputs[name], seen.outputs[name] = inputs[0], y
 
         return hook
 
@@ -198,7 +198,7 @@ def seeing(quantizer: Watched) -> Iterator[tuple[PassTensors, DynamicCache]]:
         return see
 
     def sharing(names: Sequence[str]) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        def hook(module: nn.Module, given: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
             seen.shared |= dict.fromkeys(names, y)
 
         return hook
@@ -211,5 +211,5 @@ def seeing(quantizer: Watched) -> Iterator[tuple[PassTensors, DynamicCache]]:
             stack.callback(module.register_forward_hook(note(name)).remove)
         for place, names in shared_inputs(quantizer.model, quantizer.products).items():
             stack.callback(place.register_forward_hook(sharing(names)).remove)
-        stack.callback(embedding.register_forward_hook(lambda module, given, y: y.requires_grad_()).remove)
+        stack.callback(embedding.register_forward_hook(lambda module, inputs, y: y.requires_grad_()).remove)
         yield seen, cache

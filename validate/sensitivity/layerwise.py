@@ -37,20 +37,20 @@ from ...core.reporter import Reporter
 from ...quantize.scales.decisions import Scales
 from .document import Predicted, Site
 from .gptq_prediction import Gathered, left_of_sites
-from .gradients import End, PassTensors, drawn_loss, found_back, next_token_log_probabilities, seeing, summed
+from .gradients import End, PassTensors, backward_losses, drawn_loss, next_token_log_probabilities, seeing, summed
 from .site_quantizers import Coded, LoadedProducts, Quantizer
 
 Calls = Mapping[tuple[int, ...], list[LayerCall]]
-#: What all of it takes, in passes forward.
+#: The time of all steps, in forward passes.
 PASSES = 5.75
 #: A pass of one batch up to where it ends, from which gradients go back.
 Forward = Callable[[int, torch.Tensor, PassTensors, DynamicCache], End]
 
 
 @dataclass
-class Found:
-    """The results of the steps that are done, in a file: the prediction of each step back, and what `gptq` would leave
-    of weights (`gptq_prediction.shares_left`).
+class Progress:
+    """The results of the finished steps, in a file: the prediction of each step back, and the share of the loss that
+    `gptq` would leave of weights (`gptq_prediction.shares_left`).
     """
 
     path: Path
@@ -59,16 +59,16 @@ class Found:
     left: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: Path) -> "Found":
-        """Read the results in the file at `path`; nothing where there is none."""
+    def load(cls, path: Path) -> "Progress":
+        """Load the results in the file at `path`; empty where there is no file."""
         return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
 
-    def end(self, step: int) -> None:
-        """Save all results: so many steps are done."""
+    def save(self, step: int) -> None:
+        """Save all results, after so many steps."""
         self.steps = step
-        found = {"steps": self.steps, "predicted": self.predicted, "left": self.left}
+        results = {"steps": self.steps, "predicted": self.predicted, "left": self.left}
         with replacing(self.path) as partial:
-            partial.write_text(json.dumps(found), encoding="utf-8")
+            partial.write_text(json.dumps(results), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -118,27 +118,27 @@ class Layerwise(Chain):
         check_space(folder, files, size, "--stream", "or ask for fewer --windows")
         for file in files:
             HiddenStates(file, self.batches, self.layer_output)  # takes its blocks from the disk
-        self.found = Found.of(folder / "found.json")
+        self.progress = Progress.load(folder / "found.json")
 
-    def run(self, report: Reporter) -> Found:
+    def run(self, report: Reporter) -> Progress:
         """Do the steps that are not done."""
-        calls, done = self._calls(), self.found.steps
+        calls, done = self._calls(), self.progress.steps
         steps = self._steps(calls)
         if done:
             going_on(report, self._layer(done), self.layers.count)
         else:
-            self.found.end(1)
+            self.progress.save(1)
         remaining = range(max(done, 1), len(steps) + 1)
         with report.track(f"Predicting {self.layers.count} layers, one by one", len(remaining), "steps") as advance:
             for step in remaining:
                 begun = time.perf_counter()
                 steps[step - 1]()
-                self.found.end(step + 1)
+                self.progress.save(step + 1)
                 if step == 1:
-                    whole = (time.perf_counter() - begun) * self.layers.count * PASSES
-                    report.note(f"sensitivity: by what the first layer took, some {whole:,.0f} s here")
+                    seconds = (time.perf_counter() - begun) * self.layers.count * PASSES
+                    report.note(f"sensitivity: by what the first layer took, some {seconds:,.0f} s here")
                 advance(1)
-        return self.found
+        return self.progress
 
     def _steps(self, calls: Calls) -> list[Callable[[], None]]:
         """All steps but the first, which is the `calls`."""
@@ -172,7 +172,7 @@ class Layerwise(Chain):
         """
         first = self._entering(0)
         with _refused():
-            calls = self.enter(self.batches, None if self.found.steps else first.write)
+            calls = self.enter(self.batches, None if self.progress.steps else first.write)
         first.flush()
         copies: dict[int, torch.Tensor] = {}
 
@@ -269,15 +269,15 @@ class Layerwise(Chain):
             for number, (batch, tokens) in enumerate(self.batches.items()):
                 with seeing(self.quantizer) as (seen, cache), torch.enable_grad():
                     end = forward(batch, torch.from_numpy(tokens).to(self.device), seen, cache)
-                found, back = found_back(self.quantizer, sites, end, partial(gathered.add, number))
-                predicted.append(found)
+                losses, back = backward_losses(self.quantizer, sites, end, partial(gathered.add, number))
+                predicted.append(losses)
                 if gradient is not None and back is not None:
                     gradient.write(batch, back)
             gathered.save()
-            self.found.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
+            self.progress.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
         if gradient is not None:
             gradient.flush()
-        self.found.predicted.append(summed(predicted))
+        self.progress.predicted.append(summed(predicted))
 
 
 @contextmanager

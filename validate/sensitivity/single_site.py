@@ -30,16 +30,16 @@ from .site_quantizers import Quantizer
 
 @dataclass(frozen=True)
 class Prefix:
-    """The part that can be left out of a model that is a chain of layers: the layers before one, which hand on what it
-    got.
+    """The layers before a site's layer, which can be skipped in a model that is a chain of layers: they hand on stored
+    hidden states.
     """
 
     layers: Layers
     answer: LayerOutput
 
     @classmethod
-    def of(cls, quantizer: Quantizer, source: Source, device: str) -> "Prefix | None":
-        """Make the prefix of the model; None where the model is no chain of layers."""
+    def from_model(cls, quantizer: Quantizer, source: Source, device: str) -> "Prefix | None":
+        """Find the layers of the model; None where the model is no chain of layers."""
         try:
             layers = find_layers(quantizer.model, source)
             return cls(

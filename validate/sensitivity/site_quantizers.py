@@ -24,7 +24,7 @@ from .document import Site
 
 
 def sites_of(scales: Scales, groups: Mapping[str, Sequence[str]]) -> list[Site]:
-    """All that `scales` quantize; `groups`: modules that receive the same tensor, by the first of them."""
+    """List all tensors that `scales` quantize; `groups`: modules that receive the same tensor, by the first of them."""
     weights = [Site(module, "weight", (module,)) for module in scales.weights]
     read = [tuple(member for member in members if member in scales.activations) for members in groups.values()]
     activations = [Site(members[0], "activation", members) for members in read if members]
@@ -48,31 +48,31 @@ def input_with_tail(x: torch.Tensor, activation: TensorScale, tail: Tail) -> tor
 
 
 class Coded(Protocol):
-    """A checkpoint that fp8q wrote: its products, and the scales of its cache."""
+    """A checkpoint that fp8q wrote: its GEMMs, and the scales of its cache."""
 
     @property
     def cache_scales(self) -> Mapping[str, torch.Tensor]:
         """The scales of the cache (`<module>.k`, `<module>.v`), as far as these are codes."""
 
     def layer(self, module: str) -> FP8Linear:
-        """The product `module`, on codes."""
+        """The GEMM of `module`, on codes."""
 
 
 class LoadedProducts:
-    """The products of a checkpoint of which some are in memory for a while: the others are not there."""
+    """The GEMMs of a checkpoint of which only some are in memory at a time."""
 
     def __init__(self, stored: Coded):
-        """None, yet, of `stored`."""
+        """Load nothing of `stored` yet."""
         self.stored, self.cache_scales = stored, stored.cache_scales
         self._layers: dict[str, FP8Linear] = {}
 
     def layer(self, module: str) -> FP8Linear:
-        """The product `module`, which is held."""
+        """The GEMM of `module`, which must be in memory."""
         return self._layers[module]
 
     @contextmanager
     def holding(self, modules: Sequence[str]) -> Iterator[None]:
-        """Hold `modules`, and no others, in the block."""
+        """Hold `modules`, and no others, in memory in the block."""
         self._layers = {module: self.stored.layer(module) for module in modules}
         try:
             yield
@@ -81,7 +81,7 @@ class LoadedProducts:
 
 
 class Quantizer:
-    """The float model, and what each site of its run would do to it."""
+    """The float model, and the effect of quantizing each site of its run."""
 
     def __init__(self, model: PreTrainedModel, coded: Coded, scales: Scales):
         """`model` in FP32; `coded` in mode `exact`, of the same run as `scales`."""
@@ -123,9 +123,9 @@ class Quantizer:
     def weight_error(self, module: str) -> torch.Tensor:
         """Compute the rounding error of the weight of `module`, float32 [out, in]."""
         layer, product = self.coded.layer(module), self.products[module]
-        own = product.weight
-        assert isinstance(own, torch.Tensor), "a matrix product has a weight"
-        return layer.codes.float() * layer.weight_scale[:, None] - own.movedim(output_channel_axis(product), 0)
+        weight = product.weight
+        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        return layer.codes.float() * layer.weight_scale[:, None] - weight.movedim(output_channel_axis(product), 0)
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the rounding error of the cache tensor `name`."""
@@ -137,17 +137,17 @@ class Quantizer:
         with ExitStack() as stack:
             if site.kind == "weight":
                 hook = self.products[site.module].register_forward_hook(
-                    lambda module, given, y: y + self.output_error(site.module, given[0])
+                    lambda module, inputs, y: y + self.output_error(site.module, inputs[0])
                 )
                 stack.callback(hook.remove)
             if site.kind == "activation":
                 for member in site.members:
                     hook = self.products[member].register_forward_pre_hook(
-                        lambda module, given, member=member: (self.input(member, given[0]),)
+                        lambda module, inputs, member=member: (self.input(member, inputs[0]),)
                     )
                     stack.callback(hook.remove)
-            own = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
-            yield FP8Cache(own, self.attention)
+            scales = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
+            yield FP8Cache(scales, self.attention)
 
 
 def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:

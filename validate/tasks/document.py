@@ -120,7 +120,7 @@ class TaskScores(Strict):
     @property
     def shown(self) -> list[Scored]:
         """The results of the tasks and groups that were asked for, without those of a group's tasks."""
-        return [each for each in self.results if each.group is None]
+        return [result for result in self.results if result.group is None]
 
     @property
     def protocol(self) -> str:
@@ -139,21 +139,21 @@ def score(value: float, in_percent: bool) -> str:
     return f"{100 * value:.2f}" if in_percent else f"{value:.4g}"
 
 
-def recovery(found: Paired) -> str | None:
+def recovery(paired: Paired) -> str | None:
     """Write a recovery in percent, with its interval where that is known."""
-    if found.recovery is None:
+    if paired.recovery is None:
         return None
-    whole = f"{100 * found.recovery:.1f} %"
-    if found.recovery_low is None or found.recovery_high is None:
-        return whole
-    return f"{whole} ({100 * found.recovery_low:.1f} to {100 * found.recovery_high:.1f})"
+    percent = f"{100 * paired.recovery:.1f} %"
+    if paired.recovery_low is None or paired.recovery_high is None:
+        return percent
+    return f"{percent} ({100 * paired.recovery_low:.1f} to {100 * paired.recovery_high:.1f})"
 
 
-def flips(found: Paired | None) -> str | None:
+def flips(paired: Paired | None) -> str | None:
     """Write flips by direction, to wrong and to right: `12 + 9`."""
-    if found is None or found.right_to_wrong is None:
+    if paired is None or paired.right_to_wrong is None:
         return None
-    return f"{found.right_to_wrong:,} + {found.wrong_to_right:,}"
+    return f"{paired.right_to_wrong:,} + {paired.wrong_to_right:,}"
 
 
 def p_value(value: float) -> str:
@@ -180,15 +180,19 @@ COLUMNS: tuple[Column[Any], ...] = (
 )
 
 
-def evaluation_table(found: TaskScores | None) -> Table[Scored]:
-    """The scores with their recovery, and the flips beside those of BF16 from FP32; empty where `found` is None."""
-    title = f"Tasks, {found.protocol}" if found else "Tasks"
-    return Table(title, found.shown if found else [], COLUMNS, "Not measured: `fp8q evaluate RUN --tasks TASKS` does.")
+def evaluation_table(scores: TaskScores | None) -> Table[Scored]:
+    """Tabulate the scores with their recovery, and the flips with those of BF16 from FP32; empty where `scores` is
+    None.
+    """
+    title = f"Tasks, {scores.protocol}" if scores else "Tasks"
+    return Table(
+        title, scores.shown if scores else [], COLUMNS, "Not measured: `fp8q evaluate RUN --tasks TASKS` does."
+    )
 
 
-def markdown_table(found: TaskScores) -> str:
+def markdown_table(scores: TaskScores) -> str:
     """The table of a model card: task, metric, BF16, FP8, recovery."""
-    table = Table("", found.shown, PUBLISHED, "")
+    table = Table("", scores.shown, PUBLISHED, "")
     rows = [[column.title for column in table.columns], ["---"] * len(table.columns)]
     rows += [[markdown_text(cell.text) for cell in row] for row in table.cells()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -99,7 +99,9 @@ def open_tasks(options: EvaluateOptions, template: Template | None) -> Tasks:
         questions, groups = dict[str, AskedTask](), dict[str, list[str]]()
         for name in options.tasks:
             loaded = _load(manager, name)
-            tasks = {each: _question(each, task, options, template) for each, task in loaded["tasks"].items()}
+            tasks = {
+                task_name: _question(task_name, task, options, template) for task_name, task in loaded["tasks"].items()
+            }
             if twice := sorted(tasks.keys() & questions.keys()):
                 raise InputError(f"--tasks {name}", f"has {twice[0]}, which is asked already", "name each task once")
             questions |= tasks
@@ -181,11 +183,11 @@ def _question(name: str, task: Any, options: EvaluateOptions, template: Template
     if not task.instances:
         raise InputError(f"--tasks {name}", "asks no question", "give it data")
     digest = hashlib.sha256(json.dumps(task.dump_config(), sort_keys=True, default=_stable).encode())
-    for each in task.instances:
-        digest.update(json.dumps([each.request_type, each.args, each.doc_id], default=_stable).encode())
+    for instance in task.instances:
+        digest.update(json.dumps([instance.request_type, instance.args, instance.doc_id], default=_stable).encode())
     generation = task.get_config("generation_kwargs") or {}
     samples = bool(generation.get("do_sample")) or float(generation.get("temperature") or 0) > 0
-    requests = sum(each.repeats for each in task.instances)
+    requests = sum(instance.repeats for instance in task.instances)
     return AskedTask(name, task, digest.hexdigest(), requests, samples and task.OUTPUT_TYPE == "generate_until")
 
 
@@ -227,21 +229,21 @@ def ask(
 
 def read_answers(task: str, results: dict[str, Any], runtime: RuntimeName, seed: int | None) -> TaskAnswers:
     """Take what is needed of lm-eval's results: scores, and the values of each question. The key is left empty."""
-    scores, samples = results["results"][task], sorted(results["samples"][task], key=lambda each: each["doc_id"])
-    filters = list(dict.fromkeys(each["filter"] for each in samples))
-    first = [each for each in samples if each["filter"] == filters[0]]
+    scores, samples = results["results"][task], sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
+    filters = list(dict.fromkeys(sample["filter"] for sample in samples))
+    first = [sample for sample in samples if sample["filter"] == filters[0]]
     higher, metrics = results["higher_is_better"][task], list[MetricAnswers]()
     for name, score in scores.items():
         metric, _, filtered = name.partition(",")
         if not filtered or metric.endswith("_stderr") or not isinstance(score, Real):
             continue
-        values = [_number(each.get(metric)) for each in samples if each["filter"] == filtered]
+        values = [_number(sample.get(metric)) for sample in samples if sample["filter"] == filtered]
         numbers = [value for value in values if value is not None]
-        whole = len(numbers) == len(first) and isclose(float(np.mean(numbers)), float(score), abs_tol=1e-9)
+        complete = len(numbers) == len(first) and isclose(float(np.mean(numbers)), float(score), abs_tol=1e-9)
         metrics.append(
             MetricAnswers(
                 metric=metric, filter=filtered, higher_is_better=bool(higher.get(metric)), score=float(score),
-                values=numbers if whole else None,
+                values=numbers if complete else None,
             )
         )  # fmt: skip
     return TaskAnswers(
@@ -251,16 +253,16 @@ def read_answers(task: str, results: dict[str, Any], runtime: RuntimeName, seed:
         seed=seed,
         version=str(results["versions"].get(task)),
         fewshot=int(results["n-shot"].get(task, 0)),
-        questions=[str(each["prompt_hash"])[:16] for each in first],
-        answers=[answer_of(each["filtered_resps"]) for each in first],
+        questions=[str(sample["prompt_hash"])[:16] for sample in first],
+        answers=[answer_of(sample["filtered_resps"]) for sample in first],
         metrics=metrics,
     )
 
 
 def answer_of(responses: list[Any]) -> Any:
     """The answer to one question: the text that was generated, or the number of the likeliest choice."""
-    if all(isinstance(each, list | tuple) and len(each) == 2 for each in responses):
-        return int(np.argmax([float(each[0]) for each in responses]))
+    if all(isinstance(response, list | tuple) and len(response) == 2 for response in responses):
+        return int(np.argmax([float(response[0]) for response in responses]))
     return json.loads(json.dumps(responses[0] if len(responses) == 1 else responses, default=str))
 
 
@@ -279,7 +281,7 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def quiet_harness(advance: Callable[[int], None] | None = None, most: int = 0) -> Iterator[None]:
-    """Keep lm-eval and datasets from logging, printing and drawing bars in this block; `advance` is told of each
+    """Keep lm-eval and datasets from logging, printing and drawing bars in this block; `advance` is called with each
     number of requests done, `most` in all.
     """
     import datasets

@@ -34,16 +34,16 @@ def served_model(client: Client, served: str | None, tokenizer: Path, batch_size
     """
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
-    found = find_model(client, served)
-    if found.triton:
+    listed = find_model(client, served)
+    if listed.triton:
         raise InputError(client.url, "is Triton, which has no /v1/completions", "give a server of OpenAI's API")
     with quiet_harness():
         model = LocalCompletionsAPI(
-            model=found.name,
+            model=listed.name,
             base_url=f"{client.url}/v1/completions",
             tokenizer_backend="huggingface",
             tokenizer=str(tokenizer),
-            max_length=min(longest, found.longest or longest),
+            max_length=min(longest, listed.longest or longest),
             batch_size=batch_size,
             max_retries=1,
         )
@@ -71,7 +71,7 @@ def completed(client: Client, fields: dict[str, Any], generate: bool) -> Any:
         answer = client.post("/v1/completions", fields)
         prompts = fields["prompt"]
         many = isinstance(prompts, list) and not isinstance(prompts[0], int)
-        choices = read_answer(AnsweredCompletion, answer).of(len(prompts) if many else 1)
+        choices = read_answer(AnsweredCompletion, answer).in_order(len(prompts) if many else 1)
     except UnansweredError as error:
         raise InputError(client.url, f"gives no answer to a question ({error})", "see the server's log") from None
     except RefusedError as error:

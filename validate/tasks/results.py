@@ -36,7 +36,7 @@ class MetricValues:
 
 def check_same_questions(task: str, models: ModelAnswers) -> None:
     """Raise InputError where two models were asked other questions, so that their answers do not pair."""
-    first, *others = [(runtime, each.questions) for runtime, seeds in models.items() for each in seeds]
+    first, *others = [(runtime, seed_answers.questions) for runtime, seeds in models.items() for seed_answers in seeds]
     for runtime, questions in others:
         if questions != first[1]:
             raise InputError(
@@ -65,7 +65,10 @@ def task_results(task: str, models: ModelAnswers, group: str | None = None) -> I
     check_same_questions(task, models)
     (first, *more), sampled = models["bf16"], models["bf16"][0].seed is not None
     for number, metric in enumerate(first.metrics):
-        judged = {runtime: _of_seeds([each.metrics[number] for each in seeds]) for runtime, seeds in models.items()}
+        judged = {
+            runtime: _of_seeds([seed_answers.metrics[number] for seed_answers in seeds])
+            for runtime, seeds in models.items()
+        }
         yield Scored(
             task=task,
             group=group,
@@ -84,10 +87,10 @@ def group_results(group: str, tasks: Sequence[ModelAnswers]) -> Iterator[Scored]
     of for each question: the mean over questions, as lm-eval weighs tasks by their size.
     """
     firsts = [models["bf16"][0] for models in tasks]
-    named = [{metric.name: metric for metric in each.metrics if metric.values is not None} for each in firsts]
-    shots, seeds = {each.fewshot for each in firsts}, {len(models["bf16"]) for models in tasks}
+    named = [{metric.name: metric for metric in answers.metrics if metric.values is not None} for answers in firsts]
+    shots, seeds = {answers.fewshot for answers in firsts}, {len(models["bf16"]) for models in tasks}
     for name in named[0] if len(seeds) == 1 else ():
-        if not all(name in each for each in named):
+        if not all(name in metrics for metrics in named):
             continue
         judged = {
             runtime: _joined([_of_seeds(_of_name(models[runtime], name)) for models in tasks]) for runtime in tasks[0]
@@ -99,20 +102,20 @@ def group_results(group: str, tasks: Sequence[ModelAnswers]) -> Iterator[Scored]
             metric=name,
             higher_is_better=higher,
             fewshot=shots.pop() if len(shots) == 1 else None,
-            questions=sum(len(each.questions) for each in firsts),
+            questions=sum(len(answers.questions) for answers in firsts),
             seeds=len(tasks[0]["bf16"]) if firsts[0].seed is not None else None,
             **_compared(judged, higher),
         )
 
 
 def _of_name(seeds: Sequence[TaskAnswers], name: str) -> list[MetricAnswers]:
-    return [next(metric for metric in each.metrics if metric.name == name) for each in seeds]
+    return [next(metric for metric in seed_answers.metrics if metric.name == name) for seed_answers in seeds]
 
 
 def _of_seeds(metrics: Sequence[MetricAnswers]) -> MetricValues:
     """One metric over all seeds."""
-    values = [each.values for each in metrics if each.values is not None]
-    score = float(np.mean([each.score for each in metrics]))
+    values = [metric.values for metric in metrics if metric.values is not None]
+    score = float(np.mean([metric.score for metric in metrics]))
     return MetricValues(score, values if len(values) == len(metrics) else None)
 
 
@@ -124,7 +127,7 @@ def _joined(parts: Sequence[MetricValues]) -> MetricValues:
 
 def _compared(judged: Mapping[RuntimeName, MetricValues], higher_is_better: bool) -> dict[str, Any]:
     """The fields of a result that follow from the models' values."""
-    every = [value for each in judged.values() for seed in each.values or [] for value in seed]
+    every = [value for metric in judged.values() for seed in metric.values or [] for value in seed]
     bf16, fp32 = judged["bf16"], judged.get("fp32")
     return {
         "in_percent": bool(every) and all(0 <= value <= 1 for value in every),
@@ -138,18 +141,18 @@ def _compared(judged: Mapping[RuntimeName, MetricValues], higher_is_better: bool
 
 def compare_pairs(before: MetricValues, after: MetricValues, higher_is_better: bool) -> Paired:
     """Compare a metric of two models' answers to the same questions."""
-    found: dict[str, float | int] = {}
+    fields: dict[str, float | int] = {}
     if higher_is_better and before.score > 0:
-        found["recovery"] = after.score / before.score
+        fields["recovery"] = after.score / before.score
         if before.values and after.values:
             interval = recovery_interval(mean_of_seeds(before.values), mean_of_seeds(after.values))
-            found |= dict(zip(("recovery_low", "recovery_high"), interval, strict=True)) if interval else {}
+            fields |= dict(zip(("recovery_low", "recovery_high"), interval, strict=True)) if interval else {}
     if before.values and after.values and all(map(is_judged, (*before.values, *after.values))):
         seeds = [count_flips(*pair) for pair in zip(before.values, after.values, strict=True)]
-        found["right_to_wrong"] = sum(each.right_to_wrong for each in seeds)
-        found["wrong_to_right"] = sum(each.wrong_to_right for each in seeds)
-        found |= {"mcnemar_p": mcnemar_p(seeds[0])} if len(seeds) == 1 else {}
-    return Paired.model_validate(found)
+        fields["right_to_wrong"] = sum(flips.right_to_wrong for flips in seeds)
+        fields["wrong_to_right"] = sum(flips.wrong_to_right for flips in seeds)
+        fields |= {"mcnemar_p": mcnemar_p(seeds[0])} if len(seeds) == 1 else {}
+    return Paired.model_validate(fields)
 
 
 class Flips(NamedTuple):

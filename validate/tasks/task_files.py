@@ -15,7 +15,7 @@ from ...calibrate.input.untrusted import error_text, read_bytes
 from ...core.errors import InputError
 from ...core.field_errors import plain_text
 
-#: Bytes that a task file may have; those of lm-eval have less than 100 kB.
+#: The most bytes of a task file; those of lm-eval have less than 100 kB.
 MOST_BYTES = 8 << 20
 #: The folders that lm-eval passes over.
 IGNORED = ("__pycache__", ".ipynb_checkpoints")

@@ -31,7 +31,7 @@ from ..accuracy.perplexity import prompt_of
 from ..sensitivity.site_quantizers import input_with_tail
 from .choices import Form, Mix
 
-#: How codes were rounded, and for which form of the activation.
+#: The rounding of codes, and the form of the activation that they are for.
 Kind = tuple[str, Form]
 #: Says of a folder that what was gathered in it is complete.
 DONE = "done"
@@ -39,9 +39,9 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates: `groups` (products that read one tensor, by the first), `inputs` form -> product -> scale,
-    `codes` of each kind, `cache` tensor -> scale (none where an FP8 cache has none), `tails` product -> the rows of a
-    `call` that have two terms in the form of that name.
+    """The candidates: `groups` (GEMMs that read one tensor, by the first), `inputs` form -> GEMM -> scale, `codes` of
+    each kind, `cache` tensor -> scale (none where an FP8 cache has none), `tails` GEMM -> the rows of a `call` that
+    have two terms in the form of that name.
     """
 
     model: PreTrainedModel
@@ -59,7 +59,7 @@ class Candidates:
 
     @property
     def products(self) -> dict[str, nn.Module]:
-        """The products that may be quantized, by name."""
+        """The GEMMs that may be quantized, by name."""
         wanted = {member for members in self.groups.values() for member in members}
         return {name: module for name, module in observed_products(self.model).items() if name in wanted}
 
@@ -69,21 +69,21 @@ class Candidates:
         return attention_modules(self.model)
 
     def weight(self, module: str, rounding: str, form: Form) -> torch.Tensor:
-        """The numbers that the codes of a weight stand for, float32 [out, in]."""
-        found = self.codes[rounding, form].get(module)
-        assert found is not None, "every product is rounded in every way before it is looked at"
-        codes, scale = found
+        """Dequantize the codes of a weight, float32 [out, in]."""
+        rounded = self.codes[rounding, form].get(module)
+        assert rounded is not None, "every product is rounded in every way before it is looked at"
+        codes, scale = rounded
         return (codes.float() * scale[:, None]).to(self.model.device)
 
     def input(self, module: str, form: Form, x: torch.Tensor) -> torch.Tensor:
-        """The numbers that the codes of the input `x` of a product stand for."""
+        """Dequantize the codes of the input `x` of the GEMM `module`."""
         if form == "weights_alone":
             return x
         scale = self.inputs[form][module]
         return product_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.tails[module])
 
     def prompt(self, positions: int) -> int:
-        """The tokens of a window of so many `positions` that the next call reads as a prompt."""
+        """Return the number of a window's `positions` that the next call reads as a prompt."""
         prompt = prompt_of(positions)
         self.call.positions, self.call.decoded = positions, positions - prompt
         return prompt
@@ -110,7 +110,7 @@ class Candidates:
 
     @contextmanager
     def _made_as(self, mix: Mix) -> Iterator[FP8Cache]:
-        """The model with codes where `mix` has them, and an empty cache to run it with."""
+        """Replace weights and inputs by codes where `mix` has them, in the block; yield an empty cache for the run."""
         products = self.products
         form_of = {member: mix.forms[name] for name, members in self.groups.items() for member in members}
         with ExitStack() as stack:
@@ -126,12 +126,12 @@ class Candidates:
     def _rounding(
         self, name: str, form: Form
     ) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-        return lambda module, given: (self.input(name, form, given[0]), *given[1:])
+        return lambda module, inputs: (self.input(name, form, inputs[0]), *inputs[1:])
 
 
 @contextmanager
 def exchanged(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
-    """The `module` with another weight, for a while."""
+    """Replace the weight of `module` in the block."""
     before = module._parameters["weight"]
     module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     try:
@@ -149,7 +149,7 @@ def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path
     moments = SecondMoments(folder)
 
     def adding(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda module, given: moments.add(name, given[0])
+        return lambda module, inputs: moments.add(name, inputs[0])
 
     with ExitStack() as stack, report.track("Gathering second moments", len(batches), "batches") as advance:
         for name, members in candidates.groups.items():
@@ -174,18 +174,18 @@ def round_weights(
     to nearest.
     """
     first = {member: name for name, members in candidates.groups.items() for member in members}
-    products, todo = candidates.products, len(first) * len({kept.folder for kept in codes.values()})
+    products, todo = candidates.products, len(first) * len({rounded.folder for rounded in codes.values()})
     with report.track("Rounding weights", todo, "weights") as advance:
-        of_inputs = {kind: kept for kind, kept in codes.items() if kind[1] in candidates.inputs}
-        for kind, kept in {kept.folder: (kind, kept) for kind, kept in of_inputs.items()}.values():
-            lost = {module: lost_share(found.sqnr_db) for module, found in candidates.inputs[kind[1]].items()}
+        of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}
+        for kind, rounded in {rounded.folder: (kind, rounded) for kind, rounded in of_inputs.items()}.values():
+            lost = {module: lost_share(scale.sqnr_db) for module, scale in candidates.inputs[kind[1]].items()}
             compensations = Compensations(moments, first, lost)
             for module, name in first.items():
-                if kept.get(module) is None:
+                if rounded.get(module) is None:
                     known = kind[0] == "gptq" and moments_file(moments, name).is_file()
-                    made = quantize_weight(
+                    weight = quantize_weight(
                         weight_rows(products[module]), method, compensations.get(module) if known else None
                     )
-                    assert isinstance(made, QuantizedWeight), "scales.json says that it was quantized"
-                    kept.add(module, made)
+                    assert isinstance(weight, QuantizedWeight), "scales.json says that it was quantized"
+                    rounded.add(module, weight)
                 advance(1)

@@ -19,7 +19,7 @@ from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERAT
 
 Form = Literal["one_term", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
-#: What `--activation-terms` calls the forms on codes.
+#: The values of `--activation-terms` for the forms on codes.
 TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
 #: The forms that a server computes as fp8q does, of dense products and of experts. vLLM has no product of experts in
 #: two terms or with FP8 weights alone, and wants all experts of a layer in one form.
@@ -36,8 +36,8 @@ COARSEST: Form = "one_term"
 RoundingName = Literal["nearest", "gptq"]
 ROUNDINGS: tuple[RoundingName, ...] = get_args(RoundingName)
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
-#: What the cost that is not dear counts, where the dear one counts 1: it decides between equals.
-BESIDE = 1e-4
+#: The weight of the cost that is not preferred, where the preferred one has 1: it decides between equals.
+SECONDARY = 1e-4
 
 
 def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, ScaleOptions]:
@@ -53,11 +53,11 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
         q_scale=False,
     )
     exact = replace(plain, inherit=False)
-    found: dict[Form, ScaleOptions] = {"one_term": plain}
+    by_form: dict[Form, ScaleOptions] = {"one_term": plain}
     tail = options.tail_length
     if positions is None or tail < positions:
-        found["tail"] = replace(exact, activation_terms="tail", exact_tail=tail)
-    return found | {"two_terms": replace(exact, activation_terms=2)}
+        by_form["tail"] = replace(exact, activation_terms="tail", exact_tail=tail)
+    return by_form | {"two_terms": replace(exact, activation_terms=2)}
 
 
 def form_of(scale: TensorScale | None) -> Form:
@@ -71,7 +71,7 @@ def form_of(scale: TensorScale | None) -> Form:
 
 @dataclass(frozen=True)
 class Group:
-    """Products that read one tensor, under the name of the first; `weights`: [out, in] of each of them.
+    """The GEMMs that read one tensor, under the name of the first; `weights`: [out, in] of each of them.
 
     `tail`: the length of a tail, if they take one. `forms`: those that the server computes.
     """
@@ -104,9 +104,9 @@ class Mix:
     kv_cache: KvCache
     wide_cache: tuple[str, ...] = ()
 
-    def of(self, form: Form) -> list[str]:
-        """The groups in this form."""
-        return [name for name, found in self.forms.items() if found == form]
+    def groups_in(self, form: Form) -> list[str]:
+        """List the groups in this form."""
+        return [name for name, group_form in self.forms.items() if group_form == form]
 
     def codes(self, tensor: str) -> bool:
         """Tell whether the cache tensor `<attention>.k` or `.v` is codes."""
@@ -116,8 +116,8 @@ class Mix:
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that costs are computed from: the groups, the values that the other products' weights have, which stay
-    in BF16, and for each cache tensor its values a position.
+    """The sizes that costs are computed from: the groups, the number of weights of the other GEMMs, which stay in BF16,
+    and for each cache tensor its values a position.
     """
 
     groups: tuple[Group, ...]
@@ -139,10 +139,10 @@ class Shape:
     @property
     def cached(self) -> dict[str, list[str]]:
         """The tensors of the cache, by the attention module that writes them."""
-        found: dict[str, list[str]] = {}
+        by_module: dict[str, list[str]] = {}
         for name in self.cache:
-            found.setdefault(name.rpartition(".")[0], []).append(name)
-        return found
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+        return by_module
 
     @property
     def plain(self) -> Cost:
@@ -153,36 +153,36 @@ class Shape:
 @dataclass(frozen=True)
 class Price:
     """Both costs as one number: bytes a decode step reads after `positions` tokens and operations of a prompt, each as
-    a share of `plain`; the one that is not dear counts `BESIDE`.
+    a share of `plain`; the one that is not preferred is weighted by `SECONDARY`.
     """
 
     plain: Cost
     prefer: Prefer
     positions: int
 
-    def of(self, step_bytes: float, operations: float) -> float:
-        """The price of so much."""
-        memory, prefill = (BESIDE, 1.0) if self.prefer == "prefill" else (1.0, BESIDE)
+    def combine(self, step_bytes: float, operations: float) -> float:
+        """Combine the bytes of a decode step and the operations of a prompt into a price."""
+        memory, prefill = (SECONDARY, 1.0) if self.prefer == "prefill" else (1.0, SECONDARY)
         return (
             memory * step_bytes / self.plain.step_bytes(self.positions)
             + prefill * operations / self.plain.prefill_operations
         )
 
     def of_cost(self, cost: Cost) -> float:
-        """The price of a whole mix."""
-        return self.of(cost.step_bytes(self.positions), cost.prefill_operations)
+        """Return the price of a mix with this `cost`."""
+        return self.combine(cost.step_bytes(self.positions), cost.prefill_operations)
 
 
 def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
     """List the changes, as (first module of the group, form); `*` stands for the whole model: its rounding, and
     `kv_cache=` its cache's form. An attention module has a `wide_cache`, or a `coded_cache` again.
     """
-    whole = [("*", after.rounding)] if after.rounding != before.rounding else []
-    whole += [("*", f"kv_cache={after.kv_cache}")] if after.kv_cache != before.kv_cache else []
-    whole += [(name, "wide_cache") for name in after.wide_cache if name not in before.wide_cache]
+    changed = [("*", after.rounding)] if after.rounding != before.rounding else []
+    changed += [("*", f"kv_cache={after.kv_cache}")] if after.kv_cache != before.kv_cache else []
+    changed += [(name, "wide_cache") for name in after.wide_cache if name not in before.wide_cache]
     if after.kv_cache != "off":
-        whole += [(name, "coded_cache") for name in before.wide_cache if name not in after.wide_cache]
-    return whole + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
+        changed += [(name, "coded_cache") for name in before.wide_cache if name not in after.wide_cache]
+    return changed + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
 
 
 def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
@@ -196,6 +196,6 @@ def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) 
 
 
 def members(groups: Iterable[Group], names: Iterable[str]) -> list[str]:
-    """All products of the groups of these `names`."""
+    """List the GEMMs of the groups of these `names`."""
     wanted = set(names)
     return [member for group in groups if group.name in wanted for member in group.weights]

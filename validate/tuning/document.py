@@ -73,7 +73,7 @@ class Windows(Strict):
 
 
 class Recipe(Strict):
-    """The options of `fp8q scales` for the mix, besides the run's own: `--apply` uses them."""
+    """The options of `fp8q scales` for the mix, besides the run's: `--apply` uses them."""
 
     tail: list[str] = Field(default_factory=list)
     two_terms: list[str]
@@ -84,13 +84,13 @@ class Recipe(Strict):
     weight_rounding: str
 
     @classmethod
-    def of(cls, groups: Sequence[Group], mix: Mix) -> "Recipe":
-        """The recipe of a mix."""
+    def from_mix(cls, groups: Sequence[Group], mix: Mix) -> "Recipe":
+        """Make the recipe of a mix."""
         return cls(
-            tail=members(groups, mix.of("tail")),
-            two_terms=members(groups, mix.of("two_terms")),
-            bf16_input=members(groups, mix.of("weights_alone")),
-            skip=members(groups, mix.of("bf16")),
+            tail=members(groups, mix.groups_in("tail")),
+            two_terms=members(groups, mix.groups_in("two_terms")),
+            bf16_input=members(groups, mix.groups_in("weights_alone")),
+            skip=members(groups, mix.groups_in("bf16")),
             kv_cache=mix.kv_cache,
             kv_skip=list(mix.wide_cache),
             weight_rounding=mix.rounding,
@@ -163,10 +163,10 @@ def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:
         weight_rounding=mix.rounding,
         kv_cache=mix.kv_cache,
         wide_cache=len(mix.wide_cache),
-        tail=len(members(shape.groups, mix.of("tail"))),
-        two_terms=len(members(shape.groups, mix.of("two_terms"))),
-        weights_alone=len(members(shape.groups, mix.of("weights_alone"))),
-        bf16=len(members(shape.groups, mix.of("bf16"))),
+        tail=len(members(shape.groups, mix.groups_in("tail"))),
+        two_terms=len(members(shape.groups, mix.groups_in("two_terms"))),
+        weights_alone=len(members(shape.groups, mix.groups_in("weights_alone"))),
+        bf16=len(members(shape.groups, mix.groups_in("bf16"))),
     )
 
 
@@ -203,15 +203,15 @@ class LossRow:
     high: float | None = None
 
 
-def point_rows(found: Tuning) -> list[PointRow]:
+def point_rows(tuning: Tuning) -> list[PointRow]:
     """Some of the frontier, evenly, then the run and the mix that was chosen."""
-    points, last = found.frontier, len(found.frontier) - 1
+    points, last = tuning.frontier, len(tuning.frontier) - 1
     taken = sorted({round(index * last / (SHOWN - 1)) for index in range(SHOWN)}) if last > 0 else range(last + 1)
-    rows = [PointRow("could be", points[index]) for index in taken] + [PointRow("the run", found.run)]
-    return rows + ([PointRow("chosen", found.chosen)] if found.chosen else [])
+    rows = [PointRow("could be", points[index]) for index in taken] + [PointRow("the run", tuning.run)]
+    return rows + ([PointRow("chosen", tuning.chosen)] if tuning.chosen else [])
 
 
-def point_table(found: Tuning) -> Table[PointRow]:
+def point_table(tuning: Tuning) -> Table[PointRow]:
     """KL against cost."""
     columns = (
         text_column("mix", "what"),
@@ -226,21 +226,21 @@ def point_table(found: Tuning) -> Table[PointRow]:
         Column[PointRow]("alone", lambda row: row.point.weights_alone, count),
         Column[PointRow]("bf16", lambda row: row.point.bf16, count),
     )
-    return Table("KL against cost", point_rows(found), columns, "Nothing is quantized.")
+    return Table("KL against cost", point_rows(tuning), columns, "Nothing is quantized.")
 
 
 def _cache(point: Point) -> str:
-    """The form of the cache: `fp8`, or `fp8 but 2` where two layers stay wide."""
+    """Name the form of the cache: `fp8`, or `fp8 but 2` where two layers stay in BF16."""
     return f"{point.kv_cache} but {point.wide_cache}" if point.wide_cache else point.kv_cache
 
 
-def change_table(found: Tuning) -> Table[Change]:
+def change_table(tuning: Tuning) -> Table[Change]:
     """Tabulate the changes."""
     columns = (
         Column[Change]("module", _modules, numeric=False),
         Column[Change]("becomes", lambda row: row.choice.replace("_", " "), numeric=False),
     )
-    return Table("What changes", found.changes, columns, "Nothing: the run is the cheapest mix for this budget.")
+    return Table("What changes", tuning.changes, columns, "Nothing: the run is the cheapest mix for this budget.")
 
 
 def _modules(change: Change) -> str:
@@ -251,50 +251,52 @@ def _modules(change: Change) -> str:
     return ", ".join([change.module, *(name.removeprefix(f"{parent}.") for name in change.members[1:])])
 
 
-def conclusion(found: Tuning, run: str) -> str:
+def conclusion(tuning: Tuning, run: str) -> str:
     """Say in a sentence what the chosen mix loses and costs and how to apply it; without a budget, how to give one.
 
     `run`: the run directory, for the command.
     """
-    server = "" if found.server == "tensorrt" else f" --for {found.server}"
-    if (its := found.chosen) is None:
-        example = f"fp8q tune {run} --max-kl {found.run.kl_nats / 2:.2g}{server}"
+    server = "" if tuning.server == "tensorrt" else f" --for {tuning.server}"
+    if (chosen := tuning.chosen) is None:
+        example = f"fp8q tune {run} --max-kl {tuning.run.kl_nats / 2:.2g}{server}"
         return f"No budget was given. For the cheapest mix that loses half of what the run does: {example}"
-    if found.max_kl is not None:
-        loss, budget = f"a KL of {nats(its.measured_kl_nats)} nats", f"--max-kl {found.max_kl:g}"
+    if tuning.max_kl is not None:
+        loss, budget = f"a KL of {nats(chosen.measured_kl_nats)} nats", f"--max-kl {tuning.max_kl:g}"
     else:
-        assert found.max_ppl_increase is not None, "one of the two is the budget"
-        loss = f"{increase(its.measured_increase.increase)} perplexity"
-        budget = f"--max-ppl-increase {100 * found.max_ppl_increase:g}%"
-    own, second = found.run, its.tail + its.two_terms
+        assert tuning.max_ppl_increase is not None, "one of the two is the budget"
+        loss = f"{increase(chosen.measured_increase.increase)} perplexity"
+        budget = f"--max-ppl-increase {100 * tuning.max_ppl_increase:g}%"
+    before, second = tuning.run, chosen.tail + chosen.two_terms
     # a model without cached keys and values of which anything was measured has no bytes of a cache
-    cache = f"{its.cache_bytes / own.cache_bytes:.2f} times its cache, " if own.cache_bytes else ""
+    cache = f"{chosen.cache_bytes / before.cache_bytes:.2f} times its cache, " if before.cache_bytes else ""
     cost = (
-        f"This mix has {loss} on the evaluation text, {its.weight_bytes / own.weight_bytes:.2f} times the run's bytes "
-        f"of weights, {cache}and {its.prefill_flops_ratio:.2f} times "
+        f"This mix has {loss} on the evaluation text, {chosen.weight_bytes / before.weight_bytes:.2f} times the run's "
+        f"bytes of weights, {cache}and {chosen.prefill_flops_ratio:.2f} times "
         "the operations of a prompt with one code an activation."
     )
-    said = [cost]
-    if own.kv_cache != "off" and (own.kv_cache, own.wide_cache) != (its.kv_cache, its.wide_cache):
-        said.append(f"The cache, --kv-cache {_cache(own)} in the run, becomes {_cache(its)}.")
-    if second and found.server == "tensorrt":
-        said.append(
+    sentences = [cost]
+    if before.kv_cache != "off" and (before.kv_cache, before.wide_cache) != (chosen.kv_cache, chosen.wide_cache):
+        sentences.append(f"The cache, --kv-cache {_cache(before)} in the run, becomes {_cache(chosen)}.")
+    if second and tuning.server == "tensorrt":
+        sentences.append(
             f"{second} products take second codes, which vLLM computes with fp8q-vllm alone; for other servers give "
             "--for vllm."
         )
-    if found.met:
-        said.append(f"Apply it: fp8q tune {run} {budget}{server} --apply")
-    return " ".join(said)
+    if tuning.met:
+        sentences.append(f"Apply it: fp8q tune {run} {budget}{server} --apply")
+    return " ".join(sentences)
 
 
-def outcome_table(found: Tuning) -> Table[LossRow]:
-    """Tabulate the predicted loss beside the measured ones."""
+def outcome_table(tuning: Tuning) -> Table[LossRow]:
+    """Tabulate the predicted loss and the measured ones."""
     rows = list[LossRow]()
-    if (its := found.chosen) is not None:
+    if (chosen := tuning.chosen) is not None:
         rows = [
-            LossRow("predicted, on windows chosen by", its.kl_nats, **its.predicted_increase.model_dump()),
-            LossRow("measured, on windows held out", its.held_out_kl_nats),
-            LossRow("measured, on the evaluation text", its.measured_kl_nats, **its.measured_increase.model_dump()),
+            LossRow("predicted, on windows chosen by", chosen.kl_nats, **chosen.predicted_increase.model_dump()),
+            LossRow("measured, on windows held out", chosen.held_out_kl_nats),
+            LossRow(
+                "measured, on the evaluation text", chosen.measured_kl_nats, **chosen.measured_increase.model_dump()
+            ),
         ]
     columns = (
         text_column("what it loses", "where"),

@@ -37,7 +37,7 @@ def hull(choices: Sequence[Choice]) -> list[Choice]:
     price than the one before.
     """
     corners: list[Choice] = []
-    for choice in sorted(choices, key=lambda each: (each.price, each.loss)):
+    for choice in sorted(choices, key=lambda option: (option.price, option.loss)):
         if corners and choice.loss >= corners[-1].loss:
             continue
         while corners and choice.price == corners[-1].price:
@@ -69,8 +69,8 @@ def steps(items: Items) -> tuple[Chosen, list[tuple[str, Choice]]]:
 
 def cheapest(items: Items, budget: float) -> Chosen | None:
     """The cheapest choices whose losses add up to at most `budget`; None where there are none such."""
-    found = [chosen for chosen in (_table(items, budget), _along_the_hull(items, budget)) if chosen is not None]
-    return min(found, key=price_of) if found else None
+    solutions = [chosen for chosen in (_table(items, budget), _along_the_hull(items, budget)) if chosen is not None]
+    return min(solutions, key=price_of) if solutions else None
 
 
 def loss_of(chosen: Chosen) -> float:
@@ -85,7 +85,7 @@ def price_of(chosen: Chosen) -> float:
 
 def least(items: Items) -> Chosen:
     """Choose the least loss for every item, and among equals the cheapest."""
-    return {name: min(choices, key=lambda each: (each.loss, each.price)) for name, choices in items.items()}
+    return {name: min(choices, key=lambda option: (option.loss, option.price)) for name, choices in items.items()}
 
 
 def _along_the_hull(items: Items, budget: float) -> Chosen | None:

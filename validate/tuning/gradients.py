@@ -17,7 +17,7 @@ from ..sensitivity.gradients import along, drawn_loss, half_square, next_token_l
 from .candidates import Candidates
 from .choices import ROUNDINGS, Form
 
-#: What a cache tensor is predicted for.
+#: The variant that a cache tensor's loss is predicted for.
 CODES = "fp8"
 
 
@@ -37,9 +37,9 @@ def predict_choices(
         loss = drawn_loss(next_token_log_probabilities(candidates.model, ids, cache, prompt), draw)
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
-        found = torch.autograd.grad(loss, tensors, allow_unused=True)
+        output_gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
     experts = {name for names in shared_inputs(candidates.model, candidates.products).values() for name in names}
-    gradients = dict(zip([*seen.outputs, *caches], found, strict=True))
+    gradients = dict(zip([*seen.outputs, *caches], output_gradients, strict=True))
     result: Predicted = {}
     with torch.no_grad():
         for name, members in candidates.groups.items():
@@ -64,7 +64,7 @@ def predict_choices(
 def _output_error(candidates: Candidates, module: str, rounding: str, form: Form, x: torch.Tensor) -> torch.Tensor:
     """ŵ x̂ - w x."""
     product = candidates.products[module]
-    own = product.weight
-    assert isinstance(own, torch.Tensor), "a matrix product has a weight"
+    weight = product.weight
+    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
     rounded = nn.functional.linear(candidates.input(module, form, x), candidates.weight(module, rounding, form))
-    return rounded - nn.functional.linear(x, own.movedim(output_channel_axis(product), 0))
+    return rounded - nn.functional.linear(x, weight.movedim(output_channel_axis(product), 0))

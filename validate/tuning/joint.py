@@ -16,13 +16,13 @@ import torch
 from ...core.reporter import Reporter
 
 Runner = Callable[[torch.Tensor], torch.Tensor]
-#: Of a normal deviate: 95 % lie within so many standard errors.
+#: The standard errors of a normal deviate that hold 95 %.
 WITHIN = 1.96
 
 
 @dataclass
 class Measured:
-    """Of each window: tokens scored, KL(float || mix) in nats, and the rise of their NLL in nats, both summed."""
+    """The scored tokens of each window, and the sums over them of KL(float || mix) and of the rise of NLL, in nats."""
 
     tokens: list[int] = field(default_factory=list)
     kl: list[float] = field(default_factory=list)
@@ -50,14 +50,16 @@ class Measured:
 def ratio(measured: Measured) -> tuple[float, float]:
     """Rise over KL on these windows, and half of its 95 % interval."""
     kl, rise = np.array(measured.kl), np.array(measured.rise)
-    found = float(rise.sum() / kl.sum())
-    error = float((rise - found * kl).std(ddof=1)) * sqrt(len(kl)) / float(kl.sum()) if len(kl) > 1 else float("inf")
-    return found, WITHIN * error
+    rise_over_kl = float(rise.sum() / kl.sum())
+    error = (
+        float((rise - rise_over_kl * kl).std(ddof=1)) * sqrt(len(kl)) / float(kl.sum()) if len(kl) > 1 else float("inf")
+    )
+    return rise_over_kl, WITHIN * error
 
 
-def believed(found: float, within: float) -> float:
-    """The ratio to go by: 1 unless it lies outside the interval."""
-    return 1.0 if abs(found - 1) <= within else found
+def believed(rise_over_kl: float, within: float) -> float:
+    """Return 1 where it lies within the interval of `rise_over_kl`, else `rise_over_kl`."""
+    return 1.0 if abs(rise_over_kl - 1) <= within else rise_over_kl
 
 
 def measure_mixes(
@@ -66,21 +68,21 @@ def measure_mixes(
     """Measure the loss of each of `mixes` on `batches` of (ids int64 [windows, seq_len], which of them are scored, bool
     of the same shape) against the `exact` model.
     """
-    found = {name: Measured() for name in mixes}
+    by_mix = {name: Measured() for name in mixes}
     passes = len(batches) * (len(mixes) + 1)
     with report.track(f"Measuring {', '.join(mixes)}", passes, "passes") as advance, torch.inference_mode():
         for ids, scored in batches:
             log_p = torch.log_softmax(exact(ids)[:, :-1].float(), -1)
             advance(1)
             for name, runner in mixes.items():
-                _add(found[name], log_p, torch.log_softmax(runner(ids)[:, :-1].float(), -1), ids, scored[:, 1:])
+                _add(by_mix[name], log_p, torch.log_softmax(runner(ids)[:, :-1].float(), -1), ids, scored[:, 1:])
                 advance(1)
-    return found
+    return by_mix
 
 
-def _add(found: Measured, log_p: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor, scored: torch.Tensor) -> None:
+def _add(measured: Measured, log_p: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor, scored: torch.Tensor) -> None:
     kl = (log_p.exp() * (log_p - log_q)).sum(-1) * scored
     rise = (log_p - log_q).gather(-1, ids[:, 1:, None])[..., 0] * scored
-    found.tokens += scored.sum(1).tolist()
-    found.kl += kl.sum(1, dtype=torch.float64).tolist()
-    found.rise += rise.sum(1, dtype=torch.float64).tolist()
+    measured.tokens += scored.sum(1).tolist()
+    measured.kl += kl.sum(1, dtype=torch.float64).tolist()
+    measured.rise += rise.sum(1, dtype=torch.float64).tolist()

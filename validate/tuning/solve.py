@@ -17,7 +17,7 @@ from .choices import FORMS, Form, Group, Mix, Price, RoundingName, Shape, change
 from .frontier import Choice, Items, cheapest, loss_of, price_of, steps
 from .gradients import CODES, variant
 
-#: What a change counts, as a price: of equals the one that changes least is taken.
+#: The price of a change: of equal mixes the one that changes least is taken.
 CHANGED = 1e-9
 #: The choices for the cache of a layer: codes, or the compute type.
 CODED, WIDE = "coded", "wide"
@@ -49,9 +49,9 @@ class Losses:
         """Return the loss of a cache tensor in codes; nothing where no token came by."""
         return self.parts[name][CODES] if name in self.parts else 0.0
 
-    def of(self, mix: Mix) -> float:
+    def total(self, mix: Mix) -> float:
         """Return the loss of a mix: the sum of its parts."""
-        cache = sum(found[CODES] for name, found in self.parts.items() if CODES in found and mix.codes(name))
+        cache = sum(losses[CODES] for name, losses in self.parts.items() if CODES in losses and mix.codes(name))
         return cache + sum(self.group(name, form, mix.rounding) for name, form in mix.forms.items())
 
 
@@ -64,11 +64,11 @@ class Correction:
         self.predicted = logarithms[:, 0]
         self.measured = np.maximum.accumulate(logarithms[:, 1])
 
-    def of(self, predicted: float) -> float:
+    def to_measured(self, predicted: float) -> float:
         """Return the expected loss of a mix from its predicted one; beyond all pairs the nearest one's ratio."""
         return _between(predicted, self.predicted, self.measured)
 
-    def back(self, expected: float) -> float:
+    def to_predicted(self, expected: float) -> float:
         """Return the predicted loss that leads to an expected one."""
         return _between(expected, self.measured, self.predicted)
 
@@ -83,21 +83,21 @@ def _between(value: float, here: npt.NDArray[np.float64], there: npt.NDArray[np.
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem to be solved: losses and shape, the price, and the mix that the run has, changes of which are few."""
+    """The optimization problem: losses and shape, the price, and the mix of the run, which few changes should alter."""
 
     losses: Losses
     shape: Shape
     price: Price
-    own: Mix
+    run_mix: Mix
 
     def cheapest(self, budget: float) -> Mix | None:
         """The cheapest mix that is predicted to lose at most `budget`; None where there is none."""
-        found: list[tuple[float, Mix]] = []
-        for rounding, kv_cache, items in self._wholes():
+        priced: list[tuple[float, Mix]] = []
+        for rounding, kv_cache, items in self._model_choices():
             chosen = cheapest(items, budget)
             if chosen is not None and (mix := self._mix(rounding, kv_cache, chosen)) is not None:
-                found.append((price_of(chosen) + self._whole_price(rounding, kv_cache), mix))
-        return min(found, key=lambda each: each[0])[1] if found else None
+                priced.append((price_of(chosen) + self._model_price(rounding, kv_cache), mix))
+        return min(priced, key=lambda pair: pair[0])[1] if priced else None
 
     def best(self) -> Mix:
         """The mix that loses least: all but one group in BF16, since a run without FP8 is none; and those that stay as
@@ -105,11 +105,11 @@ class Problem:
         """
         losses = self.losses
         finest = {name: form for name, form in self.finest().forms.items() if name in losses.parts}
-        rounding = min(losses.roundings, key=lambda each: min(losses.group(*of, each) for of in finest.items()))
+        rounding = min(losses.roundings, key=lambda method: min(losses.group(*item, method) for item in finest.items()))
         left = min(finest, key=lambda name: losses.group(name, finest[name], rounding))
         wide = {group.name for group in self.shape.groups if "bf16" in group.forms and group.name != left}
         forms: dict[str, Form] = {name: "bf16" if name in wide else form for name, form in finest.items()}
-        return Mix({**self.own.forms, **forms}, rounding, losses.caches[0])
+        return Mix({**self.run_mix.forms, **forms}, rounding, losses.caches[0])
 
     @property
     def unknown(self) -> list[str]:
@@ -130,20 +130,20 @@ class Problem:
     def frontier(self) -> list[Mix]:
         """The cheapest mix of each loss, those that lose most first."""
         points: list[tuple[float, float, Mix]] = []
-        for rounding, kv_cache, items in self._wholes():
+        for rounding, kv_cache, items in self._model_choices():
             chosen, further = steps(items)
             for name, choice in [("", None), *further]:
                 chosen |= {name: choice} if choice else {}
                 if (mix := self._mix(rounding, kv_cache, chosen)) is not None:
-                    price = price_of(chosen) + self._whole_price(rounding, kv_cache)
+                    price = price_of(chosen) + self._model_price(rounding, kv_cache)
                     points.append((price, loss_of(chosen), mix))
-        kept: list[tuple[float, float, Mix]] = []
-        for point in sorted(points, key=lambda each: each[:2]):
-            if not kept or point[1] < kept[-1][1]:
-                kept.append(point)
-        return [mix for _, _, mix in kept]
+        frontier: list[tuple[float, float, Mix]] = []
+        for point in sorted(points, key=lambda entry: entry[:2]):
+            if not frontier or point[1] < frontier[-1][1]:
+                frontier.append(point)
+        return [mix for _, _, mix in frontier]
 
-    def _wholes(self) -> Iterable[tuple[RoundingName, KvCache, Items]]:
+    def _model_choices(self) -> Iterable[tuple[RoundingName, KvCache, Items]]:
         """The choices for the whole model, with the options for each group under each of them."""
         for rounding in self.losses.roundings:
             items = {group.name: self._choices(group, rounding) for group in self.shape.groups}
@@ -151,21 +151,21 @@ class Problem:
                 yield rounding, kv_cache, items | self._layers(kv_cache)
 
     def _layers(self, kv_cache: KvCache) -> dict[str, Sequence[Choice]]:
-        """Offer each layer a cache in codes, as `kv_cache` has it, and one that stays wide; none is offered where the
-        whole cache is.
+        """Offer each layer a cache in codes, as `kv_cache` has it, and one that stays in BF16; none where the whole
+        cache stays in BF16.
         """
-        parts, own = CACHE_PARTS[kv_cache], self.own
+        parts, run_mix = CACHE_PARTS[kv_cache], self.run_mix
 
         def choice(name: str, module: str, tensors: Sequence[str]) -> Choice:
             coded = [tensor for tensor in tensors if name == CODED and tensor[-1] in parts]
             held = sum(self.shape.tensor_bytes(tensor, tensor in coded) for tensor in tensors)
-            changed = own.kv_cache == kv_cache and (module in own.wide_cache) != (name == WIDE)
-            price = self.price.of(self.price.positions * held, 0) + CHANGED * changed
+            changed = run_mix.kv_cache == kv_cache and (module in run_mix.wide_cache) != (name == WIDE)
+            price = self.price.combine(self.price.positions * held, 0) + CHANGED * changed
             return Choice(name, sum(map(self.losses.tensor, coded)), price)
 
         def offered(tensors: Sequence[str]) -> Sequence[str]:
             untold = [tensor for tensor in tensors if tensor[-1] in parts and tensor not in self.losses.parts]
-            return (CODED, WIDE) if all(map(own.codes, untold)) else (WIDE,)
+            return (CODED, WIDE) if all(map(run_mix.codes, untold)) else (WIDE,)
 
         return {
             module: [choice(name, module, tensors) for name in offered(tensors)]
@@ -177,8 +177,8 @@ class Problem:
             Choice(
                 form,
                 self.losses.group(group.name, form, rounding),
-                self.price.of(group.bytes_of(form), group.operations_of(form))
-                + CHANGED * (form != self.own.forms[group.name]),
+                self.price.combine(group.bytes_of(form), group.operations_of(form))
+                + CHANGED * (form != self.run_mix.forms[group.name]),
             )
             for form in self._forms(group)
         ]
@@ -188,18 +188,20 @@ class Problem:
         where no loss of it is known.
         """
         if group.name not in self.losses.parts:
-            return [self.own.forms[group.name]]
+            return [self.run_mix.forms[group.name]]
         predicted = (*self.losses.on_codes, "weights_alone", "bf16")
         possible = [form for form in FORMS if form in predicted and form in group.forms]
         exact = [form for form in EXACT if form in possible]
-        taken = self.own.forms[group.name] if self.own.forms[group.name] in exact else next(iter(exact), None)
+        taken = self.run_mix.forms[group.name] if self.run_mix.forms[group.name] in exact else next(iter(exact), None)
         return [form for form in possible if form not in EXACT or form == taken]
 
-    def _whole_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:
-        """The price of all that no item has: a cache that stays wide throughout, and changes of the whole model."""
-        changed = (rounding != self.own.rounding) + (kv_cache != self.own.kv_cache)
+    def _model_price(self, rounding: RoundingName, kv_cache: KvCache) -> float:
+        """Return the price of the choices for the whole model: a cache that stays in BF16 throughout, and changes of
+        rounding and cache.
+        """
+        changed = (rounding != self.run_mix.rounding) + (kv_cache != self.run_mix.kv_cache)
         wide = sum(self.shape.tensor_bytes(name, False) for name in self.shape.cache) if kv_cache == "off" else 0
-        return self.price.of(self.price.positions * wide, 0) + CHANGED * changed
+        return self.price.combine(self.price.positions * wide, 0) + CHANGED * changed
 
     def _mix(self, rounding: RoundingName, kv_cache: KvCache, chosen: Mapping[str, Choice]) -> Mix | None:
         """The mix of these choices; None where nothing of it would be FP8."""

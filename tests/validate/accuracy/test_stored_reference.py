@@ -17,7 +17,7 @@ from fp8q.validate.accuracy.compare import Outcome, compare_in_turn
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored, log_softmax
 from fp8q.validate.accuracy.top_divergence import bounded_kl
-from fp8q.validate.accuracy.top_logits import KeptTokens, TopLogits, positions_to_keep, top_of, top_of_array
+from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens, positions_to_keep, top_of, top_of_array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def stored(evaluation: Evaluation, found: Outcome) -> StoredReference:
     kept = positions_to_keep(evaluation)
     windows = np.flatnonzero(kept.any(axis=1))
     nll = {name: values[windows][kept[windows]] for name, values in found.nll.items()}
-    tops = KeptTokens(windows, evaluation.ids[windows], kept[windows], found.top, nll)
+    tops = TopTokens(windows, evaluation.ids[windows], kept[windows], found.top, nll)
     return StoredReference(tops, found.nll, evaluation)
 
 
@@ -60,7 +60,7 @@ def test_without_torch_a_runtime_has_the_numbers_that_torch_gives(prompt: int | 
     only = replace(with_torch, nll={"bf16": with_torch.nll["bf16"]}, top={"bf16": with_torch.top["bf16"]})
     reference = stored(evaluation, only)
     arrays = {"other": lambda: lambda ids: other[ids][:, :read]}
-    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.way)
+    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.token_measure)
     row, expected = against_stored(alone, reference)["other"], with_torch.accuracy.runtimes["other"]
     assert row.perplexity == pytest.approx(expected.perplexity, rel=1e-6)
     assert row.perplexity_increase == pytest.approx(expected.perplexity_increase, abs=1e-6)
@@ -81,7 +81,7 @@ def test_a_runtime_that_is_the_stored_one_is_at_no_distance(evaluation: Evaluati
     opener = {"bf16": lambda: lambda ids: torch.from_numpy(base[ids])}
     reference = stored(evaluation, compare_in_turn(evaluation, opener, VOCABULARY, tmp_path / "torch", SILENT))
     arrays = {"other": lambda: lambda ids: base[ids]}
-    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.way)
+    alone = compare_in_turn(evaluation, arrays, VOCABULARY, tmp_path / "numpy", SILENT, reference.token_measure)
     distance = against_stored(alone, reference)["other"].stored
     assert distance is not None
     same = distance.runtimes["bf16"]
@@ -100,7 +100,9 @@ def test_logits_that_are_no_numbers_are_named_by_window_and_position(evaluation:
         logits[2, 7] = np.nan
         return logits
 
-    alone = compare_in_turn(evaluation, {"x": lambda: broken}, VOCABULARY, tmp_path / "x", SILENT, reference.way)
+    alone = compare_in_turn(
+        evaluation, {"x": lambda: broken}, VOCABULARY, tmp_path / "x", SILENT, reference.token_measure
+    )
     found = against_stored(alone, reference)["x"]
     assert found.not_finite is not None
     assert (found.not_finite.window, found.not_finite.position, found.not_finite.bf16) == (2, 7, False)

@@ -84,10 +84,10 @@ def test_a_run_has_those_of_each_runtime_with_the_losses_of_the_same_tokens(demo
     assert {*kept.runtimes} == {"bf16", "reference", "onnxruntime"}
     losses = load_token_losses(demo_run)
     for name, top in kept.runtimes.items():
-        assert top.tokens.shape == (int(kept.kept.sum()), TOP)
+        assert top.tokens.shape == (int(kept.positions.sum()), TOP)
         np.testing.assert_allclose(np.exp(top.logprobs).sum(axis=1) + np.exp(top.rest), 1, atol=1e-5)
-        np.testing.assert_array_equal(kept.nll[name], losses[name][kept.windows][kept.kept])
-        own = top.tokens == kept.ids[kept.kept][:, None]
+        np.testing.assert_array_equal(kept.nll[name], losses[name][kept.windows][kept.positions])
+        own = top.tokens == kept.ids[kept.positions][:, None]
         known = own.any(axis=1)
         assert known.mean() > 0.7
         np.testing.assert_allclose(-top.logprobs[own], kept.nll[name][known], atol=1e-5)

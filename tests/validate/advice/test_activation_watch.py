@@ -26,7 +26,7 @@ from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.validate.advice import model_checks
 from fp8q.validate.advice.activation_watch import LargestValues, Watcher, head_logits, one_hot
 from fp8q.validate.advice.checkup import Remedies
-from fp8q.validate.advice.hidden_states import Parted, Sums, float_product, fp8_product
+from fp8q.validate.advice.hidden_states import Divergences, Sums, float_product, fp8_product
 
 REMEDIES = Remedies("RUN", "MODEL", "TEXT", 8)
 INFINITY = float("inf")
@@ -199,9 +199,9 @@ def test_attention_logits_are_held_against_what_bf16_tells_apart(logit: float, v
     assert model_checks.attention_logits(LargestValues(), [], REMEDIES)[0].verdict == "unknown"
 
 
-def parted(*errors: float) -> Parted:
+def parted(*errors: float) -> Divergences:
     """Layers whose hidden states are off by so much, and one product each."""
-    found = Parted()
+    found = Divergences()
     for layer, error in enumerate(errors):
         exact = torch.tensor([[[3.0, 4.0]]])
         found.add(layer, exact + torch.tensor([0.0, 5.0 * error]), exact)
@@ -223,7 +223,7 @@ def test_the_first_layer_that_parts_is_named_with_what_errs_most_in_it() -> None
 def test_layers_that_do_not_part_are_good_and_a_model_without_layers_is_unknown() -> None:
     (found,) = model_checks.hidden_states(parted(0.01, 0.05), Layers("h", 2), [], REMEDIES)
     assert (found.verdict, found.module, found.said) == ("good", "h.1", "5.00 %, cosine 0.9996")
-    (unknown,) = model_checks.hidden_states(Parted(), None, [], REMEDIES)
+    (unknown,) = model_checks.hidden_states(Divergences(), None, [], REMEDIES)
     assert (unknown.verdict, unknown.value) == ("unknown", None)
 
 
@@ -242,7 +242,7 @@ def test_each_product_answers_for_its_own_error() -> None:
     assert [(each.verdict, each.module) for each in found] == [("bad", "h.2.up"), ("watch", "h.1.up")]
     assert found[0].remedy == "`fp8q scales RUN --skip h.2.up`"
     assert found[1].remedy == "`fp8q scales RUN --two-terms h.1.up`"
-    assert model_checks.product_errors(Parted(), {}, REMEDIES)[0].verdict == "unknown"
+    assert model_checks.product_errors(Divergences(), {}, REMEDIES)[0].verdict == "unknown"
 
 
 def test_a_bias_hides_no_error_of_its_product() -> None:

@@ -15,7 +15,7 @@ from fp8q.quantize.scales.decisions import Scales, TensorScale, tensor_scale
 from fp8q.validate.advice import criteria, model_checks
 from fp8q.validate.advice.activation_watch import LargestValues
 from fp8q.validate.advice.checkup import Check, Remedies, verdict_of
-from fp8q.validate.advice.hidden_states import Parted, Sums
+from fp8q.validate.advice.hidden_states import Divergences, Sums
 from fp8q.validate.advice.scale_checks import ScaledTensor, stored_checks
 
 REMEDIES = Remedies("RUN", "MODEL", "TEXT", 8)
@@ -74,13 +74,13 @@ def standing_out(amax: float) -> Check:
 
 def product_off(thousandths: float) -> Check:
     """A product of length 1,000 that is off by so much."""
-    parted = Parted(products={"0.up": Sums(thousandths**2, 1e6)})
+    parted = Divergences(products={"0.up": Sums(thousandths**2, 1e6)})
     return model_checks.product_errors(parted, {"0.up": CHOSEN}, REMEDIES)[0]
 
 
 def hidden_off(thousandths: float) -> Check:
     """Hidden states 3 and 4, of length 5, the second of them off by so many thousandths of that."""
-    parted, exact = Parted(products={"h.0.up": Sums(1, 1)}), torch.tensor([[[3.0, 4.0]]])
+    parted, exact = Divergences(products={"h.0.up": Sums(1, 1)}), torch.tensor([[[3.0, 4.0]]])
     parted.add(0, exact + torch.tensor([0.0, 5e-3 * thousandths]), exact)
     return model_checks.hidden_states(parted, Layers("h", 1), [], REMEDIES)[0]
 
@@ -117,7 +117,7 @@ def test_a_scale_may_lose_a_decibel_and_six_are_bad() -> None:
 
 def test_the_median_token_stands_for_a_layer() -> None:
     """Errors of 1 %, 2 % and 300 %: a token of massive activations is no layer that diverges."""
-    parted, exact = Parted(), torch.tensor([[[3.0, 4.0]] * 3])
+    parted, exact = Divergences(), torch.tensor([[[3.0, 4.0]] * 3])
     parted.add(0, exact + torch.tensor([[[0.0, 0.05], [0.0, 0.1], [0.0, 15.0]]]), exact)
     assert parted.error(0) == pytest.approx(0.02, rel=1e-5)
     parted.add(0, torch.full((1, 4, 2), float("nan")), torch.ones(1, 4, 2))

@@ -30,7 +30,7 @@ def test_a_loop_is_a_period_that_ends_the_text(tokens: list[int], period: int) -
 
 def test_loops_are_counted_by_prompt() -> None:
     loop, text = [7] * 30, TEXT
-    found = Loops.of([loop, loop, text, text], [loop, text, loop, text])
+    found = Loops.from_answers([loop, loop, text, text], [loop, text, loop, text])
     assert found == Loops(fp8=1, bf16=1, both=1, prompts=4)
 
 

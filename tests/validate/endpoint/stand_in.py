@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fp8q.serve.loop.text import Vocabulary
-from fp8q.validate.accuracy.top_logits import KeptTokens, TopLogits
+from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens
 
 TOKENS, WINDOWS, CONTEXT, TOP, BOS = 40, 12, 16, 16, 0
 Table = np.ndarray
@@ -38,7 +38,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokenizer, BOS, frozenset(), 64)
 
 
-def kept_tokens(runtimes: dict[str, Table]) -> KeptTokens:
+def kept_tokens(runtimes: dict[str, Table]) -> TopTokens:
     """The likeliest tokens of `runtimes` on windows of a random text that begin with `BOS`."""
     ids = np.random.default_rng(7).integers(1, TOKENS, (WINDOWS, CONTEXT))
     ids[:, 0] = BOS
@@ -55,7 +55,7 @@ def kept_tokens(runtimes: dict[str, Table]) -> KeptTokens:
             order[:, :TOP].astype(np.int32), best[:, :TOP].astype(np.float32), rest.astype(np.float32)
         )
         nll[name] = -rows[np.arange(len(own)), own].astype(np.float32)
-    return KeptTokens(np.arange(WINDOWS), ids, kept, tops, nll)
+    return TopTokens(np.arange(WINDOWS), ids, kept, tops, nll)
 
 
 @dataclass

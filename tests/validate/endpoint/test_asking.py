@@ -13,7 +13,7 @@ from tokenizers import processors
 from fp8q.core.errors import BackendError, Fp8qError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.serve.loop.text import Vocabulary
-from fp8q.validate.accuracy.top_logits import KeptTokens
+from fp8q.validate.accuracy.top_logits import TopTokens
 from fp8q.validate.endpoint.asking import Asked, ask_all, find_server, without_prefix
 from fp8q.validate.endpoint.client import Client
 from fp8q.validate.endpoint.distance import distances
@@ -41,16 +41,16 @@ EVERY = ("prompt_logprobs", "echo", "logprobs", "text")
 
 
 def asked_of(
-    server: StandIn, folder: Path, kept: KeptTokens = KEPT, tail: int | None = None, timeout_s: float = 5
+    server: StandIn, folder: Path, kept: TopTokens = KEPT, tail: int | None = None, timeout_s: float = 5
 ) -> Asked:
     """All answers of a server."""
     endpoint, longest = find_server(Client(server.url, timeout_s, server.key), None, kept, vocabulary())
     return ask_all(endpoint, prompts_of(kept, tail, None, longest), folder, tail, SILENT)
 
 
-def judged_of(server: StandIn, folder: Path, kept: KeptTokens = KEPT) -> Judged:
+def judged_of(server: StandIn, folder: Path, kept: TopTokens = KEPT) -> Judged:
     found = asked_of(server, folder, kept)
-    return judge_prompt(judge(kept, found.answers, np.nonzero(kept.kept)[0]), found.answers, None)
+    return judge_prompt(judge(kept, found.answers, np.nonzero(kept.positions)[0]), found.answers, None)
 
 
 @pytest.mark.parametrize(("forms", "named", "positions"), [
@@ -165,7 +165,7 @@ def test_where_only_text_comes_back_half_of_the_positions_are_those_that_tell(tm
         found = asked_of(server, tmp_path, COARSE)
     assert found.form == "text"
     assert not found.answers.with_logprobs
-    assert differing(found.answers.rows) > 1.5 * differing(np.arange(int(COARSE.kept.sum())))
+    assert differing(found.answers.rows) > 1.5 * differing(np.arange(int(COARSE.positions.sum())))
     assert distances(COARSE, found.answers)["one-term"].flips.sum() == 0
 
 
@@ -237,7 +237,7 @@ def test_positions_whose_likeliest_token_has_no_text_of_its_own_are_left_out(
     )
     assert doubtful.any()
     assert not doubtful[found.rows].any()
-    assert judge(KEPT, found, np.nonzero(KEPT.kept)[0]).runtimes[0].flips.mean < 0.01
+    assert judge(KEPT, found, np.nonzero(KEPT.positions)[0]).runtimes[0].flips.mean < 0.01
 
 
 @pytest.mark.parametrize("forms", [EVERY, EVERY[1:], EVERY[2:], EVERY[3:]], ids=lambda forms: str(forms[0]))
@@ -292,7 +292,7 @@ def test_tokens_before_a_prompt_are_told_by_their_number(tmp_path: Path) -> None
 
 def test_a_second_bos_is_told_by_how_near_the_answers_are_without_the_first(tmp_path: Path) -> None:
     stand_in = StandIn(TWO_TERMS, EVERY[2:], before=[BOS], second_bos=table(9), counts=False)
-    windows = np.nonzero(KEPT.kept)[0]
+    windows = np.nonzero(KEPT.positions)[0]
     with serving(stand_in) as server:
         found = asked_of(server, tmp_path)
         endpoint, _ = find_server(Client(server.url, 5), None, KEPT, vocabulary())
@@ -306,8 +306,8 @@ def test_a_second_bos_is_told_by_how_near_the_answers_are_without_the_first(tmp_
 
 def test_without_the_bos_what_has_a_past_is_asked_for_again() -> None:
     """The position behind a BOS is the first of a prompt without it, and has no log-probability."""
-    behind_bos = np.broadcast_to(np.arange(CONTEXT) >= 1, KEPT.kept.shape)
-    prompts = prompts_of(KeptTokens(KEPT.windows, KEPT.ids, behind_bos, {}, {}), None, None, None)
+    behind_bos = np.broadcast_to(np.arange(CONTEXT) >= 1, KEPT.positions.shape)
+    prompts = prompts_of(TopTokens(KEPT.windows, KEPT.ids, behind_bos, {}, {}), None, None, None)
     shorter = without_prefix(prompts, 1, 4)
     assert [each.ids for each in shorter] == [tuple(ids[1:]) for ids in KEPT.ids[:4].tolist()]
     assert shorter[1].positions.tolist() == [*range(1, CONTEXT - 1)]
@@ -404,7 +404,7 @@ def test_an_address_is_checked_before_anything_is_sent(url: str, words: str) -> 
 
 
 def test_with_a_tail_the_first_positions_behind_the_prompt_are_compared() -> None:
-    kept = KeptTokens(KEPT.windows, KEPT.ids, KEPT.kept & (np.arange(CONTEXT) >= 6), {}, {})
+    kept = TopTokens(KEPT.windows, KEPT.ids, KEPT.positions & (np.arange(CONTEXT) >= 6), {}, {})
     prompts = prompts_of(kept, 4, None, None)
     assert {tuple(each.positions.tolist()) for each in prompts} == {(6, 7)}
     assert {len(each.ids) for each in prompts} == {8}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8q.validate.accuracy.bootstrap import Bootstrap
-from fp8q.validate.accuracy.top_logits import KeptTokens, TopLogits
+from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens
 from fp8q.validate.endpoint.answers import LikelyTokens
 from fp8q.validate.endpoint.distance import Distances
 from fp8q.validate.endpoint.judgement import Judged, excesses, judge, noise_of, noticed
@@ -86,7 +86,7 @@ def judged(answers: np.ndarray, runtimes: dict[str, np.ndarray], rows: int = ROW
         )
         for name, each in runtimes.items()
     }
-    kept = KeptTokens(
+    kept = TopTokens(
         np.arange(WINDOWS), OWN.reshape(WINDOWS, EACH), np.ones((WINDOWS, EACH), np.bool_), tops,
         {name: losses[name].astype(np.float32) for name in runtimes},
     )  # fmt: skip

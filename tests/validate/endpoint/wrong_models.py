@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fp8q.validate.accuracy.top_logits import KeptTokens, top_of
+from fp8q.validate.accuracy.top_logits import TopTokens, top_of
 from fp8q.validate.endpoint.answers import LikelyTokens
 from fp8q.validate.endpoint.judgement import Judged, judge
 
@@ -138,11 +138,11 @@ class World:
         return found
 
     @cached_property
-    def kept(self) -> KeptTokens:
+    def kept(self) -> TopTokens:
         mask = np.zeros(self.parts[0].shape, np.bool_)
         mask[:, self.kept_from :] = True
         runtimes = {name: self.run(model, self.parts[0]) for name, model in self.models.items() if name != "served"}
-        return KeptTokens(
+        return TopTokens(
             np.arange(self.windows),
             self.parts[0].numpy(),
             mask,
@@ -177,7 +177,7 @@ class World:
         return LikelyTokens(np.arange(len(losses)), tokens, logprobs, losses, 0, 0)
 
     def judged(self, variant: Variant) -> Judged:
-        return judge(self.kept, self.answers(variant), np.nonzero(self.kept.kept)[0])
+        return judge(self.kept, self.answers(variant), np.nonzero(self.kept.positions)[0])
 
     def calibrated_again(self, quantile: float = 1.0) -> Change:
         """Scales of inputs from other text, or clipped."""

@@ -10,7 +10,7 @@ from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.quantize.weights.gptq import compensation, gptq_codes
-from fp8q.validate.sensitivity.gptq_prediction import Gathered, Untold, share_left
+from fp8q.validate.sensitivity.gptq_prediction import Gathered, Unexplained, share_left
 
 TOKENS = 4096
 
@@ -34,15 +34,15 @@ def both_errors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_uncorrelated_inputs_leave_all_of_it() -> None:
     x = tokens_of(torch.eye(8))
     error, _ = both_errors(x)
-    assert share_left(error, Untold.of(x.T @ x), TOKENS, TOKENS) == pytest.approx(1, abs=0.01)
+    assert share_left(error, Unexplained.from_moments(x.T @ x), TOKENS, TOKENS) == pytest.approx(1, abs=0.01)
 
 
 def test_an_input_that_another_repeats_leaves_next_to_nothing_of_one_of_the_two() -> None:
     """Two inputs, of which each tells all of the other: the first one's error goes into the second, whose own stays."""
     x = tokens_of(torch.ones(1, 1)) @ torch.ones(1, 2) + 1e-3 * tokens_of(torch.eye(2), 1)
     error = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    assert share_left(error, Untold.of(x.T @ x), TOKENS, TOKENS) == pytest.approx(0.5, abs=0.01)
-    assert share_left(torch.zeros(2, 2), Untold.of(x.T @ x), TOKENS, TOKENS) == 1.0
+    assert share_left(error, Unexplained.from_moments(x.T @ x), TOKENS, TOKENS) == pytest.approx(0.5, abs=0.01)
+    assert share_left(torch.zeros(2, 2), Unexplained.from_moments(x.T @ x), TOKENS, TOKENS) == 1.0
 
 
 @pytest.mark.parametrize("common", [0.5, 1.0, 3.0])
@@ -50,7 +50,7 @@ def test_the_share_is_about_what_the_codes_of_gptq_leave_on_other_tokens(common:
     mixing = torch.eye(64) + common * torch.ones(64, 64) / 8
     x, other = tokens_of(mixing), tokens_of(mixing, 1)
     nearest, compensated = both_errors(x)
-    found = share_left(nearest, Untold.of(x.T @ x), TOKENS, TOKENS)
+    found = share_left(nearest, Unexplained.from_moments(x.T @ x), TOKENS, TOKENS)
     assert found < 0.99
     actual = float((other @ compensated.T).square().sum() / (other @ nearest.T).square().sum())
     assert 0.75 < actual / found < 1.2
@@ -58,14 +58,14 @@ def test_the_share_is_about_what_the_codes_of_gptq_leave_on_other_tokens(common:
 
 def test_what_is_untold_is_what_rounding_in_turn_takes_its_errors_by() -> None:
     x = tokens_of(torch.randn(32, 32, generator=torch.Generator().manual_seed(3)))
-    found, factor = Untold.of(x.T @ x), compensation(x.T @ x).factor
+    found, factor = Unexplained.from_moments(x.T @ x), compensation(x.T @ x).factor
     assert torch.allclose(found.left, 1 / factor.diagonal().square(), rtol=1e-3)
 
 
 def test_few_tokens_are_not_believed_what_they_explain_by_chance() -> None:
     """48 uncorrelated inputs on 96 tokens: all of the loss would stay, and the moments themselves say far less."""
     x = tokens_of(torch.eye(48))[:96]
-    error, found = both_errors(tokens_of(torch.eye(48)))[0], Untold.of(x.T @ x)
+    error, found = both_errors(tokens_of(torch.eye(48)))[0], Unexplained.from_moments(x.T @ x)
     assert share_left(error, found, 96, TOKENS) > 0.85
     assert share_left(error, found, 1_000_000, 1_000_000) < 0.8
 

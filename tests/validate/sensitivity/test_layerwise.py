@@ -27,7 +27,7 @@ from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.sensitivity import layerwise
 from fp8q.validate.sensitivity.document import Sensitivity
-from fp8q.validate.sensitivity.gradients import found_back
+from fp8q.validate.sensitivity.gradients import backward_losses
 
 WINDOWS = 5
 LAYERS = 4
@@ -154,9 +154,9 @@ def test_one_layer_and_its_codes_are_there_at_a_time(run: Run, monkeypatch: pyte
         held = {int(name.split(".")[2]) for name in quantizer.coded._layers}
         assert held == layers - {None}
         there.append(layers)
-        return found_back(quantizer, sites, *further)
+        return backward_losses(quantizer, sites, *further)
 
-    monkeypatch.setattr(layerwise, "found_back", looking)
+    monkeypatch.setattr(layerwise, "backward_losses", looking)
     predicted(run, stream=True)
     assert there == [{layer} for layer in (None, 3, 2, 1, 0) for _ in range(3)]
 
@@ -188,10 +188,10 @@ def test_a_killed_call_goes_on_at_the_layer_it_was_in(
         if killing[0] and killed_at == "batch 1 back of layer 2" and counted["back"] == 2 * 3 + 1:
             raise KeyboardInterrupt
         counted["back"] += 1
-        return found_back(*given)
+        return backward_losses(*given)
 
     monkeypatch.setattr(layerwise.Layerwise, "_onward", onward_counted)
-    monkeypatch.setattr(layerwise, "found_back", back_counted)
+    monkeypatch.setattr(layerwise, "backward_losses", back_counted)
     with pytest.raises(KeyboardInterrupt):
         predicted(run, stream=True)
     counted.update(onward=0, back=0)

@@ -175,7 +175,7 @@ def test_a_cache_tensor_alone_costs_what_rounding_the_values_makes(
 def test_layers_before_a_tensor_are_not_run_again_and_nothing_changes(
     run: Run, quantizer: Quantizer, sites: list[Site], ids: torch.Tensor
 ) -> None:
-    prefix = Prefix.of(quantizer, source_of(run), "cpu")
+    prefix = Prefix.from_model(quantizer, source_of(run), "cpu")
     assert prefix is not None
     late = [site for site in sites if prefix.layers.index(site.module) == 3]
     assert {site.kind for site in late} == {"weight", "activation", "kv_cache"}

@@ -83,8 +83,8 @@ def test_costs_are_those_of_a_checkpoint_with_these_scales() -> None:
 def test_what_is_dear_weighs_and_the_other_decides_between_equals() -> None:
     """Plain: 11,600 + 10 · 800 bytes, 11,200 operations."""
     assert Price(SHAPE.plain, "memory", 10).of_cost(SHAPE.plain) == pytest.approx(1 + 1e-4)
-    assert Price(SHAPE.plain, "prefill", 10).of(19_600, 0) == pytest.approx(1e-4)
-    assert Price(SHAPE.plain, "memory", 10).of(1960, 1120) == pytest.approx(0.1 + 1e-5)
+    assert Price(SHAPE.plain, "prefill", 10).combine(19_600, 0) == pytest.approx(1e-4)
+    assert Price(SHAPE.plain, "memory", 10).combine(1960, 1120) == pytest.approx(0.1 + 1e-5)
 
 
 def test_what_changes_is_told_by_groups_and_for_the_whole_model() -> None:
@@ -113,7 +113,7 @@ def test_what_changes_is_told_by_groups_and_for_the_whole_model() -> None:
 def test_the_cheapest_mix_by_hand(prefer: str, budget: float, expected: Mix) -> None:
     found = problem(prefer).cheapest(budget)
     assert found is not None
-    assert LOSSES.of(found) <= budget
+    assert LOSSES.total(found) <= budget
     assert same(found, expected), changes(expected, found)
 
 
@@ -167,7 +167,7 @@ UNEVEN = replace(LOSSES, parts={**LOSSES.parts, "b.k": {"fp8": 40}, "b.v": {"fp8
 def test_layers_whose_keys_lose_most_stay_wide_first(budget: float, expected: Mix, cache_bytes: int) -> None:
     found = Problem(UNEVEN, LAYERS, Price(LAYERS.plain, "memory", 10), mix()).cheapest(budget)
     assert found is not None
-    assert UNEVEN.of(found) <= budget
+    assert UNEVEN.total(found) <= budget
     assert (found.kv_cache, found.wide_cache) == (expected.kv_cache, expected.wide_cache)
     assert same(found, expected), changes(expected, found)
     assert LAYERS.cost(found).cache_bytes == cache_bytes
@@ -178,8 +178,8 @@ def test_a_layer_that_becomes_wide_or_codes_again_is_told() -> None:
     assert changes(before, after) == [("b", "wide_cache"), ("a", "coded_cache")]
     assert changes(before, mix()) == [("*", "kv_cache=off")]
     own = ScaleOptions(kv_cache="fp8", kv_skip=("a",))
-    assert Recipe.of(GROUPS, after).over(own).kv_skip == ("b",)
-    assert Recipe.of(GROUPS, mix()).over(own) == ScaleOptions(kv_cache="off")
+    assert Recipe.from_mix(GROUPS, after).over(own).kv_skip == ("b",)
+    assert Recipe.from_mix(GROUPS, mix()).over(own) == ScaleOptions(kv_cache="off")
 
 
 def test_of_equals_the_one_that_changes_least_is_taken() -> None:
@@ -194,7 +194,7 @@ def test_something_stays_in_fp8_whatever_is_asked_for() -> None:
     assert problem().cheapest(0) is None
     best = problem().best()
     assert sorted(best.forms.values()) == ["bf16", "two_terms"]
-    assert LOSSES.of(best) == 0.5
+    assert LOSSES.total(best) == 0.5
     assert all(set(point.forms.values()) != {"bf16"} for point in problem().frontier())
 
 
@@ -225,7 +225,7 @@ def test_a_layer_of_the_cache_whose_loss_is_not_known_stays_as_it_is(wide: tuple
 
 def test_along_the_frontier_losses_fall_and_prices_rise() -> None:
     points = problem().frontier()
-    losses = [LOSSES.of(point) for point in points]
+    losses = [LOSSES.total(point) for point in points]
     prices = [problem().price.of_cost(SHAPE.cost(point)) for point in points]
     assert losses == sorted(losses, reverse=True)
     assert prices == sorted(prices)
@@ -235,9 +235,9 @@ def test_along_the_frontier_losses_fall_and_prices_rise() -> None:
 
 def test_the_correction_goes_through_what_was_measured_and_on_with_the_nearest_ratio() -> None:
     found = Correction([(4, 8), (1, 1)])
-    assert [found.of(value) for value in (1, 4, 2)] == pytest.approx([1, 8, 8**0.5])
-    assert [found.of(value) for value in (0.5, 8, 0)] == pytest.approx([0.5, 16, 0])
-    assert [found.back(found.of(value)) for value in (0.3, 1.7, 9)] == pytest.approx([0.3, 1.7, 9])
+    assert [found.to_measured(value) for value in (1, 4, 2)] == pytest.approx([1, 8, 8**0.5])
+    assert [found.to_measured(value) for value in (0.5, 8, 0)] == pytest.approx([0.5, 16, 0])
+    assert [found.to_predicted(found.to_measured(value)) for value in (0.3, 1.7, 9)] == pytest.approx([0.3, 1.7, 9])
 
 
 @pytest.mark.parametrize(("budget", "forms"), [(9, "one_term tail"), (7, "tail tail"), (6.5, "two_terms tail")])
@@ -251,7 +251,7 @@ def test_a_tail_is_taken_before_two_terms(budget: float, forms: str) -> None:
 
 def test_what_was_measured_never_falls_where_more_is_predicted() -> None:
     found = Correction([(1, 2), (2, 1.5), (4, 6)])
-    assert found.of(2) == pytest.approx(2)
+    assert found.to_measured(2) == pytest.approx(2)
 
 
 def test_a_tail_is_as_long_as_the_run_has_it() -> None:

@@ -129,7 +129,7 @@ def test_a_group_s_loss_is_predicted_as_it_is_measured(
             predicted, measured = 0.0, 0.0
             for name in wide:
                 mix = Mix(wide | {name: form}, rounding, "off")
-                predicted += prepared.losses.of(mix)
+                predicted += prepared.losses.total(mix)
                 measured += prepared.measured("choosing", mix, choosing, Notes(SILENT)).kl_nats
             assert 0.6 < predicted / measured < 1.5, (rounding, form)
 
