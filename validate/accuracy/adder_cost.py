@@ -1,4 +1,4 @@
-"""The reference on some of the windows with another sum of its codes: what a tensor core's adder costs the model.
+"""Measure the cost of a tensor core's adder: run the reference on some windows with its codes summed in another way.
 
 Adding as `quantize.reference.adder` does takes minutes where the processor's own product takes seconds, so a few
 windows are run, evenly spaced over the text: always the same ones. The reference with sums in FP32 goes through the

@@ -32,9 +32,10 @@ Start = Callable[[int, int], Step[Rows]]
 
 
 def served(start: Start[Rows], prompt: int) -> Callable[[npt.NDArray[np.int64]], Rows]:
-    """Logits of windows whose first `prompt` tokens are read in one call, and the others one by one.
+    """Return the function that computes logits of windows, whose first `prompt` tokens are read in one call and the
+    others one by one.
 
-    The logits of positions before the prompt's last are zero, and the last token of a window, behind which nothing is
+    The logits of positions before the prompt's last are zero, and the last token of a window, after which nothing is
     scored, is not read: float [windows, context - 1, vocabulary].
     """
 
@@ -59,7 +60,8 @@ def zeros(like: Rows, shape: tuple[int, ...]) -> Rows:
 def by_distance(
     evaluation: Evaluation, nll: npt.NDArray[np.float32], kl: npt.NDArray[np.float32] | None
 ) -> list[DistanceBucket] | None:
-    """Mean loss, and KL from the baseline, of each quarter of the tokens behind the prompt; None for whole windows.
+    """Average the loss, and KL from the baseline, over each quarter of the tokens after the prompt; None for whole
+    windows.
 
     `nll` and `kl` float32 [windows, context], in nats; NaN where not scored.
     """

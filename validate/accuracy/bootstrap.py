@@ -1,7 +1,7 @@
-"""Intervals of means over tokens: whole windows are drawn again, since the tokens of one are not independent.
+"""Bootstrap intervals of means over tokens: windows are resampled, since the tokens of a window are not independent.
 
-The percentile method (Efron 1979), with a fixed seed. A value for each token, such as the difference of two losses of
-it, pairs what is compared, which removes the difficulty of the text.
+The percentile method (Efron 1979), with a fixed seed. One value for each token, such as the difference of its losses in
+two runtimes, makes a paired comparison, which removes the difficulty of the text.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,10 @@ class MeanInterval(NamedTuple):
 
 
 class Bootstrap:
-    """The windows of some tokens, drawn again in one way for all values of these tokens."""
+    """Resamples of the windows of some tokens, the same for all values of these tokens."""
 
     def __init__(self, windows: npt.NDArray[np.intp]):
-        """`windows` [tokens]: the window of each. Of one window the tokens are drawn instead."""
+        """Resample `windows` [tokens], the window of each token; with a single window, resample its tokens."""
         names, self._index = np.unique(windows, return_inverse=True)
         if len(names) == 1:
             self._index = np.arange(len(windows))
@@ -36,7 +36,7 @@ class Bootstrap:
         self._drawn = random.multinomial(self._count, np.full(self._count, 1 / self._count), DRAWS)
 
     def interval(self, values: npt.NDArray[np.float64]) -> MeanInterval:
-        """The mean of `values` [tokens] and its interval; NaN are left out."""
+        """Return the mean of `values` [tokens] and its interval; NaN are left out."""
         known = np.isfinite(values)
         if not known.any():
             return MeanInterval(*[float("nan")] * 3)
@@ -47,7 +47,7 @@ class Bootstrap:
         return MeanInterval(float(sums.sum() / counts.sum()), float(low), float(high))
 
     def ratio(self, above: npt.NDArray[np.float64], below: npt.NDArray[np.float64]) -> tuple[float, float]:
-        """The ends of the interval of sum(`above`) / sum(`below`), both [tokens]; infinite without `below`."""
+        """Return the ends of the interval of sum(`above`) / sum(`below`), both [tokens]; infinite without `below`."""
         upper, lower = (self._drawn @ np.bincount(self._index, values, self._count) for values in (above, below))
         quotients = np.divide(upper, lower, out=np.full(DRAWS, np.inf), where=lower != 0)
         tail = (1 - CONFIDENCE) / 2
@@ -56,18 +56,18 @@ class Bootstrap:
 
 
 def paired(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
-    """The windows in which both have a scored token."""
+    """Return the windows in which both have a scored token."""
     return np.flatnonzero((~np.isnan(base) & ~np.isnan(other)).any(axis=1))
 
 
 def increase_interval(
     base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]
 ) -> tuple[float | None, float | None]:
-    """95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32 [windows,
-    context], nats, NaN: not scored.
+    """Return the 95 % interval of the perplexity's relative increase, from the same tokens in both: NLL float32
+    [windows, context], nats, NaN: not scored.
 
-    The pairing removes the difficulty of a text, which varies a hundred times more than FP8 adds.
-    None below `LEAST_WINDOWS` windows that both have.
+    The pairing removes the difficulty of a text, which varies a hundred times more than FP8 adds. None below
+    `LEAST_WINDOWS` windows that both have.
     """
     windows = paired(base, other)
     if len(windows) < LEAST_WINDOWS:
@@ -80,10 +80,10 @@ def increase_interval(
 
 
 def increase_halves(base: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> list[float] | None:
-    """The perplexity's relative increase on every second window that both have, and on the others; NLL float32
+    """Return the perplexity's relative increase on every second window that both have, and on the others; NLL float32
     [windows, context], nats, NaN: not scored. None below two windows.
 
-    Their difference is what the choice of text alone does to an increase.
+    Their difference is the effect that the choice of text alone has on an increase.
     """
     windows = paired(base, other)
     if len(windows) < 2:

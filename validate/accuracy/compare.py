@@ -112,7 +112,9 @@ class WindowBatch:
 
 
 class Measure(Protocol):
-    """Measures the logits of a batch, against those of the baselines, and writes those of scored tokens."""
+    """A function that measures the logits of a batch, compares them with the baselines', and writes those of scored
+    tokens.
+    """
 
     def __call__(
         self, logits: Any, batch: WindowBatch, baselines: Baselines, write: Writer | None
@@ -217,7 +219,7 @@ class Turns:
         return len(self.evaluation.ids[self.parts[part]])
 
     def missing(self, part: int) -> list[str]:
-        """The runtimes whose results for a chunk are not all saved."""
+        """List the runtimes whose results for a chunk are not all saved."""
         return [
             name
             for name in self.names
@@ -294,7 +296,7 @@ class Turns:
         return read_arrays(path, "results of a runtime", UNFINISHED)
 
     def outcome(self) -> Outcome:
-        """The means over all chunks, of the runtimes that ran them all."""
+        """Summarize all chunks, of the runtimes that ran them all."""
         results = {
             name: joined([self._saved(name, part) for part in range(len(self.parts))])
             for name in self.openers
@@ -327,7 +329,7 @@ def loading(name: str, opener: Opener) -> AnyForward:
     try:
         return opener()
     except (RuntimeError, MemoryError) as error:
-        raise BackendError(name, f"cannot be loaded ({one_line(error)})") from error
+        raise BackendError(name, f"cannot be loaded ({error_line(error)})") from error
 
 
 def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows: slice, of: int) -> Logits:
@@ -336,10 +338,10 @@ def running(name: str, forward: AnyForward, ids: npt.NDArray[np.int64], windows:
         return forward(ids)
     except (BackendError, RuntimeError, MemoryError) as error:
         where = f"window {windows.start + 1}" + (f" to {windows.stop}" if len(ids) > 1 else "")
-        raise BackendError(name, f"failed at {where} of {of} ({one_line(error)})") from error
+        raise BackendError(name, f"failed at {where} of {of} ({error_line(error)})") from error
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Format a library's exception as one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
@@ -351,7 +353,7 @@ def without_gradients() -> AbstractContextManager[object]:
 
 
 def summarize_tokens(values: TokenValues, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
-    """Means and quantiles over tokens; `base`: the loss of the same tokens on the baseline."""
+    """Summarize the values of tokens in means and quantiles; `base`: the baseline's loss of the same tokens."""
     nll = mean(values["nll"])
     means = {name: mean(values[field]) for field, name in MEANS.items() if field in values}
     if base is not None:

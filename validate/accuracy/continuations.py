@@ -1,7 +1,7 @@
 """`continuations.json`: greedy continuations of the same prompts by BF16 and FP8.
 
 They illustrate the numbers: most pairs of texts differ sooner or later, since one token of nearly equal probability is
-enough, and the text behind it is another one, not a worse one.
+enough, and the text after it is different, not worse.
 """
 
 from html import escape
@@ -38,7 +38,7 @@ class Continuations(Strict):
     continuations: list[Continuation]
 
     def _repr_html_(self) -> str:
-        """Render them for a notebook: side by side, what parts them bold."""
+        """Render them for a notebook: side by side, with the differing ends bold."""
         if not self.continuations:
             return "<p>Not written: <code>fp8q report RUN</code> does so where the source model is.</p>"
         cell = "<td style='text-align:left;vertical-align:top;white-space:pre-wrap'>{}<b>{}</b></td>"

@@ -93,7 +93,7 @@ def _broken(accuracy: Accuracy) -> tuple[str, float] | None:
 
 
 def candidates(accuracy: Accuracy, nll: Losses) -> list[Candidate]:
-    """List the runtimes that serve the model, ran every window and were held against BF16; with each adapter too."""
+    """List the runtimes that serve the model, ran every window and were compared with BF16; with each adapter too."""
     served = []
     for suffix, evaluated in accuracy.with_adapters():
         for name, runtime in evaluated.runtimes.items():
@@ -137,7 +137,7 @@ def _details(worst: Candidate, compared: list[Candidate], accuracy: Accuracy, mo
 
 
 def _remark(worst: Candidate, most: float) -> str:
-    """A remark on an interval, behind a comma; empty where there is none."""
+    """Write a remark on an interval, after a comma; empty where there is none."""
     assert worst.interval is not None, "the caller looked"
     low, high = worst.interval
     if worst.rise <= most < high:

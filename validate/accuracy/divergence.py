@@ -169,7 +169,9 @@ def divergence(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
 
 
 def overlap(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
-    """The share of the likeliest tokens of p that are among those of q, for each row of two [tokens, vocabulary]."""
+    """Compute the share of the likeliest tokens of p that are among those of q, for each row of two [tokens,
+    vocabulary].
+    """
     ours, theirs = (
         log_probabilities.topk(min(TOP, log_probabilities.shape[-1]), sorted=False).indices
         for log_probabilities in (log_p, log_q)

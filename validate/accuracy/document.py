@@ -73,7 +73,7 @@ class FrequencyBucket(Strict):
 
 
 class DistanceBucket(Strict):
-    """The decoded tokens `first` to `last` behind the prompt, counted from 1; NLL and KL are their means."""
+    """The decoded tokens `first` to `last` after the prompt, counted from 1; NLL and KL are their means."""
 
     first: int
     last: int
@@ -237,8 +237,8 @@ class Accuracy(Strict):
 
     @property
     def one_term_cost(self) -> str | None:
-        """State KL from BF16 with one code for each activation, and with those of the run; None where either was not
-        measured.
+        """State KL from BF16 with one code for each activation, and with the codes of the run; None where either was
+        not measured.
         """
         names = (ONE_TERM_ALONE, "reference")
         one, ours = (self.runtimes[name].kl_mean_nats if name in self.runtimes else None for name in names)

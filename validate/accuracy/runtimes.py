@@ -38,7 +38,7 @@ FLOATS = {"bf16": torch.bfloat16, FLOAT32: torch.float32, ORIGINAL: None}
 
 
 def float_model(source: Source, dtype: torch.dtype, device: str, prompt: int | None = None) -> Forward:
-    """The source model in `dtype`; `prompt`: as `openers` has it."""
+    """Return the source model in `dtype`; `prompt`: as `openers` has it."""
     model = load_model(source, dtype, device)
     if prompt is not None:
         return served(torch_start(model), prompt)
@@ -46,14 +46,14 @@ def float_model(source: Source, dtype: torch.dtype, device: str, prompt: int | N
 
 
 def load_float(source: Source, name: str, device: str) -> torch.nn.Module:
-    """The source model as the runtime `name` of `FLOATS` has it."""
+    """Load the source model as the runtime `name` of `FLOATS` has it."""
     return load_model(source, FLOATS[name] or stored_dtype(source), device)
 
 
 def open_reference(
     run: Run, mode: Mode, device: str, adapter: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Reference:
-    """The FP8 reference, what is not FP8 in `dtype`, with that adapter on."""
+    """Load the FP8 reference, its parts outside FP8 in `dtype`, with that adapter on."""
     with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
         where = None if adapter is None else adapter_directory(run, adapter)
         return load_reference(run.model, mode, dtype, device, where)
@@ -71,9 +71,10 @@ def logits_of(loaded: Reference) -> Forward:
 def reference(
     run: Run, device: str, adapter: str | None = None, prompt: int | None = None, first_terms: bool = False
 ) -> Forward:
-    """The FP8 reference in its fast mode, what is not FP8 in BF16, with the run's cache and that adapter on.
+    """Return the FP8 reference in its fast mode, its parts outside FP8 in BF16, with the run's cache and that adapter
+    on.
 
-    `prompt`: as `openers` has it. `first_terms`: with one code for each activation, the first.
+    `prompt`: as `openers` has it. `first_terms`: with only the first code of each activation.
     """
     loaded = open_reference(run, "fast", device, adapter)
     if first_terms:
@@ -85,12 +86,12 @@ def openers(
     names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None,
     prompt: int | None = None,
 ) -> dict[str, Opener]:  # fmt: skip
-    """The functions that load the named runtimes, with `adapter` on; raises where a file of one is missing.
+    """Return the functions that load the named runtimes, with `adapter` on; raises where a file of one is missing.
 
     `prompt`: the tokens that are read in one call before the others are read one by one (None: all in one call).
 
-    A source in another type than BF16 adds the runtime `original` beside `bf16`, its cast, where no named runtime has
-    that type.
+    A source in another type than BF16 adds the runtime `original` to `bf16`, its cast, where no named runtime has that
+    type.
     """
     loaders: dict[str, Opener] = {}
     for name in names:
@@ -141,7 +142,7 @@ def compare_adapted(
 ) -> AdapterOutcome:
     """Run `evaluation` once with each adapter of the run, through its `runtimes`.
 
-    `source` opens the model with its adapters beside it.
+    `source` opens the model with its unmerged adapters.
     """
     result, prompt = AdapterOutcome(), evaluation.protocol.prompt
     for variant in source().variants[1:]:

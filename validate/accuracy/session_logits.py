@@ -1,8 +1,8 @@
 """Compute logits of windows by a graph on ONNX Runtime, or by an engine on a GPU, with NumPy and no torch.
 
-An engine takes as many rows as its profiles allow, and a prompt in chunks over its cache, as it is served; so a window
-is read so too: `Pace.chunk` tokens a call through the profile of prompts, each call over the keys and values that those
-before it left. The logits of every position come back.
+An engine takes as many rows as its profiles allow, and a prompt in chunks over its cache, as it is served. A window is
+read in the same way: `Pace.chunk` tokens a call through the profile of prompts, each call over the keys and values that
+those before it left. The logits of every position come back.
 """
 
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def rows_that_fit(session: EngineSession, context: int) -> int:
 
 
 def _no_room(error: DeviceMemoryError) -> SessionError:
-    """The error for one window without room: `validate` has a context, and no batch to make smaller."""
+    """Return the error for one window without room: `validate` has a context, and no batch to make smaller."""
     return SessionError(f"{error.facts}; give a smaller --context, or end what else runs on this GPU")
 
 

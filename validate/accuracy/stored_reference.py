@@ -1,8 +1,8 @@
 """Compare runtimes that need no torch with the stored results of those that ran on another host.
 
 A host that serves has neither torch nor the source model. `tokens.npz` has the loss of every token in every runtime
-that the calibrating machine ran, so perplexity and paired losses are what they would be there. Of whole distributions
-`top_logits.npz` has the likeliest tokens at some positions, from which KL is known to lie between two bounds
+that the calibrating machine ran, so perplexity and paired losses are exact. Instead of whole distributions
+`top_logits.npz` has the likeliest tokens at some positions, which bound KL from below and from above
 (`top_divergence`).
 """
 

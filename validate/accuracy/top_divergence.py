@@ -1,7 +1,7 @@
-"""KL over the likeliest tokens of two models: what it is at least, and at most.
+"""Bound KL from below and from above, from the likeliest tokens of two models.
 
-Of p only the likeliest tokens are kept, and the probability of all others together; of q, where it is a server's, as
-little. Take the tokens that both name, those that p alone names, and all others: a coarser partition of the vocabulary,
+Only the likeliest tokens of p are stored, and the probability of all others together; a server gives as little of q.
+Take the tokens that both name, those that p alone names, and all others: a coarser partition of the vocabulary,
 over which KL is at most the whole KL (data processing). Of the second part q is not known, but not more than what q's
 own names leave, nor than the number of its tokens times the last probability that q's list has, since that list has the
 likeliest. KL falls with it until q is divided as p is, so the least KL is there or at that bound. Without the bound two
@@ -29,12 +29,12 @@ Values = npt.NDArray[np.float64]
 def coarse_kl(
     top: TopLogits, tokens: npt.NDArray[np.int64], logprobs: Values, unlisted: Values | None = None
 ) -> tuple[Values, Values]:
-    """KL(top || answers) in nats of each position of `top`, at least, and the probability of all tokens but those that
-    both name: float64 [n] each.
+    """Return a lower bound of KL(top || answers) in nats at each position of `top`, and the probability of all tokens
+    but those that both name: float64 [n] each.
 
     `tokens` int64 [n, k], `logprobs` float64 [n, k]: the answers' tokens and their log-probabilities, NaN where
     unknown; a negative token is listed, and unknown. `unlisted` float64 [n]: the most probability that the answers give
-    to a token that they do not list; None: that is not known.
+    to a token that they do not list; None: unknown.
     """
     log_p, listed = top.logprobs.astype(np.float64), np.isfinite(logprobs)
     same = (tokens[:, :, None] == top.tokens[:, None, :]) & listed[:, :, None]
@@ -58,11 +58,11 @@ def _sum_of(logprobs: Values, some: npt.NDArray[np.bool_]) -> Values:
 
 
 def _least_of_two(first: Values, second: Values, q_first_most: Values, q_sum: Values) -> Values:
-    """Σ p log(p / q) over two sets, at least: p is `first` and `second`, q is at most `q_first_most` in the first set
-    and sums to `q_sum`; float64 [n] each.
+    """Return the minimum of Σ p log(p / q) over two sets: p is `first` and `second`, q is at most `q_first_most` in the
+    first set and sums to `q_sum`; float64 [n] each.
 
-    Without that limit the least is where q is divided as p is, which is one set of both. Where the limit is less, the
-    sum falls with the first set's q up to it.
+    Without that limit the minimum divides q as p is divided, as if both were one set. Where the limit is less, the sum
+    falls with the first set's q up to it.
     """
     both = np.maximum(first + second, LEAST_REST)
     free = both * np.log(both / q_sum)
@@ -74,7 +74,7 @@ def _least_of_two(first: Values, second: Values, q_first_most: Values, q_sum: Va
 
 
 def bounded_kl(top: TopLogits, log_q: npt.NDArray[np.float32]) -> tuple[Values, Values, Values]:
-    """KL(top || q) in nats of each position of `top`: what it is at least and at most, and the probability of all
+    """Return lower and upper bounds of KL(top || q) in nats at each position of `top`, and the probability of all
     tokens but those of `top`; float64 [n] each.
 
     `log_q` float32 [n, vocabulary]: the log-probabilities of all tokens.
@@ -88,8 +88,8 @@ def bounded_kl(top: TopLogits, log_q: npt.NDArray[np.float32]) -> tuple[Values, 
 
 
 def largest_rest(cap: Values, rest: Values, log_q: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64]) -> Values:
-    """Σ p (log p - log q) over all tokens but `tokens` int64 [n, k], at most: where p is at most exp(`cap`) and its sum
-    `rest`, both float64 [n].
+    """Return the maximum of Σ p (log p - log q) over all tokens but `tokens` int64 [n, k], where p is at most
+    exp(`cap`) and its sum is `rest`, both float64 [n].
     """
     others = log_q.astype(np.float64)
     np.put_along_axis(others, tokens, np.inf, axis=1)

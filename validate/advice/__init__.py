@@ -2,12 +2,12 @@
 
 criteria            the register of both: name, text and limits of every check
 findings            outliers in the statistics, ranked; the two what-ifs
-certificate         whether the calibration text is enough
-expert_coverage     which experts saw the calibration text
+certificate         the evidence that the calibration text is enough
+expert_coverage     the tokens that each expert saw of the calibration text
 checkup             the verdict of a check, the command that helps, the document of all and its tables
 scale_checks        checks of the run's files alone: saturation, underflow, scales, jumps
-activation_watch    what the float model does on a few windows: norms, attention, tokens of the cache
-hidden_states       where BF16 and FP8 part, run beside each other
+activation_watch    the float model on a few windows: norms, attention, tokens of the cache
+hidden_states       the layer where BF16 and FP8 diverge, on the same windows
 loops               loops in greedy text
-model_checks        verdicts on what the last three measured
+model_checks        verdicts on the results of the last three
 """

@@ -76,7 +76,7 @@ class Watcher:
 
     @contextmanager
     def watching(self, ids: torch.Tensor) -> Iterator[DynamicCache]:
-        """Watch what runs in the block: `ids` int64 [windows, seq], with the cache that this gives."""
+        """Watch the model in the block on `ids` int64 [windows, seq]; yields the cache to run it with."""
         cache = DynamicCache()
         cache.layers = [ObservedLayer(self._cache(name)) for _, name in sorted(self.attention.items())]
         self.seen.ids.append(ids.cpu())

@@ -30,7 +30,7 @@ class AtDepth(Strict):
 
 
 class Check(Strict):
-    """One verdict. `value` is null where nothing was measured, or no finite number was; `said` tells it in words."""
+    """One verdict. `value` is null where nothing was measured, or no finite number was; `said` writes it in words."""
 
     check: str
     verdict: Verdict
@@ -132,7 +132,7 @@ def shown_entries(checks: Sequence[Check]) -> list[Check]:
 
 
 def check_table(checks: Sequence[Check], ran: str) -> Table[Check]:
-    """Tabulate every check, the worst last; `ran` tells in the title on what they were measured."""
+    """Tabulate every check, the worst last; the title has the measured text, `ran`."""
     columns = (
         text_column("verdict"),
         text_column("check"),
@@ -204,7 +204,7 @@ class Remedies:
         return self.wide(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
 
     def again(self) -> str:
-        """Choose all scales again by the same options, where the files differ from their result."""
+        """Choose all scales again by the same options, where the files differ from that choice."""
         return f"`rm {quote(f'{self.run}/scales.json')}`, then {self.scales()}"
 
     def more_text(self) -> str:

@@ -17,7 +17,7 @@ SHOWN_ALL = "Every expert was shown every token (--all-experts), whichever it wa
 
 @dataclass(frozen=True)
 class ExpertRow:
-    """The experts of a layer, by number: the tokens that each saw, and those that take another's amax for that."""
+    """The experts of a layer, by number: the tokens that each saw, and the experts that take another's amax."""
 
     experts: str
     tokens: tuple[int, ...]

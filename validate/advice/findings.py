@@ -108,9 +108,7 @@ def converged_after(amax_batches: npt.NDArray[np.float32]) -> float:
 
 
 def late_growth(amax_batches: npt.NDArray[np.float32]) -> float:
-    """The amax over that of the first three quarters of the batches; 1.0 for fewer than four batches, which cannot
-    tell.
-    """
+    """Return the amax over the amax of the first three quarters of the batches; 1.0 for fewer than four batches."""
     amax = measured(amax_batches)
     early = amax[: len(amax) * 3 // 4].max(initial=0)
     return float(amax.max() / early) if len(amax) >= 4 and early > 0 else 1.0
@@ -150,8 +148,8 @@ CHECKS: dict[Criterion, tuple[Callable[[TensorStatistics, TensorScale], float], 
 def findings(
     statistics: Statistics, scales: Scales, prospective: Mapping[str, TensorScale] = MappingProxyType({})
 ) -> list[Outlier]:
-    """Everything beyond its limit in the tensors that have a scale, and in those of the cache that have a `prospective`
-    one, the worst first. Raises InputError for a scale of a tensor that was not measured.
+    """List all values beyond their limits in the tensors that have a scale, and in those of the cache that have a
+    `prospective` one, the worst first. Raises InputError for a scale of a tensor that was not measured.
     """
     outliers = []
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():

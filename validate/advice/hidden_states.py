@@ -1,9 +1,9 @@
-"""Find the layer where BF16 and FP8 diverge: the FP8 reference runs beside the float model on the same windows.
+"""Find the layer where BF16 and FP8 diverge: the FP8 reference and the float model run on the same windows.
 
 The hidden states of each decoder layer are compared token by token. The median token represents the layer, since a
-token of massive activations (mostly the first) has nearly no error or nearly total error. The error of each product is
-its own: the float weight gets the input of the FP8 product, so that errors of earlier layers do not count; and the
-bias, which is not quantized and may be larger than the product, is left out. The error of a cache tensor follows from
+token of massive activations (mostly the first) has nearly no error or nearly total error. The error of each GEMM
+excludes those of earlier layers, since the float weight gets the input of the FP8 GEMM; and the bias, which is not
+quantized and may be larger than the GEMM's output, is left out. The error of a cache tensor follows from
 its histogram.
 """
 

@@ -23,7 +23,7 @@ def not_measured(why: str, remedy: str) -> list[Check]:
 
 
 def norm_inputs(seen: "LargestValues", fp16: bool, remedies: Remedies) -> list[Check]:
-    """Tell whether what norms read is in range; `fp16`: whether the graphs compute in FP16."""
+    """Check that the inputs of norms are in range; `fp16`: the graphs compute in FP16."""
     values = [(name, seen.norms[name]) for name in seen.norms]
     first = next((value for _, value in values if value > 0), 0.0)
 
@@ -41,7 +41,7 @@ def norm_inputs(seen: "LargestValues", fp16: bool, remedies: Remedies) -> list[C
 
 
 def attention_logits(seen: "LargestValues", cached: Collection[str], remedies: Remedies) -> list[Check]:
-    """Tell whether a softmax in BF16 can tell the logits apart; `cached`: the tensors of the cache that are codes."""
+    """Check that a softmax in BF16 distinguishes the logits; `cached`: the tensors of the cache that are codes."""
     values = [(name, seen.logits[name]) for name in seen.logits]
     hot = {value: name for name, value in values}
 
@@ -143,7 +143,7 @@ def _tensor_errors(divergences: "Divergences", tensors: Sequence[ScaledTensor]) 
 
 
 def loops(counts: "Loops | None", remedies: Remedies) -> Check:
-    """Tell whether FP8 falls into loops where BF16 does not; None where prompts and answers do not fit the model."""
+    """Check for loops of FP8 where BF16 has none; None where prompts and answers do not fit the model."""
     if counts is None:
         return unknown(criteria.LOOPS, criteria.LOOPS.nothing)
     return Check(

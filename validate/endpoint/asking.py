@@ -1,4 +1,4 @@
-"""Find a server's model, and ask it for all prompts: once each, in one form, with what a killed call was told.
+"""Find a server's model, and ask it for all prompts: once each, in one form; answers of a killed call are used again.
 
 The answer to the first prompt is asked for again, and what was kept is used only where it is the same: behind one
 address there may be another model now.

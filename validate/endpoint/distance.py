@@ -1,12 +1,12 @@
-"""Distances between two sets of likeliest tokens: a KL that is never more than the whole one, flips, and losses.
+"""Compute distances between two sets of likeliest tokens: a lower bound of KL, flips, and losses.
 
 Both sides know only their likeliest tokens. KL is over those that both name, those that only the run's runtime names,
 and the rest of them (`top_divergence`). A token that the answers do not list has at most the probability of the last
 one that they do, so that a model which shares few names with the runtime is far from it, and not near for want of what
 could be compared.
 
-Two of the run's own runtimes are compared by the same sums, over lists as long as the answers', so a server's distance
-stands beside theirs: fewer names make every distance less.
+Two of the run's runtimes are compared by the same sums, over lists as long as the answers', so that a server's distance
+is comparable with theirs: fewer names make every distance less.
 """
 
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ SERVED = 20
 
 @dataclass(frozen=True)
 class Distances:
-    """From one runtime, for each answered position: `kl` in nats (NaN where only the likeliest token is known), `rest`
-    the probability that is not looked into, `flips` 1 where the likeliest tokens differ, and `loss` the difference of
-    the losses of the text's own token, in nats.
+    """Distances from one runtime, for each answered position: `kl` in nats (NaN where only the likeliest token is
+    known), `rest` the probability outside of the compared tokens, `flips` 1 where the likeliest tokens differ, and
+    `loss` the difference of the losses of the text's token, in nats.
     """
 
     kl: Values
@@ -36,12 +36,12 @@ class Distances:
     loss: Values
 
     def compared(self, with_logprobs: bool) -> Values:
-        """The values that a verdict is by: KL, or flips where there is no more."""
+        """Return the values that the verdict is based on: KL, or flips without log-probabilities."""
         return self.kl if with_logprobs else self.flips
 
 
 def distances(tops: TopTokens, answers: LikelyTokens) -> dict[str, Distances]:
-    """The distances of `answers` from every runtime of `tops`."""
+    """Return the distances of `answers` from every runtime of `tops`."""
     by_runtime, unlisted = {}, most_unlisted(answers, tops.ids[tops.positions][answers.rows])
     for name, top in tops.runtimes.items():
         kl, rest = coarse_kl(top.at(answers.rows), answers.tokens, answers.logprobs, unlisted)
@@ -89,7 +89,9 @@ def runtime_distances(tops: TopTokens, answers: LikelyTokens) -> Mapping[str, di
 
 
 def _answered_by(tops: TopTokens, name: str, answers: LikelyTokens, number: int) -> LikelyTokens:
-    """A runtime of the run in the place of a server that lists so many tokens, and knows the losses of `answers`."""
+    """Return the answers that a runtime of the run would give as a server that lists so many tokens, and knows the
+    losses of `answers`.
+    """
     top = tops.runtimes[name].at(answers.rows)
     nll = np.where(np.isfinite(answers.nll), tops.nll[name][answers.rows].astype(np.float64), np.nan)
     tokens, logprobs = top.tokens[:, :number].astype(np.int64), top.logprobs[:, :number].astype(np.float64)

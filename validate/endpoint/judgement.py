@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...options import NOT_SERVED, ONE_TERM_ALONE
+from ...options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, graph_runtime
 from ..accuracy.bootstrap import Bootstrap, MeanInterval
 from ..accuracy.document import Estimate
 from ..accuracy.top_divergence import Values
@@ -35,8 +35,11 @@ CLEARLY = 0.25
 #: Stands among the arithmetics where these positions do not exclude another model.
 ANOTHER = "another model"
 #: The names of the arithmetics of runtimes that do not serve the run.
-NAMES = dict.fromkeys(("bf16", "fp32", "original", "onnxruntime-bf16"), BF16) | {"onnxruntime-int8": "INT8"}
-NAMES[ONE_TERM_ALONE] = "one term where two were validated"
+ARITHMETICS = {
+    **dict.fromkeys(FLOAT, BF16),
+    ONE_TERM_ALONE: "one term where two were validated",
+    **{name: graph_runtime(name)[1].upper() for name in NOT_SERVED - FLOAT - {ONE_TERM_ALONE}},
+}
 #: The least KL and loss, in nats: the run's log-probabilities are of single precision.
 SINGLE = 1e-6
 #: The least share of n positions that none of them excludes, times n.
@@ -161,8 +164,8 @@ def judge(tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]
 
 
 def arithmetic_of(runtime: str) -> str:
-    """The arithmetic that a runtime computes in, as the verdict calls it."""
-    return NAMES.get(runtime, VALIDATED)
+    """Name the arithmetic that a runtime computes in, as the verdict does."""
+    return ARITHMETICS.get(runtime, VALIDATED)
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,7 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
     if VALIDATED in kinds and (not far or any(excess.possible for excess in far)):
         return "undecided", _open_sentence(kinds, where, bool(far)), [*kinds, ANOTHER]
     if len(kinds) > 1:
-        bf16 = NAMES["bf16"] in kinds and "fp32" not in field.to
+        bf16 = BF16 in kinds and "fp32" not in field.to
         remedy = "with the runtime fp32 beside bf16" if bf16 and field.by_kl else "on a longer text"
         said = (
             f"{', or '.join(kinds)}: {where}, and these positions do not tell which; send more --windows, or validate "

@@ -102,7 +102,7 @@ def divergence_plot(kl: Mapping[str, npt.NDArray[np.float32]]) -> Plot:
 
 
 def frontier_plot(tuning: Tuning) -> Plot:
-    """KL against what it costs: operations of a prompt, and bytes of weights."""
+    """Plot KL against cost: operations of a prompt, and bytes of weights."""
 
     def memory(point: Point) -> float:
         return point.weight_bytes / tuning.run.weight_bytes

@@ -68,7 +68,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: what it shows, in words (also for who cannot see it), and its SVG for a page and for a phone."""
+    """One picture: a caption that also serves readers who cannot see it, and its SVG for a page and for a phone."""
 
     title: str
     caption: str
@@ -80,9 +80,7 @@ class Plot:
         return self.wide
 
     def themed(self, narrow: bool) -> str:
-        """The SVG to put into a page, its colours replaced by the page's custom properties `--paper`, `--ink` and so
-        on.
-        """
+        """Return the SVG for a page, its colours replaced by the page's properties `--paper`, `--ink` and so on."""
         svg = self.narrow if narrow else self.wide
         for color, name in PROPERTIES.items():
             svg = svg.replace(color, f"var(--{name})")
@@ -304,8 +302,8 @@ def _kind_panel(axes: "Axes", kind: str, members: Sequence[ModuleRow], labelled:
 
 
 def position_plot(nll: Mapping[str, npt.NDArray[np.float32]], base: str = "bf16") -> Plot:
-    """Negative log-likelihood along the window in every runtime, and below it what each differs by from `base`, token
-    by token.
+    """Plot the negative log-likelihood along the window in every runtime, and below it each one's difference from
+    `base`, token by token.
     """
     spans = max(1, min(32, next(iter(nll.values())).shape[1] // 8))
     losses = {name: along_window(values, spans) for name, values in nll.items()}

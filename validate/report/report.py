@@ -1,6 +1,6 @@
 """`report.html` and `report.ipynb`: the run, to show to somebody.
 
-Both say the same from the same rows and plots. The page is one file that asks the network for nothing (its own content
+Both are made of the same rows and plots. The page is one file that asks the network for nothing (its own content
 security policy forbids it to), opens from disk, and reads on paper, on a phone and in the dark. The notebook is
 `notebooks/accuracy_report.ipynb`, executed inside the run by the interpreter that runs fp8q. A part whose stage has not
 run yet says which command to run.
@@ -88,9 +88,7 @@ def render_report(run: Run, report: Reporter, others: Sequence[Run] = ()) -> lis
 
 
 def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]:
-    """The tables of the report: `next`, `gains`, `accuracy`, `tasks`, `needles`, `divergences`, `positions`,
-    `distance`, `frequency`, `beside` (the run and `others`), `loss`, `sizes`, `engines`, `modules`, `kept`, `experts`,
-    `certificate`, `facts`, `stages`, `notes`.
+    """Return the tables of the report, by name.
 
     Raises InputError when the run has no scales yet, or when one of its files is not what its stage wrote.
     """
@@ -133,9 +131,7 @@ def of_run(table: Table[Any], run: Run) -> Table[Any]:
 
 
 def report_continuations(run: Run) -> Continuations:
-    """Load the texts that both models write after the same words; nothing where that was not done with the files that
-    are here now.
-    """
+    """Load the continuations of the same prompts by both models; empty where the present files have none."""
     if run_rows.wrote(run, run.continuations, "continue"):
         return load_continuations(run)
     return Continuations(tokens=0, continuations=[])

@@ -262,7 +262,7 @@ def _engine_rows(run: Run, precision: Precision, adapter: str | None) -> list[En
 
 def outdated(run: Run, precision: Precision, adapter: str | None = None) -> bool:
     """Tell whether the engines of a precision, or with an adapter, were built from other files than the run has now, or
-    from files that are themselves of others.
+    from files that are outdated themselves.
     """
     stages = [*(FP8_STAGES if precision == "fp8" else [f"export-{precision}"])]
     stages.append(engine_stage(precision, adapter))

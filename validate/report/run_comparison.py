@@ -97,7 +97,7 @@ def _row(run: Run, name: str, first: Run) -> RunRow:
 
 
 def is_same_model(first: Run, other: Run) -> bool:
-    """Tell whether two runs were made of the same model: its weights' fingerprint."""
+    """Tell whether two runs were made of the same model, by the fingerprint of its weights."""
     return load_record(first).model.fingerprint == load_record(other).model.fingerprint
 
 
@@ -111,8 +111,8 @@ def terms(scales: Scales) -> str:
 
 
 def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
-    """The 95 % interval of the perplexity of `other` over that of `first`, in the same runtime; None where either was
-    not evaluated, or on other windows.
+    """Return the 95 % interval of the perplexity of `other` over that of `first`, in the same runtime; None where
+    either was not evaluated, or on other windows.
     """
     if not all(wrote(run, run.tokens, "validate") for run in (first, other)):
         return None

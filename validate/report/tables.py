@@ -141,8 +141,8 @@ def against_table(rows: Sequence[AgainstRow]) -> Table[AgainstRow]:
 
 
 def accuracy_table(rows: Sequence[AccuracyRow], wide: bool = True) -> Table[AccuracyRow]:
-    """Every runtime's perplexity, and its difference from BF16; `wide`: with columns for which a terminal of 80 columns
-    has no room.
+    """Tabulate every runtime's perplexity, and its difference from BF16; `wide`: with columns for which a terminal of
+    80 columns has no room.
     """
     columns = (
         text_column("runtime"),
@@ -220,7 +220,7 @@ def size_table(rows: Sequence[SizeRow]) -> Table[SizeRow]:
 
 
 def engine_name(row: EngineRow) -> str:
-    """An engine's target, and what it is of where that is not the FP8 model alone."""
+    """Name an engine's target, with its adapter or precision where it is not the FP8 model alone."""
     return f"{row.target} {f'with {row.adapter}' if row.adapter else PRECISIONS[row.precision]}".strip()
 
 

@@ -109,7 +109,7 @@ def training_depth_table(log: TrainingLog, gradients: GradientFormat) -> Table[D
 
 
 def training_plots(log: TrainingLog, gradients: GradientFormat) -> list[Plot]:
-    """The course of the loss and of the gradient norm; then what is lost, and amax, by depth and step."""
+    """Plot the loss and the gradient norm by step; then underflow, lost energy and amax, by depth and step."""
     plots = [_course(log)] if not np.isnan(log.loss).all() or not np.isnan(log.gradient_norm).all() else []
     lost = np.log10(np.maximum(shares(log, gradients, "lost"), LEAST_SHARE))
     under = np.log10(np.maximum(shares(log, gradients, "underflow"), LEAST_SHARE))
@@ -235,7 +235,7 @@ def advice(checks: Sequence[Check]) -> list[str]:
 
 
 def ran(checkup: TrainingCheckup) -> str:
-    """Tell what was recorded."""
+    """Name the recorded steps."""
     steps = (
         f"steps {checkup.first_step:,} to {checkup.last_step:,}"
         if checkup.records > 1

@@ -65,7 +65,7 @@ def standing(run: Run) -> Standing:
 
 
 def tuned_for(tuning: Tuning) -> str | None:
-    """The budget that was given to `fp8q tune`, as its option; None where what was chosen does not meet it."""
+    """Return the budget of `fp8q tune` as its option; None where the chosen mix does not meet it."""
     if not tuning.met:
         return None
     server = "" if tuning.server == "tensorrt" else f" --for {tuning.server}"

@@ -19,8 +19,8 @@ Predicted = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Site:
-    """A tensor of `kind`: the weight of `module`, the input of `module` and the others of `members`, which receive the
-    same one, or the cache tensor `module` (`<attention>.k` or `.v`).
+    """A tensor of `kind`: the weight of `module`, the input of `module` and the other `members`, which receive the same
+    tensor, or the cache tensor `module` (`<attention>.k` or `.v`).
     """
 
     module: str
@@ -54,9 +54,7 @@ class Loss(Strict):
 
 
 class Sensitivity(Strict):
-    """`sensitivity.json`; `tokens` are those that were predicted, of calibration `windows`, and with a `prompt` those
-    behind it.
-    """
+    """`sensitivity.json`; `tokens`: the predicted tokens of calibration `windows`, with a `prompt` those after it."""
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     windows: int
@@ -75,8 +73,8 @@ def ranked_losses(
     measured: dict[str, float],
     left: Mapping[str, float],
 ) -> list[Loss]:
-    """The losses of `sites`, worst first, from sums in nats over `tokens`; a site no token came by causes none. `left`:
-    module -> what `gptq` would leave of its weight's.
+    """Rank the losses of `sites`, worst first, from sums in nats over `tokens`; a site that no token reached causes
+    none. `left`: module -> the share of its weight's loss that `gptq` would leave.
     """
     losses = [_loss(scales, site, tokens, predicted.get(site.key, {}), measured.get(site.key), left) for site in sites]
     return sorted(losses, key=lambda loss: -loss.kl_nats)

@@ -2,7 +2,7 @@
 
 GPTQ lets the later inputs compensate the rounding error of input j as far as they correlate with it: the rest is the
 part of x_j that they do not predict, 1 / U[j, j]² of the second moments H, with U the upper Cholesky factor of H^-1
-(`quantize.weights.gptq`). So from the squared errors D_j of nearest rounding for input j the product keeps Σ D_j / U[j,
+(`quantize.weights.gptq`). So from the squared errors D_j of nearest rounding for input j the GEMM keeps Σ D_j / U[j,
 j]² where it had Σ D_j H[j, j]; the KL is assumed to fall by the same share. Rounding all weights takes many times the
 passes of everything else here.
 

@@ -6,7 +6,7 @@ A small change e_t of a tensor at token t changes the model's distributions by
 
 with labels y drawn from the model itself: the mean of g gᵀ is then the Fisher information, which is the Hessian of the
 KL (Martens 2014, arXiv 1412.1193, section 5). e_t is the actual quantization error at that token, so neither its size
-nor the correlation of its channels is modelled; for a weight it is e_t = ΔW x_t at the product's output. One draw of
+nor the correlation of its channels is modelled; for a weight it is e_t = ΔW x_t at the GEMM's output. One draw of
 labels for each token is enough, since sums over tokens average it. Left out are correlations between the errors of
 tokens (the square of the sum over a whole window includes them, and has so few samples that it ranks worse) and changes
 that are not small.

@@ -48,7 +48,7 @@ Forward = Callable[[int, torch.Tensor, PassTensors, DynamicCache], End]
 
 
 @dataclass
-class Progress:
+class LayerwiseResults:
     """The results of the finished steps, in a file: the prediction of each step back, and the share of the loss that
     `gptq` would leave of weights (`gptq_prediction.shares_left`).
     """
@@ -59,7 +59,7 @@ class Progress:
     left: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path) -> "Progress":
+    def load(cls, path: Path) -> "LayerwiseResults":
         """Load the results in the file at `path`; empty where there is no file."""
         return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
 
@@ -118,27 +118,27 @@ class Layerwise(Chain):
         check_space(folder, files, size, "--stream", "or ask for fewer --windows")
         for file in files:
             HiddenStates(file, self.batches, self.layer_output)  # takes its blocks from the disk
-        self.progress = Progress.load(folder / "found.json")
+        self.results = LayerwiseResults.load(folder / "found.json")
 
-    def run(self, report: Reporter) -> Progress:
+    def run(self, report: Reporter) -> LayerwiseResults:
         """Do the steps that are not done."""
-        calls, done = self._calls(), self.progress.steps
+        calls, done = self._calls(), self.results.steps
         steps = self._steps(calls)
         if done:
             going_on(report, self._layer(done), self.layers.count)
         else:
-            self.progress.save(1)
+            self.results.save(1)
         remaining = range(max(done, 1), len(steps) + 1)
         with report.track(f"Predicting {self.layers.count} layers, one by one", len(remaining), "steps") as advance:
             for step in remaining:
                 begun = time.perf_counter()
                 steps[step - 1]()
-                self.progress.save(step + 1)
+                self.results.save(step + 1)
                 if step == 1:
                     seconds = (time.perf_counter() - begun) * self.layers.count * PASSES
                     report.note(f"sensitivity: by what the first layer took, some {seconds:,.0f} s here")
                 advance(1)
-        return self.progress
+        return self.results
 
     def _steps(self, calls: Calls) -> list[Callable[[], None]]:
         """All steps but the first, which is the `calls`."""
@@ -159,11 +159,11 @@ class Layerwise(Chain):
         return self.folder / f"gradient-{layer % 2}"
 
     def _entering(self, layer: int) -> HiddenStates:
-        """The hidden states that enter a layer; for the index behind the last, those that leave it."""
+        """Return the hidden states that enter a layer; for the index after the last, those that leave it."""
         return HiddenStates(self._entering_file(layer), self.batches, self.layer_output)
 
     def _gradient(self, layer: int) -> HiddenStates:
-        """The loss's gradient there."""
+        """Return the loss's gradient at the hidden states that enter a layer."""
         return HiddenStates(self._gradient_file(layer), self.batches, self.layer_output)
 
     def _calls(self) -> dict[tuple[int, ...], list[LayerCall]]:
@@ -172,7 +172,7 @@ class Layerwise(Chain):
         """
         first = self._entering(0)
         with _refused():
-            calls = self.enter(self.batches, None if self.progress.steps else first.write)
+            calls = self.enter(self.batches, None if self.results.steps else first.write)
         first.flush()
         copies: dict[int, torch.Tensor] = {}
 
@@ -194,7 +194,7 @@ class Layerwise(Chain):
         after.flush()
 
     def _head(self) -> None:
-        """Run the modules behind the layers and the loss, forward and back. The embedding is not read."""
+        """Run the modules after the layers and the loss, forward and back. The embedding is not read."""
         count = self.layers.count
         leaving = self._entering(count)
         embedding = self.model.get_input_embeddings()
@@ -274,10 +274,10 @@ class Layerwise(Chain):
                 if gradient is not None and back is not None:
                     gradient.write(batch, back)
             gathered.save()
-            self.progress.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
+            self.results.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
         if gradient is not None:
             gradient.flush()
-        self.progress.predicted.append(summed(predicted))
+        self.results.predicted.append(summed(predicted))
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class Float:
 
     @contextmanager
     def _behind(self, site: Site) -> Iterator[None]:
-        """The model, whose layers before that of `site` return the stored hidden states."""
+        """Let the layers before that of `site` return the stored hidden states, in the block."""
         index = self.prefix.layers.index(site.module) if self.prefix else None
         if self.prefix is None or index not in self._entering:
             yield

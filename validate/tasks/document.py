@@ -64,7 +64,7 @@ def answers_file(folder: Path, task: str, runtime: RuntimeName, seed: int | None
 
 
 class Paired(Strict):
-    """Answers of one model compared with another's to the same questions. Without flips the metric does not judge
+    """The answers of one model compared with another's to the same questions. Without flips the metric does not judge
     single answers right or wrong; without a recovery lower is better, or the other model scores nothing.
     """
 
@@ -119,7 +119,7 @@ class TaskScores(Strict):
 
     @property
     def shown(self) -> list[Scored]:
-        """The results of the tasks and groups that were asked for, without those of a group's tasks."""
+        """The results of the requested tasks and groups, without those of a group's tasks."""
         return [result for result in self.results if result.group is None]
 
     @property

@@ -1,9 +1,9 @@
 """Load lm-eval's tasks, and let a model answer one.
 
 lm-eval (EleutherAI's lm-evaluation-harness) has the tasks, builds the prompts, and judges the answers, so that scores
-are those of published tables. Each task is asked by itself, so that what a killed call was answered stays. Questions
-are built before any model is loaded: what is wrong with a task is said at once, and their hash tells whether stored
-answers are answers to them.
+are those of published tables. Each task is asked by itself, so that the answers of a killed call are not lost.
+Questions are built before any model is loaded: a fault of a task is reported at once, and their hash identifies the
+answers that are stored already.
 """
 
 import hashlib
@@ -228,7 +228,7 @@ def ask(
 
 
 def read_answers(task: str, results: dict[str, Any], runtime: RuntimeName, seed: int | None) -> TaskAnswers:
-    """Take what is needed of lm-eval's results: scores, and the values of each question. The key is left empty."""
+    """Read the scores and the values of each question from lm-eval's results. The key is left empty."""
     scores, samples = results["results"][task], sorted(results["samples"][task], key=lambda sample: sample["doc_id"])
     filters = list(dict.fromkeys(sample["filter"] for sample in samples))
     first = [sample for sample in samples if sample["filter"] == filters[0]]
@@ -271,7 +271,7 @@ def _number(value: Any) -> float | None:
 
 
 def _seed(seed: int) -> None:
-    """Seed what a task chooses its questions by when it is loaded, and what a model draws its answers by."""
+    """Seed the generators that a task chooses its questions by, and that a model draws its answers by."""
     import torch
 
     torch.manual_seed(seed)
@@ -303,7 +303,9 @@ def quiet_harness(advance: Callable[[int], None] | None = None, most: int = 0) -
 
 @contextmanager
 def _bars(advance: Callable[[int], None] | None, most: int) -> Iterator[None]:
-    """Draw none of tqdm's bars in lm-eval's modules, and tell `advance` of what the models' would have drawn."""
+    """Draw none of tqdm's bars in lm-eval's modules, and call `advance` with the progress that the models' bars would
+    show.
+    """
     left = most
 
     def done(number: float = 1) -> None:

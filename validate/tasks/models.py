@@ -1,4 +1,4 @@
-"""Models as lm-eval calls them: one in this process, and one behind a server."""
+"""Models for lm-eval: one in this process, and one on a server."""
 
 from collections.abc import Sequence
 from pathlib import Path

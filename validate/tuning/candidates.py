@@ -141,7 +141,7 @@ def exchanged(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
 
 
 def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path, report: Reporter) -> None:
-    """Add up the second moments of what each group gets on `batches` (ids int64 [windows, seq_len]) in `folder`, unless
+    """Add up the second moments of each group's input on `batches` (ids int64 [windows, seq_len]) in `folder`, unless
     that is done.
     """
     if (folder / DONE).is_file():
@@ -170,7 +170,7 @@ def round_weights(
     moments: Path,
     report: Reporter,
 ) -> None:
-    """Round every weight into `codes` that are not there yet; a group that no token of the `moments` came by is rounded
+    """Round every weight into `codes` that are not there yet; a group that no token of the `moments` reached is rounded
     to nearest.
     """
     first = {member: name for name, members in candidates.groups.items() for member in members}

@@ -1,6 +1,6 @@
 """List the choices, and their cost where they are served.
 
-Products that read one tensor are one `Group`: its codes are shared, so they take one term, a tail, two terms, FP8
+GEMMs that read one tensor are one `Group`: its codes are shared, so they take one term, a tail, two terms, FP8
 weights alone, or BF16 together. Weights alone cost and lose what two terms do. So they take the place of two terms
 where a server does not run these, and in groups that have them already.
 
@@ -21,7 +21,7 @@ Form = Literal["one_term", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
 #: The values of `--activation-terms` for the forms on codes.
 TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
-#: The forms that a server computes as fp8q does, of dense products and of experts. vLLM has no product of experts in
+#: The forms that a server computes as fp8q does, of dense GEMMs and of experts. vLLM has no GEMM of experts in
 #: two terms or with FP8 weights alone, and wants all experts of a layer in one form.
 ONE_CODE: tuple[Form, ...] = ("one_term", "weights_alone", "bf16")
 EXPERTS_IN_VLLM: tuple[Form, ...] = ("one_term",)
@@ -41,7 +41,7 @@ SECONDARY = 1e-4
 
 
 def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, ScaleOptions]:
-    """Form of codes of inputs -> `options` that give it to every module; inherited scales are those of one term.
+    """Return form of codes of inputs -> `options` that give it to every module; inherited scales are those of one term.
 
     A tail is as long as `options` have it; a model of no more `positions` (None: no limit) has none.
     """
@@ -88,15 +88,15 @@ class Group:
         return sum(prod(shape) + SCALE_BYTES * shape[0] for shape in self.weights.values())
 
     def operations_of(self, form: Form) -> int:
-        """Multiplications for each token of a prompt, in those of FP8 codes."""
+        """Count the multiplications for each token of a prompt, in multiplications of FP8 codes."""
         terms: dict[Form, float] = {"one_term": 1, "tail": tail_terms(self.tail), "two_terms": 2}
         return round(sum(map(prod, self.weights.values())) * terms.get(form, WIDE_OPERATIONS))
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A form for each group, how weights are rounded, which parts of the cache are codes, and the attention modules
-    whose cache is none.
+    """A form for each group, the rounding of weights, the parts of the cache that are codes, and the attention modules
+    whose cache stays in BF16.
     """
 
     forms: Mapping[str, Form]
@@ -146,7 +146,7 @@ class Shape:
 
     @property
     def plain(self) -> Cost:
-        """The cost of one term everywhere and a cache in BF16, which others are held against."""
+        """The cost of one term everywhere and a cache in BF16, which other costs are divided by."""
         return self.cost(Mix(dict.fromkeys((group.name for group in self.groups), "one_term"), "nearest", "off"))
 
 

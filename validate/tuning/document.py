@@ -32,7 +32,7 @@ class Change(Strict):
 
 
 class Point(Strict):
-    """One mix: what it loses and costs. `prefill_flops_ratio`: operations of a prompt, 1 for one term everywhere."""
+    """The loss and the cost of one mix. `prefill_flops_ratio`: operations of a prompt, 1 for one term everywhere."""
 
     kl_nats: float = Field(description="mean KL(float || this) per token on calibration windows, in FP32 arithmetic")
     measured: bool
@@ -49,13 +49,13 @@ class Point(Strict):
 
 
 class Step(Point):
-    """A point of the frontier, and what it changes of the point before; the first: of the run."""
+    """A point of the frontier, and its changes from the point before; the first point's are from the run."""
 
     changes: list[Change]
 
 
 class Interval(Strict):
-    """The rise of perplexity, a fraction, and its 95 % interval, where several windows tell of it."""
+    """The rise of perplexity, a fraction, and its 95 % interval, where there are several windows."""
 
     increase: float
     low: float | None = None
@@ -186,7 +186,7 @@ def load_tuning(run: Run) -> Tuning:
 
 @dataclass(frozen=True)
 class PointRow:
-    """A mix, and what it is."""
+    """A mix, and its description."""
 
     what: str
     point: Point
@@ -252,7 +252,8 @@ def _modules(change: Change) -> str:
 
 
 def conclusion(tuning: Tuning, run: str) -> str:
-    """Say in a sentence what the chosen mix loses and costs and how to apply it; without a budget, how to give one.
+    """State in a sentence the loss and the cost of the chosen mix and how to apply it; without a budget, how to give
+    one.
 
     `run`: the run directory, for the command.
     """

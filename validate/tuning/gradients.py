@@ -1,6 +1,6 @@
 """Predict the loss of each choice alone, for all of them by one forward and backward pass of the float model.
 
-As in `sensitivity.gradients`, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is the error of a group's products under all its
+As in `sensitivity.gradients`, KL ≈ ½ Σ_t E_y (g_t · e_t)². Here e is the error of a group's GEMMs under all its
 choices: with x̂ for their input and ŵ for each weight, e = ŵ x̂ - w x at each output, summed before it is squared. So
 the compensation of the activation's error by `gptq` weights counts, and so does the fact that q, k and v read the same
 codes; the sum of the separate losses of weights and activation would include neither. Experts have tokens of their own,

@@ -1,4 +1,4 @@
-"""Measure the loss of mixes: KL from the float model and the rise of the tokens' own NLL, all in FP32 arithmetic.
+"""Measure the loss of mixes: KL from the float model and the rise of the text's NLL, all in FP32 arithmetic.
 
 A model that is right about its text has E[log p - log q] = KL over the text's own tokens, since they are drawn from p:
 perplexity rises by exp(KL) - 1, but for chance. How a text differs from this is one ratio, rise over KL. It is taken

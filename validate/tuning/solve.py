@@ -1,4 +1,4 @@
-"""The mix that a budget leads to: the cheapest of all, in a prediction that joint measurements correct.
+"""Find the cheapest mix within a budget, by predicted losses that joint measurements correct.
 
 Predicted losses add up; measured together they are not quite the sum. The ratio of the two changes little from a mix to
 a like one, so it is interpolated, in logarithms, between the mixes that were measured, and the mix that is chosen is
@@ -32,8 +32,8 @@ class Losses:
     """Predicted losses in nats a token: `parts` group or cache tensor -> variant -> its loss alone; and the available
     roundings, cache forms and forms with codes of weights.
 
-    A group or tensor that no token of the windows came by is not in `parts`: it loses nothing there, and nothing is
-    known of other text. `Problem` leaves such a one as it is.
+    A group or tensor that no token of the windows reached is not in `parts`: it loses nothing there, and nothing is
+    known of other text. `Problem` leaves it as it is.
     """
 
     parts: Mapping[str, Mapping[str, float]]
@@ -42,11 +42,11 @@ class Losses:
     on_codes: tuple[Form, ...]
 
     def group(self, name: str, form: Form, rounding: str) -> float:
-        """Return the loss of a group in a form; nothing in BF16, or where no token came by."""
+        """Return the loss of a group in a form; 0 in BF16, or where no token reached it."""
         return 0.0 if form == "bf16" or name not in self.parts else self.parts[name][variant(rounding, form)]
 
     def tensor(self, name: str) -> float:
-        """Return the loss of a cache tensor in codes; nothing where no token came by."""
+        """Return the loss of a cache tensor in codes; 0 where no token reached it."""
         return self.parts[name][CODES] if name in self.parts else 0.0
 
     def total(self, mix: Mix) -> float:
@@ -100,8 +100,8 @@ class Problem:
         return min(priced, key=lambda pair: pair[0])[1] if priced else None
 
     def best(self) -> Mix:
-        """The mix that loses least: all but one group in BF16, since a run without FP8 is none; and those that stay as
-        they are.
+        """Return the mix that loses least: all but one group in BF16, since a run without FP8 is none; groups of
+        unknown loss stay as they are.
         """
         losses = self.losses
         finest = {name: form for name, form in self.finest().forms.items() if name in losses.parts}
@@ -184,8 +184,8 @@ class Problem:
         ]
 
     def _forms(self, group: Group) -> list[Form]:
-        """List the forms that `group` may take: of those that lose nothing but the rounding of weights, one; its own
-        where no loss of it is known.
+        """List the forms that `group` may take: one of those that lose nothing but the rounding of weights; its form in
+        the run where no loss of it is known.
         """
         if group.name not in self.losses.parts:
             return [self.run_mix.forms[group.name]]

@@ -7,11 +7,12 @@ from math import expm1, sqrt
 import numpy as np
 import pytest
 
+from fp8q import options
 from fp8q.validate.accuracy.bootstrap import Bootstrap
 from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens
 from fp8q.validate.endpoint.answers import LikelyTokens
 from fp8q.validate.endpoint.distance import Distances
-from fp8q.validate.endpoint.judgement import Judged, excesses, judge, noise_of, noticed
+from fp8q.validate.endpoint.judgement import Judged, arithmetic_of, excesses, judge, noise_of, noticed
 
 WINDOWS, EACH, TOKENS = 12, 50, 32
 ROWS = WINDOWS * EACH
@@ -138,3 +139,16 @@ def test_a_run_of_one_runtime_lets_nothing_pass() -> None:
     assert found.sentence.endswith(
         "and a run of one runtime does not tell how far another implementation may be; validate with a second runtime"
     )
+
+
+def test_every_runtime_has_its_arithmetic_and_engines_that_of_their_precision() -> None:
+    """An engine in BF16 was once taken for one of what was validated."""
+    names: dict[str, list[str]] = {}
+    for runtime in options.RUNTIMES:
+        names.setdefault(arithmetic_of(runtime), []).append(runtime)
+    assert names == {
+        "as validated": ["reference", "onnxruntime", "tensorrt", "tensorrt-rtx"],
+        "BF16": ["bf16", "fp32", "original", "onnxruntime-bf16", "tensorrt-bf16", "tensorrt-rtx-bf16"],
+        "INT8": ["onnxruntime-int8", "tensorrt-int8", "tensorrt-rtx-int8"],
+        "one term where two were validated": ["one-term"],
+    }
