@@ -58,6 +58,7 @@ KEPT = {
     "model.layers.0.mamba.dt_proj": "recurrent gate",
     "model.layers.0.mamba.x_proj": "recurrent gate",
     "model.layers.0.self_attn.f_a_proj": "recurrent gate",  # Kimi Linear
+    "model.layers.0.self_attn.forget_gate.f_proj": "recurrent gate",  # Bailing's hybrids
     "model.layers.0.conv.conv": "convolution",
     "model.layers.0.self_attn.indexer.wq_b": "indexer",  # DeepSeek-V3.2, GLM-5
     "model.visual.blocks.0.attn.qkv": "tower",
