@@ -33,8 +33,7 @@ from result import arguments, described, publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8q.api import ValidateOptions, calibrate, validate
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model import bf16_products
 from fp8q.calibrate.model.source import load_model, open_source

@@ -22,8 +22,7 @@ from decoder import LONG, SHORT, WINDOW, Series, build, plain, ratios, rounds_of
 from result import arguments, described, publish
 from transformers import LlamaForCausalLM
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.core.reporter import SILENT
 

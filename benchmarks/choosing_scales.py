@@ -22,8 +22,7 @@ from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from torch import nn
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import Source, load_model, open_source

@@ -27,8 +27,8 @@ from result import described, publish
 from torch import nn
 
 from fp8q.calibrate.measure.histogram import Histogram
-from fp8q.calibrate.measure.in_memory import measure_in_memory as calibrated
 from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import measure_in_memory as calibrated
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.expert_modules import routed_products
 from fp8q.calibrate.model.source import load_model, open_source

@@ -33,7 +33,7 @@ from ..options.distill import LearnedScales, LearningOptions, WeightLearningOpti
 from ..quantize.learning.codes import LearnedCodes, gathered_codes, save_codes
 from ..quantize.learning.document import Distillation, Moment, load_distillation
 from ..quantize.learning.linear import LearnedLinear, student_of
-from ..quantize.learning.pace import StepPace
+from ..quantize.learning.progress import StepPace
 from ..quantize.learning.sharded_model import shard_model
 from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn, planned_steps
 from ..quantize.reference.fp8_model import open_codes

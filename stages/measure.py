@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..calibrate.measure.in_memory import measure_in_memory
-from ..calibrate.measure.measurement import Measurement
+from ..calibrate.measure.measurement import Measurement, measure_in_memory
 from ..calibrate.measure.moments import SecondMoments, gathering
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
 from ..calibrate.measure.stream import measure_streamed

@@ -3,9 +3,11 @@
 The statistics of a run have keys and values, from the cache, but no queries. Queries are observed after the rotary
 embedding, at transformers' attention function, which is wrapped while a batch runs. This works for every architecture
 whose attention uses transformers' interface, and only such models can be exported.
+
+`attention_of` and `attention_replaced` read and replace that function.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...core.errors import InputError
 from ...core.reporter import Reporter
+from ..model.classes import code_of
 from ..model.products import attention_modules
-from .attention_interface import attention_of, attention_replaced
 from .observe import Observer
 from .statistics import TensorStatistics
 
@@ -64,3 +67,29 @@ def recorded_queries(model: PreTrainedModel) -> Iterator[list[tuple[nn.Module, t
 
     with attention_replaced(model, noting):
         yield queries
+
+
+Attention = Callable[..., Any]
+
+
+def attention_of(model: PreTrainedModel) -> Attention | None:
+    """Return the attention function of `model`; None for a model that does not use the interface.
+
+    The interface does not list eager attention: for a name that it does not know, a model calls its own eager function.
+    """
+    code, name = vars(code_of(model)), model.config._attn_implementation
+    if "ALL_ATTENTION_FUNCTIONS" not in code:
+        return None
+    function: Attention | None = ALL_ATTENTION_FUNCTIONS.get(name, code.get("eager_attention_forward"))
+    return function
+
+
+@contextmanager
+def attention_replaced(model: PreTrainedModel, attention: Attention) -> Iterator[None]:
+    """Replace the attention function of `model` by `attention` in this block."""
+    name = model.config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]

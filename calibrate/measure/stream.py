@@ -50,8 +50,7 @@ from ..model.products import language_modules, observed_products, output_head
 from ..model.skeleton import skeleton
 from ..model.source import Source, meta_model
 from .hidden_states import Batches, HiddenStates
-from .in_memory import weight_amax
-from .measurement import Measurement
+from .measurement import Measurement, weight_amax
 from .observe import Watch, recorded_groups
 from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
 

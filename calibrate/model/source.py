@@ -45,10 +45,8 @@ from .architecture import (
 )
 from .bf16_products import widen_products
 from .expert_names import views
-from .fp32_tensors import fp32_tensors
-from .load import load_tensors
-from .skeleton import check_buffers, empty
-from .tensor_names import HEADER_TYPE, headers, renamed_tensors
+from .load import HEADER_TYPE, headers, load_tensors, renamed_tensors
+from .skeleton import check_buffers, empty, fp32_tensors
 
 #: Bytes that are hashed at a time, and the most such pieces at once: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16

@@ -1,8 +1,8 @@
 """The registry of text files: one entry adds a format.
 
 Errors, the help of `--data`, the paths of `--config` files and the docs follow from it. Its reader needs libraries that
-the command line does not load, so it stands in `documents.py`, or in `tables.py` for tables, and names its entry
-(`rows.reads`). A data set that `datasets` saved, or on the hub, has no suffix and is told by its directory or its name.
+the command line does not load, so it stands in `documents.py` and names its entry (`rows.reads`). Data sets that
+`datasets` saved, and those on the hub, have no suffix: the directory or the name identifies them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -20,9 +20,9 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...calibrate.measure.statistics import StatisticsRecord
+from ...calibrate.model.load import renamed_in
 from ...calibrate.model.products import cache_shapes
 from ...calibrate.model.skeleton import computed_buffers, skeleton
-from ...calibrate.model.tensor_names import renamed_in
 from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter

@@ -36,12 +36,20 @@ from ...core.memory import release_memory
 from ...options import LearningGradients
 from .document import Moment
 from .linear import learned_layers, round_gradients
-from .pace import PaceTimer, StepPace
-from .progress import METRIC, EndWhereItRises, Progress, has_risen, moment_checkpoint, moments_of
+from .progress import (
+    METRIC,
+    EndWhereItRises,
+    PaceTimer,
+    Progress,
+    StepPace,
+    Watching,
+    has_risen,
+    moment_checkpoint,
+    moments_of,
+)
 from .sharded_model import ShardedModel, is_sharded
 from .shards import load_own_state, own_part, own_state
 from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
-from .watching import Watching
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10

@@ -27,8 +27,7 @@ from ...calibrate.checkpoint.weights import INDEX, SINGLE
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header
-from .module_patterns import Form
-from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Granularity, Scheme, declared_form
+from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Form, Granularity, Scheme, declared_form
 
 Float32s = npt.NDArray[np.float32]
 CODES = "F8_E4M3"

@@ -109,8 +109,8 @@ def _instruction(products: torch.Tensor, largest: torch.Tensor, sum_: torch.Tens
 
     `largest` int8 [rows, out]: the largest exponent of the products.
     """
-    own = (sum_.view(torch.int32) >> FP32_BITS & 0xFF) - BIAS  # of zero: -127
-    exponent = torch.maximum(largest.int(), own).clamp_min(OF_NOTHING)
+    sum_exponent = (sum_.view(torch.int32) >> FP32_BITS & 0xFF) - BIAS  # of zero: -127
+    exponent = torch.maximum(largest.int(), sum_exponent).clamp_min(OF_NOTHING)
     unit = _power_of_two(exponent - KEPT_BITS)
     inverse_unit = _power_of_two(KEPT_BITS - exponent)
     aligned = products.mul_(inverse_unit).trunc_().sum(0) + (sum_ * inverse_unit).trunc_()

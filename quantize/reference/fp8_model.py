@@ -19,9 +19,9 @@ from ...calibrate.checkpoint.adapter import open_adapter
 from ...calibrate.model.adapter_addition import attach_adapter
 from ...calibrate.model.bf16_products import widen_products
 from ...calibrate.model.expert_modules import Experts
+from ...calibrate.model.load import renamed_in
 from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.skeleton import skeleton
-from ...calibrate.model.tensor_names import renamed_in
 from ...options import Accumulator
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
 from .attention import attend_in_codes, sum_values_in
@@ -84,11 +84,11 @@ class StoredCodes:
     def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
         """Open the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` in `mode`."""
         self.model, self.mode, self.device = model, mode, device
-        own = getattr(config, OWN_CONFIG, {})
-        self.two_terms, self.tails = frozenset(own.get("two_terms", ())), own.get("tails", {})
-        self.bf16_inputs = frozenset(own.get("bf16_inputs", ()))
-        self.dynamic_inputs = frozenset(own.get("dynamic_inputs", ()))
-        self.wide_cache = frozenset(own.get("wide_cache", ()))
+        fields = getattr(config, OWN_CONFIG, {})
+        self.two_terms, self.tails = frozenset(fields.get("two_terms", ())), fields.get("tails", {})
+        self.bf16_inputs = frozenset(fields.get("bf16_inputs", ()))
+        self.dynamic_inputs = frozenset(fields.get("dynamic_inputs", ()))
+        self.wide_cache = frozenset(fields.get("wide_cache", ()))
         self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
@@ -98,9 +98,11 @@ class StoredCodes:
     @property
     def modules(self) -> list[str]:
         """The names of the products whose weights are codes."""
-        own = {under: name for name, under in self._renamed.items()}
+        model_names = {under: name for name, under in self._renamed.items()}
         return [
-            own.get(name, name).removesuffix(".weight_scale") for name in self.where if name.endswith(".weight_scale")
+            model_names.get(name, name).removesuffix(".weight_scale")
+            for name in self.where
+            if name.endswith(".weight_scale")
         ]
 
     @property
@@ -182,9 +184,9 @@ def load_reference(
     return Reference(model, codes.cache_scales, codes.call)
 
 
-def begin_call(call: CallPositions, model: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def begin_call(call: CallPositions, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Note the positions of the call of a model that begins."""
-    tokens = next(iter(given), None)
+    tokens = next(iter(arguments), None)
     for name in ("input_ids", "inputs_embeds"):
         tokens = named.get(name) if tokens is None else tokens
     assert tokens is not None, "a model is called with tokens or their embeddings"

@@ -9,6 +9,12 @@ Products in two terms need nothing of the caller. Two forms depend on the call, 
   decoded token. A call without one reads a window at once, and nothing in it says where a prompt ends: it is a prompt,
   unless `as_served` says that only its first tokens are one. All others then stand for decoded tokens
   (`CallPositions`), as in `fp8q validate --as-served`.
+
+To PEFT an FP8 layer is a `torch.nn.Linear` to which it adds an adapter (`LinearOnCodes`).
+
+PEFT adds y + s · B(A x) around whatever layer is there, but only where the layer is of a class that it knows. It reads
+of the layer its sizes, and of `weight` the device and the type for A and B. To merge it writes to `weight.data`: codes
+have no room for such a sum, so that is refused, and so is a gradient that codes would not pass on.
 """
 
 import inspect
@@ -17,13 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...core.errors import InputError
 from .fp8_model import Reference, begin_call
 from .kv_cache import FP8Layer
 from .linear import FP8Linear, replace_linears
-from .peft_base import LinearOnCodes
 
 
 class CallForms:
@@ -39,14 +45,14 @@ class CallForms:
         self.reference, self.as_served, self.forward = reference, as_served, reference.model.forward
         update_wrapper(self, self.forward)  # transformers and PEFT read its parameters
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Call the model.
 
         Raises InputError for a cache that holds no FP8 codes where the model's does, and for a padded prompt whose tail
         is padding.
         """
-        begin_call(self.reference.call, self.reference.model, given, named)
-        call, named = self.reference.call, inspect.signature(self.forward).bind_partial(*given, **named).arguments
+        begin_call(self.reference.call, self.reference.model, arguments, named)
+        call, named = self.reference.call, inspect.signature(self.forward).bind_partial(*arguments, **named).arguments
         named |= named.pop("kwargs", {})
         cache, call.decoded = named.get("past_key_values"), 0
         if cache is None and self.as_served is not None:
@@ -99,9 +105,55 @@ def hugging_face_model(reference: Reference, directory: Path, as_served: int | N
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
 
-    def save_pretrained(*given: Any, **named: Any) -> NoReturn:
+    def save_pretrained(*arguments: Any, **named: Any) -> NoReturn:
         """Raise InputError."""
         raise InputError("save_pretrained", f"this model computes with the codes of {directory}", "copy that directory")
 
     vars(model)["save_pretrained"] = save_pretrained
     return model
+
+
+class WeightOfCodes(torch.Tensor):
+    """A weight of which there are a size, a type and a device, and no numbers: those are codes."""
+
+    @property
+    def data(self) -> NoReturn:  # type: ignore[override]
+        """Raise InputError: whoever reads it is about to merge."""
+        raise InputError(
+            "merge",
+            "an adapter has no place in FP8 codes",
+            "leave it beside them, or merge it into the BF16 model and quantize that (`fp8q calibrate --adapter`)",
+        )
+
+
+class LinearOnCodes(nn.Linear):
+    """An FP8 layer that is a `torch.nn.Linear` to other libraries; it computes as the layer that it holds."""
+
+    def __init__(self, layer: FP8Linear, dtype: torch.dtype):
+        """Hold `layer`; `dtype`: of the numbers that it is called with."""
+        nn.Module.__init__(self)  # and not Linear's own, which makes a weight
+        self.out_features, self.in_features = layer.codes.shape
+        self.product, self.dtype = layer, dtype
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """A tensor [out, in] without numbers, on the device of the codes."""
+        empty = torch.zeros((), dtype=self.dtype, device=self.product.codes.device)
+        return empty.expand(self.out_features, self.in_features).as_subclass(WeightOfCodes)
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The bias [out] of the layer, float32, or None."""
+        return self.product.bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` [..., in] to [..., out], in its type.
+
+        Raises InputError where a gradient is to pass.
+        """
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise InputError(
+                "", "an FP8 layer passes no gradient on", "`fp8q distill` learns weights or an adapter of an FP8 model"
+            )
+        out: torch.Tensor = self.product(input)
+        return out

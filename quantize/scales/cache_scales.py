@@ -88,22 +88,22 @@ def scaled_by_head(name: str, tensor: TensorStatistics, clipping: Clipping, head
     A head without any value that a scale can be made of takes the largest of its tensor. Raises InputError for a tensor
     whose channels are not as many heads.
     """
-    whole = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
+    per_tensor = tensor_scale(tensor.histogram, clipping, amax_batches=tensor.amax_batches)
     if heads is None:
-        return whole
+        return per_tensor
     channels = tensor.amax_channels
     if len(channels) % heads:
         raise InputError(
             "--kv-scale head", f"{name} has {len(channels)} channels, and config.json {heads} heads", "leave it out"
         )
-    clip = whole.clip / 2.0**clipping.margin
+    clip = per_tensor.clip / 2.0**clipping.margin
     clips = np.minimum(channels.reshape(heads, -1).max(1), np.float32(clip))
     scales = scale_with_margin(clips, clipping)
     scales[scale_of(clips, E4M3) < SMALLEST_SCALE] = scales.max()
     largest = float(scales.max())
-    if largest != whole.scale:  # its clip was above its amax
-        whole = described(tensor.histogram, E4M3, clipping, (whole.method, largest * E4M3.max, largest))
-    return whole.model_copy(update={"heads": scales.tolist()})
+    if largest != per_tensor.scale:  # its clip was above its amax
+        per_tensor = described(tensor.histogram, E4M3, clipping, (per_tensor.method, largest * E4M3.max, largest))
+    return per_tensor.model_copy(update={"heads": scales.tolist()})
 
 
 def query_scales(

@@ -206,7 +206,9 @@ class Scales(Strict):
     @property
     def tails(self) -> dict[str, int]:
         """The modules of `two_terms` with the second code in so many last positions of a call alone."""
-        return {module: found.tail for module, found in self.activations.items() if found.tail is not None}
+        return {
+            module: activation.tail for module, activation in self.activations.items() if activation.tail is not None
+        }
 
     @property
     def cache_parts(self) -> str:
@@ -287,7 +289,7 @@ def described(histogram: Histogram, format: Grid, clipping: Clipping, chosen: tu
     method, clip, scale = chosen
     # where there are no values, no scale loses any
     best = float(scale_of(clip_mse(histogram, format, clipping), format)) if histogram.amax else scale
-    achieved, possible = (sqnr_db(histogram, format, each) for each in (scale, best))
+    achieved, possible = (sqnr_db(histogram, format, candidate) for candidate in (scale, best))
     return TensorScale(
         method=method,
         amax=histogram.amax,

@@ -28,8 +28,7 @@ from ...calibrate.model.products import LINEAR, output_head
 from ...core.errors import InputError
 from ...core.files import disk_errors
 from ...options import WatchOptions
-from .tensor_numbers import COLUMNS, tensor_numbers
-from .training_log import FILE_NAME, KINDS, Head, Line, append_line, begin_log, four_digits
+from .training_log import COLUMNS, FILE_NAME, KINDS, Head, Line, append_line, begin_log, four_digits, tensor_numbers
 
 
 def watched_modules(model: nn.Module) -> dict[str, nn.Module]:

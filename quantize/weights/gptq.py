@@ -90,9 +90,11 @@ def invert(lower: torch.Tensor) -> None:
     """Invert a lower triangular matrix in place, block row by block row, to save the memory of a second matrix."""
     for start in range(0, len(lower), BLOCK):
         rows = lower[start : start + BLOCK]
-        own = rows[:, start : start + BLOCK]
-        own.copy_(torch.linalg.solve_triangular(own, torch.eye(len(own), dtype=lower.dtype), upper=False))
-        rows[:, :start] = -(own @ (rows[:, :start] @ lower[:start, :start]))
+        diagonal = rows[:, start : start + BLOCK]
+        diagonal.copy_(
+            torch.linalg.solve_triangular(diagonal, torch.eye(len(diagonal), dtype=lower.dtype), upper=False)
+        )
+        rows[:, :start] = -(diagonal @ (rows[:, :start] @ lower[:start, :start]))
 
 
 def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Compensation:

@@ -52,7 +52,7 @@ def passes(inputs: Iterable[GroupInput], independent: Collection[str]) -> Iterat
     """
     together: list[GroupInput] = []
     for group in inputs:
-        fits = sum(each.sum_bytes for each in (*together, group)) <= HELD_BYTES
+        fits = sum(member.sum_bytes for member in (*together, group)) <= HELD_BYTES
         if together and not (fits and are_independent(together, group, independent)):
             yield together
             together = []
@@ -63,7 +63,7 @@ def passes(inputs: Iterable[GroupInput], independent: Collection[str]) -> Iterat
 
 def are_independent(together: Iterable[GroupInput], group: GroupInput, independent: Collection[str]) -> bool:
     """Tell whether no input depends on the product of another: all are inputs of the experts of one mixture."""
-    every = [each.first for each in (*together, group)]
+    every = [member.first for member in (*together, group)]
     of_experts = all(first in independent for first in every)
     return of_experts and len({first.rpartition(".experts.")[0] for first in every}) == 1
 

@@ -62,10 +62,10 @@ def ridge_target(
     mean = float((learned.moments.diagonal().double() + judged.moments.diagonal().double()).mean())
     if not math.isfinite(mean):  # `gptq.compensation_of` refuses such moments
         return exact
-    own, others = (sums.lost[:, channels][:, some] for sums in (learned, judged))
+    learned_lost, others = (sums.lost[:, channels][:, some] for sums in (learned, judged))
     best, chosen = 0.0, 0.0
-    for ridge in RIDGES if bool(own.any()) else ():
-        step = ridge_regression(learned.moments.double(), ridge * mean, own)
+    for ridge in RIDGES if bool(learned_lost.any()) else ():
+        step = ridge_regression(learned.moments.double(), ridge * mean, learned_lost)
         loss = float((step * (judged.moments @ step - 2 * others)).sum(dtype=torch.float64))
         if loss < best:
             best, chosen = loss, ridge

@@ -226,9 +226,9 @@ class SequentialRounding(Chain):
                 quantized_inputs = self._record_inputs(inputs, entering[1], batch, run_layer)
             for sums in pending:
                 group = sums.group
-                own = quantized_inputs.get(group.first)
-                tokens = None if own is None else self.input_values(own[0], group.members[0])
-                sums.add(number % 2, float_inputs.get(group.first), own, tokens, size)
+                quantized_input = quantized_inputs.get(group.first)
+                tokens = None if quantized_input is None else self.input_values(quantized_input[0], group.members[0])
+                sums.add(number % 2, float_inputs.get(group.first), quantized_input, tokens, size)
 
         for number, (batch, ids) in enumerate(self.batches.items()):
             add(number, batch, ids.size)  # a function, so that the inputs are freed before H is factored

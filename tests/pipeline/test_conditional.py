@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForMultimodalLM, Qwen2Config, Qwen2ForCausalLM
 
 from fp8q import api
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.source import load_model, open_source

@@ -17,8 +17,7 @@ from fp8q.core import reporter
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
-from fp8q.quantize.learning.block_progress import LearnedBlocks
-from fp8q.quantize.learning.blocks import BlockLearning
+from fp8q.quantize.learning.blocks import BlockLearning, LearnedBlocks
 from fp8q.quantize.learning.document import Distillation
 from fp8q.quantize.learning.linear import LearnedLinear, student_of
 from fp8q.quantize.learning.progress import Progress

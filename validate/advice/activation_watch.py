@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.measure.attention_interface import attention_of, attention_replaced
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.measure.queries import attention_of, attention_replaced
 from ...calibrate.model.products import attention_modules
 from .criteria import ONE_HOT_NATS
 

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.source import Source, load_model

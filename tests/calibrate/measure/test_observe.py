@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.observe import Observer, Watch, probe_groups
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, save_arrays
 from fp8q.calibrate.model.products import matrix_products, output_head

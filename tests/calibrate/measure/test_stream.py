@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.calibrate.measure.statistics import Statistics
 from fp8q.calibrate.model.memory import SHARE, available_bytes, container_bytes, weight_bytes

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.adapter_addition import add_lora_product

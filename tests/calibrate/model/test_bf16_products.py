@@ -16,8 +16,7 @@ from torch._C import _len_torch_function_stack
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from fp8q.calibrate.measure.in_memory import measure_in_memory
-from fp8q.calibrate.measure.measurement import Measurement
+from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model import bf16_products

@@ -134,7 +134,7 @@ def test_rows_of_large_tables_are_spread_over_them(tmp_path: Path, report: "Note
 
 
 def test_few_row_groups_of_many_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8q.calibrate.text.tables.GROUPS", 2)
+    monkeypatch.setattr("fp8q.calibrate.text.documents.GROUPS", 2)
     rows = [f"{number:08}" for number in range(1000)]
     pq.write_table(
         pa.table({"text": rows}), tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer
 from fp8q.calibrate.model.products import observed_products
 from fp8q.quantize.learning.document import Moment
 from fp8q.quantize.learning.linear import LearnedLinear
-from fp8q.quantize.learning.pace import StepPace
-from fp8q.quantize.learning.progress import moments_of
+from fp8q.quantize.learning.progress import StepPace, moments_of
 from fp8q.quantize.learning.steps import weight_steps
 from fp8q.quantize.learning.training import (
     Listener,

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from fp8q.calibrate.input.patterns import PatternFile
 from fp8q.core.errors import InputError
 from fp8q.quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
-from fp8q.quantize.reading.module_patterns import Form, Matcher
-from fp8q.quantize.reading.quantization_config import Scheme
+from fp8q.quantize.reading.quantization_config import Form, Matcher, Scheme
 
 from . import fp8_checkpoints
 

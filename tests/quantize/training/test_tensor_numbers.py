@@ -11,7 +11,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.options import WatchOptions
 from fp8q.quantize.codes.formats import E4M3, E5M2, Format
 from fp8q.quantize.scales.clip import lost_share, sqnr_db
-from fp8q.quantize.training.tensor_numbers import COLUMNS, lost_energy, tensor_numbers
+from fp8q.quantize.training.training_log import COLUMNS, lost_energy, tensor_numbers
 
 
 def numbers(values: list[float], before: list[float], options: WatchOptions = WatchOptions()) -> dict[str, float]:

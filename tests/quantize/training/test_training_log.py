@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8q.core.errors import InputError
-from fp8q.quantize.training.tensor_numbers import COLUMNS
-from fp8q.quantize.training.training_log import Head, Line, append_line, begin_log, is_log, read_log
+from fp8q.quantize.training.training_log import COLUMNS, Head, Line, append_line, begin_log, is_log, read_log
 
 HEAD = Head(model="Net", every=10, history=16, scaling="delayed", tensors=["0.input", "0.weight"], columns=[*COLUMNS])
 

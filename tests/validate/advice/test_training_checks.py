@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from fp8q.options import GradientFormat
-from fp8q.quantize.training.tensor_numbers import COLUMNS
-from fp8q.quantize.training.training_log import Head, TrainingLog
+from fp8q.quantize.training.training_log import COLUMNS, Head, TrainingLog
 from fp8q.validate.advice.checkup import Check
 from fp8q.validate.advice.training_checks import training_checkup
 
