@@ -77,11 +77,6 @@ class BoundedPattern:
             raise self._file.refused(self.expression, TOO_MUCH)
 
 
-def ways_of(expression: str, length: int) -> float:
-    """Bound the ways of an `expression`, as `ways` does."""
-    return ways(_parser.parse(expression), length)
-
-
 def ways(tree: Any, length: int) -> float:
     """Bound from above in how many ways a parsed expression can be laid over a text of so many letters."""
     bound, repeats = 1.0, 0

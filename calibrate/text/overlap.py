@@ -110,14 +110,6 @@ def repeated(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> flo
     return _shares(first.view(np.uint64), second.view(np.uint64), RUN)[1]
 
 
-def shared_runs(first: Sequence[str], second: Sequence[str], run: int = RUN) -> tuple[float, float]:
-    """The share of the distinct runs of `run` units of each text that the other contains.
-
-    Texts of fewer units than a run are compared in shorter runs.
-    """
-    return _shares(_units(first), _units(second), run)
-
-
 def _shares(first: Hashes, second: Hashes, run: int) -> tuple[float, float]:
     length = min(run, len(first), len(second))
     if not length:

@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.input.patterns import MOST_WAYS, BoundedPattern, PatternFile, ways_of
+from fp8q.calibrate.input.patterns import MOST_WAYS, BoundedPattern, PatternFile, ways
 from fp8q.core.errors import InputError
+
+
+def ways_of(expression: str, length: int) -> float:
+    return ways(re._parser.parse(expression), length)  # type: ignore[attr-defined]  # as `patterns` does
+
 
 FILE, NAME = Path("config.json"), "model.language_model.layers.61.mlp.experts.255.down_proj"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from fp8q.calibrate.text.overlap import Overlap, check_disjoint, measure_overlap, repeated, shared_runs
+from fp8q.calibrate.text.overlap import RUN, Overlap, _shares, _units, check_disjoint, measure_overlap, repeated
 from fp8q.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,6 +20,11 @@ def prose(words: int, seed: int) -> str:
     chosen = random.Random(seed)
     letters = ["".join(chosen.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(words)]
     return "".join(" ".join(letters[start : start + 10]) + "\n" for start in range(0, words, 10))
+
+
+def shared_runs(first: list[str], second: list[str]) -> tuple[float, float]:
+    """The share of the distinct runs of each text that the other contains, without the longer passages."""
+    return _shares(_units(first), _units(second), RUN)
 
 
 def refusal(calibration: list[str], evaluation: list[str]) -> str:
