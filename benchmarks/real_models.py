@@ -33,7 +33,7 @@ from result import arguments, described, publish
 from safetensors import safe_open
 from torch import nn
 
-from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
+from fp8q.api import CalibrateOptions, ExportOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.products import observed_products, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.run import Run
@@ -212,7 +212,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             options = CalibrateOptions(
                 samples=asked.samples, seq_len=context, weight_rounding=rounding, activation_terms=2
             )
-            return calibrate(str(directory), asked.data, folder / rounding, asked.eval_data, options)
+            no_graph = ExportOptions(graph=False)
+            return calibrate(str(directory), asked.data, folder / rounding, asked.eval_data, options, no_graph)
 
         start = time.monotonic()
         run = calibrated("gptq")
