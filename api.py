@@ -31,6 +31,7 @@ from .options import (
     ExportOptions,
     GenerateOptions,
     GradientFormat,
+    PairOptions,
     ReportOptions,
     RescaleOptions,
     RunOptions,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .validate.advice.checkup import Checkup
     from .validate.bench.document import Bench
     from .validate.endpoint.document import ModelComparison
+    from .validate.pair.document import PairComparison
     from .validate.report.plots import Plot
     from .validate.sensitivity.document import Sensitivity
     from .validate.tasks.document import TaskScores
@@ -365,6 +367,21 @@ def compare(path: Path, options: CompareOptions, progress: Reporter = LOGGED) ->
         from .stages.compare import compare_served
 
         return compare_served(run, notes, options)
+
+
+def compare_checkpoints(
+    original: Path, candidate: Path, options: PairOptions, progress: Reporter = LOGGED
+) -> "PairComparison":
+    """Compare two checkpoints of one model, whoever made them, on the text `options.data`; write `options.out`.
+
+    Measures perplexity, KL both ways, flips and the output error of every module, and names causes. A verdict raises no
+    error (`check_pair` in `validate.pair.document` does). Raises InputError for checkpoints of different models or
+    tokenizers, BackendError for one that does not run.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    from .stages.compare_pair import compare_pair
+
+    return compare_pair(Path(original), Path(candidate), options, progress)
 
 
 def compare_answers(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> "Comparison":

@@ -22,6 +22,12 @@ RunOrLog = Annotated[
     Path,
     Parameter(name="RUN", help="The run directory that `fp8q calibrate` made, or the directory of a training log."),
 ]
+RunOrOriginal = Annotated[
+    Path,
+    Parameter(
+        name="RUN", help="The run directory that `fp8q calibrate` made, or the original of two checkpoints to compare."
+    ),
+]
 RunPath = Annotated[Path, Parameter(help="The run directory that `fp8q calibrate` made.")]
 ExaminedRun = Annotated[
     Path | None,

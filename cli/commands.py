@@ -13,6 +13,7 @@ from ..options import (
     ExportOptions,
     GenerateOptions,
     History,
+    PairOptions,
     ReportOptions,
     RescaleOptions,
     RunOptions,
@@ -43,6 +44,7 @@ from .arguments import (
     Prompt,
     RuleCode,
     RunOrLog,
+    RunOrOriginal,
     RunPath,
     RunPaths,
     RunTexts,
@@ -230,17 +232,33 @@ def validate(
 
 
 @app.command(name="compare")
-def compare_model(run: RunPath, /, *, options: CompareOptions = CompareOptions(), common: Common = Common()) -> None:
-    """Tell whether a server, or another checkpoint, is the model that was validated.
+def compare_model(
+    run: RunOrOriginal,
+    /,
+    *,
+    options: CompareOptions = CompareOptions(),
+    pair: PairOptions = PairOptions(),
+    common: Common = Common(),
+) -> None:
+    """Tell whether a server, or another checkpoint, is the model that was validated; or compare any two checkpoints.
 
     Servers: vLLM, SGLang, `fp8q serve`, Triton. Shows the distance from each runtime of the run, on the held-out text.
-    Exit code 3 where it is another model.
+    Two checkpoints: the original, and --model, whoever made it, on --data; --out gets a report with the worst modules.
+    Exit code 3 where it is another model, or a worse one.
     """
     from .. import api
     from ..stages.compare import check_validated
+    from ..validate.pair.document import check_pair
     from . import views
+    from .compared import candidate_of, is_original, refuse_for_run
 
     speak = terminal()
+    if is_original(run):
+        compared = api.compare_checkpoints(run, candidate_of(run, options), pair, speak)
+        views.show_pair(speak, compared, pair, common.as_json)
+        check_pair(compared)
+        return
+    refuse_for_run(run, pair)
     comparison = api.compare(run, options, speak)
     views.show_model_comparison(speak, comparison, common.as_json)
     check_validated(comparison)

@@ -72,7 +72,7 @@ PAGES: Mapping[str, Page] = {
             ("fp8q scales RUN --form tail:64", "exact answers (docs/exact-answers.md)"),
             ("fp8q scales RUN --method percentile --percentile 99.99", "clip outliers of activations"),
         ),
-        ("--weight-method", *_SCALES),
+        ("--weight-method", "--percentile", *_SCALES),
     ),
     "merge": Page(
         (
@@ -128,7 +128,9 @@ PAGES: Mapping[str, Page] = {
         (
             ("fp8q compare RUN --url http://localhost:8000", "is this server the model that was validated?"),
             ("fp8q compare RUN --model CHECKPOINT", "is this checkpoint?"),
+            ("fp8q compare ORIGINAL --model CHECKPOINT --data TEXT --out DIR", "two checkpoints, whoever made them"),
         ),
+        ("--url", "--model", "--served", "--windows", "--data", "--out", "--max-ppl-increase"),
     ),
     "evaluate": Page(
         (

@@ -15,6 +15,7 @@ from ..core.columns import Table
 from ..core.commands import in_run
 from ..core.errors import Fp8qError, visible
 from ..core.run import Run
+from ..options import PairOptions
 from ..validate.accuracy.decision import noise_floor
 from ..validate.accuracy.document import Accuracy, Verdict, load_accuracy
 from ..validate.advice.certificate import record_table, text_table
@@ -22,8 +23,10 @@ from ..validate.advice.expert_coverage import expert_table
 from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
 from ..validate.needles.document import load_needles, needle_table
+from ..validate.pair.document import PairComparison
 from ..validate.report.accuracy_rows import accuracy_rows, adapter_rows
 from ..validate.report.loss_buckets import distance_rows, distance_table, not_covered
+from ..validate.report.pair_page import SHOWN_IN_TERMINAL, module_error_table, side_table
 from ..validate.report.rows import engine_rows, module_rows, size_rows, stage_rows, wrote
 from ..validate.report.tables import (
     accuracy_table,
@@ -221,6 +224,24 @@ def show_model_comparison(speak: "Terminal", comparison: ModelComparison, as_jso
         f"{comparison.form}, {comparison.requests:,} requests{perplexity}. "
         f"Verdict: {comparison.verdict}: {comparison.sentence}."
     )
+
+
+def show_pair(speak: "Terminal", comparison: PairComparison, options: PairOptions, as_json: bool) -> None:
+    """Show the comparison of two checkpoints: numbers, the worst modules, causes, and the decision last."""
+    if as_json:
+        emit(
+            comparison.model_dump(by_alias=True, mode="json")
+            | {"passes": comparison.passes, "sentence": comparison.sentence}
+        )
+        return
+    draw_table(speak, side_table(comparison))
+    if comparison.modules:
+        draw_table(speak, module_error_table(comparison.modules[:SHOWN_IN_TERMINAL]), "the worst")
+    for line in (*comparison.notes, *map(str, comparison.causes)):
+        speak.say(f"{line[0].upper()}{line[1:]}.")
+    speak.say(f"{comparison.sentence}. {comparison.verdict.detail}")
+    if options.out is not None:
+        speak.say(f"report: {options.out / 'report.html'}")
 
 
 def show_evaluation(speak: "Terminal", scores: TaskScores, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from .calibrate import (
     SourceOptions,
 )
 from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
-from .compare import CompareOptions
+from .compare import CompareOptions, PairOptions
 from .convert import ConvertForm, ConvertLayout, ConvertOptions
 from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
 from .evaluate import EvaluateOptions
@@ -101,6 +101,7 @@ __all__ = [
     "MeasureOptions",
     "Method",
     "PageOptions",
+    "PairOptions",
     "Precision",
     "Prefer",
     "Preset",

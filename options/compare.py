@@ -1,10 +1,10 @@
-"""Options of `fp8q compare`."""
+"""Options of `fp8q compare`: of a run and a server or checkpoint, and of two checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, option
+from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase_rule, option
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,44 @@ class CompareOptions(Options):
         between(1),
         Unkeyed("how long to wait changes no answer"),
     ] = 120
+
+
+@dataclass(frozen=True)
+class PairOptions(Options):
+    """Options of `fp8q compare ORIGINAL --model CANDIDATE`, where ORIGINAL is a checkpoint and no run.
+
+    `context` None: 512, or the model's positions if fewer. `max_tokens` None: as `fp8q validate` has it.
+    `max_ppl_increase` is a fraction, and may be text, `"1%"`.
+    """
+
+    data: Annotated[
+        str | None,
+        option(EVALUATION, "The text to compare two checkpoints on, where the first is no run.", "TEXT"),
+    ] = None
+    out: Annotated[
+        Path | None, option(OPTIONS, "Where the comparison of two checkpoints goes: report.html and numbers.", "DIR")
+    ] = None
+    context: Annotated[
+        int | None, option(EVALUATION, "Tokens in a window, with two checkpoints.", "N", "512"), between(2)
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        option(EVALUATION, "Score at most so many tokens, with two checkpoints.", "N", "as fp8q validate"),
+        between(1),
+    ] = None
+    module_windows: Annotated[
+        int,
+        option(EVALUATION, "Windows on which each module's output is compared (0: none).", "N"),
+        between(0),
+    ] = 2
+    max_ppl_increase: Annotated[
+        float | None,
+        option(
+            EVALUATION,
+            "Fail (exit 3) where the candidate's perplexity is higher by more, such as 1% or 0.01.",
+            "SHARE",
+            "1%",
+            text=increase_rule,
+        ),
+        Unkeyed("a gate on what is written"),
+    ] = None

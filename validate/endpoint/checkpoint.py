@@ -58,24 +58,32 @@ def run_checkpoint(
     return joined_answers(parts)
 
 
-def loaded_checkpoint(directory: Path) -> "torch.nn.Module":
-    """The checkpoint as transformers loads it, in its own type; raises InputError where it cannot."""
+def loaded_checkpoint(
+    directory: Path, subject: str = "--model ", dtype: "torch.dtype | None" = None
+) -> "torch.nn.Module":
+    """Load the checkpoint with transformers, in `dtype` or (None) its own; raises InputError where it cannot.
+
+    `subject`: what stands before the directory in errors. Raises BackendError where a library that its quantization
+    needs is missing.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     def fault(error: BaseException) -> Fp8qError:
         if isinstance(error, ImportError):  # of a quantizer that its config.json names
-            return BackendError(f"--model {directory}", f"needs what is not installed here ({_told(error)})")
-        return InputError(f"--model {directory}", f"transformers cannot load it ({_told(error)})", AGAIN)
+            return BackendError(f"{subject}{directory}", f"needs what is not installed here ({_told(error)})")
+        return InputError(f"{subject}{directory}", f"transformers cannot load it ({_told(error)})", AGAIN)
 
     with quiet_transformers(), muted(), foreign(fault):
         result: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+            directory, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     loaded, report = result
     if missing := sorted(report["missing_keys"]):
         more = f", nor {len(missing) - 1:,} more tensors" if len(missing) > 1 else ""
-        raise InputError(f"--model {directory}", f"has no {missing[0]}{more}, and would run with random weights", AGAIN)
+        raise InputError(
+            f"{subject}{directory}", f"has no {missing[0]}{more}, and would run with random weights", AGAIN
+        )
     assert isinstance(loaded, torch.nn.Module), "a model of transformers is a module"
     return loaded.eval()
 

@@ -1,0 +1,145 @@
+"""FP8 checkpoints made by hand of an original, sound and damaged: each damage is one that published files have had.
+
+Codes are written by torch's own cast: weights with a scale a row, inputs dynamic per token, or static with a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+LARGEST = 448.0
+Tensors = dict[str, Tensor]
+#: Change tensors, and the directory that they are written to.
+Damage = Callable[[Tensors, Path], object]
+#: A weight in the middle of a model.
+UP = "model.layers.1.mlp.up_proj"
+
+
+def config(cache: bool = False) -> dict[str, object]:
+    """The quantization_config of these checkpoints."""
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": eight | {"strategy": "channel", "dynamic": False},
+        "input_activations": eight | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": eight | {"strategy": "tensor", "dynamic": False} if cache else None,
+    }
+
+
+def quantized(original: Path, out: Path, damage: Damage = lambda tensors, path: None, cache: bool = False) -> Path:
+    """Write the checkpoint `original` to `out` in FP8, damaged."""
+    shutil.copytree(original, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    tensors: Tensors = {}
+    for file in sorted(original.glob("*.safetensors")):
+        for name, value in load_file(file).items():
+            if value.dim() == 2 and "proj" in name:
+                scale = value.float().abs().amax(dim=1, keepdim=True).clamp_min(1e-12) / LARGEST
+                tensors[name] = (value.float() / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+                tensors[f"{name}_scale"] = scale.to(torch.bfloat16).float()
+            else:
+                tensors[name] = value
+            if cache and name.endswith("k_proj.weight"):
+                attention = name.removesuffix("k_proj.weight")
+                tensors |= {f"{attention}{part}_scale": torch.tensor([0.02]) for part in "kv"}
+    fields = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    fields["quantization_config"] = config(cache)
+    (out / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    damage(tensors, out)
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()}, out / "model.safetensors", {"format": "pt"}
+    )
+    return out
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    change(fields)
+    path.write_text(json.dumps(fields), encoding="utf-8")
+
+
+def scale_times_8(tensors: Tensors, path: Path) -> None:
+    """One weight's scale is eight times too large."""
+    tensors[f"{UP}.weight_scale"] *= 8
+
+
+def weight_of_another_layer(tensors: Tensors, path: Path) -> None:
+    """One module has the weight and the scale of the layer before."""
+    for part in ("weight", "weight_scale"):
+        tensors[f"{UP}.{part}"] = tensors[f"{UP.replace('.1.', '.0.')}.{part}"].clone()
+
+
+def zero_weight(tensors: Tensors, path: Path) -> None:
+    """One weight is zero."""
+    tensors[f"{UP}.weight"] = torch.zeros_like(tensors[f"{UP}.weight"].float()).to(torch.float8_e4m3fn)
+
+
+def nan_code(tensors: Tensors, path: Path) -> None:
+    """One code is NaN."""
+    codes = tensors[f"{UP}.weight"].view(torch.uint8).clone()
+    codes[0, 0] = 0x7F
+    tensors[f"{UP}.weight"] = codes.view(torch.float8_e4m3fn)
+
+
+def renamed(tensors: Tensors, path: Path) -> None:
+    """One weight lies under a name that no module has."""
+    for part in ("weight", "weight_scale"):
+        tensors[f"{UP.replace('up_proj', 'w3')}.{part}"] = tensors.pop(f"{UP}.{part}")
+
+
+def another_seed(tensors: Tensors, path: Path) -> None:
+    """All weights are of another training run: here random numbers of the same size."""
+    torch.manual_seed(1)
+    for name in tensors:
+        if name.endswith("proj.weight"):
+            tensors[name] = (torch.randn(tensors[name].shape) * 100).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def disguised(tensors: Tensors, path: Path) -> None:
+    """config.json says FP8, and the weights are BF16."""
+    for name in [name for name in tensors if f"{name}_scale" in tensors]:
+        tensors[name] = (tensors[name].float() * tensors.pop(f"{name}_scale")).to(torch.bfloat16)
+
+
+def cache_scales_of_one(tensors: Tensors, path: Path) -> None:
+    """Every scale of the cache is 1.0, the value of one that was never set."""
+    for name in tensors:
+        if name.endswith((".k_scale", ".v_scale")):
+            tensors[name] = torch.ones(1)
+
+
+def other_beginning(tensors: Tensors, path: Path) -> None:
+    """The tokenizer puts the first token of its vocabulary in front of a text, which the original's does not."""
+
+    def change(fields: dict[str, Any]) -> None:
+        token = min(fields["model"]["vocab"], key=fields["model"]["vocab"].get)
+        first = {"SpecialToken": {"id": token, "type_id": 0}}
+        fields["post_processor"]["single"].insert(0, first)
+        fields["post_processor"]["special_tokens"] = {token: {"id": token, "ids": [0], "tokens": [token]}}
+
+    edit_json(path / "tokenizer.json", change)
+
+
+def other_template(tensors: Tensors, path: Path) -> None:
+    """The chat template is that of another model."""
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+
+
+def endless(tensors: Tensors, path: Path) -> None:
+    """generation_config.json names another token as the end of a text."""
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}), encoding="utf-8")

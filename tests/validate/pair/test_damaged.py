@@ -1,0 +1,194 @@
+"""`fp8q compare ORIGINAL --model CANDIDATE` on the demo: a sound FP8 checkpoint passes, twelve damaged ones do not, and
+the cause of each is named.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8q import api
+from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
+from fp8q.options import PairOptions
+from fp8q.validate.pair.document import PairComparison, check_pair
+from tests.validate.pair import damaged
+from tests.validate.pair.damaged import UP, quantized
+
+Compare = Callable[..., PairComparison]
+
+
+@pytest.fixture
+def compared(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> Compare:
+    """Damage an FP8 checkpoint of the demo, and compare it with the demo on some windows of 64 tokens."""
+
+    def compare(
+        damage: damaged.Damage = lambda tensors, path: None, cache: bool = False, **more: Any
+    ) -> PairComparison:
+        candidate = tmp_path / "candidate"
+        if not candidate.exists():
+            quantized(demo_checkpoint, candidate, damage, cache)
+        options = PairOptions(data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=800, **more)
+        return api.compare_checkpoints(demo_checkpoint, candidate, options, SILENT)
+
+    return compare
+
+
+def test_a_sound_candidate_passes_and_its_numbers_are_written(compared: Compare, tmp_path: Path) -> None:
+    found = compared(max_ppl_increase=0.05)
+    assert found.passes
+    assert found.causes == []
+    check_pair(found)
+    assert 0 < found.kl_nats.low < found.kl_nats.mean < found.kl_nats.high < 0.05
+    assert found.modules[0].error is not None
+    assert 0.005 < found.modules[0].error < 0.1, "FP8 rounds to some percent"
+    assert [one.layer for one in found.hidden] == [0, 1, 2, 3, 4]
+    assert found.hidden[0].error == 0, "the embedding stays"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"comparison.json", "report.html", "tokens.npz"}
+    stored = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
+    assert stored["candidate"]["quantization"] == "compressed-tensors float-quantized"
+    assert stored["runtimes"]["candidate"]["divergences"].keys() >= {"bf16||this", "this||bf16"}
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert found.modules[0].module.replace(".", ".<wbr>") in page
+
+
+def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
+    compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = compared(max_ppl_increase=0.05)
+    monkeypatch.setattr("fp8q.stages.compare_pair._measure", None)
+    assert compared(max_ppl_increase=0.05) == first
+    strict = compared(max_ppl_increase=0.0)
+    rise = first.runtimes["candidate"].perplexity_increase
+    assert rise is not None
+    assert strict.verdict.kind == ("worse" if rise > 0 else "acceptable")
+    assert strict.verdict.limit == 0.0
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule", "said"),
+    [
+        (
+            damaged.scale_times_8,
+            "module",
+            f"{UP}: its outputs are 8 times the original's: a scale is wrong by that factor",
+        ),
+        (damaged.weight_of_another_layer, "module", f"{UP}: it has the weight of model.layers.0.mlp.up_proj"),
+        (damaged.zero_weight, "module", f"{UP}: its output is zero: its weight, or its scale, is"),
+        (damaged.another_seed, "other-model", "28 of 39 modules compute something else than the original's"),
+        (damaged.other_beginning, "special-tokens", "tokenizer.json: reads 'Hello' as"),
+        (damaged.other_template, "chat-template", "chat template: is new"),
+        (
+            damaged.endless,
+            "end-of-text",
+            "generation_config.json: answers end at tokens [7], and the original's at [1]",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_damaged_candidate_does_not_pass_and_its_cause_is_named(
+    compared: Compare, damage: damaged.Damage, rule: str, said: str
+) -> None:
+    found = compared(damage)
+    assert not found.passes
+    first = next(cause for cause in found.causes if cause.severity == "error")
+    assert first.rule == rule
+    assert said in str(first)
+
+
+def test_a_nan_code_is_found_where_it_is(compared: Compare) -> None:
+    found = compared(damaged.nan_code)
+    assert found.verdict.kind == "broken"
+    assert str(found.causes[0]).startswith(f"{UP}: its output is not finite")
+    assert found.modules[0].error is None
+
+
+def test_scales_of_a_cache_that_were_never_set_are_told(compared: Compare) -> None:
+    found = compared(damaged.cache_scales_of_one, cache=True, max_ppl_increase=0.05)
+    told = [str(cause) for cause in found.causes if "scale-default" in cause.rule or "1.0" in cause.fault]
+    assert told, [str(cause) for cause in found.causes]
+
+
+def test_weights_in_bf16_that_are_declared_as_codes_are_refused(compared: Compare) -> None:
+    with pytest.raises(InputError, match=r"config\.json says compressed-tensors float-quantized, and no tensor"):
+        compared(damaged.disguised)
+
+
+def test_a_renamed_weight_is_refused_by_its_name(compared: Compare) -> None:
+    with pytest.raises(
+        InputError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight: a module is left out, or under another name"
+    ):
+        compared(damaged.renamed)
+
+
+def test_drafting_layers_that_the_candidate_lacks_are_told(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    """The original has a module `mtp`, whose tensors transformers drops; the candidate's files have none."""
+    from safetensors.torch import load_file, save_file
+
+    original = Path(shutil.copytree(demo_checkpoint, tmp_path / "original"))
+    tensors = load_file(original / "model.safetensors")
+    save_file(
+        tensors | {"mtp.fc.weight": tensors["model.norm.weight"].clone()},
+        original / "model.safetensors",
+        {"format": "pt"},
+    )
+    candidate = quantized(demo_checkpoint, tmp_path / "candidate")
+    options = PairOptions(
+        data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=200, module_windows=0
+    )
+    found = api.compare_checkpoints(original, candidate, options, SILENT)
+    assert [cause.rule for cause in found.causes] == ["drafting-layers"]
+
+
+def test_other_models_and_other_directories_are_refused(
+    compared: Compare, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    candidate = quantized(demo_checkpoint, tmp_path / "candidate")
+    damaged.edit_json(candidate / "config.json", lambda fields: fields.update(num_hidden_layers=3))
+    with pytest.raises(InputError, match=r"candidate: has 3 layers and the original 4, so that it is another model"):
+        compared()
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "notes.txt").touch()
+    damaged.edit_json(candidate / "config.json", lambda fields: fields.update(num_hidden_layers=4))
+    with pytest.raises(InputError, match=r"out: holds notes\.txt, which no comparison wrote"):
+        compared()
+
+
+def test_another_vocabulary_is_refused(compared: Compare, demo_checkpoint: Path, tmp_path: Path) -> None:
+    candidate = quantized(demo_checkpoint, tmp_path / "candidate")
+
+    def swap(fields: dict[str, Any]) -> None:
+        words = fields["model"]["vocab"]
+        first, second = sorted(words, key=words.get)[600:602]
+        words[first], words[second] = words[second], words[first]
+
+    damaged.edit_json(candidate / "tokenizer.json", swap)
+    with pytest.raises(InputError, match=r"the tokens of one are not those of the other; compare checkpoints"):
+        compared()
+
+
+def test_an_expert_without_weights_is_named(shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts of a layer are one parameter [experts, …] in transformers, so that their module's error hides one."""
+    from safetensors.torch import load_file, save_file
+
+    original = shared_checkpoint("mixtral")
+    candidate = Path(shutil.copytree(original, tmp_path / "candidate"))
+    tensors = load_file(original / "model.safetensors")
+    names = [name for name in tensors if ".layers.1." in name and ".experts.2." in name]
+    assert names, "the files hold each expert by itself"
+    save_file(tensors | {name: tensors[name] * 0 for name in names}, candidate / "model.safetensors", {"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl who had a red ball. " * 40, encoding="utf-8")
+    options = PairOptions(data=str(text), out=tmp_path / "out", context=64, max_tokens=200)
+    found = api.compare_checkpoints(original, candidate, options, SILENT)
+    told = [str(cause) for cause in found.causes if cause.rule == "expert"]
+    assert told[0].startswith(
+        "model.layers.1.mlp.experts.gate_up_proj: the weight of expert 2 is zero or another weight"
+    )

@@ -1,0 +1,99 @@
+"""`comparison.json`: what `fp8q compare ORIGINAL --model CANDIDATE` measured."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ...core.errors import GateError
+from ...core.files import Strict
+from ..accuracy.document import Estimate, Protocol, RuntimeAccuracy, Verdict
+
+#: The name of the candidate among the runtimes; the original's are `bf16` and `fp32`.
+CANDIDATE = "candidate"
+
+
+class CheckpointIdentity(Strict):
+    """One side: its directory's name, the digest of its weights and config.json, and how it declares itself."""
+
+    name: str
+    sha256: str
+    quantization: str | None = Field(default=None, description="`quant_method` and format of config.json; null: none")
+    loaded_by: Literal["transformers", "fp8q"] = "transformers"
+
+
+class ModuleError(Strict):
+    """The output of one module of the candidate against the original's, for the inputs that the original's receives.
+
+    Sums run over all tokens of the windows and all output channels, in float64.
+    """
+
+    module: str
+    error: float | None = Field(
+        description="|theirs - ours| / |ours|, root of the sums of squares; null: not finite, or another shape"
+    )
+    gain: float | None = Field(
+        default=None, description="<theirs, ours> / |ours|²: 1 for the same outputs, 8 for outputs eight times as large"
+    )
+    correlation: float | None = Field(default=None, description="<theirs, ours> / (|theirs| |ours|)")
+
+
+class HiddenError(Strict):
+    """The distance of a hidden state, each model run by itself: |theirs - ours| / |ours|. `layer` 0: the embedding."""
+
+    layer: int
+    error: float | None = Field(description="null: not finite")
+
+
+class Cause(Strict):
+    """One difference that explains a loss, or that only a server would show.
+
+    An `error` makes served answers wrong; a `warning` may.
+    """
+
+    rule: str
+    severity: Literal["error", "warning"]
+    subject: str
+    fault: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """Format the cause as one line."""
+        return f"{self.subject}: {self.fault}; {self.remedy}"
+
+
+class PairComparison(Strict):
+    """`comparison.json`."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    key: str = Field(description="SHA-256 of what the results depend on")
+    original: CheckpointIdentity
+    candidate: CheckpointIdentity
+    protocol: Protocol
+    runtimes: dict[str, RuntimeAccuracy]
+    flips: Estimate = Field(description="share of positions whose likeliest token differs, interval over windows")
+    kl_nats: Estimate = Field(description="mean KL(original in BF16 || candidate), interval over windows")
+    verdict: Verdict
+    modules: list[ModuleError] = Field(description="worst first")
+    hidden: list[HiddenError]
+    causes: list[Cause]
+    notes: list[str] = Field(default=[])
+
+    @property
+    def passes(self) -> bool:
+        """Tell whether the candidate may take the original's place: no loss beyond the limit, and no error."""
+        return self.verdict.kind == "acceptable" and not any(cause.severity == "error" for cause in self.causes)
+
+    @property
+    def sentence(self) -> str:
+        """State the decision in one sentence, with the worst cause where there is one."""
+        errors = [cause for cause in self.causes if cause.severity == "error"]
+        if not errors:
+            return self.verdict.sentence
+        more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+        return f"{self.verdict.sentence}; {errors[0].subject}: {errors[0].fault}{more}"
+
+
+def check_pair(comparison: PairComparison) -> None:
+    """Raise GateError unless the candidate may take the original's place."""
+    if not comparison.passes:
+        raise GateError(comparison.candidate.name, comparison.sentence)
