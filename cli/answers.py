@@ -33,8 +33,8 @@ def show_answers(
     elif compare:
         compared(speak, run, given(prompt), options, as_json)
     else:
-        found = api.generate(run, given(prompt), options, silent if as_json else stream)
-        end_answer(answer_document(found) if as_json else None)
+        answer = api.generate(run, given(prompt), options, silent if as_json else stream)
+        end_answer(answer_document(answer) if as_json else None)
 
 
 def given(prompt: str | None) -> str:
@@ -84,16 +84,16 @@ def answer_document(answer: "GeneratedAnswer") -> dict[str, Any]:
 def converse(run: Path, prompt: str | None, options: GenerateOptions, as_json: bool) -> None:
     """Hold a conversation: what is said comes from `prompt` first, then line by line from standard input."""
     chat = api.chat(run, options)
-    told: Callable[[str], None] = silent if as_json else stream
-    found = None
+    write: Callable[[str], None] = silent if as_json else stream
+    answer = None
     for text in lines(prompt):
-        found = chat.ask(text, told)
+        answer = chat.ask(text, write)
         if not as_json:
             end_answer(None)
-    if found is None:
+    if answer is None:
         raise InputError("", "nothing was said", "give --prompt, or lines on standard input")
     if as_json:
-        end_answer({"messages": chat.messages} | answer_document(found))
+        end_answer({"messages": chat.messages} | answer_document(answer))
 
 
 def lines(prompt: str | None) -> Iterator[str]:
@@ -115,11 +115,14 @@ def lines(prompt: str | None) -> Iterator[str]:
 
 def compared(speak: "Terminal", run: Path, prompt: str, options: GenerateOptions, as_json: bool) -> None:
     """Let FP8 and BF16 answer, and show both."""
-    found = api.compare_answers(run, prompt, options)
+    comparison = api.compare_answers(run, prompt, options)
     if as_json:
-        end_answer(answer_document(found.fp8) | {"bf16": answer_document(found.bf16), "parts_at": found.parts_at})
+        end_answer(
+            answer_document(comparison.fp8)
+            | {"bf16": answer_document(comparison.bf16), "parts_at": comparison.parts_at}
+        )
     else:
-        draw_side_by_side(speak, found)
+        draw_side_by_side(speak, comparison)
 
 
 def draw_side_by_side(speak: "Terminal", comparison: "Comparison") -> None:

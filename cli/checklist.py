@@ -31,11 +31,13 @@ BY_DEPTH = {
 
 def machine(speak: "Terminal", as_json: bool) -> None:
     """Show what is here."""
-    found = doctor.examine()
+    findings = doctor.examine()
     if as_json:
-        sys.stdout.write(json.dumps({"fp8q": __version__, "findings": [asdict(finding) for finding in found]}) + "\n")
+        sys.stdout.write(
+            json.dumps({"fp8q": __version__, "findings": [asdict(finding) for finding in findings]}) + "\n"
+        )
     else:
-        rows = [(finding.name, finding.version or "missing", finding.good_for, finding.remedy) for finding in found]
+        rows = [(finding.name, finding.version or "missing", finding.good_for, finding.remedy) for finding in findings]
         speak.table(f"fp8q {__version__} on this machine", ("what", "version", "good for", "to get it"), rows)
 
 
@@ -46,17 +48,17 @@ def show_checklist(speak: "Terminal", run: Path, options: DoctorOptions, as_json
     from ..validate.advice.checkup import refuse_bad
     from . import views
 
-    found = api.doctor(run, options, speak)
+    outcome = api.doctor(run, options, speak)
     if as_json:
-        views.emit(found.model_dump(by_alias=True, mode="json"))
+        views.emit(outcome.model_dump(by_alias=True, mode="json"))
     else:
-        ran = f"{found.windows} windows, {found.tokens:,} tokens" if found.windows else "the model was not run"
-        for table in (depth_table(found), check_table(found.checks, ran)):
+        ran = f"{outcome.windows} windows, {outcome.tokens:,} tokens" if outcome.windows else "the model was not run"
+        for table in (depth_table(outcome), check_table(outcome.checks, ran)):
             if table.rows:
                 views.draw_table(speak, table)
-        for line in remedies(found.checks):
+        for line in remedies(outcome.checks):
             speak.say(line)
-    refuse_bad(found)
+    refuse_bad(outcome)
 
 
 def depth_table(checkup: "Checkup") -> Table[tuple[int, dict[str, float]]]:

@@ -58,11 +58,11 @@ def _fill_from(file: Path, known: Mapping[str, Argument], command: str) -> None:
     for name, value in read_config_table(file).items():
         if name not in known:
             raise InputError(file, f"{name}: is no option of `fp8q {command}`", suggestion(name, known))
-        found = typed(known[name], value, file)
-        if found is None:
+        typed_value = typed(known[name], value, file)
+        if typed_value is None:
             raise InputError(file, f"{name}: must be {wanted(known[name])}, and is {shortened_value(value)}")
         if not known[name].tokens:
-            known[name].append(found)
+            known[name].append(typed_value)
 
 
 def read_config_table(file: Path) -> dict[str, Any]:
@@ -116,21 +116,23 @@ def typed(argument: Argument, value: object, file: Path) -> Token | None:
         items = [float(str(item)) if type(item) is int else item for item in items]
     if any(isinstance(item, str) and "\0" in item for item in items):
         raise InputError(file, f"{argument.name}: holds a NUL, which no name or path has", "take it out")
-    allowed = {str if each is Path else each for each in _choice_types(argument) or (inner,)}
+    allowed = {str if choice is Path else choice for choice in _choice_types(argument) or (inner,)}
     if any(type(item) not in allowed for item in items):
         return None
-    found = [place(argument, item, file.absolute().parent) if isinstance(item, str) else item for item in items]
-    given = kind(found) if kind in (list, tuple) else found[0]
-    if isinstance(given, str) or get_origin(argument.resolved_hint) is Literal:  # held against the others when read
-        given = str(given)
-        return Token(keyword=argument.name, value=given, source=str(file))
-    return Token(keyword=argument.name, implicit_value=given, source=str(file))
+    placed = [place(argument, item, file.absolute().parent) if isinstance(item, str) else item for item in items]
+    placed_value = kind(placed) if kind in (list, tuple) else placed[0]
+    if (
+        isinstance(placed_value, str) or get_origin(argument.resolved_hint) is Literal
+    ):  # held against the others when read
+        placed_value = str(placed_value)
+        return Token(keyword=argument.name, value=placed_value, source=str(file))
+    return Token(keyword=argument.name, implicit_value=placed_value, source=str(file))
 
 
 def _choice_types(argument: Argument) -> set[type]:
     """The types of the values that an option chooses from; none for an option of any value."""
     hint: Any = argument.resolved_hint
-    return {type(each) for each in get_args(hint)} if get_origin(hint) is Literal else set()
+    return {type(choice) for choice in get_args(hint)} if get_origin(hint) is Literal else set()
 
 
 def kinds(argument: Argument) -> tuple[type, type]:
@@ -183,7 +185,7 @@ def lies_at(folder: Path, text: str) -> bool:
         return False
 
 
-def written(arguments: ArgumentCollection, given: BoundArguments, command: str) -> str:
+def written(arguments: ArgumentCollection, bound: BoundArguments, command: str) -> str:
     """The TOML file that repeats a command: every option's value, by name; what has none in a comment."""
     lines, root = [f"# What `fp8q {command} --config FILE` repeats, as fp8q {__version__} understood it."], ""
     known = dict(entries(arguments))
@@ -192,7 +194,7 @@ def written(arguments: ArgumentCollection, given: BoundArguments, command: str) 
         name = next((name for name, entry in known.items() if entry is argument), None)
         if name is None:
             continue
-        owner = reduce(getattr, argument.keys[:-1], given.arguments[root])
+        owner = reduce(getattr, argument.keys[:-1], bound.arguments[root])
         value = getattr(owner, argument.keys[-1]) if argument.keys else owner
         said = unsaid(argument, owner, value)
         if said is None or (argument.tokens and value is not None):

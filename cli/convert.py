@@ -10,18 +10,19 @@ if TYPE_CHECKING:
     from .console import Terminal
 
 
-def show_converted(speak: "Terminal", found: "Converted", as_json: bool) -> None:
+def show_converted(speak: "Terminal", written: "Converted", as_json: bool) -> None:
     """Show what `fp8q convert` wrote: what is kept and why, the sizes, the proof, and what comes next."""
     if as_json:
-        emit(asdict(found) | {"path": str(found.path)})
+        emit(asdict(written) | {"path": str(written.path)})
         return
-    rows = [(reason, f"{len(modules):,}", modules[0]) for reason, modules in found.kept.items()]
+    rows = [(reason, f"{len(modules):,}", modules[0]) for reason, modules in written.kept.items()]
     speak.table("Matrices kept in the source's type", ("reason", "count", "first"), rows)
-    for line in found.warnings:
+    for line in written.warnings:
         speak.note(line)
     speak.say(
-        f"{found.quantized:,} tensors of codes in the form {found.form} ({found.layout}): "
-        f"{found.source_bytes / 1e9:,.2f} -> {found.written_bytes / 1e9:,.2f} GB. Proof: every code decoded; the "
-        f"largest error is {found.largest_error_steps:.3g} of a step, {found.largest_relative_error:.2%} of a value."
+        f"{written.quantized:,} tensors of codes in the form {written.form} ({written.layout}): "
+        f"{written.source_bytes / 1e9:,.2f} -> {written.written_bytes / 1e9:,.2f} GB. Proof: every code decoded; the "
+        f"largest error is {written.largest_error_steps:.3g} of a step, "
+        f"{written.largest_relative_error:.2%} of a value."
     )
-    speak.say(f"next: `vllm serve {found.path}`   serve it; its accuracy is not measured")
+    speak.say(f"next: `vllm serve {written.path}`   serve it; its accuracy is not measured")

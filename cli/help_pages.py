@@ -218,12 +218,12 @@ PAGES: Mapping[str, Page] = {
 class HelpFormatter(DefaultFormatter):
     """cyclopts' panels, with examples under the description, and without the options that a page leaves out."""
 
-    def __init__(self, command: str, whole: bool) -> None:
+    def __init__(self, command: str, all_options: bool) -> None:
         """`whole`: show every option."""
         super().__init__()
         self.page = PAGES[command]
         self.command = command
-        self.whole = whole or not self.page.selection
+        self.whole = all_options or not self.page.selection
         self.hidden = 0
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
@@ -248,12 +248,12 @@ class HelpFormatter(DefaultFormatter):
 
 def set_help(app: "App", words: Sequence[str]) -> list[str]:
     """Give the command in `words` its help page; returns `words` with cyclopts' own flag in the place of `ALL`."""
-    whole = ALL in words
+    all_options = ALL in words
     if words and words[0] in PAGES:
         command, page = app[words[0]], PAGES[words[0]]
-        command.help_formatter = HelpFormatter(words[0], whole)
+        command.help_formatter = HelpFormatter(words[0], all_options)
         paragraphs = re.sub(r"(?<!\n)\n(?=\S)", " ", cleandoc(command.help))
         command.help = paragraphs  # a terminal breaks lines where it ends
         rest = f"These are the options that are used most. `fp8q {words[0]} {ALL}` shows all."
-        command.help_epilogue = rest if page.selection and not whole else None
+        command.help_epilogue = rest if page.selection and not all_options else None
     return ["--help" if word == ALL else word for word in words]

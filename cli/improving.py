@@ -80,8 +80,8 @@ def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions
     from . import checklist
 
     if run is None:
-        if given := first_given(options, options.declared()):
-            raise InputError(given, "is for a RUN, and none is given", "name one, or leave this out")
+        if option := first_given(options, options.declared()):
+            raise InputError(option, "is for a RUN, and none is given", "name one, or leave this out")
         checklist.machine(terminal(), common.as_json)
     else:
         checklist.show_checklist(terminal(), run, options, common.as_json)

@@ -29,7 +29,7 @@ def launch(words: Sequence[str]) -> int:
     if not words:
         app.help_print([])
         return InputError.exit_code
-    action, given, understood = understand(words)
+    action, call, understood = understand(words)
     for name, arguments in understood.items():
         if (ranks := process_rank().ranks) > 1 and name not in TOGETHER:
             raise InputError(
@@ -37,10 +37,10 @@ def launch(words: Sequence[str]) -> int:
                 f"is the work of one process, and {ranks} ranks were started",
                 "run it without torchrun, or unset RANK",
             )
-        if getattr(given.arguments.get("common"), "print_config", False):
-            sys.stdout.write(config.written(arguments, given, name) if process_rank().rank == 0 else "")
+        if getattr(call.arguments.get("common"), "print_config", False):
+            sys.stdout.write(config.written(arguments, call, name) if process_rank().rank == 0 else "")
             return 0
-    action(*given.args, **given.kwargs)
+    action(*call.args, **call.kwargs)
     return 0
 
 
@@ -55,6 +55,6 @@ def understand(words: Sequence[str]) -> tuple[Callable[..., None], BoundArgument
         understood[commands[0]] = arguments
 
     app.config = (from_file,)
-    action, given, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
-    given.apply_defaults()
-    return action, given, understood
+    action, call, _ = app.parse_args(words, exit_on_error=False, print_error=False, help_on_error=False)
+    call.apply_defaults()
+    return action, call, understood

@@ -67,9 +67,9 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
     The work is done, and it stands: what of the run cannot be read now is named in a note, and left out.
     """
     run, made = Run(path), MADE[command]
-    found = rows_of(run, speak, TABLES if as_json else made.tables)
+    contents = rows_of(run, speak, TABLES if as_json else made.tables)
     if as_json:
-        emit(run_document(run, found))
+        emit(run_document(run, contents))
         return
     tables: dict[str, Callable[[Any], Table[Any]]] = {
         "accuracy": partial(accuracy_table, wide=speak.out.width >= WIDE),
@@ -79,9 +79,9 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
         "modules": kept_table,
     }
     for part, make in tables.items():
-        table = make(found.get(part, []))
+        table = make(contents.get(part, []))
         if table.rows:
-            draw_table(speak, table, told=load_accuracy(run).protocol.told if part == "accuracy" else "")
+            draw_table(speak, table, remark=load_accuracy(run).protocol.told if part == "accuracy" else "")
         if table.rows and part == "accuracy" and wrote(run, run.needles, "needles"):
             draw_table(speak, needle_table(load_needles(run)))
         if table.rows and part == "accuracy" and (decoded := distance_rows(run)):
@@ -90,7 +90,7 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
             show_distances(speak, run, load_accuracy(run))
     if there := [file for file in files(run) if str(file.relative_to(run.root)) in made.files]:
         speak.table("Files", ("path",), [(str(file),) for file in there])
-    for verdict in found.get("verdict", []):
+    for verdict in contents.get("verdict", []):
         show_decision(speak, verdict)
     for line in rows_of(run, speak, ("next",)).get("next", []):
         speak.say(line)
@@ -126,14 +126,14 @@ PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
 
 def rows_of(run: Run, speak: "Terminal", parts: Sequence[str]) -> dict[str, Sequence[Any]]:
     """The rows of each of the `parts` of the summary that can be read; a note for each that cannot."""
-    found: dict[str, Sequence[Any]] = {}
+    contents: dict[str, Sequence[Any]] = {}
     for part in parts:
         try:
-            found[part] = PARTS[part](run)
+            contents[part] = PARTS[part](run)
         except Exception as error:  # noqa: BLE001  # another stage's file: nothing it holds makes this command a failure
             said = str(error) if isinstance(error, Fp8qError) else f"{type(error).__name__}: {error}"
             speak.note(f"left out here, since it cannot be read: {part}: {said}")
-    return found
+    return contents
 
 
 def files(run: Run) -> list[Path]:
@@ -141,17 +141,17 @@ def files(run: Run) -> list[Path]:
     return [run.root / name for name in FILES if (run.root / name).exists()]
 
 
-def run_document(run: Run, found: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def run_document(run: Run, contents: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """The run as one JSON object: paths, numbers of modules, and the rows of every table that was `found`."""
     shown: dict[str, Any] = {"run": str(run.root)}
-    if "modules" in found:
-        rows = found["modules"]
+    if "modules" in contents:
+        rows = contents["modules"]
         shown["quantized"] = sum(row.kind == "product" and row.reason is None for row in rows)
         shown["skipped"] = {row.module: row.reason for row in rows if row.reason is not None}
     for part in ("accuracy", "engines", "sizes", "stages"):
-        if part in found:
-            shown[part] = [plain(row) for row in found[part]]
-    for verdict in found.get("verdict", []):
+        if part in contents:
+            shown[part] = [plain(row) for row in contents[part]]
+    for verdict in contents.get("verdict", []):
         shown["verdict"] = verdict.model_dump(exclude_none=True)
         shown["next"] = [step.command for step in next_steps(verdict, standing(run))]
     return {**shown, "files": [str(file) for file in files(run)]}
@@ -365,12 +365,12 @@ def told_of_engine(view: "EngineView") -> str:
         if view.codes_found is not None
         else ""
     )
-    told = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
+    origin = f"read from the engine's {view.evidence}" if view.unknown is None else f"UNKNOWN: {view.unknown}"
     fp8 = "an unknown number" if view.evidence == "unknown" else view.fp8_products
     untold = f", and of {len(view.untold)} it cannot be told" if view.untold else ""
     return (
         f"{view.target}, {view.runtime} {view.version}: {fp8} of {view.promised_products} promised "
-        f"products on FP8 codes on both sides{untold} ({told}){codes}"
+        f"products on FP8 codes on both sides{untold} ({origin}){codes}"
     )
 
 
@@ -389,12 +389,12 @@ def alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(f"{key[0]} ({len(names)})" if len(names) > 1 else names[0], *key[1:]) for key, names in counts.items()]
 
 
-def draw_table(speak: "Terminal", table: Table[Any], told: str = "") -> None:
+def draw_table(speak: "Terminal", table: Table[Any], remark: str = "") -> None:
     """Draw one table; `told`: what its title says besides."""
     titles = [column.title for column in table.columns]
     numeric = [column.title for column in table.columns if column.numeric]
     speak.table(
-        f"{table.title}: {told}" if told else table.title,
+        f"{table.title}: {remark}" if remark else table.title,
         titles,
         [[cell.text for cell in row] for row in table.cells()],
         numeric,

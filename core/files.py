@@ -141,7 +141,7 @@ def _readable(path: Path) -> None:
     """
     mask = os.umask(0)
     os.umask(mask)
-    for file in [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]:
+    for file in [path] if path.is_file() else [inner for inner in path.rglob("*") if inner.is_file()]:
         file.chmod(0o666 & ~mask)
 
 

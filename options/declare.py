@@ -222,20 +222,20 @@ class Options:
     @cache
     def declared(cls) -> dict[str, Declared]:
         """The declarations of the fields by name, without those whose type is an option class."""
-        found = {}
+        names = {}
         for name, hint in get_type_hints(cls, include_extras=True).items():
             marks: tuple[Any, ...] = getattr(hint, "__metadata__", ())
             shown = [mark for mark in marks if isinstance(mark, Parameter) and mark.help]
             if shown:
                 inner, converter = get_args(hint)[0], shown[0].converter
                 rules = [mark for mark in marks if callable(mark) and not isinstance(mark, Parameter)]
-                found[name] = Declared(
+                names[name] = Declared(
                     next(iter(shown[0].name or ()), f"--{name.replace('_', '-')}"),
                     (*rules, *([converter.rule] if isinstance(converter, FromText) else [])),
                     get_args(inner) if get_origin(inner) is Literal else (),
                     next((mark.method for mark in marks if isinstance(mark, Of)), None),
                 )
-        return found
+        return names
 
     @classmethod
     @cache
@@ -243,14 +243,14 @@ class Options:
         """The fields of a stage's key with the class of each: all but the `Unkeyed`, with the fields of nested option
         classes.
         """
-        hints, found = get_type_hints(cls, include_extras=True), dict[str, type[Options]]()
+        hints, owners = get_type_hints(cls, include_extras=True), dict[str, type[Options]]()
         for field in fields(cls):
             marks, inner = getattr(hints[field.name], "__metadata__", ()), (get_args(hints[field.name]) or (None,))[0]
             if isinstance(inner, type) and issubclass(inner, Options):
-                found |= dict.fromkeys(inner.keyed(), inner)
+                owners |= dict.fromkeys(inner.keyed(), inner)
             elif not any(isinstance(mark, Unkeyed) for mark in marks):
-                found[field.name] = cls
-        return found
+                owners[field.name] = cls
+        return owners
 
 
 def first_given(options: Options, names: Iterable[str]) -> str | None:

@@ -108,17 +108,17 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
         """Refuse also options of the other mode."""
         super().__post_init__()
         for name, field in self.declared().items():
-            if field.of not in (None, self.train) and (given := first_given(self, [name])):
+            if field.of not in (None, self.train) and (option := first_given(self, [name])):
                 raise InputError(
-                    given,
+                    option,
                     f"is for --train {field.of}, and this is --train {self.train}",
                     "choose that one, or leave this out",
                 )
         if self.end_to_end and not self.stream:
             raise InputError("--end-to-end", "comes after --stream, without which all is learned so", "leave it out")
-        if self.stream and not self.end_to_end and (given := first_given(self, ["gradients", "watch"])):
+        if self.stream and not self.end_to_end and (option := first_given(self, ["gradients", "watch"])):
             raise InputError(
-                given,
+                option,
                 "is for learning end to end, and --stream learns layer by layer",
                 "leave one out, or let --end-to-end follow",
             )
@@ -128,5 +128,5 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                 "learns layer by layer in one process, and --shard shares both models between several",
                 "leave one out",
             )
-        if self.shard and (given := first_given(self, ["watch"])):
-            raise InputError(given, "is for whole models, of which --shard has a part on each rank", "leave one out")
+        if self.shard and (option := first_given(self, ["watch"])):
+            raise InputError(option, "is for whole models, of which --shard has a part on each rank", "leave one out")

@@ -64,9 +64,9 @@ class ExportOptions(Options):
         """Refuse choices of the FP8 graph for graphs of another precision."""
         super().__post_init__()
         for name in ("attention", "weight_scale", "logits"):
-            if self.precision != "fp8" and (given := first_given(self, [name])):
+            if self.precision != "fp8" and (option := first_given(self, [name])):
                 raise InputError(
-                    given, f"is for the FP8 graph, not for --precision {self.precision}", "leave one of them out"
+                    option, f"is for the FP8 graph, not for --precision {self.precision}", "leave one of them out"
                 )
         if self.precision != "fp8" and self.dtype != ExportOptions.dtype:
             raise InputError(

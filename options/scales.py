@@ -175,13 +175,13 @@ class ScaleOptions(Options):
     def __post_init__(self) -> None:
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""
         super().__post_init__()
-        own = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
-        own = own or next((rule.written for rule in self.form_rules if rule.form != ONE or not rule.every), None)
-        own = own or first_given(self.clip, self.clip.declared())
-        if self.inherit and own:
+        option = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
+        option = option or next((rule.written for rule in self.form_rules if rule.form != ONE or not rule.every), None)
+        option = option or first_given(self.clip, self.clip.declared())
+        if self.inherit and option:
             raise InputError(
                 "--inherit",
-                f"takes codes and scales as they were given, and {own} chooses others",
+                f"takes codes and scales as they were given, and {option} chooses others",
                 "leave one of them out (--no-inherit)",
             )
         if self.two_terms and self.activation_terms == 2:

@@ -57,23 +57,25 @@ Prefer = Literal["memory", "prefill"]
 def graph_runtime(name: str) -> tuple[GraphRuntime, Precision]:
     """Split the name of a runtime that runs a graph or an engine into that and its precision: `tensorrt-rtx-bf16`."""
     runtimes: tuple[GraphRuntime, ...] = get_args(GraphRuntime)
-    runtime = next(each for each in runtimes if name == each or name.startswith(f"{each}-"))
+    runtime = next(
+        runtime_name for runtime_name in runtimes if name == runtime_name or name.startswith(f"{runtime_name}-")
+    )
     precisions: tuple[Precision, ...] = get_args(Precision)
-    return runtime, next((each for each in precisions if name == f"{runtime}-{each}"), "fp8")
+    return runtime, next((precision for precision in precisions if name == f"{runtime}-{precision}"), "fp8")
 
 
 def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
     """The rule of a list of runtimes, as text separated by commas."""
     names = value.split(",") if isinstance(value, str) else value
-    found = tuple(name.strip() for name in names if name.strip())
-    unknown = [name for name in found if name not in RUNTIMES]
-    if unknown or not found:
+    runtimes = tuple(name.strip() for name in names if name.strip())
+    unknown = [name for name in runtimes if name not in RUNTIMES]
+    if unknown or not runtimes:
         raise InputError(
-            f"{option} {','.join(found) or '(none)'}",
+            f"{option} {','.join(runtimes) or '(none)'}",
             f"{unknown[0] if unknown else 'nothing'} is no runtime",
             f"choose from {', '.join(RUNTIMES)}",
         )
-    return found
+    return runtimes
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def test_a_scale_for_each_token_puts_its_largest_number_on_the_largest_code() ->
     from real_models import dynamic_input
 
     x = torch.tensor([[448.0, 17.0], [44.8, 1.7], [0.0, 0.0]])
-    np.testing.assert_allclose(dynamic_input(x).numpy(), [[448, 16], [44.8, 1.6], [0, 0]], rtol=1e-6)
+    expected = np.array([[448, 16], [44.8, 1.6], [0, 0]])
+    np.testing.assert_allclose(dynamic_input(x).numpy(), expected, rtol=1e-6)
 
 
 def test_what_the_best_rounding_of_weights_misses_is_told_with_its_figures() -> None:

@@ -284,7 +284,7 @@ def test_a_full_disk_leaves_nothing(
 def test_too_little_room_is_told_before_the_work(
     demo_checkpoint: Path, tmp_path: Path, fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     out = tmp_path / "fp8"
     told = fp8q("convert", demo_checkpoint, "--out", out).complaint()
     assert told.startswith(f"{out}: has 1 bytes free, and the checkpoint takes ")
@@ -294,10 +294,8 @@ def test_too_little_room_is_told_before_the_work(
 def test_a_code_that_is_not_the_nearest_ends_the_call(
     demo_checkpoint: Path, tmp_path: Path, fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = shards.encode_part
-
     def wrong(*arguments: Any) -> CodedPart:
-        coded = encode(*arguments)
+        coded = encode_part(*arguments)
         return CodedPart(coded.codes, coded.scales, Errors(0.6, 0.1))
 
     monkeypatch.setattr(shards, "encode_part", wrong)
@@ -312,7 +310,7 @@ def test_bytes_that_read_back_otherwise_end_the_call(
     write = os.pwrite
 
     def flipped(handle: int, content: Any, at: int) -> int:
-        return write(handle, np.asarray(content) ^ 1, at)
+        return write(handle, (np.asarray(content) ^ 1).tobytes(), at)
 
     monkeypatch.setattr(os, "pwrite", flipped)
     with pytest.raises(BackendError, match=f"^{SINGLE}: reads back as other bytes than were written; check the disk$"):

@@ -32,8 +32,8 @@ def test_rows_have_the_codes_and_scales_that_calibrate_writes() -> None:
     values = weight(70, 300)
     coded, usual = encode_part("w", values, blocks=False), quantize_weight(values, "amax")
     assert not hasattr(usual, "reason")
-    assert np.array_equal(coded.scales[:, 0], usual.scale.numpy())  # type: ignore[union-attr]
-    assert np.array_equal(coded.codes, usual.codes.view(torch.uint8).numpy())  # type: ignore[union-attr]
+    assert np.array_equal(coded.scales[:, 0], usual.scale.numpy())
+    assert np.array_equal(coded.codes, usual.codes.view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (1, 1), (129, 257), (300, 1100), (128, 2048)])

@@ -114,7 +114,7 @@ def test_the_scale_is_the_power_of_two_at_or_above_what_the_method_chose(method:
     assert np.frexp(scale.scale)[0] == 0.5
     assert scale.clip == 448 * scale.scale
     for grid in ("bf16", "power-of-two"):
-        same = Clipping(method, margin=margin, scale_grid=grid)  # type: ignore[arg-type]
+        same = Clipping(method, margin=margin, scale_grid=grid)
         assert tensor_scale(measured, same, TWO_TERMS, batches) == scale
     one = tensor_scale(measured, clipping, E4M3, batches)
     clips = {FROM_HISTOGRAM[method](measured, grid, clipping) for grid in (E4M3, TWO_TERMS) if method in FROM_HISTOGRAM}
