@@ -106,7 +106,7 @@ def convert_checkpoint(
     the loss of accuracy is not measured: `fp8q calibrate` and `fp8q validate` do that.
     """
     from .. import api
-    from .convert import show_converted
+    from .views import show_converted
 
     speak = terminal()
     show_converted(speak, api.convert(model, out, options, speak), common.as_json)

@@ -63,11 +63,11 @@ def tune(
     """
     from .. import api
     from ..stages.tune import check_met
-    from . import tune_table
+    from . import views
 
     speak = terminal()
     tuning = api.tune(run, options, apply, speak)
-    tune_table.show_tuning(speak, run, tuning, common.as_json)
+    views.show_tuning(speak, run, tuning, common.as_json)
     check_met(tuning)
 
 

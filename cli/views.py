@@ -45,11 +45,13 @@ from ..validate.report.tables import (
 )
 from ..validate.report.verdict import next_steps, report_verdict, standing
 from ..validate.tasks.document import TaskScores, evaluation_table
+from ..validate.tuning.document import Tuning, change_table, conclusion, outcome_table, point_table
 from .endings import FILES, MADE, TABLES, ending
 
 if TYPE_CHECKING:
     from ..api import Inspection
     from ..quantize.learning.document import AdapterLearning, Distillation
+    from ..stages.commands.convert import Converted
     from ..stages.commands.engine import EngineView
     from ..stages.commands.lint import Linted, LintedRun, RuleText
     from ..validate.sensitivity.document import Sensitivity
@@ -407,3 +409,37 @@ def draw_table(speak: "Terminal", table: Table[Any], remark: str = "") -> None:
 def emit(result: dict[str, Any]) -> None:
     """Print `result` as one line of JSON."""
     sys.stdout.write(json.dumps(result) + "\n")
+
+
+def show_converted(speak: "Terminal", written: "Converted", as_json: bool) -> None:
+    """Show what `fp8q convert` wrote: what is kept and why, the sizes, the proof, and what comes next."""
+    if as_json:
+        emit(asdict(written) | {"path": str(written.path)})
+        return
+    rows = [(reason, f"{len(modules):,}", modules[0]) for reason, modules in written.kept.items()]
+    speak.table("Matrices kept in the source's type", ("reason", "count", "first"), rows)
+    for line in written.warnings:
+        speak.note(line)
+    speak.say(
+        f"{written.quantized:,} tensors of codes in the form {written.form} ({written.layout}): "
+        f"{written.source_bytes / 1e9:,.2f} -> {written.written_bytes / 1e9:,.2f} GB. Proof: every code decoded; the "
+        f"largest error is {written.largest_error_steps:.3g} of a step, "
+        f"{written.largest_relative_error:.2%} of a value."
+    )
+    speak.say(f"next: `vllm serve {written.path}`   serve it; its accuracy is not measured")
+
+
+def show_tuning(speak: "Terminal", run: Path, tuning: Tuning, as_json: bool) -> None:
+    """Show the tuning of `run`, and what to do next."""
+    if as_json:
+        emit(tuning.model_dump(by_alias=True, mode="json"))
+        return
+    draw_table(speak, point_table(tuning))
+    if tuning.chosen is not None:
+        changes = change_table(tuning)
+        if changes.rows:
+            draw_table(speak, changes)
+        else:
+            speak.say(changes.missing)
+        draw_table(speak, outcome_table(tuning))
+    speak.say(conclusion(tuning, str(run)))
