@@ -5,7 +5,7 @@ A target is named after its compute capability, `sm89`. FP8 tensor cores begin w
 builder fails after all the work ("the model contains HW-specific datatypes"), so they are refused before. No runtime is
 imported here.
 
-An engine's runtime and version are in its first bytes. TensorRT's are read as `trtexec --getPlanVersionOnly` reads them
+An engine's runtime and version are in its first bytes. TensorRT's are read as trtexec reads the version of a plan
 (NVIDIA/TensorRT, samples/common/sampleEngines.cpp): the tag, a serialization version of 0, and four numbers from byte
 24 on. TensorRT-RTX's are recognized by their tag, which was seen in engines of 1.7.1.
 """

@@ -183,7 +183,7 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nonsense"], 'Unknown command "--nonsense". Available commands: run, calibrate, scales, '),
+        (["--nonsense"], 'Unknown command "--nonsense". Available commands: run, calibrate, convert, '),
         (["calibrat"], 'Unknown command "calibrat". Did you mean "calibrate"? Available commands: run, calibrate, '),
         (["export", "run", "--nonsense"], "Unknown option: --nonsense. See `fp8q --help`, or --help after a command."),
         (["validate", "m", "--contxet", "3"], "Unknown option: --contxet. Did you mean --context? See `fp8q --help`"),
