@@ -103,13 +103,13 @@ def convert_checkpoint(
     """Write an FP8 checkpoint for servers by the names and shapes of tensors, without text and without running a model.
 
     Inputs are scaled where it is served. Takes any architecture, and less than 1 GB of memory. Each code is proven;
-    the loss of accuracy is not measured: `fp8q calibrate` and `fp8q validate` do that.
+    the loss of accuracy is not measured: `fp8q compare MODEL --model OUT` does that.
     """
     from .. import api
     from .views import show_converted
 
     speak = terminal()
-    show_converted(speak, api.convert(model, out, options, speak), common.as_json)
+    show_converted(speak, model, api.convert(model, out, options, speak), common.as_json)
 
 
 @app.command

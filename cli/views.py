@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from ..core.columns import Table
+from ..core.columns import Table, size
 from ..core.commands import in_run
 from ..core.errors import Fp8qError, visible
 from ..core.run import Run
@@ -411,8 +411,8 @@ def emit(result: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(result) + "\n")
 
 
-def show_converted(speak: "Terminal", written: "Converted", as_json: bool) -> None:
-    """Show what `fp8q convert` wrote: what is kept and why, the sizes, the proof, and what comes next."""
+def show_converted(speak: "Terminal", model: str, written: "Converted", as_json: bool) -> None:
+    """Show what `fp8q convert` wrote of `model`: what is kept and why, the sizes, the proof, and what comes next."""
     if as_json:
         emit(asdict(written) | {"path": str(written.path)})
         return
@@ -422,11 +422,12 @@ def show_converted(speak: "Terminal", written: "Converted", as_json: bool) -> No
         speak.note(line)
     speak.say(
         f"{written.quantized:,} tensors of codes in the form {written.form} ({written.layout}): "
-        f"{written.source_bytes / 1e9:,.2f} -> {written.written_bytes / 1e9:,.2f} GB. Proof: every code decoded; the "
+        f"{size(written.source_bytes)} -> {size(written.written_bytes)}. Proof: every code decoded; the "
         f"largest error is {written.largest_error_steps:.3g} of a step, "
         f"{written.largest_relative_error:.2%} of a value."
     )
-    speak.say(f"next: `vllm serve {written.path}`   serve it; its accuracy is not measured")
+    comparison = f"fp8q compare {model} --model {written.path} --data TEXT --out DIR"
+    speak.say(f"next: `{comparison}`   measure what it costs, which nothing has yet")
 
 
 def show_tuning(speak: "Terminal", run: Path, tuning: Tuning, as_json: bool) -> None:
