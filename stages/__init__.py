@@ -4,8 +4,7 @@ All that can be wrong with the input is found before the first file is written. 
 options and version) is passed over, so the same command goes on where it was killed, and another method chooses again
 without measuring again. `api` imports a stage once its run is open and its libraries are there, so a stage imports at
 its top all that it computes with; those that also run without torch import torch's half where they use it.
-`pipeline.stages` has them all as values: what each reads, writes and depends on; what they
-share is in `shared`.
+`pipeline.stages` has them all as values: what each reads, writes and depends on; what they share is in `shared`.
 
 In the order of work:
 
@@ -32,9 +31,10 @@ In the order of work:
     continuations    continuations of the same prompts by BF16 and FP8, for the report
     report           the run as a page and a notebook, compared with other runs
 
-They write nothing:
+They write nothing into a run:
 
     generate         text from the FP8 model, from its source model in BF16, or from both
+    compare_pair     two checkpoints of one model on a text, without a run; its results have a directory of their own
     other_text       text other than the calibration text, read with the run's options
 
 The commands that join stages, or only read what they wrote, in `commands`:
