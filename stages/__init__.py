@@ -14,8 +14,8 @@ In the order of work:
     queries          `export --attention fp8`, `--q-scale`: the queries of attention, measured
     export           both ONNX graphs of the checkpoint, linted; the same model in BF16 or INT8, to compare with
     build_engine     engines of all graphs, and the proof of their FP8 products
-    validate         the held-out text through the runtimes, and the gate on the loss; in validate_runtimes those that
-                     may need torch
+    validate         the held-out text through the runtimes, and the gate on the loss
+    validate_runtimes  its runtimes that may need torch, run one after the other
     compare          a server, or another checkpoint, asked for the evaluation text
     needles          sentences hidden in long prompts, asked of BF16 and FP8
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
@@ -41,6 +41,7 @@ The commands that join stages, or only read what they wrote, in `commands`:
 
     calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
     run              all stages, one after the other
+    convert          an FP8 checkpoint by the names and shapes of tensors, without a run
     merge            add separately measured runs, then choose scales and export
     preflight        refuse, before the first stage writes, what later ones would refuse
     inspect          every module, and the outliers
