@@ -11,7 +11,7 @@ from ...calibrate.checkpoint.companions import VOCABULARY
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE, QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import TensorHeader, find_weights, read_headers
 from ...calibrate.input.silence import muted
-from ...calibrate.input.untrusted import exists, read_json
+from ...calibrate.input.untrusted import error_text, exists, foreign, read_json
 from ...calibrate.model.architecture import read_config, text_fields
 from ...calibrate.model.source import load_model, open_source
 from ...core.errors import BackendError, InputError
@@ -128,7 +128,7 @@ def load_candidate(path: Path, option: str, device: str) -> tuple[torch.nn.Modul
     """
     config = read_json(path / "config.json")
     try:
-        model = _prepared(loaded_checkpoint(path, option).to(device), device)
+        model = _prepared(path, loaded_checkpoint(path, option).to(device), device)
     except (InputError, BackendError) as refused:
         try:
             source = open_source(str(path), fingerprinted=False, recognize=recognize)
@@ -137,16 +137,23 @@ def load_candidate(path: Path, option: str, device: str) -> tuple[torch.nn.Modul
             model = load_model(source, torch.bfloat16, device)
         except (InputError, BackendError):
             raise refused from None
-        return model, _weights_alone("transformers does not load this form, and fp8q dequantizes its weights")
+        return model, _weights_alone("transformers does not run this form here, and fp8q dequantizes its weights")
     said = config.get("quantization_config")
     if isinstance(said, dict) and said.get("quant_method") == BLOCKS and not device.startswith("cuda"):
         return model, _weights_alone("transformers multiplies FP8 blocks on a GPU alone, and dequantizes them here")
     return model, None
 
 
-def _prepared(model: torch.nn.Module, device: str) -> torch.nn.Module:
-    """Run one token, at which compressed-tensors decompresses the weights, with bars of its own on standard error."""
-    with muted(), torch.inference_mode():
+def _prepared(path: Path, model: torch.nn.Module, device: str) -> torch.nn.Module:
+    """Run one token, at which compressed-tensors decompresses the weights, with bars of its own on standard error.
+
+    Raises BackendError where the form does not run: inputs in groups of 128 are no groups of another width.
+    """
+    with (
+        foreign(lambda error: BackendError(path, f"transformers cannot run it ({error_text(error)})")),
+        muted(),
+        torch.inference_mode(),
+    ):
         model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
     return model
 

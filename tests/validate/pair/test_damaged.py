@@ -15,7 +15,7 @@ import pytest
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
-from fp8q.options import PairOptions
+from fp8q.options import ConvertOptions, PairOptions
 from fp8q.validate.pair.document import PairComparison, check_pair
 from tests.validate.pair import damaged
 from tests.validate.pair.damaged import UP, quantized
@@ -192,3 +192,19 @@ def test_an_expert_without_weights_is_named(shared_checkpoint: Callable[[str], P
     assert told[0].startswith(
         "model.layers.1.mlp.experts.gate_up_proj: the weight of expert 2 is zero or another weight"
     )
+
+
+def test_a_form_that_transformers_cannot_run_is_dequantized_with_a_note(
+    compared: Compare, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    """FP8_BLOCK: compressed-tensors splits inputs of width 704 into groups of 128, which they are not."""
+    block = ConvertOptions(form="block", layout="compressed-tensors")
+    api.convert(str(demo_checkpoint), tmp_path / "candidate", block, SILENT)
+    comparison = compared(max_ppl_increase=0.05)
+    assert comparison.candidate.loaded_by == "fp8q"
+    (note,) = comparison.notes
+    assert note.startswith("transformers does not run this form here, and fp8q dequantizes its weights")
+    assert note.endswith("inputs stay in BF16, so what is measured is the rounding of the weights alone")
+    assert 0 < comparison.kl_nats.mean < 0.05
+    assert comparison.modules[0].error is not None
+    assert 0.005 < comparison.modules[0].error < 0.1
