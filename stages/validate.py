@@ -46,8 +46,6 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
 
 def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
     """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
-    from .validate_runtimes import evaluate_adapters, evaluate_runtimes, explain_loss
-
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
@@ -55,6 +53,8 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
     inputs |= {name: digest for engine in engines for name, digest in engine.file.items()}
     check_comparable(options.chosen, options.max_ppl_increase)
     check_accumulator(options)
+    from .validate_runtimes import evaluate_adapters, evaluate_runtimes, explain_loss  # loads torch: refuse before
+
     options = as_a_server_reads(run, options, notes)
     tokens = evaluation(run, data, options, notes)
     for engine in engines:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tomllib import loads
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,7 +173,7 @@ def test_a_recipe_runs_on_a_small_model_of_its_family(
     random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:  # fmt: skip
     """All of `fp8q run` but the graphs and the report, on which no recipe has a say."""
-    monkeypatch.setattr("fp8q.stages.commands.run.report", SimpleNamespace(at=lambda *_: None))
+    monkeypatch.setattr("fp8q.stages.commands.run.report", lambda *_: None)
     model, run = RECIPES[family], Run(tmp_path / "run")
     path = shared_checkpoint(model) if isinstance(model, str) else random_checkpoint(tmp_path / "model", *model)
     evaluation = tmp_path / "evaluation.txt"

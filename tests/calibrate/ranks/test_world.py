@@ -200,7 +200,7 @@ try:
         save_arrays(folder / f"added-{world.rank}.safetensors", total.tensors, total.weights)
         print([member["rank"] for member in world.gathered({"rank": world.rank})], total.record.tokens)
         if world.rank == 1:
-            raise InputError("the disk\\nis full")
+            raise InputError("", "the disk\\nis full")
         try:
             time.sleep(60)
         except Exception:
