@@ -14,13 +14,15 @@ def is_original(path: Path) -> bool:
 
 
 def candidate_of(original: Path, options: CompareOptions) -> Path:
-    """Return the candidate that `options` name for `original`; raise InputError for a server, or for none."""
+    """Return the candidate that `options` name for `original`; raise InputError for a server, its options, or none."""
     if options.url is not None:
         raise InputError(
             f"--url {options.url}",
             f"a server is compared with a run, and {original} is a checkpoint",
             "make a run of it with `fp8q calibrate`, or give --model",
         )
+    if option := first_given(options, [name for name in options.declared() if name != "model"]):
+        raise InputError(option, f"is for a run, and {original} is a checkpoint", "leave it out")
     if options.model is None:
         raise InputError(original, "is a checkpoint, and nothing to compare it with is given", "give --model DIR")
     return options.model
@@ -28,7 +30,7 @@ def candidate_of(original: Path, options: CompareOptions) -> Path:
 
 def refuse_for_run(run: Path, options: PairOptions) -> None:
     """Raise InputError for options of two checkpoints where `run` is a run, which has its own text and results."""
-    if option := first_given(options, ("data", "out", "context", "max_tokens", "module_windows", "max_ppl_increase")):
+    if option := first_given(options, options.declared()):
         raise InputError(
             option,
             f"is for two checkpoints, and {run} is a run or no checkpoint",

@@ -426,8 +426,8 @@ def show_converted(speak: "Terminal", model: str, written: "Converted", as_json:
         f"largest error is {written.largest_error_steps:.3g} of a step, "
         f"{written.largest_relative_error:.2%} of a value."
     )
-    comparison = f"fp8q compare {model} --model {written.path} --data TEXT --out DIR"
-    speak.say(f"next: `{comparison}`   measure what it costs, which nothing has yet")
+    original = model if Path(model).is_dir() else "ORIGINAL"  # compare takes no name on the hub
+    speak.say(f"next: `fp8q compare {original} --model {written.path} --data TEXT --out DIR`   Measure what it costs.")
 
 
 def show_tuning(speak: "Terminal", run: Path, tuning: Tuning, as_json: bool) -> None:

@@ -7,27 +7,27 @@ import hashlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
 
 from .. import __version__
-from ..calibrate.model.architecture import max_positions, text_fields
+from ..calibrate.model.architecture import load_config, max_positions
 from ..calibrate.model.bf16_products import widened_products
 from ..calibrate.model.tokenizer import stored_tokenizer
 from ..calibrate.text import corpus
 from ..calibrate.text.chat import renderer
-from ..calibrate.text.packing import Packing, prefix_of
+from ..calibrate.text.packing import Packing
 from ..core.arrays import read_arrays
 from ..core.errors import BackendError, InputError
 from ..core.files import read_document, replacing, write_document
 from ..core.reporter import Reporter
-from ..options import DEFAULT_SEQ_LEN, PairOptions, ValidateOptions
+from ..options import DEFAULT_SEQ_LEN, CorpusOptions, PairOptions, ValidateOptions
 from ..validate.accuracy.bootstrap import Bootstrap, increase_halves
-from ..validate.accuracy.compare import AnyForward, Outcome, compare_in_turn
+from ..validate.accuracy.compare import AnyForward, Opener, Outcome, compare_in_turn
 from ..validate.accuracy.decision import decide
 from ..validate.accuracy.document import KL, Accuracy, Estimate
 from ..validate.accuracy.perplexity import Evaluation
@@ -35,18 +35,19 @@ from ..validate.endpoint.checkpoint import loaded_checkpoint
 from ..validate.pair.causes import Facts, causes_of
 from ..validate.pair.document import CANDIDATE, Cause, CheckpointIdentity, HiddenError, ModuleError, PairComparison
 from ..validate.pair.models import (
+    LoadedCandidate,
     check_codes,
     check_directory,
     check_same_shape,
     check_same_tokens,
-    files_digest,
+    identify,
     load_candidate,
     missing_weights,
-    quantization_of,
 )
 from ..validate.pair.module_errors import compare_modules, expert_errors
 from ..validate.report.loss_buckets import by_position
 from ..validate.report.pair_page import pair_page
+from .corpus import prefix_for
 from .other_text import cut_for
 from .pipeline.steps import device
 from .shared.texts import read_tokens
@@ -71,68 +72,58 @@ def compare_pair(original: Path, candidate: Path, options: PairOptions, progress
         )
     configs = check_directory(original, ""), check_directory(candidate, OPTION)
     check_codes(candidate, configs[1], OPTION)
-    check_same_shape(*configs, f"{OPTION}{candidate}")
-    check_same_tokens(original, candidate, f"{OPTION}{candidate}")
-    out = _own_directory(options.out, (original, candidate))
-    models = _model(original, configs[0]), _model(candidate, configs[1])
-    evaluation = _evaluation(original, configs[0], options, progress)
-    protocol = evaluation.protocol.model_dump_json()
-    key_parts = (__version__, *(model.sha256 for model in models), protocol, options.module_windows)
-    key = hashlib.sha256(repr(key_parts).encode()).hexdigest()
-    stored = out / NUMBERS
-    if stored.is_file() and (known := read_document(stored, PairComparison)).key == key:
-        return _judged(known, out, options)
-    work = out / WORK
-    if work.is_dir() and not (work / key).is_dir():
-        shutil.rmtree(work)
-    (folder := work / key).mkdir(parents=True, exist_ok=True)
-    comparison = _measure(
-        CheckpointPair((original, candidate), configs, models, evaluation, options, progress), folder, key
+    text_config, other = (
+        load_config(path, f"{option}{path}", raw)[0].get_text_config()
+        for path, option, raw in zip((original, candidate), ("", OPTION), configs, strict=True)
     )
+    check_same_shape(text_config, other, f"{OPTION}{candidate}")
+    check_same_tokens(original, candidate, f"{OPTION}{candidate}")
+    check_results_directory(options.out, (original, candidate))
+    evaluation = _evaluation(original, text_config, options, progress)
+    models = identify(original, configs[0], progress), identify(candidate, configs[1], progress)
+    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress)
+    stored = options.out / NUMBERS
+    if stored.is_file() and (known := read_document(stored, PairComparison)).key == pair.key:
+        return _judged(known, options.out, options)
+    loaded = _check_candidate(pair)
+    work = options.out / WORK
+    if work.is_dir() and not (work / pair.key).is_dir():
+        shutil.rmtree(work)
+    (folder := work / pair.key).mkdir(parents=True, exist_ok=True)
+    outcome = _run(pair, text_config.vocab_size, folder)
+    comparison = _explained(pair, loaded, outcome)
+    _write(comparison, outcome, options.out)
     shutil.rmtree(work)
     return comparison
 
 
-def _own_directory(out: Path, others: tuple[Path, Path]) -> Path:
-    """Return `out`, made where it is missing; raise InputError where it holds anything but a comparison."""
+def check_results_directory(out: Path, checkpoints: tuple[Path, Path]) -> None:
+    """Raise InputError where `out` is no directory for a comparison of `checkpoints`: it holds something else."""
     names = {NUMBERS, TOKENS, PAGE, WORK}
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a new directory")
-    if out.resolve() in {path.resolve() for path in others}:
+    if out.resolve() in {path.resolve() for path in checkpoints}:
         raise InputError(f"--out {out}", "is one of the checkpoints", "name a new directory")
     if out.is_dir() and (strange := sorted(path.name for path in out.iterdir() if path.name not in names)):
         raise InputError(
             f"--out {out}", f"holds {strange[0]}, which no comparison wrote", "name a new or empty directory"
         )
-    out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
-def _evaluation(original: Path, config: Mapping[str, Any], options: PairOptions, progress: Reporter) -> Evaluation:
+def _evaluation(original: Path, config: PreTrainedConfig, options: PairOptions, progress: Reporter) -> Evaluation:
     """Cut the text into windows by the original's tokenizer, each begun as that begins a text."""
     assert options.data is not None, "the caller looked"
     tokenizer = stored_tokenizer(original)
-    fields = text_fields(config) or config
 
     def render(where: str, value: object) -> str:  # only chats need a template
         return renderer(tokenizer, str(original))(where, value)
 
-    reading = corpus.Reading(render=render)
-    text = read_tokens(options.data, tokenizer, int(fields["vocab_size"]), reading, progress)
-    prefix = prefix_of(tokenizer, text.documents.texts)
-    if text.documents.chat and tuple(text.ids[: len(prefix)]) != prefix:
-        prefix = ()
-    limit = max_positions(fields)
+    text = read_tokens(options.data, tokenizer, config.vocab_size, corpus.Reading(render=render), progress)
+    prefix = prefix_for(tokenizer, [text], CorpusOptions(), progress)
+    limit = max_positions(config.to_dict())
     asked = ValidateOptions(context=options.context, max_tokens=options.max_tokens)
     packing = Packing(min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN), prefix)
     return cut_for(text.ids, options.data, asked, packing, limit, progress)
-
-
-def _model(path: Path, config: Mapping[str, Any]) -> CheckpointIdentity:
-
-    return CheckpointIdentity(
-        name=path.resolve().name, sha256=files_digest(path, config), quantization=quantization_of(path, config)
-    )
 
 
 @dataclass(frozen=True)
@@ -146,44 +137,40 @@ class CheckpointPair:
     options: PairOptions
     progress: Reporter
 
-
-def _measure(pair: CheckpointPair, folder: Path, key: str) -> PairComparison:
-    """Run both models, compare their modules, name causes, and write the results."""
-    notes = list[str]()
-    outcome = _run(pair, folder, notes)
-    accuracy = outcome.accuracy
-    modules, hidden, causes, more = _explain(pair)
-    notes += [line for line in more if line not in notes]
-    by_fp8q = any("fp8q" in line for line in notes)
-    bootstrap, measured = Bootstrap(np.nonzero(pair.evaluation.scored)[0]), outcome.measured[CANDIDATE]
-    comparison = PairComparison(
-        key=key,
-        original=pair.models[0],
-        candidate=pair.models[1].model_copy(update={"loaded_by": "fp8q" if by_fp8q else "transformers"}),
-        protocol=pair.evaluation.protocol,
-        runtimes=accuracy.runtimes,
-        flips=Estimate(**bootstrap.interval(1.0 - measured["top1"].astype(np.float64))._asdict()),
-        kl_nats=Estimate(**bootstrap.interval(measured["kl"].astype(np.float64))._asdict()),
-        verdict=decide(accuracy, outcome.nll, pair.options.max_ppl_increase),
-        modules=modules,
-        hidden=hidden,
-        causes=causes,
-        notes=notes,
-    )
-    assert pair.options.out is not None, "the caller looked"
-    _write(comparison, outcome, pair.options.out)
-    return comparison
+    @property
+    def key(self) -> str:
+        """SHA-256 of all that the results depend on: both checkpoints' files, tokens, protocol, options, version."""
+        files, protocol = [model.sha256 for model in self.models], self.evaluation.protocol.model_dump_json()
+        parts = (__version__, *files, protocol, self.options.module_windows)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _run(pair: CheckpointPair, folder: Path, notes: list[str]) -> Outcome:
+def _check_candidate(pair: CheckpointPair) -> LoadedCandidate:
+    """Load the candidate before any model runs; where that fails, name the weights that its files lack, if any.
+
+    Returns it without its model, which `compare_in_turn` loads again when its turn has come, and memory is free.
+    """
+    try:
+        return replace(load_candidate(pair.paths[1], OPTION, device()), model=torch.nn.Identity())
+    except InputError:
+        if missing := missing_weights(*pair.paths, pair.configs):
+            more = f", nor {len(missing) - 1:,} more of the original's weights" if len(missing) > 1 else ""
+            raise InputError(
+                f"{OPTION}{pair.paths[1]}",
+                f"has no {missing[0]}{more}: a module is left out, or under another name",
+                "export it again",
+            ) from None
+        raise
+
+
+def _run(pair: CheckpointPair, vocabulary: int, folder: Path) -> Outcome:
     """Run the windows through the original in BF16 and FP32 and through the candidate, one loaded at a time."""
-    original, config = pair.paths[0], pair.configs[0]
-    openers = {
-        "bf16": partial(_forward_of_original, original, torch.bfloat16),
-        "fp32": partial(_forward_of_original, original, torch.float32),
-        CANDIDATE: partial(_forward_of_candidate, pair, notes),
+    original, candidate = pair.paths
+    openers: dict[str, Opener] = {
+        "bf16": lambda: _logits(loaded_checkpoint(original, "", torch.bfloat16).to(device())),
+        "fp32": lambda: _logits(loaded_checkpoint(original, "", torch.float32).to(device())),
+        CANDIDATE: lambda: _logits(load_candidate(candidate, OPTION, device()).model),
     }
-    vocabulary = int((config.get("text_config") or config)["vocab_size"])
     outcome = compare_in_turn(pair.evaluation, openers, vocabulary, folder / "windows", pair.progress)
     if outcome.failed:
         raise BackendError("", "; ".join(outcome.failed.values()))
@@ -197,31 +184,27 @@ def _run(pair: CheckpointPair, folder: Path, notes: list[str]) -> Outcome:
     return replace(outcome, accuracy=outcome.accuracy.model_copy(update={"runtimes": runtimes}))
 
 
-def _forward_of_original(path: Path, dtype: torch.dtype) -> AnyForward:
-
-    return _logits(loaded_checkpoint(path, "", dtype).to(device()))
-
-
-def _forward_of_candidate(pair: CheckpointPair, notes: list[str]) -> AnyForward:
-    """Load the candidate; where that fails, the message names the weights that its files lack, if any."""
-    try:
-        model, note = load_candidate(pair.paths[1], OPTION, device())
-    except InputError:
-        if missing := missing_weights(*pair.paths, pair.configs):
-            more = f", nor {len(missing) - 1:,} more of the original's weights" if len(missing) > 1 else ""
-            raise InputError(
-                f"{OPTION}{pair.paths[1]}",
-                f"has no {missing[0]}{more}: a module is left out, or under another name",
-                "export it again",
-            ) from None
-        raise
-    if note and note not in notes:
-        notes.append(note)
-    return _logits(model)
+def _explained(pair: CheckpointPair, loaded: LoadedCandidate, outcome: Outcome) -> PairComparison:
+    """Judge the outcome, compare modules, and name causes."""
+    modules, hidden, causes = _explain(pair)
+    bootstrap, measured = Bootstrap(np.nonzero(pair.evaluation.scored)[0]), outcome.measured[CANDIDATE]
+    return PairComparison(
+        key=pair.key,
+        original=pair.models[0],
+        candidate=pair.models[1].model_copy(update={"loaded_by": loaded.loaded_by}),
+        protocol=pair.evaluation.protocol,
+        runtimes=outcome.accuracy.runtimes,
+        flips=Estimate(**bootstrap.interval(1.0 - measured["top1"].astype(np.float64))._asdict()),
+        kl_nats=Estimate(**bootstrap.interval(measured["kl"].astype(np.float64))._asdict()),
+        verdict=decide(outcome.accuracy, outcome.nll, pair.options.max_ppl_increase),
+        modules=modules,
+        hidden=hidden,
+        causes=causes,
+        notes=[loaded.note] if loaded.note else [],
+    )
 
 
 def _logits(model: torch.nn.Module) -> AnyForward:
-
     def forward(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> torch.Tensor:
         with widened_products():
             logits: torch.Tensor = model(input_ids=torch.from_numpy(ids).to(device()), use_cache=False).logits
@@ -230,20 +213,19 @@ def _logits(model: torch.nn.Module) -> AnyForward:
     return forward
 
 
-def _explain(pair: CheckpointPair) -> tuple[list[ModuleError], list[HiddenError], list[Cause], list[str]]:
-    """Compare modules on evenly spaced windows, both models in memory, and name the causes; with notes."""
+def _explain(pair: CheckpointPair) -> tuple[list[ModuleError], list[HiddenError], list[Cause]]:
+    """Compare modules on evenly spaced windows, both models in memory, and name the causes."""
     ids, most = pair.evaluation.ids, pair.options.module_windows
     if not most:
-        return [], [], causes_of(Facts(*pair.paths, pair.configs, [], ({}, {}), {})), []
+        return [], [], causes_of(Facts(*pair.paths, pair.configs, [], ({}, {}), {}))
     original = loaded_checkpoint(pair.paths[0], "", torch.bfloat16).to(device())
-    candidate, note = load_candidate(pair.paths[1], OPTION, device())
+    candidate = load_candidate(pair.paths[1], OPTION, device()).model
     chosen = np.linspace(0, len(ids) - 1, min(most, len(ids))).astype(np.int64)
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
     with pair.progress.track("Comparing modules", len(windows), "windows") as advance, widened_products():
         modules, hidden = compare_modules(original, candidate, windows, advance)
     weights, experts = (_matrices(original), _matrices(candidate)), expert_errors(original, candidate)
-    facts = Facts(*pair.paths, pair.configs, modules, weights, experts)
-    return modules, hidden, causes_of(facts), [note] if note else []
+    return modules, hidden, causes_of(Facts(*pair.paths, pair.configs, modules, weights, experts))
 
 
 def _matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -256,7 +238,6 @@ def _matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write(comparison: PairComparison, outcome: Outcome, out: Path) -> None:
-
     arrays = {**outcome.nll, **{f"{name}{KL}": values for name, values in outcome.kl.items()}}
     with replacing(out / TOKENS) as partial_file, open(partial_file, "wb") as handle:
         np.savez(handle, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
@@ -265,7 +246,6 @@ def _write(comparison: PairComparison, outcome: Outcome, out: Path) -> None:
 
 
 def _write_page(comparison: PairComparison, out: Path) -> None:
-
     page = pair_page(comparison)
     with replacing(out / PAGE) as partial_file:
         partial_file.write_text(page, encoding="utf-8")

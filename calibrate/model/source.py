@@ -124,7 +124,7 @@ class Source:
         if not self.adapters or not self.fingerprint:
             return self.fingerprint
         adapters = {f"adapter {adapter.name}": adapter.fingerprint for adapter in self.adapters}
-        return _combined({"base": self.fingerprint, **adapters})
+        return combined_digest({"base": self.fingerprint, **adapters})
 
     @property
     def companions(self) -> dict[str, Path]:
@@ -139,7 +139,7 @@ class Source:
         adapter_files = {name: file for name, file in merged.companions.items() if file.is_relative_to(adapter.path)}
         both = {"base": self.fingerprint, "adapter": adapter.fingerprint}
         both |= {f"adapter's {name}": sha256_file(file) for name, file in adapter_files.items()}
-        return replace(merged, fingerprint=_combined(both) if self.fingerprint else "")
+        return replace(merged, fingerprint=combined_digest(both) if self.fingerprint else "")
 
     def weights(self) -> Weights:
         """Open the tensors, dequantized."""
@@ -152,7 +152,7 @@ class Source:
         """
         digests = tokenizer_digests(self.companions)
         by_auto = self.tokenizer == "auto" and TOKENIZER in digests
-        return _combined(digests | ({"by": "AutoTokenizer"} if by_auto else {}))
+        return combined_digest(digests | ({"by": "AutoTokenizer"} if by_auto else {}))
 
 
 def open_source(
@@ -185,7 +185,7 @@ def open_source(
     if not fingerprinted:
         return source
     configured = [path / "config.json", *(coding.other_files if coding else ())]
-    return replace(source, fingerprint=_combined(_file_digests([*configured, *files], report)))
+    return replace(source, fingerprint=combined_digest(file_digests([*configured, *files], report)))
 
 
 def locate(model: str, revision: str | None, with_code: bool, report: Reporter) -> tuple[Path, str | None]:
@@ -209,7 +209,7 @@ def locate(model: str, revision: str | None, with_code: bool, report: Reporter) 
     return snapshot, snapshot.name
 
 
-def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
+def file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
     """File name -> SHA-256 of the SHA-256s of its pieces, so that all processors can hash one large file together."""
     pieces = [(file, start) for file in files for start in range(0, file.stat().st_size, PIECE)]
     digests = {file.name: hashlib.sha256() for file in files}
@@ -232,7 +232,7 @@ def _file_digests(files: Sequence[Path], report: Reporter) -> dict[str, str]:
     return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
-def _combined(digests: dict[str, str]) -> str:
+def combined_digest(digests: dict[str, str]) -> str:
     """SHA-256, in hexadecimal, over the lines `name digest` in name order."""
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
 

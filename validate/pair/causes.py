@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from ...calibrate.checkpoint.companions import GENERATION
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
-from ...calibrate.checkpoint.weights import find_weights, read_headers
 from ...calibrate.input.untrusted import exists, read_json
 from ...calibrate.text.template_files import templates_in
 from ...core.errors import InputError
 from ...quantize.lint.check import checkpoint_findings
 from .document import Cause, ModuleError
-from .models import quantization_of, tokenizer_of
+from .models import quantization_of, tokenizer_of, weight_headers
 from .module_errors import UNRELATED, origin_of
 
 #: Any text: only the special tokens that a tokenizer puts around it matter.
@@ -40,7 +40,7 @@ class Facts:
 
     original: Path
     candidate: Path
-    configs: tuple[Mapping[str, object], Mapping[str, object]]
+    configs: tuple[Mapping[str, Any], Mapping[str, Any]]
     modules: Sequence[ModuleError]
     weights: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
     experts: Mapping[str, Sequence[float | None]]
@@ -70,7 +70,7 @@ def _error(rule: str, subject: str, fault: str, remedy: str) -> Cause:
 def other_model(facts: Facts) -> Iterator[Cause]:
     """Most modules have weights that have nothing to do with the original's: another seed, or another model."""
     known = [module for module in facts.modules if module.correlation is not None]
-    unrelated = [module for module in known if module.correlation is not None and module.correlation < UNRELATED]
+    unrelated = [module for module in known if module.correlation is not None and abs(module.correlation) < UNRELATED]
     if known and len(unrelated) > len(known) / 2:
         yield _error(
             "other-model",
@@ -113,7 +113,7 @@ def _fault(module: ModuleError, facts: Facts, usual: float) -> tuple[str, str]:
         return "its output is not zero, and the original's is", again
     if module.correlation == 0 and module.gain == 0:
         return "its output is zero: its weight, or its scale, is", again
-    if module.correlation < UNRELATED:
+    if abs(module.correlation) < UNRELATED:
         origin = _origin(module.module, facts)
         if origin and origin != module.module:
             return f"it has the weight of {origin}", "write each weight under its own name"
@@ -186,7 +186,9 @@ def other_chat_template(facts: Facts) -> Iterator[Cause]:
 @cause_rule
 def end_tokens(facts: Facts) -> Iterator[Cause]:
     """The tokens that end an answer differ."""
-    ours, theirs = (_ends(path, config) for path, config in zip((facts.original, facts.candidate), facts.configs))
+    ours, theirs = (
+        _ends(path, config) for path, config in zip((facts.original, facts.candidate), facts.configs, strict=True)
+    )
     if ours != theirs:
         yield _error(
             "end-of-text",
@@ -196,7 +198,7 @@ def end_tokens(facts: Facts) -> Iterator[Cause]:
         )
 
 
-def _ends(path: Path, config: Mapping[str, object]) -> frozenset[int]:
+def _ends(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
     generation = read_json(path / GENERATION) if exists(path / GENERATION) else {}
     value = generation.get("eos_token_id", config.get("eos_token_id")) if isinstance(generation, dict) else None
     return frozenset(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
@@ -206,8 +208,8 @@ def _ends(path: Path, config: Mapping[str, object]) -> frozenset[int]:
 def drafting_layers(facts: Facts) -> Iterator[Cause]:
     """The candidate lacks layers for multi-token prediction that the original has."""
     ours, theirs = (
-        mtp_prefixes(config, read_headers(find_weights(path, str(path), config.get("transformers_weights"))))  # type: ignore[arg-type]
-        for path, config in zip((facts.original, facts.candidate), facts.configs)
+        mtp_prefixes(config, weight_headers(path, config))
+        for path, config in zip((facts.original, facts.candidate), facts.configs, strict=True)
     )
     if missing := sorted({*ours} - {*theirs}):
         yield _error(

@@ -10,6 +10,8 @@ from ..accuracy.document import Estimate, Protocol, RuntimeAccuracy, Verdict
 
 #: The name of the candidate among the runtimes; the original's are `bf16` and `fp32`.
 CANDIDATE = "candidate"
+#: Who made a model of a checkpoint's files.
+LoadedBy = Literal["transformers", "fp8q"]
 
 
 class CheckpointIdentity(Strict):
@@ -18,7 +20,7 @@ class CheckpointIdentity(Strict):
     name: str
     sha256: str
     quantization: str | None = Field(default=None, description="`quant_method` and format of config.json; null: none")
-    loaded_by: Literal["transformers", "fp8q"] = "transformers"
+    loaded_by: LoadedBy = "transformers"
 
 
 class ModuleError(Strict):

@@ -1,34 +1,39 @@
 """Load both checkpoints of a comparison, and refuse pairs that are not of one model."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...calibrate.checkpoint.companions import VOCABULARY
+from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE, QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import TensorHeader, find_weights, read_headers
 from ...calibrate.input.silence import muted
-from ...calibrate.input.untrusted import error_text, exists, foreign, read_json
-from ...calibrate.model.architecture import read_config, text_fields
-from ...calibrate.model.source import load_model, open_source
-from ...core.errors import BackendError, InputError
+from ...calibrate.input.untrusted import error_text, foreign, read_json
+from ...calibrate.model.architecture import read_config
+from ...calibrate.model.source import combined_digest, file_digests, load_model, open_source
+from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.files import sha256_file
+from ...core.reporter import Reporter
 from ...core.run import Run
 from ...quantize.reading.dequantized import recognize
 from ...serve.loop.text import ModelFileError, Vocabulary
 from ..endpoint.checkpoint import loaded_checkpoint
+from .document import CheckpointIdentity, LoadedBy
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedConfig
 
-#: Fields of config.json that two checkpoints of one model share, and what they count.
+#: Fields of the configurations that two checkpoints of one model share, and what they count.
 SHARED = {"vocab_size": "tokens in the vocabulary", "num_hidden_layers": "layers", "hidden_size": "channels"}
 #: How the types of codes begin, as safetensors spells them, and what a module's weight is called in some form.
 NARROW = (*CODES, "I8", "U8", "I32")
 WEIGHTS = ("weight", "weight_packed", "qweight")
+#: What a note says of a form whose inputs are not coded here.
+WEIGHTS_ALONE = "inputs stay in BF16, so what is measured is the rounding of the weights alone"
 #: Of FP8 in blocks, transformers multiplies codes on a GPU alone.
 BLOCKS = "fp8"
 
@@ -47,10 +52,10 @@ def check_directory(path: Path, option: str) -> dict[str, Any]:
     return read_config(path, subject)
 
 
-def check_same_shape(original: Mapping[str, Any], candidate: Mapping[str, Any], option: str) -> None:
-    """Raise InputError where two config.json describe models of different vocabularies, depths or widths."""
+def check_same_shape(original: "PreTrainedConfig", candidate: "PreTrainedConfig", option: str) -> None:
+    """Raise InputError where the configurations of two language models differ in vocabulary, depth or width."""
     for field, what in SHARED.items():
-        ours, theirs = (text_fields(config).get(field, config.get(field)) for config in (original, candidate))
+        ours, theirs = (getattr(config, field, None) for config in (original, candidate))
         if ours is not None and theirs is not None and ours != theirs:
             raise InputError(
                 option,
@@ -92,7 +97,7 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> str | None:
 def check_codes(path: Path, config: Mapping[str, Any], option: str) -> None:
     """Raise InputError where config.json says that the checkpoint is quantized, and its files hold no codes."""
     said = quantization_of(path, config)
-    if said and not any(header.dtype.startswith(NARROW) for header in _headers(path, config).values()):
+    if said and not any(header.dtype.startswith(NARROW) for header in weight_headers(path, config).values()):
         raise InputError(
             f"{option}{path}",
             f"config.json says {said}, and no tensor is stored as codes, so that its weights are no quantized ones",
@@ -102,46 +107,64 @@ def check_codes(path: Path, config: Mapping[str, Any], option: str) -> None:
 
 def missing_weights(original: Path, candidate: Path, configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The original's weights of modules that the candidate's files have in no form, by their names, sorted."""
-    ours, theirs = (_headers(path, config) for path, config in zip((original, candidate), configs, strict=True))
+    ours, theirs = (weight_headers(path, config) for path, config in zip((original, candidate), configs, strict=True))
     modules = {name.rpartition(".")[0] for name in theirs if name.rpartition(".")[2] in WEIGHTS}
     return sorted(name for name in ours if name.endswith(".weight") and name.removesuffix(".weight") not in modules)
 
 
-def _headers(path: Path, config: Mapping[str, Any]) -> dict[str, TensorHeader]:
-    return read_headers(find_weights(path, str(path), config.get("transformers_weights")))
+def weight_headers(path: Path, config: Mapping[str, Any]) -> dict[str, TensorHeader]:
+    """The headers of the tensors in the weight files of a checkpoint, by name."""
+    return read_headers(_weight_files(path, config))
 
 
-def files_digest(path: Path, config: Mapping[str, Any]) -> str:
-    """SHA-256 over the digests of config.json, the weights and the tokenizer's files."""
-    files = [path / "config.json", *find_weights(path, str(path), config.get("transformers_weights"))]
-    files += [
-        path / name for name in (*VOCABULARY, "tokenizer_config.json", "chat_template.jinja") if exists(path / name)
-    ]
-    return hashlib.sha256("".join(f"{file.name} {sha256_file(file)}\n" for file in files).encode()).hexdigest()
+def _weight_files(path: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
+    return find_weights(path, str(path), config.get("transformers_weights"))
 
 
-def load_candidate(path: Path, option: str, device: str) -> tuple[torch.nn.Module, str | None]:
+def identify(path: Path, config: Mapping[str, Any], report: Reporter) -> CheckpointIdentity:
+    """Identify the checkpoint in `path` by all files that a comparison reads: weights, config.json and companions."""
+    files = [path / "config.json", *_weight_files(path, config)]
+    beside = {name: sha256_file(file) for name, file in companion_files(path).items()}
+    digest = combined_digest(file_digests(files, report) | beside)
+    return CheckpointIdentity(name=path.resolve().name, sha256=digest, quantization=quantization_of(path, config))
+
+
+@dataclass(frozen=True)
+class LoadedCandidate:
+    """A candidate that was loaded, in evaluation mode: by whom, and what of its form is not computed, if anything."""
+
+    model: torch.nn.Module
+    loaded_by: LoadedBy
+    note: str | None = None
+
+
+def load_candidate(path: Path, option: str, device: str) -> LoadedCandidate:
     """Load a checkpoint with transformers; where it cannot, with fp8q, weights dequantized and inputs in BF16.
 
-    Returns the model, in evaluation mode on `device`, and a note on what of its form was not computed, or None. Raises
-    InputError or BackendError of transformers where fp8q does not read the form either.
+    Raises InputError or BackendError of transformers where fp8q does not read the form either.
     """
-    config = read_json(path / "config.json")
     try:
         model = _prepared(path, loaded_checkpoint(path, option).to(device), device)
     except (InputError, BackendError) as refused:
-        try:
-            source = open_source(str(path), fingerprinted=False, recognize=recognize)
-            if source.coding is None:
-                raise refused
-            model = load_model(source, torch.bfloat16, device)
-        except (InputError, BackendError):
-            raise refused from None
-        return model, _weights_alone("transformers does not run this form here, and fp8q dequantizes its weights")
-    said = config.get("quantization_config")
-    if isinstance(said, dict) and said.get("quant_method") == BLOCKS and not device.startswith("cuda"):
-        return model, _weights_alone("transformers multiplies FP8 blocks on a GPU alone, and dequantizes them here")
-    return model, None
+        reason = "transformers does not run this form here, and fp8q dequantizes its weights"
+        return LoadedCandidate(_dequantized(path, device, refused), "fp8q", f"{reason}: {WEIGHTS_ALONE}")
+    quantization = read_json(path / "config.json").get("quantization_config")
+    in_blocks = isinstance(quantization, dict) and quantization.get("quant_method") == BLOCKS
+    if in_blocks and not device.startswith("cuda"):
+        reason = "transformers multiplies FP8 blocks on a GPU alone, and dequantizes them here"
+        return LoadedCandidate(model, "transformers", f"{reason}: {WEIGHTS_ALONE}")
+    return LoadedCandidate(model, "transformers")
+
+
+def _dequantized(path: Path, device: str, refused: Fp8qError) -> torch.nn.Module:
+    """Load the weights of a form that fp8q reads, in BF16; raise `refused` for any other."""
+    try:
+        source = open_source(str(path), fingerprinted=False, recognize=recognize)
+        if source.coding is not None:
+            return load_model(source, torch.bfloat16, device)
+    except (InputError, BackendError):
+        pass
+    raise refused from None
 
 
 def _prepared(path: Path, model: torch.nn.Module, device: str) -> torch.nn.Module:
@@ -156,7 +179,3 @@ def _prepared(path: Path, model: torch.nn.Module, device: str) -> torch.nn.Modul
     ):
         model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
     return model
-
-
-def _weights_alone(reason: str) -> str:
-    return f"{reason}: inputs stay in BF16, so what is measured is the rounding of the weights alone"

@@ -16,7 +16,7 @@ from torch import nn
 
 from .document import HiddenError, ModuleError
 
-#: Below this correlation two outputs have nothing to do with each other.
+#: Below this correlation, of either sign, two outputs have nothing to do with each other.
 UNRELATED = 0.5
 #: A module of the original whose weight is this near to the candidate's of another name is where that came from.
 SAME_WEIGHT = 0.9
@@ -24,7 +24,7 @@ SAME_WEIGHT = 0.9
 
 @dataclass
 class OutputSums:
-    """OutputSums over tokens and channels: of squared differences, of squares of both sides, and of their products."""
+    """Sums over tokens and channels: of squared differences, of squares of both sides, and of their products."""
 
     difference: float = 0.0
     original: float = 0.0
@@ -94,9 +94,9 @@ def compare_modules(
             for layer, (first, second) in enumerate(zip(ours, _hidden_states(candidate, ids), strict=False)):
                 hidden.setdefault(layer, OutputSums()).add(first, second)
         advance(len(ids))
-    found = [sums[name].document(name) for name in pairs if sums[name].original or sums[name].error is None]
-    found.sort(key=lambda entry: -(float("inf") if entry.error is None else entry.error))
-    return found, [HiddenError(layer=layer, error=one.error) for layer, one in hidden.items()]
+    modules = [sums[name].document(name) for name in pairs if sums[name].original or sums[name].error is None]
+    modules.sort(key=lambda entry: -(float("inf") if entry.error is None else entry.error))
+    return modules, [HiddenError(layer=layer, error=one.error) for layer, one in hidden.items()]
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -133,8 +133,8 @@ def origin_of(candidate: torch.Tensor, originals: Mapping[str, torch.Tensor]) ->
     norm = flat.norm()
     for other, weight in originals.items():
         if weight.shape == candidate.shape and norm:
-            own = weight.float().flatten()
-            alike = float(torch.dot(flat, own) / (norm * own.norm()).clamp_min(1e-30))
+            values = weight.float().flatten()
+            alike = float(torch.dot(flat, values) / (norm * values.norm()).clamp_min(1e-30))
             if alike > best:
                 best, name = alike, other
     return name
@@ -146,7 +146,7 @@ def expert_errors(original: nn.Module, candidate: nn.Module) -> dict[str, list[f
     Only those that both models hold as numbers in one shape.
     """
     theirs = dict(candidate.named_parameters())
-    found = {}
+    errors_by_parameter = {}
     for name, weight in original.named_parameters():
         other = theirs.get(name)
         if weight.dim() == 3 and other is not None and other.shape == weight.shape and other.element_size() > 1:
@@ -155,5 +155,5 @@ def expert_errors(original: nn.Module, candidate: nn.Module) -> dict[str, list[f
                 sums = OutputSums()
                 sums.add(ours, expert)
                 errors.append(sums.error)
-            found[name] = errors
-    return found
+            errors_by_parameter[name] = errors
+    return errors_by_parameter

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from ...core.columns import Column, Table, count, increase, nats, number_column, share, text_column
 from ..accuracy.decision import noise_floor
-from ..accuracy.document import Accuracy, PositionBucket
+from ..accuracy.document import Accuracy, PositionBucket, RuntimeAccuracy
 from ..pair.document import CANDIDATE, HiddenError, ModuleError, PairComparison
 from .report import page_template
 
@@ -13,63 +13,56 @@ SHOWN, SHOWN_IN_TERMINAL = 40, 8
 #: How the runtimes are called on the page.
 NAMES = {"bf16": "original, BF16", "fp32": "original, FP32", CANDIDATE: "candidate"}
 
-#: Fields of a side's row: the title of the column, and how a value is written.
-FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "perplexity": ("perplexity", "{:.4f}".format),
-    "perplexity_increase": ("increase", increase),
-    "kl_p99_nats": ("KL, 99th percentile", nats),
-}
+#: One side's row: its name among the runtimes, and its numbers.
+Side = tuple[str, RuntimeAccuracy]
 
 
-def pair_page(found: PairComparison) -> str:
+def pair_page(comparison: PairComparison) -> str:
     """Render the page, HTML."""
-    accuracy = Accuracy(protocol=found.protocol, runtimes=found.runtimes)
+    accuracy = Accuracy(protocol=comparison.protocol, runtimes=comparison.runtimes)
     return page_template("pair.html.j2").render(
-        found=found,
-        kind=found.verdict.kind if found.passes or found.verdict.kind != "acceptable" else "worse",
-        numbers=side_table(found),
-        modules=module_error_table(found.modules[:SHOWN]),
-        hidden=hidden_error_table(found.hidden),
-        positions=pair_position_table(found.runtimes[CANDIDATE].by_position or []),
+        comparison=comparison,
+        kind=comparison.verdict.kind if comparison.passes or comparison.verdict.kind != "acceptable" else "worse",
+        numbers=side_table(comparison),
+        modules=module_error_table(comparison.modules[:SHOWN]),
+        hidden=hidden_error_table(comparison.hidden),
+        positions=pair_position_table(comparison.runtimes[CANDIDATE].by_position or []),
         floor=noise_floor(accuracy),
-        more=max(0, len(found.modules) - SHOWN),
+        more=max(0, len(comparison.modules) - SHOWN),
     )
 
 
-def side_table(found: PairComparison) -> Table[tuple[str, object]]:
+def side_table(comparison: PairComparison) -> Table[Side]:
     """A row for each side: perplexity, its increase, KL both ways and flips."""
 
-    def value(field: str) -> Column[tuple[str, object]]:
-        title, write = FIELDS[field]
-        return Column(title, lambda row: getattr(row[1], field), write)
+    def mean_kl(direction: str) -> Callable[[Side], float | None]:
+        def mean(side: Side) -> float | None:
+            divergence = (side[1].divergences or {}).get(direction)
+            return divergence.mean if divergence else None
 
-    def divergence(title: str, direction: str) -> Column[tuple[str, object]]:
-        def mean(row: tuple[str, object]) -> float | None:
-            known = getattr(row[1], "divergences", None) or {}
-            return known[direction].mean if direction in known else None
+        return mean
 
-        return Column(title, mean, nats)
-
-    def flips(row: tuple[str, object]) -> float | None:
-        agreement = getattr(row[1], "top1_agreement", None)
+    def flips(side: Side) -> float | None:
+        agreement = side[1].top1_agreement
         return None if agreement is None else 1 - agreement
 
     columns = (
-        Column[tuple[str, object]]("model", lambda row: NAMES.get(row[0], row[0]), numeric=False),
-        value("perplexity"),
-        value("perplexity_increase"),
-        divergence("KL(BF16 ‖ this)", "bf16||this"),
-        divergence("KL(this ‖ BF16)", "this||bf16"),
-        value("kl_p99_nats"),
-        Column[tuple[str, object]]("other likeliest token", flips, share),
+        Column[Side]("model", lambda side: NAMES.get(side[0], side[0]), numeric=False),
+        Column[Side]("perplexity", lambda side: side[1].perplexity, "{:.4f}".format),
+        Column[Side]("increase", lambda side: side[1].perplexity_increase, increase),
+        Column[Side]("KL(BF16 ‖ this)", mean_kl("bf16||this"), nats),
+        Column[Side]("KL(this ‖ BF16)", mean_kl("this||bf16"), nats),
+        Column[Side]("KL, 99th percentile", lambda side: side[1].kl_p99_nats, nats),
+        Column[Side]("other likeliest token", flips, share),
     )
-    kl, other = found.kl_nats, found.flips
+    protocol = comparison.protocol.told
+    kl, other = comparison.kl_nats, comparison.flips
     note = (
-        f"{found.protocol.told[0].upper()}{found.protocol.told[1:]}. 95 % intervals of the candidate over windows: KL "
+        f"{protocol[0].upper()}{protocol[1:]}. 95 % intervals of the candidate over windows: KL "
         f"{nats(kl.low)} to {nats(kl.high)} nats, other likeliest tokens {share(other.low)} to {share(other.high)}. "
         "KL in nats a token."
     )
-    return Table("Numbers", [*found.runtimes.items()], columns, "Nothing was measured.", note)
+    return Table("Numbers", [*comparison.runtimes.items()], columns, "Nothing was measured.", note)
 
 
 def module_error_table(modules: Sequence[ModuleError]) -> Table[ModuleError]:

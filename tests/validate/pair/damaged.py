@@ -89,6 +89,11 @@ def zero_weight(tensors: Tensors, path: Path) -> None:
     tensors[f"{UP}.weight"] = torch.zeros_like(tensors[f"{UP}.weight"].float()).to(torch.float8_e4m3fn)
 
 
+def norm_of_the_other_sign(tensors: Tensors, path: Path) -> None:
+    """The last norm has the other sign, so that the likeliest tokens become the least likely."""
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]
+
+
 def nan_code(tensors: Tensors, path: Path) -> None:
     """One code is NaN."""
     codes = tensors[f"{UP}.weight"].view(torch.uint8).clone()

@@ -61,7 +61,7 @@ def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
     compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = compared(max_ppl_increase=0.05)
-    monkeypatch.setattr("fp8q.stages.compare_pair._measure", None)
+    monkeypatch.setattr("fp8q.stages.compare_pair._run", None)
     assert compared(max_ppl_increase=0.05) == first
     strict = compared(max_ppl_increase=0.0)
     rise = first.runtimes["candidate"].perplexity_increase
@@ -80,6 +80,7 @@ def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
         ),
         (damaged.weight_of_another_layer, "module", f"{UP}: it has the weight of model.layers.0.mlp.up_proj"),
         (damaged.zero_weight, "module", f"{UP}: its output is zero: its weight, or its scale, is"),
+        (damaged.norm_of_the_other_sign, "module", "model.norm: its outputs are -1 times the original's"),
         (damaged.another_seed, "other-model", "28 of 39 modules compute something else than the original's"),
         (damaged.other_beginning, "special-tokens", "tokenizer.json: reads 'Hello' as"),
         (damaged.other_template, "chat-template", "chat template: is new"),
@@ -110,8 +111,11 @@ def test_a_nan_code_is_found_where_it_is(compared: Compare) -> None:
 
 def test_scales_of_a_cache_that_were_never_set_are_told(compared: Compare) -> None:
     found = compared(damaged.cache_scales_of_one, cache=True, max_ppl_increase=0.05)
-    told = [str(cause) for cause in found.causes if "scale-default" in cause.rule or "1.0" in cause.fault]
-    assert told, [str(cause) for cause in found.causes]
+    assert {cause.rule for cause in found.causes} == {"C119 cache-default"}
+
+
+def test_scales_of_a_cache_that_were_set_are_no_cause(compared: Compare) -> None:
+    assert compared(cache=True, max_ppl_increase=0.05).causes == []
 
 
 def test_weights_in_bf16_that_are_declared_as_codes_are_refused(compared: Compare) -> None:
@@ -208,3 +212,72 @@ def test_a_form_that_transformers_cannot_run_is_dequantized_with_a_note(
     assert 0 < comparison.kl_nats.mean < 0.05
     assert comparison.modules[0].error is not None
     assert 0.005 < comparison.modules[0].error < 0.1
+
+
+def test_another_file_beside_the_weights_is_another_comparison(compared: Compare, tmp_path: Path) -> None:
+    """What a cause is read from is part of what the stored results depend on."""
+    assert compared(max_ppl_increase=0.05).passes
+    damaged.endless({}, tmp_path / "candidate")
+    assert [cause.rule for cause in compared(max_ppl_increase=0.05).causes] == ["end-of-text"]
+
+
+def test_a_killed_comparison_goes_on_behind_the_models_that_have_run(
+    compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr("fp8q.stages.compare_pair._explain", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compared(max_ppl_increase=0.05)
+    assert not (tmp_path / "out" / "comparison.json").exists()
+    monkeypatch.setattr("fp8q.stages.compare_pair._logits", None)  # no model runs a window again
+    assert compared(max_ppl_increase=0.05).passes
+    assert not (tmp_path / "out" / ".compare.work").exists()
+
+
+def test_what_cannot_be_loaded_leaves_nothing_behind(compared: Compare, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no"):
+        compared(damaged.renamed)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_shows_the_worst_modules_and_ends_by_the_verdict(
+    fp8q: Callable[..., Any], demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    sound = quantized(demo_checkpoint, tmp_path / "sound")
+    asked = ("--data", demo_texts.evaluation, "--context", "64", "--max-tokens", "800")
+    good = fp8q(
+        "compare", demo_checkpoint, "--model", sound, *asked, "--out", tmp_path / "a", "--max-ppl-increase", "5%"
+    )
+    assert good.code == 0
+    assert "Acceptable" in good.out
+    assert "_proj" in good.out
+    broken = quantized(demo_checkpoint, tmp_path / "broken", damaged.scale_times_8)
+    bad = fp8q("compare", demo_checkpoint, "--model", broken, *asked, "--out", tmp_path / "b", "--json")
+    assert bad.code == 3
+    shown = json.loads(bad.out)
+    assert shown["causes"][0]["subject"] == UP
+    assert shown["passes"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--url", "http://localhost:1"], "--url http://localhost:1: a server is compared with a run"),
+        (["--model", "x", "--windows", "3"], "--windows 3: is for a run"),
+        ([], "is a checkpoint, and nothing to compare it with is given"),
+        (["--model", "x"], "is no run, and two checkpoints are compared on a text"),
+        (["--model", "x", "--data", "t", "--out", "o"], "--model x: there is no such directory"),
+    ],
+)
+def test_arguments_that_do_not_go_with_a_checkpoint_are_refused(
+    fp8q: Callable[..., Any], demo_checkpoint: Path, words: list[str], told: str
+) -> None:
+    assert told in fp8q("compare", demo_checkpoint, *words).complaint()
+
+
+def test_options_of_two_checkpoints_are_refused_for_a_run(fp8q: Callable[..., Any], tmp_path: Path) -> None:
+    done = fp8q("compare", tmp_path, "--model", "x", "--data", "text").complaint()
+    assert done.startswith(f"--data text: is for two checkpoints, and {tmp_path} is a run or no checkpoint")
