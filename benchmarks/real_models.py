@@ -108,18 +108,18 @@ class Judge:
 
     def compare(self, model: nn.Module) -> Tokens:
         """Run `model` on the windows."""
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in ("kl", "nll", "nll_fp32", "flipped")}
+        values: dict[str, list[torch.Tensor]] = {name: [] for name in ("kl", "nll", "nll_fp32", "flipped")}
         for window, ids in enumerate(self.ids):
             for positions, logits in _log_probabilities(model, ids):
                 exact = torch.from_numpy(self.exact[window, positions])
                 words = ids[1:][positions, None]
                 scored = slice(0, len(words))  # the last position predicts nothing in the window
-                found["kl"].append((exact.exp() * (exact - logits)).sum(-1)[scored])
-                found["nll"].append(-logits[scored].gather(1, words)[:, 0])
-                found["nll_fp32"].append(-exact[scored].gather(1, words)[:, 0])
-                found["flipped"].append((exact.argmax(-1) != logits.argmax(-1))[scored].float())
+                values["kl"].append((exact.exp() * (exact - logits)).sum(-1)[scored])
+                values["nll"].append(-logits[scored].gather(1, words)[:, 0])
+                values["nll_fp32"].append(-exact[scored].gather(1, words)[:, 0])
+                values["flipped"].append((exact.argmax(-1) != logits.argmax(-1))[scored].float())
         shape = len(self.ids), self.ids.shape[1] - 1
-        return Tokens(**{name: torch.cat(parts).double().numpy().reshape(shape) for name, parts in found.items()})
+        return Tokens(**{name: torch.cat(parts).double().numpy().reshape(shape) for name, parts in values.items()})
 
 
 def _log_probabilities(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -133,15 +133,15 @@ def _log_probabilities(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[sl
 
 def stored_weights(run: Run) -> Weights:
     """Code × scale of every weight that `fp8q calibrate` quantized."""
-    found: Weights = {}
+    dequantized_weights: Weights = {}
     for path in sorted(run.model.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping
                 if name.endswith(".weight_scale"):
                     module = name.removesuffix(".weight_scale")
                     codes = file.get_tensor(f"{module}.weight").float()
-                    found[module] = codes * file.get_tensor(name).float().view(-1, 1)
-    return found
+                    dequantized_weights[module] = codes * file.get_tensor(name).float().view(-1, 1)
+    return dequantized_weights
 
 
 def exact_input(x: torch.Tensor) -> torch.Tensor:
@@ -203,7 +203,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Row -> its figures and seconds."""
     directory = checkpoint(name, asked.folder)
     context, count = PROTOCOL[name]
-    found: dict[str, Tokens] = {}
+    tokens_by_row: dict[str, Tokens] = {}
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=asked.folder) as scratch:
         folder = Path(scratch)
@@ -228,8 +228,10 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             if not re.search(asked.rows, row):
                 continue
             start = time.monotonic()
-            found[row] = judge.compare(model())
-            rows[row] = summary(found[row], found.get(REFERENCE)) | {"seconds": round(time.monotonic() - start, 1)}
+            tokens_by_row[row] = judge.compare(model())
+            rows[row] = summary(tokens_by_row[row], tokens_by_row.get(REFERENCE)) | {
+                "seconds": round(time.monotonic() - start, 1)
+            }
             print(f"{name}: {row}: {rows[row]}", file=sys.stderr, flush=True)
     tokens = int(windows.size)
     return {"context": context, "evaluation_tokens": tokens, "seconds": seconds, "rows": rows, "missed": missed(rows)}
@@ -275,7 +277,7 @@ def main() -> int:
         checkpoint(name, asked.folder)  # what is not installed is said before anything is measured
     head = described("real_models")
     results = {name: measure(name, asked) for name in names}
-    passed = not any(each["missed"] for each in results.values())
+    passed = not any(row["missed"] for row in results.values())
     return publish(head, {"samples": asked.samples, "results": results, "passed": passed}, asked.save)
 
 

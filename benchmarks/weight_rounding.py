@@ -162,8 +162,8 @@ def sequential(
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
         rounded = kind(source, scales.activations, "mse", batches, Path(folder)).run(SILENT)
-        found = {module: rounded.get(module) for module in scales.activations}
-    return {module: pair[0].float() * pair[1][:, None] for module, pair in found.items() if pair}
+        codes_and_scales = {module: rounded.get(module) for module in scales.activations}
+    return {module: pair[0].float() * pair[1][:, None] for module, pair in codes_and_scales.items() if pair}
 
 
 def measured(

@@ -64,12 +64,12 @@ def show_checklist(speak: "Terminal", run: Path, options: DoctorOptions, as_json
 def depth_table(checkup: "Checkup") -> Table[tuple[int, dict[str, float]]]:
     """Tabulate by depth: the largest value of each decoder layer's modules."""
     layers: dict[int, dict[str, float]] = {}
-    for each in checkup.checks:
-        for at in each.by_depth if each.check in BY_DEPTH else []:
+    for check in checkup.checks:
+        for at in check.by_depth if check.check in BY_DEPTH else []:
             layer = layer_of(at.module)
             if layer is not None and at.value is not None:
                 values = layers.setdefault(layer, {})
-                values[each.check] = max(at.value, values.get(each.check, 0.0))
+                values[check.check] = max(at.value, values.get(check.check, 0.0))
 
     def column(check: str, title: str, write: Callable[[float], str]) -> Column[Any]:
         return Column[Any](title, lambda row: row[1].get(check), write)

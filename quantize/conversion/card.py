@@ -41,10 +41,10 @@ LISTED = 4
 
 def kept_by_reason(kept: Mapping[str, str]) -> dict[str, list[str]]:
     """Reason -> the modules that are kept for it, in the order of the files."""
-    found: dict[str, list[str]] = defaultdict(list)
+    modules_by_reason: dict[str, list[str]] = defaultdict(list)
     for name, reason in kept.items():
-        found[reason].append(name.removesuffix(WEIGHT))
-    return dict(found)
+        modules_by_reason[reason].append(name.removesuffix(WEIGHT))
+    return dict(modules_by_reason)
 
 
 def write_card(plan: CheckpointPlan, name: str, errors: Errors, directory: Path) -> None:

@@ -366,8 +366,8 @@ def activation_scales(
             form = forms.get(module, ONE)
             grid = TWO_TERMS if form.terms == 2 else format
             decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
-            told = {"tail": form.tail, "dynamic": True if form == DYNAMIC else None}
-            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update=told)
+            form_fields = {"tail": form.tail, "dynamic": True if form == DYNAMIC else None}
+            chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update=form_fields)
         decision = chosen[name]
         if isinstance(decision, Skipped):
             skipped[module] = decision
