@@ -69,8 +69,9 @@ test-elsewhere: install
 MINUTES ?= 10
 KILLS ?= 20
 SEED ?= 1
+# where lm-eval's environment is there, its Python, so that `fp8q evaluate` reads what is wrong with tasks
 fuzz: install
-	$(BIN)/python tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
+	$(firstword $(wildcard .venv/lm-eval/bin/python) $(BIN)/python) tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
 
 JOBS ?= 2
 .PHONY: mutants

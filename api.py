@@ -1,15 +1,16 @@
 """The public functions: one for each command of the command line, with the same names and defaults.
 
-Every function takes a `Reporter` for its notes and progress (by default the logger `fp8q`, at INFO), and skips stages
-that are finished with the same inputs, options and version. A function imports its stage once the run is open and the
-libraries that it needs are there: stages import at their top what they compute with, torch too, and nothing of it is
-loaded here.
+In every function options go by name (`calibrate(…, preset="exact", samples=64)`), as an object of their class, or both,
+and a name overrides; paths are text or `Path`. Every function takes a `Reporter` for its notes and progress (by default
+the logger `fp8q`, at INFO), and skips stages that are finished with the same inputs, options and version. A function
+imports its stage once the run is open and the libraries that it needs are there, so that nothing heavy is loaded here.
 
     from fp8q.api import calibrate, build_engine, validate
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ from .options import (
     ExportOptions,
     GenerateOptions,
     GradientFormat,
+    LintOptions,
     PairOptions,
+    PushOptions,
     ReportOptions,
     RescaleOptions,
     RunOptions,
@@ -43,12 +46,13 @@ from .options import (
     ValidateOptions,
     WatchOptions,
 )
+from .options.settings import with_settings, with_settings_of_both
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
 from .quantize.scales.decisions import load_scales, tensor_scale
 from .quantize.training.training_log import read_log
-from .stages.commands.inspect import Inspection
-from .stages.pipeline.steps import CALIBRATE_MODULES, SERVE_MODULES, needs
+from .stages.inspect import Inspection
+from .stages.pipeline.stage import CALIBRATE_MODULES, SERVE_MODULES, needs
 from .stages.shared.opening import open_run, run_at, run_into
 from .validate.advice.training_checks import TrainingInspection, training_checkup
 
@@ -63,11 +67,12 @@ if TYPE_CHECKING:
     from .quantize.training.watch import TrainingRecorder
     from .serve.loop.request import GeneratedAnswer
     from .serve.web.server import Server
-    from .stages.commands.convert import Converted
-    from .stages.commands.engine import EngineView
-    from .stages.commands.lint import Linted, LintedRun
-    from .stages.commands.load import ProductMode, WideType
+    from .stages.convert import Converted
+    from .stages.engine import EngineView
     from .stages.generate import Chat, Comparison
+    from .stages.lint import Linted, LintedRun
+    from .stages.load import FloatType, GemmMode
+    from .stages.push import Pushed
     from .validate.accuracy.continuations import Continuations
     from .validate.accuracy.document import Accuracy, Verdict
     from .validate.advice.checkup import Checkup
@@ -83,25 +88,22 @@ __all__ = [
     "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
     "ConvertOptions", "DistillOptions", "DoctorOptions", "EngineOptions", "EvaluateOptions", "ExportOptions", "Format",
     "Fp8qError", "GateError", "GenerateOptions", "GradientFormat", "Histogram", "InputError", "Inspection",
-    "ReportOptions", "RescaleOptions", "RunOptions", "ScaleOptions", "SensitivityOptions", "ServeOptions",
-    "TrainingInspection", "TritonOptions", "TuneOptions", "UnfinishedError", "ValidateOptions", "WatchOptions", "bench",
-    "build_engine", "calibrate", "chat", "compare", "compare_answers", "convert", "distill", "doctor", "engine",
-    "evaluate", "export", "generate", "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics",
-    "magnitudes", "merge", "open_run", "report", "report_continuations", "report_plots", "report_tables",
-    "report_training", "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db",
-    "squared_error", "tensor_scale", "triton", "tune", "underflow", "validate", "watch",
+    "LintOptions", "PairOptions", "PushOptions", "ReportOptions", "RescaleOptions", "RunOptions", "ScaleOptions",
+    "SensitivityOptions", "ServeOptions", "TrainingInspection", "TritonOptions", "TuneOptions", "UnfinishedError",
+    "ValidateOptions", "WatchOptions", "bench", "build_engine", "calibrate", "chat", "compare", "compare_answers",
+    "compare_checkpoints", "compare_endpoint", "convert", "distill", "doctor", "engine", "evaluate", "export",
+    "generate", "inspect", "inspect_training", "lint", "load", "load_scales", "load_statistics", "magnitudes", "merge",
+    "open_run", "push", "report", "report_continuations", "report_plots", "report_tables", "report_training",
+    "report_verdict", "run", "saturation", "scale_of", "scales", "sensitivity", "serve", "sqnr_db", "squared_error",
+    "tensor_scale", "triton", "tune", "underflow", "validate", "watch",
 ]  # fmt: skip
 
 
 def calibrate(
-    model: str,
-    data: str | Sequence[str],
-    out: Path,
-    eval_data: str | None = None,
-    options: CalibrateOptions = CalibrateOptions(),
-    export_options: ExportOptions = ExportOptions(),
-    progress: Reporter = LOGGED,
-) -> Run:
+    model: str | Path, data: str | Path | Sequence[str], out: str | Path, eval_data: str | Path | None = None,
+    options: CalibrateOptions = CalibrateOptions(), export_options: ExportOptions = ExportOptions(),
+    progress: Reporter = LOGGED, **settings: Any,
+) -> Run:  # fmt: skip
     """Measure `model` on `data`, choose scales, and write the FP8 checkpoint and its ONNX graphs into the run directory
     `out`.
 
@@ -113,14 +115,16 @@ def calibrate(
     alone does the rest.
     """
     with run_into(out, progress) as (run, notes):
-        from .stages.commands.calibrate import Calibration, calibrate
+        from .stages.calibrate import calibrate, calibration_of
 
-        return calibrate(run, notes, Calibration(model, data, eval_data, RunOptions(options, export_options)))
+        chosen = RunOptions(*with_settings_of_both(options, export_options, settings))
+        return calibrate(run, notes, calibration_of(model, data, eval_data, chosen))
 
 
 def convert(
-    model: str, out: Path, options: ConvertOptions = ConvertOptions(), progress: Reporter = LOGGED
-) -> "Converted":
+    model: str | Path, out: str | Path, options: ConvertOptions = ConvertOptions(), progress: Reporter = LOGGED,
+    **settings: Any,
+) -> "Converted":  # fmt: skip
     """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`, by the names and shapes
     of its tensors: without text, without running a model, and without a class of transformers.
 
@@ -129,14 +133,15 @@ def convert(
     and for an `out` that holds anything else than a convert in progress.
     """
     needs("calibrate", ("torch",))
-    from .stages.commands.convert import convert
+    from .stages.convert import convert
 
-    return convert(model, Path(out), options, progress)
+    return convert(str(model), Path(out), with_settings(options, settings), progress)
 
 
 def merge(
-    runs: Sequence[Path], out: Path, model: str | None = None, options: ScaleOptions = ScaleOptions(),
-    export_options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED,
+    runs: Sequence[str | Path], out: str | Path, model: str | Path | None = None,
+    options: ScaleOptions = ScaleOptions(), export_options: ExportOptions = ExportOptions(),
+    progress: Reporter = LOGGED, **settings: Any,
 ) -> Run:  # fmt: skip
     """Add the measurements of `runs`, choose scales, and write FP8 checkpoint and graphs into the run directory `out`.
 
@@ -145,12 +150,15 @@ def merge(
     batches, or with a batch in common.
     """
     with run_into(out, progress) as (run, notes):
-        from .stages.commands.merge import merge
+        from .stages.merge import merge
 
-        return merge(run, notes, runs, model, (options, export_options))
+        chosen = with_settings_of_both(options, export_options, settings)
+        return merge(run, notes, list(map(Path, runs)), None if model is None else str(model), chosen)
 
 
-def export(path: Path, options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED) -> Run:
+def export(
+    path: str | Path, options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
     With `options.precision` bf16 or int8: export the source checkpoint in that precision, into `baselines/`.
@@ -158,76 +166,85 @@ def export(path: Path, options: ExportOptions = ExportOptions(), progress: Repor
     with run_at(path, progress) as (run, notes):
         from .stages.export import export_precision
 
-        return export_precision(run, notes, options)
+        return export_precision(run, notes, with_settings(options, settings))
 
 
-def lint(path: Path, run: Path | None = None) -> "Linted | LintedRun":
+def lint(
+    path: str | Path, run: str | Path | None = None, options: LintOptions = LintOptions(), **settings: Any
+) -> "Linted | LintedRun":
     """Check an ONNX file, a Triton repository, an FP8 checkpoint or a whole run against the rules of `docs/lint.md`.
 
     The files may come from any exporter. The graph of a run, in its `model/`, is also checked against the run's scales;
-    `run` names the run of a graph that lies elsewhere. The findings are returned, and raise no error. Needs no torch
-    and no server.
+    `run` names the run of a graph that lies elsewhere. With a server in `options` a checkpoint, of any form or none, is
+    held against what that server does with it. The findings are returned, and raise no error. Needs no torch and no
+    server.
     """
-    from .stages.commands.lint import lint
+    from .stages.lint import lint
 
-    return lint(Path(path), open_run(run) if run else None)
+    return lint(Path(path), open_run(run) if run else None, with_settings(options, settings))
 
 
-def scales(path: Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = LOGGED) -> Run:
+def scales(
+    path: str | Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew.
 
     The model is not run; its weights are read from the source checkpoint. Omitted `options` keep the run's values.
     Raises InputError when the source checkpoint is missing or has changed.
     """
     with run_at(path, progress) as (run, notes):
-        from .stages.commands.calibrate import scales
+        from .stages.calibrate import scales
 
-        return scales(run, notes, options)
+        return scales(run, notes, with_settings(options, settings))
 
 
 def build_engine(
-    path: Path, options: EngineOptions = EngineOptions(), progress: Reporter = LOGGED
-) -> "list[EngineInfo]":
-    """Build an engine of `model.onnx` for each target, and prove from the engine which promised products run in FP8.
+    path: str | Path, options: EngineOptions = EngineOptions(), progress: Reporter = LOGGED, **settings: Any,
+) -> "list[EngineInfo]":  # fmt: skip
+    """Build an engine of `model.onnx` for each target, and prove from the engine which of the expected GEMMs run in
+    FP8.
 
-    With `options.precision` bf16 or int8: build that graph, into `engines/<precision>/`; no product is promised in it.
-    Raises GateError when the share of products in FP8 is below `options.min_fp8_share` or unknown; BackendError when
+    With `options.precision` bf16 or int8: build that graph, into `engines/<precision>/`; no GEMM is expected on FP8 in
+    it. Raises GateError when the share of GEMMs in FP8 is below `options.min_fp8_share` or unknown; BackendError when
     the runtime is missing.
     """
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.build_engine import build_engine
 
-        return build_engine(run, notes, options)
+        return build_engine(run, notes, with_settings(options, settings))
 
 
-def engine(path: Path, targets: Sequence[str] = (), plan: Path | None = None) -> "list[EngineView]":
-    """Read the kernels of the run's engines: each matrix product, the kernels around it, attention, and wide products.
+def engine(path: str | Path, targets: Sequence[str] = (), plan: str | Path | None = None) -> "list[EngineView]":
+    """Read the kernels of the run's engines: each GEMM, the kernels around it, attention, and GEMMs not in FP8.
 
     `targets`: the targets to read (none: all). `plan`: read this file instead, as an engine for the one target, such as
     `engines/<target>.sh` builds. Findings raise no error.
     """
-    from .stages.commands.engine import view_engines
+    from .stages.engine import view_engines
 
-    return view_engines(open_run(path), tuple(targets), plan)
+    return view_engines(open_run(path), tuple(targets), None if plan is None else Path(plan))
 
 
 def validate(
-    path: Path, data: str | None = None, options: ValidateOptions = ValidateOptions(), progress: Reporter = LOGGED
-) -> "Accuracy":
+    path: str | Path, data: str | Path | None = None, options: ValidateOptions = ValidateOptions(),
+    progress: Reporter = LOGGED, **settings: Any,
+) -> "Accuracy":  # fmt: skip
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
     Runtimes that all need no torch are added to what is there, held against what the run keeps of the others.
 
-    Raises GateError when a runtime's perplexity exceeds BF16's by more than `options.max_ppl_increase` (a fraction),
-    and UnfinishedError for a runtime that failed; the results of the others are written first.
+    Raises GateError where the verdict is worse and one of its limits was asked for (`max_ppl_increase`, `max_kl`,
+    `max_flips`), and UnfinishedError for a runtime that failed; the results of the others are written first.
     """
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.validate import validate
 
-        return validate(run, notes, data, options)
+        return validate(run, notes, None if data is None else str(data), with_settings(options, settings))
 
 
-def evaluate(path: Path, options: EvaluateOptions, progress: Reporter = SILENT) -> "TaskScores":
+def evaluate(
+    path: str | Path, options: EvaluateOptions = EvaluateOptions(), progress: Reporter = SILENT, **settings: Any
+) -> "TaskScores":
     """Ask BF16 and FP8 of the run at `path` the tasks of lm-eval that `options` names, compare their answers question
     by question (flips, McNemar's exact test, recovery with its interval), and write `evaluation.json`.
 
@@ -237,15 +254,13 @@ def evaluate(path: Path, options: EvaluateOptions, progress: Reporter = SILENT) 
     with run_at(path, progress) as (run, notes):
         from .stages.evaluate import evaluate_tasks
 
-        return evaluate_tasks(run, notes, options)
+        return evaluate_tasks(run, notes, with_settings(options, settings))
 
 
 def distill(
-    path: Path,
-    data: str | None = None,
-    options: DistillOptions = DistillOptions(),
-    progress: Reporter = LOGGED,
-) -> "Distillation | AdapterLearning":
+    path: str | Path, data: str | Path | None = None, options: DistillOptions = DistillOptions(),
+    progress: Reporter = LOGGED, **settings: Any,
+) -> "Distillation | AdapterLearning":  # fmt: skip
     """Learn the codes of the weights of the run at `path` from its float model, on the text `data` or on the
     calibration text; then write checkpoint and graphs with them. The held-out divergence decides: nothing changes
     where it does not fall.
@@ -256,20 +271,22 @@ def distill(
     A killed call goes on at the last saved step. Raises InputError for text that the run is evaluated on, too little
     of it, a source model that is gone, and a model that is too large for the memory.
     """
+    options, text = with_settings(options, settings), None if data is None else str(data)
     if options.train == "adapter":
         with run_at(path, progress, modules=(*CALIBRATE_MODULES, "peft")) as (run, notes):
             from .stages.learned_adapter import learn_adapter
 
-            return learn_adapter(run, notes, data, options)
+            return learn_adapter(run, notes, text, options)
     with run_at(path, progress) as (run, notes):
         from .stages.distill import distill
 
-        return distill(run, notes, data, options)
+        return distill(run, notes, text, options)
 
 
 def sensitivity(
-    path: Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = LOGGED
-) -> "Sensitivity":
+    path: str | Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = LOGGED,
+    **settings: Any,
+) -> "Sensitivity":  # fmt: skip
     """Measure the loss that each quantized tensor of the run at `path` causes alone, on calibration windows.
 
     The result is sorted, worst first, and written to `sensitivity.json`.
@@ -277,24 +294,27 @@ def sensitivity(
     with run_at(path, progress, writes=False) as (run, notes):  # but for its own stage
         from .stages.sensitivity import sensitivity
 
-        return sensitivity(run, notes, options)
+        return sensitivity(run, notes, with_settings(options, settings))
 
 
-def doctor(path: Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = LOGGED) -> "Checkup":
+def doctor(
+    path: str | Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> "Checkup":
     """Run the stability checklist on the run at `path`: a verdict for each known failure, the worst first.
 
     It checks the run's files, and runs a few calibration windows through its BF16 and FP8 models. Checks that need a
     missing source model are `unknown`. Bad verdicts raise no error (`refuse_bad` in `validate.advice.checkup` does).
     """
     with run_at(path, progress, writes=False, modules=()) as (run, notes):
-        from .stages.commands.doctor import doctor
+        from .stages.doctor import doctor
 
-        return doctor(run, notes, options)
+        return doctor(run, notes, with_settings(options, settings))
 
 
 def tune(
-    path: Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = LOGGED
-) -> "Tuning":
+    path: str | Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = LOGGED,
+    **settings: Any,
+) -> "Tuning":  # fmt: skip
     """Find the cheapest mix of one term, tails, two terms and BF16, of rounding and of the cache's form, within the
     budget of `options`.
 
@@ -305,37 +325,33 @@ def tune(
     with run_at(path, progress, writes=False) as (run, notes):  # but for its own stage, and what it applies
         from .stages.tune import tune
 
-        return tune(run, notes, options, apply)
+        return tune(run, notes, with_settings(options, settings), apply)
 
 
 def generate(
-    path: Path,
-    prompt: str,
-    options: GenerateOptions = GenerateOptions(),
+    path: str | Path, prompt: str, options: GenerateOptions = GenerateOptions(),
     told: Callable[[str], None] = lambda _: None,
-) -> "GeneratedAnswer":
+    **settings: Any,
+) -> "GeneratedAnswer":  # fmt: skip
     """Go on from `prompt` with the FP8 model of the run at `path`, or another that `options.runtime` names; `told` is
     called with each piece of the text as it comes.
     """
     from .serve.local.generation import answer_request
     from .stages.generate import asked, open_model
 
+    options = with_settings(options, settings)
     request = asked(prompt, options)
     return answer_request(open_model(open_run(path), options.runtime, adapter=options.adapter), request, told)
 
 
 def load(
-    path: Path,
-    dtype: "WideType" = "bfloat16",
-    mode: "ProductMode" = "fast",
-    device: "str | torch.device | None" = None,
-    as_served: int | None = None,
-    adapter: str | None = None,
-) -> "PreTrainedModel":
+    path: str | Path, dtype: "FloatType" = "bfloat16", mode: "GemmMode" = "fast",
+    device: "str | torch.device | None" = None, as_served: int | None = None, adapter: str | None = None,
+) -> "PreTrainedModel":  # fmt: skip
     """Load the FP8 model of the run at `path` as Hugging Face's, multiplied as fp8q's reference multiplies it.
 
     One term, two terms, tails and FP8 weights alone are each computed as such, and an FP8 cache holds codes; `generate`
-    needs no further argument. `dtype`: the type of all but FP8 products. `mode`: `exact` keeps the sums of FP8 products
+    needs no further argument. `dtype`: the type of all but FP8 GEMMs. `mode`: `exact` keeps the sums of FP8 GEMMs
     in FP32, `fast` rounds them to BF16 on CPUs, as `validate` does. `device` None: the first GPU, or the CPU.
     `as_served`: in a call without a cache so many tokens are a prompt, and the others stand for decoded tokens, which
     matters to tails alone; None: all are a prompt. `adapter`: the adapter that is on.
@@ -343,19 +359,21 @@ def load(
     Raises InputError where there is no such run, device or adapter, and for files that their stages did not write.
     """
     with run_at(path, SILENT, writes=False) as (run, notes):
-        from .stages.commands.load import load_fp8_model
+        from .stages.load import load_fp8_model
 
         return load_fp8_model(run, notes, (dtype, mode), device, as_served, adapter)
 
 
-def chat(path: Path, options: GenerateOptions = GenerateOptions()) -> "Chat":
+def chat(path: str | Path, options: GenerateOptions = GenerateOptions(), **settings: Any) -> "Chat":
     """Open a conversation with the model of the run at `path`, by the chat template of its tokenizer."""
     from .stages.generate import open_chat
 
-    return open_chat(open_run(path), options)
+    return open_chat(open_run(path), with_settings(options, settings))
 
 
-def compare(path: Path, options: CompareOptions, progress: Reporter = LOGGED) -> "ModelComparison":
+def compare(
+    path: str | Path, options: CompareOptions = CompareOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> "ModelComparison":
     """Ask the server at `options.url`, or the checkpoint at `options.model`, for log-probabilities of the evaluation
     text of the run at `path`, judge whether it is the model that was validated, and write `compare.json`.
 
@@ -366,12 +384,13 @@ def compare(path: Path, options: CompareOptions, progress: Reporter = LOGGED) ->
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.compare import compare_served
 
-        return compare_served(run, notes, options)
+        return compare_served(run, notes, with_settings(options, settings))
 
 
 def compare_checkpoints(
-    original: Path, candidate: Path, options: PairOptions, progress: Reporter = LOGGED
-) -> "PairComparison":
+    original: str | Path, candidate: str | Path, options: PairOptions = PairOptions(), progress: Reporter = LOGGED,
+    **settings: Any,
+) -> "PairComparison":  # fmt: skip
     """Compare two checkpoints of one model, whoever made them, on the text `options.data`; write `options.out`.
 
     Measures perplexity, KL both ways, flips and the output error of every module, and names causes. A verdict raises no
@@ -381,19 +400,40 @@ def compare_checkpoints(
     needs("calibrate", CALIBRATE_MODULES)
     from .stages.compare_pair import compare_pair
 
-    return compare_pair(Path(original), Path(candidate), options, progress)
+    return compare_pair(Path(original), Path(candidate), with_settings(options, settings), progress)
 
 
-def compare_answers(path: Path, prompt: str, options: GenerateOptions = GenerateOptions()) -> "Comparison":
+def compare_endpoint(
+    original: str | Path, served: CompareOptions = CompareOptions(), options: PairOptions = PairOptions(),
+    progress: Reporter = LOGGED, **settings: Any,
+) -> "PairComparison":  # fmt: skip
+    """Compare the model of the server at `served.url` with the checkpoint `original` that it is said to be, on the text
+    `options.data`; write `options.out`.
+
+    Measures perplexity, flips, and KL as far as the server lists log-probabilities. A verdict raises no error
+    (`check_pair` in `validate.pair.document` does). Raises InputError for a server without log-probabilities of
+    prompts, BackendError for one that does not answer.
+    """
+    needs("calibrate", CALIBRATE_MODULES)
+    from .stages.compare_endpoint import compare_with_server
+
+    server, chosen = with_settings_of_both(served, options, settings)
+    return compare_with_server(Path(original), server, chosen, progress)
+
+
+def compare_answers(
+    path: str | Path, prompt: str, options: GenerateOptions = GenerateOptions(), **settings: Any
+) -> "Comparison":
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
     from .stages.generate import compare_both
 
-    return compare_both(open_run(path), prompt, options)
+    return compare_both(open_run(path), prompt, with_settings(options, settings))
 
 
 def serve(
-    path: Path, options: ServeOptions = ServeOptions(), ready: "Callable[[Server], object]" = lambda _: None
-) -> int:
+    path: str | Path, options: ServeOptions = ServeOptions(), ready: "Callable[[Server], object]" = lambda _: None,
+    **settings: Any,
+) -> int:  # fmt: skip
     """Serve the model of the run at `path` by OpenAI's API until it is stopped; return the number of requests it cut
     off.
 
@@ -402,18 +442,15 @@ def serve(
     """
     run = open_run(path)
     needs("serve", SERVE_MODULES)
-    from .stages.commands.serve import serve
+    from .stages.serve import serve
 
-    return serve(run, options, ready)
+    return serve(run, with_settings(options, settings), ready)
 
 
 def bench(
-    path: Path,
-    against: Sequence[Path] = (),
-    options: BenchOptions = BenchOptions(),
-    plot: Path | None = None,
-    progress: Reporter = LOGGED,
-) -> "Bench":
+    path: str | Path, against: Sequence[str | Path] = (), options: BenchOptions = BenchOptions(),
+    plot: str | Path | None = None, progress: Reporter = LOGGED, **settings: Any,
+) -> "Bench":  # fmt: skip
     """Measure the time of answers of the run at `path` in BF16, INT8 and FP8, and of the FP8 models of the runs
     `against`.
 
@@ -423,10 +460,13 @@ def bench(
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.bench import bench
 
-        return bench(run, notes, against, options, plot)
+        others, drawn = list(map(Path, against)), None if plot is None else Path(plot)
+        return bench(run, notes, others, with_settings(options, settings), drawn)
 
 
-def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Reporter = LOGGED) -> list[Path]:
+def triton(
+    path: str | Path, options: TritonOptions = TritonOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> list[Path]:
     """Write the Triton model repository of the run at `path`, to RUN/triton or `options.out`; return its files.
 
     Raises InputError for a directory with files that fp8q did not write.
@@ -434,10 +474,12 @@ def triton(path: Path, options: TritonOptions = TritonOptions(), progress: Repor
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.triton import triton
 
-        return triton(run, notes, options)
+        return triton(run, notes, with_settings(options, settings))
 
 
-def report(path: Path, options: ReportOptions = ReportOptions(), progress: Reporter = LOGGED) -> list[Path]:
+def report(
+    path: str | Path, options: ReportOptions = ReportOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`, compared with the runs in `options.compare`.
 
     Returns their paths. Where the source model is available, both models first continue prompts of the evaluation text.
@@ -445,13 +487,28 @@ def report(path: Path, options: ReportOptions = ReportOptions(), progress: Repor
     with run_at(path, progress, modules=()) as (run, notes):
         from .stages.report import report
 
-        return report(run, notes, options)
+        return report(run, notes, with_settings(options, settings))
+
+
+def push(
+    path: str | Path, options: PushOptions = PushOptions(), progress: Reporter = LOGGED, **settings: Any
+) -> "Pushed":
+    """Upload the checkpoint of the run at `path`, with its card, to the hub's repository `options.repo`, or return what
+    would be uploaded where `options.yes` is not set.
+
+    Raises InputError for files that changed since they were written, and where the hub refuses; BackendError where it
+    does not answer. The token is huggingface_hub's own.
+    """
+    with run_at(path, progress, modules=()) as (run, notes):
+        from .stages.push import push_checkpoint
+
+        return push_checkpoint(run, with_settings(options, settings), notes)
 
 
 def inspect(
-    path: Path, delayed: Clipping | None = None, against: str | None = None, progress: Reporter = LOGGED
+    path: str | Path, delayed: Clipping | None = None, against: str | Path | None = None, progress: Reporter = LOGGED
 ) -> Inspection:
-    """List every matrix product and cache tensor of the run at `path`, with its scale and loss, and the outliers.
+    """List every GEMM and cache tensor of the run at `path`, with its scale and loss, and the outliers.
 
     A tensor that stays in BF16 has the reason. A cache tensor in BF16 is shown at the scale that the run's method would
     choose. `delayed`: also simulate this amax history, and count how often each tensor would have saturated. `against`:
@@ -459,55 +516,50 @@ def inspect(
     scales.
     """
     with run_at(path, progress, writes=False, modules=()) as (run, notes):
-        from .stages.commands.inspect import inspect
+        from .stages.inspect import inspect
 
-        return inspect(run, notes, delayed, against)
+        return inspect(run, notes, delayed, None if against is None else str(against))
 
 
 def run(
-    model: str,
-    data: str | Sequence[str],
-    out: Path,
-    eval_data: str | None = None,
-    options: RunOptions = RunOptions(),
-    progress: Reporter = LOGGED,
-) -> Run:
+    model: str | Path, data: str | Path | Sequence[str], out: str | Path, eval_data: str | Path | None = None,
+    options: RunOptions = RunOptions(), progress: Reporter = LOGGED, **settings: Any,
+) -> Run:  # fmt: skip
     """Run all stages, one after the other; the arguments are those of `calibrate`.
 
     GateError for a gate that is not met, and UnfinishedError for a runtime that failed, are raised after everything is
     written.
     """
     with run_into(out, progress) as (directory, notes):
-        from .stages.commands.calibrate import Calibration
-        from .stages.commands.run import run_all
+        from .stages.calibrate import calibration_of
+        from .stages.run import run_all
 
-        return run_all(directory, notes, Calibration(model, data, eval_data, options, whole_run=True))
+        chosen = with_settings(options, settings)
+        return run_all(directory, notes, replace(calibration_of(model, data, eval_data, chosen), all_stages=True))
 
 
-def report_tables(path: Path, compare: Sequence[Path] = ()) -> "dict[str, Table[Any]]":
+def report_tables(path: str | Path, compare: Sequence[str | Path] = ()) -> "dict[str, Table[Any]]":
     """The report's tables of the run at `path`, compared with the runs at `compare`; a notebook displays each."""
     from .validate.report.report import report_tables
 
     return report_tables(open_run(path), [open_run(other) for other in compare])
 
 
-def report_verdict(path: Path) -> "Verdict":
+def report_verdict(path: str | Path) -> "Verdict":
     """The verdict on whether the model of the run at `path` is good enough in FP8; a notebook displays it."""
     from .validate.report.verdict import report_verdict
 
     return report_verdict(open_run(path))
 
 
-def report_continuations(path: Path) -> "Continuations":
-    """Load the continuations that BF16 and FP8 of the run at `path` wrote from the same prompts; a notebook displays
-    them.
-    """
+def report_continuations(path: str | Path) -> "Continuations":
+    """Load what BF16 and FP8 of the run at `path` wrote on from the same prompts; a notebook displays it."""
     from .validate.report.report import report_continuations
 
     return report_continuations(open_run(path))
 
 
-def report_plots(path: Path) -> "dict[str, Plot]":
+def report_plots(path: str | Path) -> "dict[str, Plot]":
     """The report's plots of the run at `path`; a notebook displays each."""
     from .validate.report.drawings import report_plots
 
@@ -516,12 +568,9 @@ def report_plots(path: Path) -> "dict[str, Plot]":
 
 @contextmanager
 def watch(
-    model: "nn.Module",
-    out: Path,
-    options: WatchOptions = WatchOptions(),
-    modules: "Mapping[str, nn.Module] | None" = None,
-    first_step: int = 0,
-) -> "Iterator[TrainingRecorder]":
+    model: "nn.Module", out: str | Path, options: WatchOptions = WatchOptions(),
+    modules: "Mapping[str, nn.Module] | None" = None, first_step: int = 0, **settings: Any,
+) -> "Iterator[TrainingRecorder]":  # fmt: skip
     """Record what the training of `model` would lose in FP8, in `out`/training.jsonl, while this block runs.
 
         with fp8q.api.watch(model, "logs/run-1") as log:
@@ -544,26 +593,24 @@ def watch(
     """
     from .quantize.training.watch import TrainingRecorder
 
-    recorder = TrainingRecorder(model, Path(out), options, modules, first_step)
+    recorder = TrainingRecorder(model, Path(out), with_settings(options, settings), modules, first_step)
     try:
         yield recorder
     finally:
         recorder.close()
 
 
-def inspect_training(path: Path, gradients: GradientFormat = "e5m2") -> TrainingInspection:
-    """Read the training log at `path`, a file or its directory, and judge it, with `gradients` in E5M2 or in E4M3.
-
-    Raises InputError where there is no log, or no record in it yet.
+def inspect_training(path: str | Path, gradients: GradientFormat = "e5m2") -> TrainingInspection:
+    """Read the training log at `path`, a file or its directory, and judge it, with `gradients` in E5M2 or in E4M3;
+    raise InputError where there is no log, or no record in it yet.
     """
     log = read_log(Path(path))
     return TrainingInspection(log, training_checkup(log, gradients))
 
 
-def report_training(path: Path, gradients: GradientFormat = "e5m2") -> Path:
-    """Write `training.html`, the page of the training log at `path`, beside it; return its path.
-
-    Raises InputError where there is no log, BackendError where the extra `report` is not installed.
+def report_training(path: str | Path, gradients: GradientFormat = "e5m2") -> Path:
+    """Write `training.html`, the page of the training log at `path`, beside it, and return its path; raise InputError
+    where there is no log, BackendError where the extra `report` is not installed.
     """
     needs("report", ("matplotlib",))
     from .validate.report.training_page import write_training_page

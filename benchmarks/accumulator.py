@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, cut_text, model_arguments, small_models
 from result import described, publish
 
@@ -39,7 +40,7 @@ from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.adder_cost import adding
-from fp8q.validate.accuracy.compare import BASELINE, Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import BASELINE, Forward
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, vocabulary
 

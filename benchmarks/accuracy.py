@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, model_arguments, small_models
 from pages.accuracy import BF16, COMPRESSOR, MODELOPT, name_of
 from result import RESULTS, described, publish
@@ -37,7 +38,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
-from fp8q.calibrate.model.products import attention_modules, cache_shapes, matrix_products
+from fp8q.calibrate.model.gemms import attention_modules, cache_shapes, gemm_modules
 from fp8q.calibrate.model.source import Source, meta_model
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -46,7 +47,7 @@ from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.compare import AnyForward, compare_runtimes
+from fp8q.validate.accuracy.compare import AnyForward
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
 from fp8q.validate.accuracy.session_logits import session
@@ -87,7 +88,7 @@ def ours(run: Run, wanted: Callable[[str], bool]) -> Iterator[tuple[str, AnyForw
 def costs(source: Source) -> Callable[[Scales | None], Cost]:
     """What scales (None: none, the BF16 model) cost on the model."""
     model = meta_model(source)
-    weights = {name: tuple(module.get_parameter("weight").shape) for name, module in matrix_products(model).items()}
+    weights = {name: tuple(module.get_parameter("weight").shape) for name, module in gemm_modules(model).items()}
     values = dict(zip("kv", map(math.prod, cache_shapes(source.text_config)), strict=True))
     cache = {f"{name}.{part}": values[part] for name in attention_modules(model).values() for part in "kv"}
     return lambda scales: cost_of(weights, cache, scales)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from loaded_runtimes import compare_runtimes
 from models import SHARED, ModelTexts, main_of
 
 from fp8q.calibrate.model.source import Source
@@ -32,9 +33,9 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
 
@@ -84,7 +85,7 @@ def made(source: Source, model: ModelTexts, folder: Path, context: int) -> Run:
     collected = corpus_stage.collect(source, load_tokenizer(source), model.data, model.eval_data, options, notes)
     corpus_stage.write_corpus(run, source, collected, notes)
     measure_stage.measure(run, source, options, notes)
-    quantize_stage.quantize(run, source, sources.products_of(source, options), options, notes)
+    quantize_stage.quantize(run, source, sources.gemms_of(source, options), options, notes)
     return run
 
 

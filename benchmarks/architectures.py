@@ -52,7 +52,7 @@ def outcome(run: Run, options: ValidateOptions) -> dict[str, object]:
     return {
         "perplexity": {name: runtime.perplexity for name, runtime in runtimes.items()},
         "kl_reference_nats": runtimes["reference"].kl_mean_nats,
-        "promised_products": len(chosen.promised),
+        "promised_products": len(chosen.fp8_gemms),
         "fp8_products": {view.target: view.fp8_products for view in views},
         "two_terms": len(chosen.two_terms),
         "two_terms_found": {view.target: view.terms_found or 0 for view in views},

@@ -25,7 +25,8 @@ from result import arguments, described, publish
 from transformers import AutoConfig
 
 from fp8q import api
-from fp8q.core.run import GRAPH_FP32, Run
+from fp8q.core.run import Run
+from fp8q.core.run_files import GRAPH_FP32
 from fp8q.serve.loop.engine_session import CHUNK
 from fp8q.serve.loop.generate import Generator
 from fp8q.serve.loop.request import Piece, Request

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fp8q.api import ValidateOptions, calibrate, validate
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.calibrate.model import bf16_products
+from fp8q.calibrate.model import bf16_gemms
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.options import CalibrateOptions
@@ -51,12 +51,12 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 @contextmanager
 def units(there: bool) -> Iterator[None]:
     """Let fp8q take the processor for one with BF16 units, or without, in this block."""
-    known = bf16_products.has_bf16_units
-    bf16_products.has_bf16_units = lambda: there  # type: ignore[assignment]
+    known = bf16_gemms.has_bf16_units
+    bf16_gemms.has_bf16_units = lambda: there  # type: ignore[assignment]
     try:
         yield
     finally:
-        bf16_products.has_bf16_units = known
+        bf16_gemms.has_bf16_units = known
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -119,7 +119,7 @@ def validated(texts: ModelTexts) -> dict[str, float]:
         )
         chosen = ValidateOptions(runtimes=("bf16", "reference"))
         found = {}
-        for name, there in (("torch", True), ("fp8q", bf16_products.has_bf16_units())):
+        for name, there in (("torch", True), ("fp8q", bf16_gemms.has_bf16_units())):
             with units(there):
                 (run.root / "accuracy.json").unlink(missing_ok=True)
                 found[name] = seconds(lambda: validate(run.root, options=chosen))
@@ -189,7 +189,7 @@ def child(kind: str, windows: int, rounds: int, models: list[str]) -> dict[str, 
 
 def of_this_kind(windows: int, rounds: int, models: list[str]) -> dict[str, Any]:
     """What a child measures."""
-    there = bf16_products.has_bf16_units()
+    there = bf16_gemms.has_bf16_units()
     return {
         "bf16_units": there,
         "threads": torch.get_num_threads(),

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.observe import Watch, probe_groups
 from fp8q.calibrate.measure.statistics import TensorStatistics
-from fp8q.calibrate.model.products import observed_products
+from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.text.corpus import encode_texts, windows
 from fp8q.calibrate.text.packing import prefix_of
 from fp8q.validate.accuracy.perplexity import cut
@@ -98,7 +98,7 @@ def nll(model: PreTrainedModel, prompts: Prompts, scored: Sequence[npt.NDArray[n
 
 def statistics(model: PreTrainedModel, prompts: Prompts) -> dict[str, TensorStatistics]:
     """What the prompts, one at a time, put into every tensor that could be quantized."""
-    modules = observed_products(model)
+    modules = observed_gemms(model)
     watch = Watch(model, modules, probe_groups(model, modules), len(prompts), None)
     for number, ids in enumerate(prompts):
         watch.forward(torch.from_numpy(ids[None]), number)

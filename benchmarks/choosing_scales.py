@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from torch import nn
+from transformers import DynamicCache, PreTrainedModel
 
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.calibrate.model.products import attention_modules
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
@@ -32,14 +33,14 @@ from fp8q.core.reporter import SILENT
 from fp8q.options import METHODS, Clipping, ScaleOptions, WeightMethod
 from fp8q.quantize.codes.encoding import code_tables, encode
 from fp8q.quantize.codes.formats import E4M3, E5M2, Format
-from fp8q.quantize.reference.kv_cache import FP8Cache
+from fp8q.quantize.reference.fp8_model import fp8_cache
 from fp8q.quantize.reference.linear import FP8Linear, replace_linears
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import SMALLEST_SCALE, group_of, tensor_scale
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 OUTLIER, OUTLIER_CHANNELS = 64.0, 4
@@ -161,7 +162,7 @@ def quantized(model: nn.Module, modules: Mapping[str, Any], statistics: Statisti
         replace_linears(model, dict(modules))
 
 
-def new_cache(model: nn.Module, statistics: Statistics, clip: Clipping | None) -> FP8Cache | None:
+def new_cache(model: PreTrainedModel, statistics: Statistics, clip: Clipping | None) -> DynamicCache | None:
     """An FP8 cache whose scales are chosen by `clip`; None where it stays in BF16."""
     if clip is None:
         return None
@@ -170,7 +171,7 @@ def new_cache(model: nn.Module, statistics: Statistics, clip: Clipping | None) -
         name: tensor_scale(tensor.histogram, clip, amax_batches=tensor.amax_batches) for name, tensor in tensors.items()
     }
     scales = {name: torch.from_numpy(scale.stored) for name, scale in chosen.items()}
-    return FP8Cache(scales, attention_modules(model))
+    return fp8_cache(scales, model)
 
 
 def make_outliers(model: Any) -> None:
@@ -202,7 +203,7 @@ def evaluate(
     )
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = measure_in_memory(model, Measurement(ids, identity, record), SILENT)
-    products = sources.products_of(source)
+    products = sources.gemms_of(source)
     modules = {name: model.get_submodule(name) for name in products.names if name != products.head}
     evaluation: Evaluation = cut(
         corpus.encode_texts(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context],
@@ -211,7 +212,7 @@ def evaluate(
         context,
     )
 
-    def logits(window_ids: np.ndarray, cache: FP8Cache | None = None) -> torch.Tensor:
+    def logits(window_ids: np.ndarray, cache: DynamicCache | None = None) -> torch.Tensor:
         found: torch.Tensor = model(
             input_ids=torch.from_numpy(window_ids), past_key_values=cache, use_cache=cache is not None
         ).logits

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.observe import probe_groups
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.calibrate.model.products import observed_products, output_channel_axis
+from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.files import sha256_file
 from fp8q.core.headers import read_header
@@ -85,7 +85,7 @@ def saturating_k(run: Run, attention: str, factor: float = 16.0) -> str:
 
 def _norm_before(model: PreTrainedModel, module: str) -> tuple[str, list[str]]:
     """The norm whose output `module` reads, and all products that do."""
-    groups = probe_groups(model, observed_products(model))
+    groups = probe_groups(model, observed_gemms(model))
     readers = next(members for members in groups.values() if module in members)
     made: dict[int, str] = {}
     alive: list[torch.Tensor] = []

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loaded_runtimes import compare_runtimes
 from models import DEMO, SHARED, ModelTexts, model_arguments, small_models
 from result import described, publish
 
@@ -34,7 +35,7 @@ from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
 from fp8q.quantize.learning.document import Distillation
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model
 

@@ -39,7 +39,7 @@ from fp8q.options import DistillOptions
 from fp8q.quantize.learning.training import forward_kl
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.distill import learning_text
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.texts import LearningText
 from fp8q.validate.accuracy.perplexity import Evaluation

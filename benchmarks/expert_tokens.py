@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from torch import nn
@@ -30,7 +31,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.measurement import Measurement
 from fp8q.calibrate.measure.measurement import measure_in_memory as calibrated
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
-from fp8q.calibrate.model.expert_modules import routed_products
+from fp8q.calibrate.model.expert_modules import routed_gemms
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
@@ -45,7 +46,7 @@ from fp8q.quantize.scales.policy import select
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -187,7 +188,7 @@ def measure(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     )
     identity = ModelIdentity(name=source.name, architecture=source.architecture, fingerprint=source.fingerprint)
     statistics = calibrated(model, Measurement(ids, identity, record), SILENT)
-    layers = routed_products(model)
+    layers = routed_gemms(model)
     amaxes = tokens_seen(model, [name for names in layers.values() for name in names], ids)
     seen = {name: Seen(each, statistics.tensors[f"{name}.input"].histogram) for name, each in amaxes.items()}
     fewest = min(len(each.tokens) for each in seen.values())
@@ -199,7 +200,7 @@ def measure(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
     choices[OTHERS] = of_others(layers, seen)
     for length, at in product(TOKENS, RUN):
         choices[f"{length} {at}"] = {name: float(each.stretches(length)[at]) for name, each in seen.items()}
-    products = sources.products_of(source)
+    products = sources.gemms_of(source)
     modules = {name: model.get_submodule(name) for name in select(products, ())[0]}
     held_out = corpus.encode_texts(corpus.load_texts(texts.eval_data), tokenizer)[: windows * context]
     evaluation = cut(held_out, texts.eval_data, context, context)

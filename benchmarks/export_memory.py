@@ -35,7 +35,7 @@ def measure(checkpoint: str, out: str) -> None:
     from fp8q.core.reporter import SILENT
     from fp8q.stages import corpus as corpus_stage
     from fp8q.stages import measure as measure_stage
-    from fp8q.stages.pipeline.steps import Notes
+    from fp8q.stages.pipeline.stage import Notes
 
     options = CalibrateOptions(samples=2, seq_len=128, stream=True)
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
@@ -56,11 +56,11 @@ def write(checkpoint: str, out: str) -> None:
     from fp8q.options import ExportOptions, ScaleOptions
     from fp8q.stages import export as export_stage
     from fp8q.stages import quantize as quantize_stage
-    from fp8q.stages.pipeline.steps import Notes
+    from fp8q.stages.pipeline.stage import Notes
     from fp8q.stages.shared import sources
 
     run, notes, source = Run(Path(out)), Notes(SILENT), open_source(checkpoint)
-    products = sources.products_of(source)
+    products = sources.gemms_of(source)
     print("quantize", flush=True)
     quantize_stage.quantize(run, source, products, ScaleOptions(), notes)
     print("export", flush=True)

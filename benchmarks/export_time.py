@@ -24,7 +24,8 @@ from result import arguments, described, publish
 from synthetic import DEMO, sampled
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from fp8q.core.run import GRAPH, GRAPH_FP32, Run
+from fp8q.core.run import Run
+from fp8q.core.run_files import GRAPH, GRAPH_FP32
 
 #: Layers -> seconds.
 LIMIT_SECONDS = {32: 30.0, 80: 45.0}
@@ -42,7 +43,7 @@ def calibrate(checkpoint: str, out: str) -> None:
     from fp8q.stages import corpus as corpus_stage
     from fp8q.stages import measure as measure_stage
     from fp8q.stages import quantize as quantize_stage
-    from fp8q.stages.pipeline.steps import Notes
+    from fp8q.stages.pipeline.stage import Notes
     from fp8q.stages.shared import sources
 
     options = CalibrateOptions(samples=2, seq_len=128)
@@ -51,7 +52,7 @@ def calibrate(checkpoint: str, out: str) -> None:
     collected = corpus_stage.collect(source, load_tokenizer(source), text, None, options, notes)
     corpus_stage.write_corpus(run, source, collected, notes)
     measure_stage.measure(run, source, options, notes)
-    quantize_stage.quantize(run, source, sources.products_of(source), ScaleOptions(), notes)
+    quantize_stage.quantize(run, source, sources.gemms_of(source), ScaleOptions(), notes)
 
 
 def export(checkpoint: str, out: str) -> None:
@@ -60,7 +61,7 @@ def export(checkpoint: str, out: str) -> None:
     from fp8q.core.reporter import SILENT
     from fp8q.options import ExportOptions
     from fp8q.stages import export as export_stage
-    from fp8q.stages.pipeline.steps import Notes
+    from fp8q.stages.pipeline.stage import Notes
 
     print("export", flush=True)
     began, worked = time.perf_counter(), time.process_time()

@@ -34,7 +34,7 @@ from fp8q.export.engine.plan import modules_by_types, read_plan
 from fp8q.export.engine.program import Program, Statement
 from fp8q.export.onnx_file import names
 from fp8q.options import Terms, WeightScale
-from fp8q.stages.commands.engine import EngineView
+from fp8q.stages.engine import EngineView
 
 TARGETS = ("sm89", "sm120")
 LAYER = "model.layers.1."
@@ -75,7 +75,7 @@ def told(program: Program, statement: Statement) -> str:
         [kind for kind in map(program.type, tensors) if kind in NUMBERS]
         for tensors in (statement.inputs[:2] if statement.nodes else statement.inputs, statement.outputs)
     ]
-    made = " + ".join(names.product_of(node).rpartition(".")[2] for node in sorted(statement.nodes))
+    made = " + ".join(names.gemm_name(node).rpartition(".")[2] for node in sorted(statement.nodes))
     return f"{made or statement.name}: {', '.join(ends[0])} -> {', '.join(ends[1])}"
 
 

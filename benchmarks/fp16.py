@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, main_of
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
@@ -25,7 +26,7 @@ from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.compare import BASELINE, Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import BASELINE, Forward
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, main_of
 from safetensors.torch import save_file
 
@@ -31,9 +32,9 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
 
@@ -89,7 +90,7 @@ def losses(source: Source, model: ModelTexts, folder: Path, windows: int, contex
     collected = corpus_stage.collect(source, tokenizer, model.data, model.eval_data, options, notes)
     corpus_stage.write_corpus(run, source, collected, notes)
     measure_stage.measure(run, source, options, notes)
-    quantize_stage.quantize(run, source, sources.products_of(source, options), options, notes)
+    quantize_stage.quantize(run, source, sources.gemms_of(source, options), options, notes)
     tokens = corpus.encode_texts(corpus.load_texts(model.eval_data), tokenizer)[: windows * context]
     fp8 = load_reference(run.model, "exact", torch.float32).model
     runtimes: dict[str, Forward] = {

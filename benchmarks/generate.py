@@ -27,7 +27,8 @@ import numpy as np
 from models import small_models
 from result import arguments, described, publish
 
-from fp8q.core.run import GRAPH_FP32, Run
+from fp8q.core.run import Run
+from fp8q.core.run_files import GRAPH_FP32
 from fp8q.serve.loop.generate import Generator
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import OnnxRuntimeSession

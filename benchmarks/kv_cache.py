@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from fp8q.calibrate.measure.queries import recorded_queries
-from fp8q.calibrate.model.products import attention_modules
+from fp8q.calibrate.model.gemms import attention_modules
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
@@ -43,9 +44,9 @@ from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 Basis = Literal["own", "rotated", "balanced"]
@@ -231,7 +232,7 @@ def benchmark(model: ModelTexts, options: argparse.Namespace) -> dict[str, float
         collected = corpus_stage.collect(source, tokenizer, model.data, model.eval_data, calibration, notes)
         corpus_stage.write_corpus(run, source, collected, notes)
         measure_stage.measure(run, source, calibration, notes)
-        quantize_stage.quantize(run, source, sources.products_of(source), calibration, notes)
+        quantize_stage.quantize(run, source, sources.gemms_of(source), calibration, notes)
         reference = load_reference(run.model, "exact", torch.float32).model
         layers = measured(original, collected.windows)
 

@@ -60,7 +60,7 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     from fp8q.stages import corpus as corpus_stage
     from fp8q.stages import measure as measure_stage
     from fp8q.stages import quantize as quantize_stage
-    from fp8q.stages.pipeline.steps import Notes
+    from fp8q.stages.pipeline.stage import Notes
     from fp8q.stages.shared import sources
 
     options = CalibrateOptions(
@@ -72,7 +72,7 @@ def calibrate(checkpoint: str, out: str, asked: argparse.Namespace) -> None:
     )
     run, notes = Run(Path(out)), Notes(SILENT)
     source = open_source(checkpoint)
-    products = sources.products_of(source)
+    products = sources.gemms_of(source)
     collected = corpus_stage.collect(
         source, load_tokenizer(source), str(DEMO / "calibration.txt"), None, options, notes
     )

@@ -121,6 +121,10 @@ def _two_implementations(result: Figures) -> Iterator[str]:
             yield f"{of}: {found['continuations_unexplained']} continuations part unexplained (none may)"
 
 
+def _wrong_models(result: Figures) -> Iterator[str]:
+    yield f"verdicts that are right on the demo and wrong here: {', '.join(result['wrong'])}"
+
+
 LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "generate": _generate,
     "memory": _memory,
@@ -130,4 +134,5 @@ LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "load": _load,
     "two_implementations": _two_implementations,
     "unseen_architectures": _unseen_architectures,
+    "wrong_models": _wrong_models,
 }

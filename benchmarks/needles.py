@@ -24,7 +24,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Accumulator, Terms
 from fp8q.stages.needles import ask_needles
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.needles.document import needle_rows
 
 NEEDLES = ModelTexts(

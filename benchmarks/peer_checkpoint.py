@@ -1,23 +1,21 @@
-"""llm-compressor's FP8 checkpoint of a model: the peer of `accuracy.py`, run by it in an environment of its own.
+"""llm-compressor's checkpoint of a model: the peer of `accuracy.py` and `made_by_others.py`, run by them in an
+environment of its own.
 
-    PYTHON benchmarks/peer_checkpoint.py MODEL WINDOWS.npy OUT        or --versions
+    PYTHON benchmarks/peer_checkpoint.py MODEL WINDOWS.npy OUT [SCHEME [DTYPE]]        or --versions
 
-`oneshot` with the scheme FP8 (weights and inputs per tensor, static), the output head left out, on windows int64
-[windows, context].
+`oneshot` with the scheme (FP8: weights and inputs per tensor, static), the output head left out, on windows int64
+[windows, context], computed in DTYPE (bfloat16).
 """
 
 import json
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo" / "checkpoint"
 
 
 def main() -> None:
@@ -29,13 +27,14 @@ def main() -> None:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    directory, windows, out = sys.argv[1:]
+    directory, windows, out, *chosen = sys.argv[1:]
+    scheme, dtype = (*chosen, *("FP8", "bfloat16")[len(chosen) :])
     rows: Any = [{"input_ids": torch.from_numpy(ids)} for ids in np.split(np.load(windows), len(np.load(windows)))]
     oneshot(
-        model=AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16),
-        tokenizer=AutoTokenizer.from_pretrained(DEMO),  # asked for, and not used: the rows are tokens
+        model=AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)),
+        tokenizer=AutoTokenizer.from_pretrained(directory),  # saved with the model; the rows are tokens
         dataset=DataLoader(rows, batch_size=None),
-        recipe=QuantizationModifier(targets="Linear", scheme="FP8", ignore=["lm_head", "embed_out"]),
+        recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head", "embed_out"]),
         num_calibration_samples=len(rows),
         output_dir=out,
     )

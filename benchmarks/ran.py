@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, get_type_hints
+
+from fp8q.options.declare import Unkeyed
 
 #: The environment variable with the path of the file that all processes of a benchmark write to.
 FILE = "FP8Q_BENCHMARK_OPTIONS"
-#: Gates: they decide about a figure, and change none.
-GATES = ("min_fp8_share", "max_ppl_increase")
+#: The mark of a gate in the declaration of an option: it decides about a figure, and changes none.
+GATE = Unkeyed("a gate on what is written")
 #: Functions between a check of an option value and the code that makes the value.
 BETWEEN = ("__post_init__", "replace", "_replace")
 FOLDER = Path(__file__).resolve().parent
@@ -30,7 +32,7 @@ FOLDER = Path(__file__).resolve().parent
 def defaults(kind: type) -> dict[str, Any]:
     """Return the default of each field of an option class, as JSON has it; gates and required fields are left out."""
     values = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
-    return _plain(values)
+    return _plain(kind, values)
 
 
 def start() -> None:
@@ -57,18 +59,22 @@ def options() -> dict[str, dict[str, Any]]:
 def note(kind: type, value: object) -> None:
     """Record the fields of `kind`, an option class, in `value`, which may be of a subclass."""
     if fields(kind):
-        values = _plain({field.name: getattr(value, field.name) for field in fields(kind)})
+        values = _plain(kind, {field.name: getattr(value, field.name) for field in fields(kind)})
         line = json.dumps([kind.__name__, defaults(kind), values])
         with open(os.environ[FILE], "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert values to JSON's types; of a path outside the repository only the name is left."""
+def _plain(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the values of an option class to JSON's types, without gates; of a path outside the repository only the
+    name is left.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    gates = {name for name, hint in hints.items() if GATE in getattr(hint, "__metadata__", ())}
     nested = {
         name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         for name, value in values.items()
-        if name not in GATES
+        if name not in gates
     }
     plain: dict[str, Any] = json.loads(json.dumps(nested, default=str), object_hook=_without_folders)
     return plain

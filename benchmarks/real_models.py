@@ -1,15 +1,16 @@
 """What FP8 costs two LLMs that people know, and how much of it is the rounding of weights.
 
     python benchmarks/real_models.py [smollm2 gemma3] [--rows PATTERN] [--windows N] [--samples 64]
-        [--folder build/real] [--data TEXT --eval-data TEXT]
+        [--folder build/real] [--data TEXT --eval-data TEXT] [--llmcompressor PYTHON]
 
 Calibrated on WikiText-2's validation text, evaluated on its test text, in windows of 512 tokens (Gemma 3: 256) that
 begin as served text does. Every row is held against the FP32 model, the BF16 checkpoint computed in FP32, and computes
 in FP32 what is quantized, so that nothing but quantization is seen; `BF16` alone computes in BF16. KL in nats × 10⁶:
-its mean with an interval over windows, since one token can be a tenth of it, and its median; the increase of perplexity
-with its interval; the share of words that differ; and the mean KL over that of `REFERENCE`, by the same windows.
-Weights are those of the checkpoint that `fp8q calibrate` writes. Dynamic scales, one for each token, are emulated, and
-ModelOpt emulates its own default on a CPU. Prints one JSON line; exit status 1 where the best rounding of weights,
+its mean with an interval over windows, since one token can be a tenth of it, and its median; the increase of
+perplexity with its interval; the share of words that differ; the mean KL over that of ModelOpt's default, by the same
+windows; and the mean KL over the second half of the windows, which a tail takes as decoded. Weights are those of the
+checkpoints that fp8q and llm-compressor (with `--llmcompressor`) write; inputs are emulated, ModelOpt by itself. `cache
+alone` rounds keys and values, and nothing else. Prints one JSON line; exit status 1 where the best rounding of weights,
 inputs exact, misses `LIMIT_KL` times BF16's own KL or `LIMIT_PERPLEXITY`, 2 where a package or text is not there.
 """
 
@@ -20,46 +21,37 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from accuracy import modelopt
 from models import SHARED
 from real_checkpoints import FOLDER, MODELS, checkpoint
+from real_rows import BF16, MODELOPT, Candidate, bf16_model, cache_rows, own_rows, peer_rows
 from result import arguments, described, publish
-from safetensors import safe_open
 from torch import nn
+from transformers import Cache
 
-from fp8q.api import CalibrateOptions, ExportOptions, RescaleOptions, calibrate, scales
-from fp8q.calibrate.model.products import observed_products, output_channel_axis
-from fp8q.calibrate.model.source import Source, load_model
+from fp8q.api import CalibrateOptions, ExportOptions, calibrate
+from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
 from fp8q.options import WeightRounding
-from fp8q.quantize.codes.encoding import code_values
-from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.scales.decisions import TensorScale, load_scales
-from fp8q.quantize.weights.sequential import product_input
+from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.bootstrap import Bootstrap
 
 #: Model -> tokens of a window, and windows of the test text that are evaluated.
 PROTOCOL: Mapping[str, tuple[int, int]] = {"smollm2": (512, 24), "gemma3": (256, 16)}
-BF16, MODELOPT, REFERENCE = "BF16", "ModelOpt FP8_DEFAULT_CFG", "weights alone, nearest"
-ROUNDINGS: tuple[WeightRounding, ...] = ("nearest", "gptq", "sequential")
 #: Times BF16's own KL, and the increase of perplexity, that weights alone may cost: what is accepted; the goal is 3 and
 #: 0.004.
 LIMIT_KL, LIMIT_PERPLEXITY = 5.0, 0.006
 #: Positions whose logits are made at a time: Gemma 3 has 262,144 words.
 POSITIONS = 256
 Floats = npt.NDArray[np.float64]
-#: Takes the input of a product and returns the numbers that the product multiplies.
-Input = Callable[[torch.Tensor], torch.Tensor]
-#: Module -> the numbers that its codes stand for, float32 [out, in].
-Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,17 +71,19 @@ def summary(found: Tokens, other: Tokens | None = None) -> dict[str, float | lis
     windows = np.repeat(np.arange(len(found.kl)), found.kl.shape[1])
     drawn = Bootstrap(windows)
     kl = drawn.interval(found.kl.ravel())
+    decoded = found.kl[:, found.kl.shape[1] // 2 :]
     loss = drawn.interval((found.nll - found.nll_fp32).ravel())
     made: dict[str, float | list[float]] = {
         "kl_mean_micronats": round(1e6 * kl.mean, 1),
         "kl_interval": [round(1e6 * end, 1) for end in (kl.low, kl.high)],
         "kl_median_micronats": round(1e6 * float(np.median(found.kl)), 1),
+        "kl_decoded_micronats": round(1e6 * float(decoded.mean()), 1),
         "perplexity_increase": round(float(np.expm1(loss.mean)), 5),
         "perplexity_interval": [round(float(np.expm1(end)), 5) for end in (loss.low, loss.high)],
         "flips": round(float(found.flipped.mean()), 5),
     }
     if other is not None:
-        made["kl_over_reference"] = round(float(found.kl.sum() / other.kl.sum()), 4)
+        made["kl_over_modelopt"] = round(float(found.kl.sum() / other.kl.sum()), 4)
         made["ratio_interval"] = [round(end, 4) for end in drawn.ratio(found.kl.ravel(), other.kl.ravel())]
     return made
 
@@ -103,14 +97,15 @@ class Judge:
         size = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         self.exact = np.lib.format.open_memmap(folder / "fp32.npy", "w+", np.float32, (*windows.shape, size))
         for window, ids in enumerate(self.ids):
-            for positions, logits in _log_probabilities(model, ids):
+            for positions, logits in _log_probabilities(model, ids, None):
                 self.exact[window, positions] = logits.numpy()
 
-    def compare(self, model: nn.Module) -> Tokens:
-        """Run `model` on the windows."""
+    def compare(self, model: nn.Module, new_cache: Callable[[], Cache] | None = None) -> Tokens:
+        """Run `model` on the windows, each with a KV cache that `new_cache` makes (None: without one)."""
         values: dict[str, list[torch.Tensor]] = {name: [] for name in ("kl", "nll", "nll_fp32", "flipped")}
         for window, ids in enumerate(self.ids):
-            for positions, logits in _log_probabilities(model, ids):
+            cache = new_cache() if new_cache else None
+            for positions, logits in _log_probabilities(model, ids, cache):
                 exact = torch.from_numpy(self.exact[window, positions])
                 words = ids[1:][positions, None]
                 scored = slice(0, len(words))  # the last position predicts nothing in the window
@@ -122,81 +117,16 @@ class Judge:
         return Tokens(**{name: torch.cat(parts).double().numpy().reshape(shape) for name, parts in values.items()})
 
 
-def _log_probabilities(model: nn.Module, ids: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def _log_probabilities(
+    model: nn.Module, ids: torch.Tensor, cache: Cache | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
     """Run a window `ids` int64 [tokens]; yield float32 [positions, words] of some positions after the others."""
     with torch.inference_mode():
-        hidden = model.get_submodule("model")(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        settings = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+        hidden = model.get_submodule("model")(input_ids=ids[None], **settings).last_hidden_state[0]
         for start in range(0, len(ids), POSITIONS):
             positions = slice(start, min(start + POSITIONS, len(ids)))
             yield positions, torch.log_softmax(model.get_submodule("lm_head")(hidden[positions]).float(), -1)
-
-
-def stored_weights(run: Run) -> Weights:
-    """Code × scale of every weight that `fp8q calibrate` quantized."""
-    dequantized_weights: Weights = {}
-    for path in sorted(run.model.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                if name.endswith(".weight_scale"):
-                    module = name.removesuffix(".weight_scale")
-                    codes = file.get_tensor(f"{module}.weight").float()
-                    dequantized_weights[module] = codes * file.get_tensor(name).float().view(-1, 1)
-    return dequantized_weights
-
-
-def exact_input(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself."""
-    return x
-
-
-def dynamic_input(x: torch.Tensor) -> torch.Tensor:
-    """Each token under a scale of its own, by its amax."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3.max
-    return code_values(x, scale) * scale
-
-
-def static_input(activation: TensorScale) -> Input:
-    """The codes of `activation`, one or two for each number."""
-    return lambda x: product_input(x, activation).to(x.dtype)
-
-
-def quantized(source: Source, weights: Weights, inputs: Mapping[str, Input]) -> nn.Module:
-    """The model in FP32 with other `weights`, and `inputs` (module -> function) before its products."""
-    model = load_model(source, torch.float32, "cpu")
-    for name, module in observed_products(model).items():
-        if name in weights:
-            module.weight.data = weights[name].movedim(0, output_channel_axis(module)).contiguous()
-        if name in inputs:
-            module.register_forward_pre_hook(lambda module, given, change=inputs[name]: (change(given[0]), *given[1:]))
-    return model
-
-
-def rows_of(
-    run: Run, source: Source, directory: Path, windows: npt.NDArray[np.int64], sequential: Callable[[], Run]
-) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Each row's name and model, made of a run calibrated for GPTQ; `sequential` calibrates another.
-
-    `windows` int64 [windows, tokens]: of the calibration text.
-    """
-
-    def ours(of: Run, inputs: Callable[[str, TensorScale], Input]) -> nn.Module:
-        activations = load_scales(of).activations
-        chosen = {name: inputs(name, activation) for name, activation in activations.items()}
-        return quantized(source, stored_weights(of), chosen)
-
-    def by(rounding: WeightRounding, terms: int, inputs: Callable[[str, TensorScale], Input]) -> nn.Module:
-        scales(run.root, RescaleOptions(weight_rounding=rounding, activation_terms=terms))
-        return ours(run, inputs)
-
-    modules = set(load_scales(run).weights)
-    yield BF16, lambda: load_model(source, torch.bfloat16, "cpu")
-    yield MODELOPT, lambda: modelopt(str(directory), windows, modules, torch.float32)[0]
-    yield "fp8q, default", lambda: by("nearest", 1, lambda _, activation: static_input(activation))
-    yield "fp8q, dynamic inputs", lambda: by("nearest", 1, lambda *_: dynamic_input)
-    yield "weights alone, nearest", lambda: by("nearest", 2, lambda *_: exact_input)
-    yield "weights alone, gptq", lambda: by("gptq", 2, lambda *_: exact_input)
-    yield "fp8q, two codes, gptq", lambda: by("gptq", 2, lambda _, activation: static_input(activation))
-    yield "weights alone, sequential", lambda: ours(sequential(), lambda *_: exact_input)
 
 
 def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -224,12 +154,21 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         windows = windows[np.linspace(0, len(windows) - 1, asked.windows or count).astype(np.int64)]
         judge = Judge(load_model(source, torch.float32, "cpu"), windows, folder)
         calibration = load_tokens(run, run.calibration)
-        for row, model in rows_of(run, source, directory, calibration, lambda: calibrated("sequential")):
+        modules = set(load_scales(run).weights)
+        candidates: Iterator[tuple[str, Callable[[], Candidate]]] = chain(
+            [(BF16, lambda: Candidate(bf16_model(source)))],
+            peer_rows(source, directory, calibration, modules, asked.llmcompressor, folder),
+            own_rows(run, source, lambda: calibrated("sequential")),
+            cache_rows(run, source),
+        )
+        for row, make in candidates:
             if not re.search(asked.rows, row):
                 continue
             start = time.monotonic()
-            tokens_by_row[row] = judge.compare(model())
-            rows[row] = summary(tokens_by_row[row], tokens_by_row.get(REFERENCE)) | {
+            candidate = make()
+            tokens_by_row[row] = judge.compare(candidate.model, candidate.cache)
+            del candidate
+            rows[row] = summary(tokens_by_row[row], tokens_by_row.get(MODELOPT)) | {
                 "seconds": round(time.monotonic() - start, 1)
             }
             print(f"{name}: {row}: {rows[row]}", file=sys.stderr, flush=True)
@@ -264,6 +203,7 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=FOLDER, help="of the checkpoints, and of what lies there meanwhile"
     )
+    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
     parser.add_argument("--data", default=str(SHARED / "data" / "wikitext-2-raw-valid.txt"))
     parser.add_argument("--eval-data", default=str(SHARED / "data" / "wikitext-2-raw-test.txt"))
     asked = parser.parse_args()

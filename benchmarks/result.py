@@ -76,7 +76,7 @@ def command(words: list[str]) -> str:
 
 def _typed(word: str) -> str:
     """Write paths within a word relative to the repository's root."""
-    if Path(word).exists() and Path(word).suffix == ".py":
+    if os.path.exists(word) and Path(word).suffix == ".py":  # a list of names is no path
         word = str(Path(word).resolve())
     inside = word.replace(f"{ROOT}/", "").replace(f"{ROOT.parent}/shared/", "../shared/")
     return re.sub(r"(?<![^=,])/[^=,]*/", "", inside)

@@ -8,9 +8,9 @@ the others; the exit status is 1 then. Parts of time (the last ones) want a quie
 its models out where they are not.
 
 `BY_HAND` are run when they are named: those of `distill`, which take 10 to 60 minutes, and others by those who
-installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does. `PEERS` also measure
-llm-compressor, from an environment of its own. Without `--llmcompressor` they are passed over, but for `accuracy`,
-which measures its other rows again and says so in the result.
+installed what they need: mmaemu 0.1.0; lm-eval and vLLM, as `make test-elsewhere` does; SmolLM2, as `make real` does.
+`PEERS` also measure llm-compressor, from an environment of its own. Without `--llmcompressor` they are passed over, but
+for `accuracy`, which measures its other rows again and says so in the result.
 """
 
 import argparse
@@ -32,8 +32,8 @@ PARTS: Mapping[str, str] = {
     **{
         name: f"{name}.py"
         for name in (
-            "unseen_architectures", "validate_memory", "weight_rounding", "architectures", "expert_tokens", "experts",
-            "two_terms",
+            "unseen_architectures", "validate_memory", "compare_memory", "weight_rounding", "architectures",
+            "expert_tokens", "experts", "two_terms",
         )
     },
     "distill_memory": "distill_memory.py",
@@ -74,13 +74,22 @@ BY_HAND: Mapping[str, str] = {
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
+    "wrong_models": "wrong_models.py",
+    "made_by_others": "made_by_others.py",
+    "mxfp8": "mxfp8.py",
+    "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
+    "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
+    "vllm_8b": (
+        "vllm_8b.py --plugin site-packages --folder shm --form bf16 --form 'two codes' --form 'one code' "
+        "--form 'tail of 64' --form 'weights alone' --form dynamic"
+    ),
     "first_evening_vllm": "first_evening.py --ways vllm",
     "first_evening_triton": "first_evening.py --ways triton",
 }
 #: The longest that a part is to take on a quiet machine of two cores.
 LONGEST_SECONDS = 600
-PEERS = ("accuracy", "as_served", "calibration")
+PEERS = ("accuracy", "as_served", "calibration", "made_by_others", "real_models_smollm2")
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}
 

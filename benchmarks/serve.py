@@ -28,7 +28,8 @@ from generate import PROMPT, ROWS, demo, prompt
 from openai_client import together
 from result import arguments, described, publish
 
-from fp8q.core.run import GRAPH_FP32, Run
+from fp8q.core.run import Run
+from fp8q.core.run_files import GRAPH_FP32
 from fp8q.serve.loop.generate import Generator
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import OnnxRuntimeSession

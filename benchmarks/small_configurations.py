@@ -15,7 +15,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-Kind = Literal["dense", "mixture", "recurrent", "encoder", "sees or hears", "other"]
+from fp8q.calibrate.model.caches import attention_indices
+
+Kind = Literal["dense", "mixture", "hybrid", "recurrent", "encoder", "sees or hears", "other"]
 
 WIDTH, INNER, LAYERS, HEADS, WINDOW, POSITIONS = 128, 192, 2, 4, 12, 128
 #: What configurations call the same things.
@@ -50,8 +52,40 @@ LATENT_SIZES = {
     "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "num_key_value_heads": HEADS,
 }  # fmt: skip
+#: Of a hybrid: a recurrence, and attention; sizes of Mamba's heads and of gated delta nets.
+MIXED: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 #: What a class needs besides.
 FURTHER: dict[str, dict[str, Any]] = {
+    "BailingHybridConfig": MIXED,
+    "BambaConfig": MAMBA | {"attn_layer_indices": [1]},
+    "FalconH1Config": MAMBA | {"mamba_d_ssm": 256},
+    "GraniteMoeHybridConfig": MAMBA | MIXED,
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinearConfig": MIXED | {"num_experts": 4, "num_experts_per_token": 2},
+    "Lfm2Config": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "Lfm3Config": {"layer_types": ["conv", "full_attention"]},
+    "NemotronHConfig": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "mlp", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "ssm_state_size": 16,
+    },
+    "OlmoHybridConfig": MIXED,
+    "Qwen3NextConfig": MIXED | DELTA_NET,
+    "Qwen3_5MoeTextConfig": MIXED | DELTA_NET,
+    "Qwen3_5TextConfig": MIXED | DELTA_NET,
+    "Qwen4ExpTextConfig": MIXED,
+    "RecurrentGemmaConfig": {"num_hidden_layers": 3},
+    "ZambaConfig": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},
+    "Zamba2Config": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},
+    "ZayaConfig": {"num_experts_per_tok": 1},
     "Dots1Config": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "Gemma3nTextConfig": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
     "Gemma4TextConfig": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -80,12 +114,15 @@ def kind_of(name: str) -> Kind:
         return "sees or hears"
     configuration = getattr(transformers, name)
     default: PreTrainedConfig = configuration()
-    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[configuration], "_is_stateful", False):
-        return "recurrent"
-    if default.is_encoder_decoder or default.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        return "encoder"
     if default.get_text_config() is not default:
         return "sees or hears"
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[configuration]  # whose module registers its kinds of caches
+    attending = attention_indices(default)
+    if attending is not None or getattr(kind, "_is_stateful", False):
+        # the defaults of two have no attention
+        return "hybrid" if attending or name in ("BambaConfig", "GraniteMoeHybridConfig") else "recurrent"
+    if default.is_encoder_decoder or default.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "encoder"
     if name == "Dots1Config":
         return "mixture"  # its own default has no experts
     experts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config"}
@@ -134,6 +171,10 @@ IMAGE_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3VLConfig": {
         "text_config": INSIDE | {"rope_parameters": SECTIONS},
         "vision_config": QWEN_TOWER | {"deepstack_visual_indexes": [0]},
+    },
+    "Qwen3_5Config": {
+        "text_config": INSIDE | MIXED | DELTA_NET | {"rope_parameters": SECTIONS},
+        "vision_config": QWEN_TOWER,
     },
     "Mistral3Config": {
         "text_config": INSIDE | {"model_type": "mistral"},

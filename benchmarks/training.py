@@ -4,7 +4,7 @@ and what watching costs.
     python benchmarks/training.py [--steps 300] [--rounds 12]
 
 A Llama of three layers and width 64 with random weights learns the bytes of the demo's text, 16 windows of 64 a step,
-with Adam: once in FP32, and in each of `WAYS` with products that lose as in FP8 (`fp8q.quantize.training.emulation`):
+with Adam: once in FP32, and in each of `WAYS` with products that lose as in FP8 (`emulation`):
 inputs and weights in E4M3, gradients in E5M2 or in E4M3, scaled by the amax of 16 steps before or not at all. Every
 tenth step is recorded. Printed: the mean loss of the last 20 steps, which the FP32 run bounds; the log's verdict, and
 the worst entry of each check that is not good. Cost: processor time of ten steps of which one is recorded over that of
@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from emulation import Emulation, emulate
 from result import ROOT, arguments, described, publish
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fp8q.api import WatchOptions, inspect_training, watch
 from fp8q.options import GradientFormat, Scaling
-from fp8q.quantize.training.emulation import Emulation, emulate
 from fp8q.quantize.training.watch import watched_modules
 
 TEXT = ROOT / "examples" / "demo" / "calibration.txt"

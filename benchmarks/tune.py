@@ -29,7 +29,7 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.shared.sources import source_of
-from fp8q.stages.tune_candidates import batches_of
+from fp8q.stages.tune import batches_of
 from fp8q.validate.accuracy.perplexity import prompt_of
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.tuning.joint import measure_mixes

@@ -101,7 +101,7 @@ def built(run: Run, form: Form | None, target: str) -> dict[str, Any]:
     """The products and kernels of an engine of `run`, in a form, or with one term."""
     scales = load_scales(run)
     plan = GraphPlan(
-        trace.promised_groups(load_record(run).groups, scales),
+        trace.fp8_groups(load_record(run).groups, scales),
         frozenset(scales.kv_cache),
         torch.bfloat16,
         two_terms=frozenset(scales.two_terms if form else ()),

@@ -11,8 +11,9 @@ FP8 KV cache, activations in one term: exported, ONNX Runtime's logits held agai
 TensorRT-RTX for sm89, loaded by transformers (which has no place for experts); those of `CONFIGURATIONS` again
 in two. One term is compared at the first position of a row (limit 1e-4; later a code may differ); of two some code
 differs there already, so that the mean KL is (limit 2e-5 nats: docs/two-terms.md). What no graph can be made of is
-quantized, run by the exact reference (finite logits), and loaded by transformers. Of what is no decoder of text (a
-recurrent state, an encoder) the configuration alone is opened. Nothing is said of accuracy: the weights are random.
+quantized, run by the exact reference (finite logits), and loaded by transformers: so are hybrids. Of what is no decoder
+of text (a recurrence alone, an encoder) the configuration alone is opened. Nothing is said of accuracy: the weights are
+random.
 
 Prints a line for each, the shares, and last one line of JSON; `--names` with `--save` leaves the others as they were
 saved. Exit status 1 when one neither works nor is refused, or a share is below its limit: of the dense decoders four in
@@ -54,8 +55,8 @@ from fp8q.api import (  # fmt: skip
 from fp8q.calibrate.model.architecture import load_config
 from fp8q.calibrate.model.classes import auto_class
 from fp8q.calibrate.model.expert_modules import experts_of
+from fp8q.calibrate.model.gemms import cache_shapes
 from fp8q.calibrate.model.latent_attention import cache_heads
-from fp8q.calibrate.model.products import cache_shapes
 from fp8q.calibrate.model.source import meta_model, open_source
 from fp8q.core.run import Run
 from fp8q.export.modules.graph_model import GraphPlan, prepare_graph
@@ -63,7 +64,7 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.shared.sources import products_of, source_of
+from fp8q.stages.shared.sources import gemms_of, source_of
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo"
 LIMIT = 1e-4
@@ -75,7 +76,7 @@ MOST_PROCESSES = 4
 #: Of the dense decoders, the least shares that go the whole way and that get a checkpoint.
 SHARES = {"whole_way": 0.8, "checkpoint": 0.9}
 #: Kinds of which models are made; of the others the configuration is opened.
-TRIED = ("dense", "mixture")
+TRIED = ("dense", "mixture", "hybrid")
 
 
 class UnmadeError(Exception):
@@ -236,7 +237,7 @@ def as_it_is(run: Run, ids: np.ndarray) -> dict[str, Any]:
 def graph_alone(config: str, folder: Path) -> dict[str, Any]:
     """The graph's module alone; raises InputError when the configuration is refused."""
     model = random_checkpoint(folder / "model", config)
-    if reason := products_of(open_source(str(model))).no_graph:
+    if reason := gemms_of(open_source(str(model))).no_graph:
         return {"no_graph": reason}
     return {"graph_difference": graph_difference(model, torch.arange(2, 66).reshape(2, 32))}
 

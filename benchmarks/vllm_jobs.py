@@ -38,15 +38,19 @@ def mean_kl(exact: npt.NDArray[np.float32], logits: torch.Tensor) -> float:
     return float((np.exp(exact) * (exact - log_probabilities(logits))).sum(-1).mean())
 
 
-def ask(python: Path, jobs: Sequence[dict[str, Any]], plugin: Path | None = None) -> list[dict[str, Any]]:
+def ask(
+    python: Path, jobs: Sequence[dict[str, Any]], plugin: Path | None = None, folder: Path | None = None
+) -> list[dict[str, Any]]:
     """vLLM's answer to each of `jobs` (`vllm_losses.py`), all in one process of `python`.
 
-    `plugin`: the folder that fp8q-vllm is installed into; None for vLLM as it is.
+    `plugin`: the folder that fp8q-vllm is installed into; None for vLLM as it is. `folder`: to which paths of the jobs
+    are relative, where they are.
     """
     path = {"PYTHONPATH": str(plugin)} if plugin else {"VLLM_PLUGINS": "none"}
     done = subprocess.run(
-        [python, "-P", Path(__file__).with_name("vllm_losses.py")],
+        [python.absolute(), "-P", Path(__file__).resolve().with_name("vllm_losses.py")],
         input=json.dumps([*jobs]), capture_output=True, check=False, text=True, timeout=LIFE_S, env=os.environ | path,
+        cwd=folder,
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

@@ -20,13 +20,14 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
+from loaded_runtimes import compare_runtimes
 from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.measure.statistics import load_statistics
-from fp8q.calibrate.model.products import observed_products, output_channel_axis
+from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
@@ -36,22 +37,22 @@ from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.clip import lost_share, scale_of
 from fp8q.quantize.scales.decisions import Scales, group_of
-from fp8q.quantize.weights.channels import WeightMethod, channel_scales
-from fp8q.quantize.weights.coordinate_descent import descend
+from fp8q.quantize.weights.channels import WeightMethod, WeightScaling, channel_scales
 from fp8q.quantize.weights.gptq import (
     DAMPING,
     Compensation,
     compensation,
+    descend,
     gptq_round,
     ridge_weights,
 )
-from fp8q.quantize.weights.sequential import SequentialRounding, product_input
+from fp8q.quantize.weights.sequential import SequentialRounding, gemm_input
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
-from fp8q.validate.accuracy.compare import Forward, compare_runtimes
+from fp8q.validate.accuracy.compare import Forward
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 LIMIT_DEMO, LIMIT_RATIO = 400.0, 0.95
@@ -136,12 +137,12 @@ STEPS: dict[str, Step] = {
 def changed(model: PreTrainedModel, made: Weights, scales: Scales | None = None) -> Forward:
     """`model` with other weights [out, in], and its activations rounded to one term by `scales`."""
     other = deepcopy(model)
-    for name, module in observed_products(other).items():
+    for name, module in observed_gemms(other).items():
         if name in made:
             module.weight.data = made[name].movedim(0, output_channel_axis(module)).contiguous()
         if scales and name in scales.activations:
             activation = scales.activations[name]
-            module.register_forward_pre_hook(lambda m, given, own=activation: (product_input(given[0], own),))
+            module.register_forward_pre_hook(lambda m, given, own=activation: (gemm_input(given[0], own),))
     return lambda ids: other(input_ids=torch.from_numpy(ids), use_cache=False).logits
 
 
@@ -161,7 +162,7 @@ def sequential(
     size = options.batch_size
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with tempfile.TemporaryDirectory() as folder:
-        rounded = kind(source, scales.activations, "mse", batches, Path(folder)).run(SILENT)
+        rounded = kind(source, scales.activations, WeightScaling("mse"), batches, Path(folder)).run(SILENT)
         codes_and_scales = {module: rounded.get(module) for module in scales.activations}
     return {module: pair[0].float() * pair[1][:, None] for module, pair in codes_and_scales.items() if pair}
 
@@ -183,7 +184,7 @@ def measured(
 
 def stored_weights(model: PreTrainedModel, scales: Scales) -> Weights:
     """The weights to quantize, BF16 [out, in]."""
-    modules = {name: module for name, module in observed_products(model).items() if name in scales.activations}
+    modules = {name: module for name, module in observed_gemms(model).items() if name in scales.activations}
     return {
         name: torch.as_tensor(module.weight)
         .detach()
@@ -199,7 +200,7 @@ def benchmark(run: Run, source: Source, texts: ModelTexts, options: argparse.Nam
     evaluation, chosen, measure_seconds = measured(run, source, texts, options)
     statistics = load_statistics(run)
     scales, first = (
-        quantize_stage.choose_scales(source, statistics, sources.products_of(source), chosen),
+        quantize_stage.choose_scales(source, statistics, sources.gemms_of(source), chosen),
         group_of(statistics.record.groups),
     )
     model = load_model(source, torch.float32, "cpu")

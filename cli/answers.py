@@ -31,13 +31,13 @@ def show_answers(
     if chat:
         converse(run, prompt, options, as_json)
     elif compare:
-        compared(speak, run, given(prompt), options, as_json)
+        compared(speak, run, typed_prompt(prompt), options, as_json)
     else:
-        answer = api.generate(run, given(prompt), options, silent if as_json else stream)
+        answer = api.generate(run, typed_prompt(prompt), options, silent if as_json else stream)
         end_answer(answer_document(answer) if as_json else None)
 
 
-def given(prompt: str | None) -> str:
+def typed_prompt(prompt: str | None) -> str:
     """The prompt: the option's, or all of standard input less the end of its last line."""
     if prompt is not None:
         return prompt

@@ -11,8 +11,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ..calibrate.text.formats import SUFFIXES
-from ..options import GradientFormat, Preset
-from ..options.declare import EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, SCALES, TEXT, Options, option
+from ..options import GradientFormat, Preset, WeightScale
+from ..options.declare import ENGINE, EVALUATION, GENERATION, MEASUREMENT, MODEL, OPTIONS, SCALES, TEXT, Options, option
 
 #: Marks what may be a path or a name on the hub: in a file of options a path is relative to that file.
 PATH_OR_NAME = "a path, or a name on the hub"
@@ -45,13 +45,17 @@ LintPath = Annotated[
         help="An ONNX file (its external data stay where they are, unread), a repository, an FP8 checkpoint, or a run.",
     ),
 ]
+OlderApplyScales = Annotated[
+    WeightScale | None,
+    option(ENGINE, "An older spelling of --apply-scales.", name="--weight-scale", show=False),
+]
 Out = Annotated[Path, option(OPTIONS, "The run directory: written, or continued where it exists.", "RUN")]
 ConvertedOut = Annotated[
     Path, option(OPTIONS, "The directory of the new checkpoint: new, empty, or what a killed call has begun.", "DIR")
 ]
 RuleCode = Annotated[
     str | None,
-    option(OPTIONS, "Explain this rule, or all whose code begins so (F1, C, R), and lint nothing.", "CODE"),
+    option(OPTIONS, "Explain this rule, or all whose code begins so (F1, C, S, R), and lint nothing.", "CODE"),
 ]
 OfRun = Annotated[
     Path | None,

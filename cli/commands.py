@@ -1,31 +1,41 @@
 """The commands, a function each, and what they take; what all of them share is in `application`."""
 
+from dataclasses import replace
 from typing import Annotated
 
+from ..calibrate.ranks.torchrun import process_rank
 from ..core.errors import InputError
+from ..core.run import Run
 from ..options import (
     BenchOptions,
     CalibrateOptions,
     CompareOptions,
     ConvertOptions,
+    DistillOptions,
+    DoctorOptions,
     EngineOptions,
     EvaluateOptions,
     ExportOptions,
     GenerateOptions,
     History,
+    LintOptions,
     PairOptions,
+    PushOptions,
     ReportOptions,
     RescaleOptions,
     RunOptions,
     ScaleOptions,
+    SensitivityOptions,
     ServeOptions,
     TritonOptions,
+    TuneOptions,
     ValidateOptions,
 )
-from ..options.declare import first_given, only, without
+from ..options.declare import first_changed, only, without
 from .application import app, showing, terminal
 from .arguments import (
     Against,
+    Apply,
     BuiltTargets,
     Chat,
     ChosenPreset,
@@ -33,9 +43,12 @@ from .arguments import (
     Compare,
     ConvertedOut,
     Delayed,
+    ExaminedRun,
+    LearningData,
     LintPath,
     Model,
     OfRun,
+    OlderApplyScales,
     OtherData,
     OtherRuns,
     Out,
@@ -52,8 +65,7 @@ from .arguments import (
     TrainedGradients,
 )
 
-#: `improving` registers its commands.
-__all__ = ["app", "improving"]
+__all__ = ["app"]
 
 
 @app.command
@@ -68,13 +80,15 @@ def run(
 ) -> None:
     """Run all stages: calibrate, build engines, validate, write the Triton repository and the report.
 
-    Goes on where it stopped.
+    Goes on where it stopped. Where one code an activation loses more than the limit and no form is asked for, the
+    cheapest form that --for computes and that does not is found. --form one keeps one code.
     """
     from .. import api
 
     speak = terminal()
+    chosen = replace(options, form_named=preset is not None)
     with showing(speak, texts.out, common, "run"):
-        api.run(model, texts.data, texts.out, texts.eval_data, options, speak)
+        api.run(model, texts.data, texts.out, texts.eval_data, chosen, speak)
 
 
 @app.command(synonym=("quantize", "ptq"))
@@ -117,7 +131,7 @@ def scales(
     run: RunPath,
     /,
     *,
-    options: Annotated[RescaleOptions, without("weight_rounding")] = RescaleOptions(),
+    options: RescaleOptions = RescaleOptions(),
     common: Common = Common(),
 ) -> None:
     """Choose all scales again from the measured statistics, with other options.
@@ -156,7 +170,12 @@ def merge(
 
 @app.command
 def export(
-    run: RunPath, /, *, options: Annotated[ExportOptions, without("graph")] = ExportOptions(), common: Common = Common()
+    run: RunPath,
+    /,
+    *,
+    options: Annotated[ExportOptions, without("graph")] = ExportOptions(),
+    weight_scale: OlderApplyScales = None,
+    common: Common = Common(),
 ) -> None:
     """Write the checkpoint's ONNX graphs again, or the same model in another precision for comparison.
 
@@ -166,11 +185,19 @@ def export(
 
     speak = terminal()
     with showing(speak, run, common, "export"):
-        api.export(run, options, speak)
+        api.export(run, replace(options, weight_scale=weight_scale) if weight_scale else options, speak)
 
 
 @app.command
-def lint(path: LintPath = None, /, *, run: OfRun = None, explain: RuleCode = None, common: Common = Common()) -> None:
+def lint(
+    path: LintPath = None,
+    /,
+    *,
+    run: OfRun = None,
+    options: LintOptions = LintOptions(),
+    explain: RuleCode = None,
+    common: Common = Common(),
+) -> None:
     """Check files (graph, FP8 checkpoint, Triton repository, run) for what makes engines and servers fail.
 
     No model is run: `fp8q doctor RUN` runs it and checks its numbers, `fp8q inspect RUN` shows all of them.
@@ -178,7 +205,7 @@ def lint(path: LintPath = None, /, *, run: OfRun = None, explain: RuleCode = Non
     """
     from .lint import show_lint
 
-    show_lint(path, run, explain, common.as_json)
+    show_lint(path, run, options, explain, common.as_json)
 
 
 @app.command(synonym=("build", "compile"))
@@ -206,7 +233,7 @@ def engine(
     Also shows the kernels around each product, and attention.
     """
     from .. import api
-    from ..stages.commands.engine import check_views
+    from ..stages.engine import check_views
     from . import views
 
     engine_views = api.engine(run, target, plan)
@@ -244,17 +271,22 @@ def compare_model(
 
     Servers: vLLM, SGLang, `fp8q serve`, Triton. Shows the distance from each runtime of the run, on the held-out text.
     Two checkpoints: the original, and --model, whoever made it, on --data; --out gets a report with the worst modules.
+    Without a run: an original, and --url of a server, on --data.
     Exit code 3 where it is another model, or a worse one.
     """
     from .. import api
     from ..stages.compare import check_validated
     from ..validate.pair.document import check_pair
     from . import views
-    from .compared import candidate_of, is_original, refuse_for_run
+    from .compared import candidate_of, check_endpoint_options, is_original, refuse_for_run
 
     speak = terminal()
     if is_original(run):
-        compared = api.compare_checkpoints(run, candidate_of(run, options), pair, speak)
+        if options.url is not None:
+            check_endpoint_options(options, pair)
+            compared = api.compare_endpoint(run, options, pair, speak)
+        else:
+            compared = api.compare_checkpoints(run, candidate_of(run, options), pair, speak)
         views.show_pair(speak, compared, pair, common.as_json)
         check_pair(compared)
         return
@@ -339,6 +371,18 @@ def triton(run: RunPath, /, *, options: TritonOptions = TritonOptions(), common:
         api.triton(run, options, speak)
 
 
+@app.command(name="push")
+def push_model(run: RunPath, /, *, options: PushOptions = PushOptions(), common: Common = Common()) -> None:
+    """Upload the run's checkpoint and card to the Hugging Face hub; without --yes, list what would be.
+
+    The token is that of `hf auth login`, or HF_TOKEN.
+    """
+    from .. import api
+    from . import views
+
+    views.show_pushed(api.push(run, options, terminal()), common.as_json)
+
+
 @app.command
 def report(
     run: RunOrLog,
@@ -388,10 +432,83 @@ def inspect(
         training.refuse_run_options(history, history.declared(), delayed=delayed, against=against)
         training.show_log(terminal(), run, gradients or "e5m2", common.as_json)
         return
-    if not delayed and (option := first_given(history, history.declared())):
+    if not delayed and (option := first_changed(history, history.declared())):
         raise InputError(option, "is for --delayed, which is not given", "add it, or leave this out")
     speak = terminal()
     views.inspection(speak, api.inspect(run, history if delayed else None, against, speak), common.as_json)
 
 
-from . import improving  # noqa: E402  # its commands are listed below those above
+@app.command
+def distill(
+    run: RunPath,
+    /,
+    *,
+    data: LearningData = None,
+    options: DistillOptions = DistillOptions(),
+    common: Common = Common(),
+) -> None:
+    """Learn the codes of the weights from the BF16 model, so that FP8 gives its distribution more nearly.
+
+    Scales, and the cost of the engine, stay as they are. One window in ten is held out, and the weights of the best
+    moment win; where nothing gets better, nothing changes. It gains most where inputs have two FP8 codes.
+
+    With --train adapter the FP8 model stays as it is, and a LoRA adapter is learned beside it, in PEFT's form.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    learned = api.distill(run, data, options, speak)
+    if process_rank().rank == 0:
+        views.show_distillation(speak, Run(run), learned, common.as_json)
+
+
+@app.command
+def sensitivity(
+    run: RunPath, /, *, options: SensitivityOptions = SensitivityOptions(), common: Common = Common()
+) -> None:
+    """Tell which tensor causes the loss: the KL of quantizing each one alone, worst first.
+
+    Weights, activations and caches; beside each the KL that two FP8 codes an activation, or BF16, would leave.
+    """
+    from .. import api
+    from . import views
+
+    speak = terminal()
+    views.show_losses(speak, Run(run), api.sensitivity(run, options, speak), common.as_json)
+
+
+@app.command
+def tune(
+    run: RunPath, /, *, options: TuneOptions = TuneOptions(), apply: Apply = False, common: Common = Common()
+) -> None:
+    """Find the cheapest mix of formats that meets a budget of loss; without a budget, the cost of every loss.
+
+    For each module a mix takes one FP8 code an activation (one term), two codes (two terms; a tail: two for decoded
+    tokens and the end of a prompt, one for the rest) or BF16. It also chooses how weights are rounded and the cache is
+    stored. docs/tune.md explains it.
+    """
+    from .. import api
+    from ..stages.tune import check_met
+    from . import views
+
+    speak = terminal()
+    tuning = api.tune(run, options, apply, speak)
+    views.show_tuning(speak, run, tuning, common.as_json)
+    check_met(tuning)
+
+
+@app.command
+def doctor(run: ExaminedRun = None, /, *, options: DoctorOptions = DoctorOptions(), common: Common = Common()) -> None:
+    """List this machine's runtimes and GPUs; or check the numbers of a RUN, with verdict, module and remedy.
+
+    Exit code 3 where a check is bad. `fp8q lint RUN` checks the files, `fp8q inspect RUN` shows every module.
+    """
+    from . import checklist
+
+    if run is None:
+        if option := first_changed(options, options.declared()):
+            raise InputError(option, "is for a RUN, and none is given", "name one, or leave this out")
+        checklist.machine(terminal(), common.as_json)
+    else:
+        checklist.show_checklist(terminal(), run, options, common.as_json)

@@ -192,7 +192,7 @@ def written(arguments: ArgumentCollection, bound: BoundArguments, command: str) 
     for argument in arguments:
         root = root if argument.keys else argument.field_info.name
         name = next((name for name, entry in known.items() if entry is argument), None)
-        if name is None:
+        if name is None or argument.parameter.show is False:
             continue
         owner = reduce(getattr, argument.keys[:-1], bound.arguments[root])
         value = getattr(owner, argument.keys[-1]) if argument.keys else owner

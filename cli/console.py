@@ -3,22 +3,89 @@
 What is shown may come from a file: the name of a tensor, of an ONNX node, a library's message. `visible` and `one_line`
 are where such text passes on its way to a terminal, so that none of it can move the cursor, colour, hide or turn round
 what stands there. JSON does not: it has escapes of its own, and a program reads it.
+
+Progress on a terminal is one bar at a time, with rate and time left; in a log `core.reporter.minutes` has it.
 """
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
+from ..core.columns import duration
 from ..core.errors import visible
-from ..core.reporter import Standing, minutes
-from . import progress
+from ..core.reporter import Standing, minutes, with_standing
+from .signals import drawing
+
+#: A unit that takes so many times as long as the average before it, and so many seconds, is named with its time.
+PACE_TIMES, WAITED_S = 3.0, 10.0
+
+
+class Remaining(ProgressColumn):
+    """The time left; or, where the pace of the units before says nothing of the one that runs, that unit and its time,
+    in the place of `00:02` for minutes.
+    """
+
+    def __init__(self, unit: str):
+        """Name `unit`, a plural."""
+        super().__init__()
+        self._unit, self._left = unit, TimeRemainingColumn(compact=True)
+
+    def render(self, task: Task) -> Text:
+        """Return the text of the column; `since` in the task's fields: its elapsed seconds at the last advance."""
+        since, done = float(task.fields["since"]), int(task.completed)
+        waited = (task.elapsed or 0.0) - since
+        usual = since / done if done else 0.0
+        if task.finished or task.total is None or waited < max(WAITED_S, PACE_TIMES * usual):
+            return self._left.render(task)
+        return Text(f"at {done + 1:,} of {int(task.total):,} {self._unit} for {duration(waited)}")
+
+
+@contextmanager
+def bar(
+    console: Console, description: str, total: int, unit: str, standing: Standing | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Draw a bar towards `total` units on a terminal; the value of the `with` takes each number of units done."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        Remaining(unit),
+    )
+    with Progress(*columns, console=console) as progress:
+        drawing.set()
+        task = progress.add_task(description, total=total, rate="", since=0.0)
+
+        def advance(done: int) -> None:
+            progress.advance(task, done)
+            speed = progress.tasks[0].speed
+            rate = f"{speed:,.0f} {unit}/s" if speed and unit in ("tokens", "windows") else ""
+            elapsed = progress.tasks[0].elapsed or 0.0
+            progress.update(task, description=with_standing(description, standing), rate=rate, since=elapsed)
+
+        try:
+            yield advance
+        finally:
+            drawing.clear()
+
 
 #: Columns of a table that no terminal bounds.
 PIPE_WIDTH = 200
@@ -77,7 +144,7 @@ class Terminal:
         """
         shown = visible(description)
         if self.err.is_terminal:
-            return progress.bar(self.err, shown, total, unit, standing)
+            return bar(self.err, shown, total, unit, standing)
         return minutes(self.note, shown, total, unit, standing)
 
     def table(

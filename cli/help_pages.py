@@ -86,13 +86,14 @@ PAGES: Mapping[str, Page] = {
         (
             ("fp8q export RUN", "the graphs of RUN/model once more"),
             ("fp8q export RUN --precision bf16", "the source as a BF16 graph, to compare with"),
-            ("fp8q export RUN --weight-scale mul", "channels' scales behind the product"),
+            ("fp8q export RUN --apply-scales mul", "channels' scales behind the product"),
         ),
     ),
     "lint": Page(
         (
-            ("fp8q lint RUN", "everything in the run: checkpoint, graphs, repository"),
+            ("fp8q lint RUN", "all in a run: graphs, engines, repository"),
             ("fp8q lint CHECKPOINT", "an FP8 checkpoint, whoever made it"),
+            ("fp8q lint CHECKPOINT --for vllm", "what this server does with it"),
             ("fp8q lint model.onnx", "a graph, without a run"),
         ),
     ),
@@ -177,6 +178,12 @@ PAGES: Mapping[str, Page] = {
             ("fp8q triton RUN --engine-model", "and the plain TensorRT model, for a loop of your own"),
         ),
     ),
+    "push": Page(
+        (
+            ("fp8q push RUN --repo owner/name", "what would be uploaded"),
+            ("fp8q push RUN --repo owner/name --yes", "upload it"),
+        ),
+    ),
     "report": Page((("fp8q report RUN", "RUN/report.html, and the notebook that makes it"),)),
     "inspect": Page(
         (
@@ -219,11 +226,11 @@ class HelpFormatter(DefaultFormatter):
     """cyclopts' panels, with examples under the description, and without the options that a page leaves out."""
 
     def __init__(self, command: str, all_options: bool) -> None:
-        """`whole`: show every option."""
+        """`all_shown`: show every option."""
         super().__init__()
         self.page = PAGES[command]
         self.command = command
-        self.whole = all_options or not self.page.selection
+        self.all_shown = all_options or not self.page.selection
         self.hidden = 0
 
     def __call__(self, console: "Console", options: "ConsoleOptions", panel: "HelpPanel") -> None:
@@ -234,7 +241,7 @@ class HelpFormatter(DefaultFormatter):
 
     def shows(self, entry: "HelpEntry") -> bool:
         """Tell whether the page shows `entry`: arguments without a name, and selected options."""
-        return self.whole or not entry.positive_names or any(name in self.page.selection for name in entry.names)
+        return self.all_shown or not entry.positive_names or any(name in self.page.selection for name in entry.names)
 
     def render_description(self, console: "Console", options: "ConsoleOptions", description: Any) -> None:
         """Print the description, and the examples below it."""

@@ -16,6 +16,9 @@ TOGETHER = ("calibrate", "distill", "run")
 #: The flags that show a help; the last shows every option.
 HELP_FLAGS = frozenset(("--help", "-h", "--help-all"))
 
+for position, name in enumerate(app):
+    app[name].sort_key = position  # the help lists the commands as they stand in their file, not by name
+
 
 def launch(words: Sequence[str]) -> int:
     """Run the command that `words` are; returns an exit code.

@@ -76,7 +76,7 @@ def ended(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, OSError | SafetensorError) and (refused := refusal(error)):
         error = refused
     if isinstance(error, Fp8qError):
-        return error.exit_code, None if _told_elsewhere(error) else str(error)
+        return error.exit_code, None if _reported_by_other_rank(error) else str(error)
     if isinstance(error, OutputClosedError):
         return 1, None
     if isinstance(error, KeyboardInterrupt):
@@ -114,7 +114,7 @@ def exhausted(error: BaseException) -> str | None:
     return None
 
 
-def _told_elsewhere(error: BaseException) -> bool:
+def _reported_by_other_rank(error: BaseException) -> bool:
     """Tell whether another rank has said it, on its own standard error."""
     from ..calibrate.ranks.torchrun import process_rank
 

@@ -15,11 +15,11 @@ from types import FrameType
 
 from ..core.undo import all_open
 
-KEPT = "what is finished is kept, and the same command goes on from there"
+GOES_ON = "what is finished is kept, and the same command goes on from there"
 #: The commands that write nothing that a second call could go on from.
-WITHOUT_STAGES = frozenset(("doctor", "engine", "generate", "inspect", "lint", "serve"))
+WITHOUT_STAGES = frozenset(("doctor", "engine", "generate", "inspect", "lint", "push", "serve"))
 #: What each signal is told as; the exit code is 128 and its number, as shells have it.
-TOLD = {
+SIGNAL_TEXTS = {
     signal.SIGHUP: "the terminal was closed",
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "stopped by SIGTERM",
@@ -34,7 +34,7 @@ def handle_signals() -> None:
     """End the program at each of these signals, but for those that whoever started it wants ignored (`nohup`)."""
     with suppress(OSError):
         _start.append(os.getcwd())
-    for number in TOLD:
+    for number in SIGNAL_TEXTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end_process)
 
@@ -46,8 +46,8 @@ def deafen() -> None:
 
 def line(number: int) -> str:
     """Say which signal ended the program, and what is kept, where the command keeps something."""
-    said = TOLD[signal.Signals(number)]
-    return said if WITHOUT_STAGES.intersection(sys.argv[1:2]) else f"{said}; {KEPT}"
+    said = SIGNAL_TEXTS[signal.Signals(number)]
+    return said if WITHOUT_STAGES.intersection(sys.argv[1:2]) else f"{said}; {GOES_ON}"
 
 
 def end_process(number: int, frame: FrameType | None) -> None:
@@ -73,14 +73,14 @@ def asking(stop: Callable[[], object], waiting: str) -> list[int]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         heard.append(number)
-        said = TOLD[signal.Signals(number)]
+        said = SIGNAL_TEXTS[signal.Signals(number)]
         with suppress(OSError):
             os.write(2, f"fp8q: {said}{f'; {waiting}' if len(heard) == 1 else ' again'}\n".encode())
         if len(heard) > 1:
             os._exit(128 + number)
         stop()
 
-    for number in TOLD:
+    for number in SIGNAL_TEXTS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, ask)
     return heard

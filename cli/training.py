@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .. import api
 from ..core.errors import InputError
 from ..options import GradientFormat
-from ..options.declare import Options, first_given
+from ..options.declare import Options, first_changed
 
 if TYPE_CHECKING:
     from .console import Terminal
@@ -30,7 +30,7 @@ def takes_log(path: Path, gradients: GradientFormat | None) -> bool:
 
 def refuse_run_options(options: Options, names: Iterable[str], **others: object) -> None:
     """Raise InputError for an option that is for a run, and was given with a training log."""
-    option = first_given(options, names) or next((f"--{name}" for name, value in others.items() if value), None)
+    option = first_changed(options, names) or next((f"--{name}" for name, value in others.items() if value), None)
     if option:
         raise InputError(option.split()[0], "is for a run, and this is a training log", "leave it out")
 

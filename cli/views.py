@@ -1,10 +1,13 @@
-"""Show the results of commands: the run's tables, or the run as one JSON object."""
+"""Show the results of commands: the run's tables, or the run as one JSON object.
+
+A command ends with the tables and files that it made, what of the run is outdated now, and the next command.
+"""
 
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -12,7 +15,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from ..core.columns import Table, size
-from ..core.commands import in_run
+from ..core.commands import in_run, stage_command
 from ..core.errors import Fp8qError, visible
 from ..core.run import Run
 from ..options import PairOptions
@@ -20,6 +23,7 @@ from ..validate.accuracy.decision import noise_floor
 from ..validate.accuracy.document import Accuracy, Verdict, load_accuracy
 from ..validate.advice.certificate import record_table, text_table
 from ..validate.advice.expert_coverage import expert_table
+from ..validate.advice.remedy import LossSums, remedy_of
 from ..validate.bench.document import Bench, bench_table, capacity_table
 from ..validate.endpoint.document import ModelComparison, comparison_table
 from ..validate.needles.document import load_needles, needle_table
@@ -31,31 +35,87 @@ from ..validate.report.rows import engine_rows, module_rows, size_rows, stage_ro
 from ..validate.report.tables import (
     accuracy_table,
     against_table,
+    bf16_cache_table,
+    bf16_module_table,
     delayed_table,
     divergence_rows,
     divergence_table,
     engine_table,
-    kept_table,
     loss_table,
     module_table,
     outlier_table,
     size_table,
     stage_table,
-    wide_cache_table,
 )
 from ..validate.report.verdict import next_steps, report_verdict, standing
 from ..validate.tasks.document import TaskScores, evaluation_table
 from ..validate.tuning.document import Tuning, change_table, conclusion, outcome_table, point_table
-from .endings import FILES, MADE, TABLES, ending
+from ..validate.tuning.form_choice import form_table, load_form_choice
 
 if TYPE_CHECKING:
     from ..api import Inspection
     from ..quantize.learning.document import AdapterLearning, Distillation
-    from ..stages.commands.convert import Converted
-    from ..stages.commands.engine import EngineView
-    from ..stages.commands.lint import Linted, LintedRun, RuleText
+    from ..stages.convert import Converted
+    from ..stages.engine import EngineView
+    from ..stages.lint import Linted, LintedRun, RuleText
+    from ..stages.push import Pushed
     from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
+
+
+#: The tables and files of the run.
+TABLES = ("accuracy", "verdict", "engines", "sizes", "stages", "modules", "forms")
+MODEL = ("model", "model/model.onnx", "model/model.fp32.onnx", "scales.json")
+FILES = (
+    *MODEL,
+    "baselines",
+    "engines",
+    "accuracy.json",
+    "evaluation.json",
+    "bench.json",
+    "triton",
+    "report.html",
+    "report.ipynb",
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """The tables and files that a command makes."""
+
+    tables: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+#: Command -> what it makes; `run` makes everything.
+MADE: Mapping[str, Made] = {
+    "run": Made(TABLES, FILES),
+    "calibrate": Made(("sizes", "stages", "modules"), MODEL),
+    "scales": Made(("modules",), MODEL),
+    "merge": Made(("sizes", "modules"), MODEL),
+    "export": Made(("sizes",), (*MODEL[:3], "baselines")),
+    "build-engine": Made(("engines",), ("engines",)),
+    "validate": Made(("accuracy", "verdict"), ("accuracy.json",)),
+    "triton": Made((), ("triton",)),
+    "report": Made(("verdict",), ("report.html", "report.ipynb")),
+}
+
+
+def ending(run: Run) -> list[str]:
+    """Say which results of `run` are outdated, with the command of each, and what comes next."""
+    from ..validate.report.verdict import next_steps, report_verdict, standing
+
+    stages = run.record().stages
+    lines = [
+        f"outdated, since the run has changed: {name}; `{stage_command(name, run.root)}` does it again"
+        for name in stages
+        if run.is_stale(name)
+    ]
+    if "quantize" in stages and not run.is_stale("quantize"):
+        first, *_ = next_steps(report_verdict(run), standing(run))
+        lines.append(f"next: `{first.command}`   {first.why}")
+    return lines
+
 
 #: Findings of one rule that are shown; the rest are counted.
 LISTED = 8
@@ -78,12 +138,13 @@ def show_summary(speak: "Terminal", path: Path, as_json: bool, command: str) -> 
         "engines": engine_table,
         "sizes": size_table,
         "stages": stage_table,
-        "modules": kept_table,
+        "modules": bf16_module_table,
+        "forms": lambda choices: form_table(choices[0]) if choices else Table("", (), (), ""),
     }
     for part, make in tables.items():
         table = make(contents.get(part, []))
         if table.rows:
-            draw_table(speak, table, remark=load_accuracy(run).protocol.told if part == "accuracy" else "")
+            draw_table(speak, table, remark=load_accuracy(run).protocol.description if part == "accuracy" else "")
         if table.rows and part == "accuracy" and wrote(run, run.needles, "needles"):
             draw_table(speak, needle_table(load_needles(run)))
         if table.rows and part == "accuracy" and (decoded := distance_rows(run)):
@@ -122,6 +183,7 @@ PARTS: dict[str, Callable[[Run], Sequence[Any]]] = {
     "stages": stage_rows,
     "modules": lambda run: module_rows(run) if run.scales.is_file() else [],  # none of some batches alone
     "verdict": lambda run: [report_verdict(run)] if run.scales.is_file() else [],
+    "forms": lambda run: [load_form_choice(run)] if wrote(run, run.form_choice, "forms") else [],
     "next": ending,
 }
 
@@ -150,6 +212,8 @@ def run_document(run: Run, contents: Mapping[str, Sequence[Any]]) -> dict[str, A
         rows = contents["modules"]
         shown["quantized"] = sum(row.kind == "product" and row.reason is None for row in rows)
         shown["skipped"] = {row.module: row.reason for row in rows if row.reason is not None}
+    for choice in contents.get("forms", []):
+        shown["forms"] = choice.model_dump(by_alias=True, mode="json", exclude_none=True)
     for part in ("accuracy", "engines", "sizes", "stages"):
         if part in contents:
             shown[part] = [plain(row) for row in contents[part]]
@@ -184,8 +248,8 @@ def inspection(speak: "Terminal", inspected: "Inspection", as_json: bool) -> Non
         return
     tables: list[Table[Any]] = [
         module_table(inspected.modules),
-        kept_table(inspected.modules),
-        wide_cache_table(inspected.bf16_cache),
+        bf16_module_table(inspected.modules),
+        bf16_cache_table(inspected.bf16_cache),
         expert_table(inspected.experts, inspected.all_experts),
     ]
     tables += [delayed_table(inspected.delayed)] if inspected.delayed is not None else []
@@ -206,11 +270,16 @@ def show_distillation(speak: "Terminal", run: Run, learning: "Distillation | Ada
         speak.say(line)
 
 
-def show_losses(speak: "Terminal", sensitivity: "Sensitivity", as_json: bool) -> None:
-    """Show what `fp8q sensitivity` found: the worst last, where a terminal leaves the eye."""
+def show_losses(speak: "Terminal", run: Run, sensitivity: "Sensitivity", as_json: bool) -> None:
+    """Show what `fp8q sensitivity` found: the sums and what lessens them first; the worst tensor last, where a terminal
+    leaves the eye.
+    """
     if as_json:
         emit(sensitivity.model_dump(by_alias=True, mode="json"))
         return
+    speak.say(str(LossSums.of(sensitivity)))
+    remedy = remedy_of(run, sensitivity)
+    speak.say(f"{remedy}." if remedy else "Neither two codes for inputs nor GPTQ takes a tenth of it away.")
     draw_table(speak, loss_table(sensitivity.modules[::-1]))
 
 
@@ -286,6 +355,18 @@ def linted(lint: "Linted | LintedRun", as_json: bool) -> None:
     sys.stdout.write("\n".join(map(visible, lines)) + "\n")
 
 
+def show_pushed(pushed: "Pushed", as_json: bool) -> None:
+    """Show the files that `fp8q push` uploaded, or would upload, or all of it as one JSON object."""
+    if as_json:
+        emit(asdict(pushed) | {"files": [{"name": name, "bytes": size} for name, size in pushed.files]})
+        return
+    lines = [f"{pushed.repo}: {len(pushed.files):,} files, {pushed.bytes:,} bytes"]
+    lines += [f"  {name} ({size:,})" for name, size in pushed.files]
+    lines += [f"note: {remark}" for remark in pushed.remarks]
+    lines.append(f"uploaded: {pushed.url}" if pushed.url else "nothing was sent: --yes uploads them")
+    sys.stdout.write("\n".join(map(visible, lines)) + "\n")
+
+
 def show_rules(rules: "Sequence[RuleText]", as_json: bool) -> None:
     """Show rules of the lint: code and name in a line, and the reason below it, or all as one JSON object."""
     if as_json:
@@ -313,22 +394,22 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
     if as_json:
         emit({"engines": [asdict(view) for view in engine_views]})
         return
-    from ..export.onnx_file.names import product_of
+    from ..export.onnx_file.names import gemm_name
 
     for view in engine_views:
         columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
-        products = [
+        gemm_cells = [
             (
-                product_of(row.node),
+                gemm_name(row.node),
                 row.profile,
                 f"{' × '.join(row.operands)} -> {row.result}",
                 *map(kernels, (row.merged, row.before, row.after)),
             )
             for row in view.products
         ]
-        speak.say(told_of_engine(view))
-        if products:
-            speak.table(f"{view.target}: products", columns, alike(products))
+        speak.say(engine_sentence(view))
+        if gemm_cells:
+            speak.table(f"{view.target}: products", columns, alike(gemm_cells))
         attention = [
             (row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}")
             for row in view.attention
@@ -337,7 +418,10 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
             speak.table(
                 f"{view.target}: attention", ("module", "profile", "kernel", "reads first -> result"), alike(attention)
             )
-        wide = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
+        if view.cache:
+            step = f"a decode step of {view.cache.rows} rows over {view.cache.slots:,} slots"
+            speak.say(f"{view.target}: {step} {view.cache}")
+        not_fp8 = [(row.product, "yes" if row.promised else "no", row.reason) for row in view.wide]
         if view.narrow:
             reason = (
                 "the kernel scales by itself, and rounds its sum once"
@@ -353,13 +437,15 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
         if differs:
             title = f"{view.target}: what is not this run's, or cannot be told"
             speak.table(title, ("module", "profile", "of it", "the engine", "the run"), alike(differs))
-        if wide:
+        if not_fp8:
             speak.table(
-                f"{view.target}: products that are not FP8 on both sides", ("product", "promised", "why"), alike(wide)
+                f"{view.target}: products that are not FP8 on both sides",
+                ("product", "promised", "why"),
+                alike(not_fp8),
             )
 
 
-def told_of_engine(view: "EngineView") -> str:
+def engine_sentence(view: "EngineView") -> str:
     """The sentence above an engine's tables: how many promised products are on codes, and how that is known."""
     codes = (
         f"; {view.codes_found} multiply the run's codes, {view.factors_found} have its factors s_x · s_w behind "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .files import RESTORE, reading
+from .files import RESTORE, reading, regular_file
 
 
 class Arrays(dict[str, npt.NDArray[Any]]):
@@ -26,8 +26,10 @@ class Arrays(dict[str, npt.NDArray[Any]]):
 def read_arrays(path: Path, what: str, remedy: str = RESTORE) -> Arrays:
     """Read all arrays of an `.npz` file that should contain `what`, by their names.
 
-    Raises InputError, which ends with `remedy`, for a file that is damaged, compressed, or has Python objects.
+    Raises InputError, which ends with `remedy`, for a file that is damaged, compressed, or has Python objects, and for
+    a pipe or a device, which would be waited for or read without end.
     """
+    regular_file(path, remedy)
     with reading(path, what, remedy), open(path, "rb") as handle:
         with zipfile.ZipFile(handle) as archive:
             if any(part.file_size > part.compress_size for part in archive.infolist()):

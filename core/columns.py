@@ -77,13 +77,14 @@ def duration(seconds: float) -> str:
 class Column(Generic[Row]):
     """One column of a table: `value` gets a quantity from a row (None: does not apply), `write` formats it.
 
-    Numbers are aligned right.
+    Numbers are aligned right. `wide`: a terminal of 80 columns has no room for it.
     """
 
     title: str
     value: Callable[[Row], Any]
     write: Callable[[Any], str] = str
     numeric: bool = True
+    wide: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from shlex import quote
 #: The command that runs a stage, if its name differs from the stage's: `calibrate` measures, quantizes and exports.
 COMMANDS = {
     "corpus": "calibrate",
+    "forms": "run",
     "measure": "calibrate",
     "quantize": "calibrate",
     "queries": "export --attention fp8",
@@ -35,15 +36,16 @@ def in_run(text: str, root: Path) -> str:
 
 
 def stage_command(stage: str, root: Path) -> str:
-    """The command that does `stage` of the run at `root`; `calibrate` needs a model and a text, so it stands alone."""
+    """The command that does `stage` of the run at `root`; `calibrate` and `run` need a model and a text, so alone."""
     name, *options = COMMANDS.get(stage, stage).split()
-    return " ".join(["fp8q", name, *([] if name == "calibrate" else [name_in_commands(root)]), *options])
+    return " ".join(["fp8q", name, *([] if name in ("calibrate", "run") else [name_in_commands(root)]), *options])
 
 
-def tune_command(name: str, budget: str, graph: bool) -> str:
+def tune_command(name: str, budget: str, graph: bool, plugin: bool = False) -> str:
     """`fp8q tune` with the option `budget`, for the run of that `name` in commands.
 
     A run without a `graph` has no engine and no Triton repository: vLLM serves it, by one code an activation
-    without a plugin.
+    unless it has the `plugin`.
     """
-    return f"fp8q tune {name}{'' if graph else ' --for vllm'} {budget}"
+    server = "" if graph else " --for vllm-plugin" if plugin else " --for vllm"
+    return f"fp8q tune {name}{server} {budget}"

@@ -1,4 +1,8 @@
-"""Write and read files: atomic replacement, locks, validated JSON, and errors of the disk in one line."""
+"""Write and read files: atomic replacement, locks, validated JSON, and errors of the disk in one line.
+
+Refused fields of JSON are named in plain words, in the place of pydantic's own messages: each text completes "FIELD
+..." and names the limit. A type of error that is not listed here has pydantic's message.
+"""
 
 import errno
 import fcntl
@@ -10,17 +14,67 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from .errors import InputError
-from .field_errors import plain_text
+
+#: pydantic's type of an error -> its text; `{...}` are entries of the error's context.
+TEXTS: Mapping[str, str] = {
+    "missing": "is missing",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
+    "none_required": "must be null",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "set_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "dataclass_type": "must be an object",
+    "too_short": "must have at least {min_length} items",
+    "too_long": "must have at most {max_length} items",
+}
+
+
+#: The type of an error whose message is such a text: `PydanticCustomError(PLAIN, "must be …")`.
+PLAIN = "plain"
+
+
+def plain_text(error: Mapping[str, Any]) -> str:
+    """Return the text of one of pydantic's errors (`ValidationError.errors()`)."""
+    text = TEXTS.get(error["type"])
+    if error["type"] == PLAIN:
+        return str(error["msg"])
+    if text is None:
+        message = str(error["msg"])
+        return f"is refused: {message[:1].lower()}{message[1:]}"
+    context = dict(error.get("ctx", {}))
+    if "expected" in context:  # in the words of JSON
+        context["expected"] = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), context["expected"])
+    return text.format(**{name: f"{value:g}" if isinstance(value, float) else value for name, value in context.items()})
+
 
 #: The ending of the temporary name of a file or folder that is not complete.
 PARTIAL = ".partial"
@@ -71,6 +125,9 @@ REFUSALS: dict[int, tuple[str, str]] = {
 
 #: In the messages of torch's writer, which loses the error of the operating system that stopped it.
 TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
+#: The message of NumPy's writer, which loses it too.
+NUMPY_WRITER = re.compile(r"^\d+ requested and \d+ written")
+ROOM = "free space there, or name another directory"
 
 
 def refusal(error: OSError | SafetensorError | RuntimeError, where: Path | None = None) -> InputError | None:
@@ -82,9 +139,9 @@ def refusal(error: OSError | SafetensorError | RuntimeError, where: Path | None 
     if isinstance(error, RuntimeError):
         if not any(part in str(error) for part in TORCH_WRITER):
             return None
-        return InputError(
-            where or "", "a file could not be written to its end", "free space there, or name another directory"
-        )
+        return InputError(where or "", "a file could not be written to its end", ROOM)
+    if NUMPY_WRITER.search(str(error)):  # without a number of the system's
+        return InputError(where or "", "a file could not be written to its end", ROOM)
     number = getattr(error, "errno", None) or next(map(int, re.findall(r"\(os error (\d+)\)", str(error))), None)
     if number not in REFUSALS:
         return None
@@ -167,21 +224,21 @@ def clone_file(source: Path, target: Path) -> None:
 
 
 #: The locks that this thread holds until `keeping_locks` ends; None outside such a block.
-_kept: ContextVar[dict[Path, TextIO] | None] = ContextVar("kept locks", default=None)
+_held_locks: ContextVar[dict[Path, TextIO] | None] = ContextVar("kept locks", default=None)
 
 
 @contextmanager
 def keeping_locks() -> Iterator[None]:
     """Hold every lock that is taken in this block until it ends, so no other process can enter between two stages."""
-    if _kept.get() is not None:
+    if _held_locks.get() is not None:
         yield
         return
     locks: dict[Path, TextIO] = {}
-    token = _kept.set(locks)
+    token = _held_locks.set(locks)
     try:
         yield
     finally:
-        _kept.reset(token)
+        _held_locks.reset(token)
         for handle in locks.values():
             handle.close()
 
@@ -195,9 +252,9 @@ def locked(file: Path) -> Iterator[None]:
     """
     if file.is_symlink():
         raise InputError(file, "is a link, and a lock is a file of its own", "remove it")
-    kept, key = _kept.get(), file.resolve()
+    held_locks, key = _held_locks.get(), file.resolve()
     if (
-        kept is not None and key in kept and os.fstat(kept[key].fileno()).st_nlink
+        held_locks is not None and key in held_locks and os.fstat(held_locks[key].fileno()).st_nlink
     ):  # else it was removed with its folder
         yield
         return
@@ -209,8 +266,8 @@ def locked(file: Path) -> Iterator[None]:
         raise
     except OSError:
         pass  # network file systems may have none
-    if kept is not None:
-        kept[key] = handle
+    if held_locks is not None:
+        held_locks[key] = handle
         yield
         return
     with handle:
@@ -308,5 +365,7 @@ def reading(path: Path, what: str, remedy: str = RESTORE) -> Iterator[None]:
     except InputError:
         raise
     except DAMAGE as error:
+        if type(error).__name__ == "OutOfMemoryError":  # of a GPU, which says nothing of the file
+            raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(path, f"does not read as {what} ({reason})", remedy) from None

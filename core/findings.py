@@ -64,15 +64,15 @@ def first_places(
     """The places where a rule (its number, name and severity) is broken: the first ones, and how many more."""
     places_left = iter(broken)
 
-    def found(node: str, message: str, count: int = 1) -> Finding:
+    def finding(node: str, message: str, count: int = 1) -> Finding:
         node = shortened(node, LONGEST_TEXT)
         line = shortened(visible(shortened(message, LONGEST_MESSAGE)), LONGEST_MESSAGE)  # an escape is up to ten long
         return Finding(*rule, node, module(node), line, count)
 
     for node, message in islice(places_left, MOST_PLACES):
-        yield found(node, message)
+        yield finding(node, message)
     if more := sum(1 for _ in places_left):
-        yield found("", f"{more:,} more places break this rule; mend those that are listed first", more)
+        yield finding("", f"{more:,} more places break this rule; mend those that are listed first", more)
 
 
 def enter_rules(package: str) -> None:

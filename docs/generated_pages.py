@@ -20,7 +20,7 @@ from fp8q import api
 from fp8q.cli import commands
 from fp8q.core.reporter import LOGGED, SILENT
 from fp8q.options.declare import Options
-from fp8q.stages.commands.lint import explain_rules
+from fp8q.stages.lint import explain_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The page of the plugin, which lies outside of docs beside its code.
@@ -30,6 +30,7 @@ LINT = "lint.md"
 EXAMPLES = {
     "tests/export/lint/examples.md": "f1xx-codes-scales-and-zero-points",
     "tests/quantize/lint/examples.md": "c1xx-fp8-checkpoints",
+    "tests/quantize/lint/server_examples.md": "s1xx-what-servers-do-with-a-checkpoint",
     "tests/serve/lint/examples.md": "r1xx-triton-repositories",
 }
 WHO_OPTIONS = """# Options of every command
@@ -88,7 +89,8 @@ def options_page() -> str:
                 panels.setdefault(argument.parameter.group[0].name, []).append(argument)
         for panel, arguments in panels.items():
             rows = "\n".join(
-                f"| {cell(shown_name(each))} | {default_of(each)} | {help_of(each)} |" for each in arguments
+                f"| {cell(shown_name(argument))} | {default_of(argument)} | {help_of(argument)} |"
+                for argument in arguments
             )
             parts.append(
                 f"### {panel} {{ #{name}-{panel.lower().replace(' ', '-')} }}\n\n"
@@ -101,7 +103,7 @@ def shown_name(argument: Argument) -> str:
     """Format the name of an option with its unit and its negation, or the name of an argument."""
     unit, negative = argument.parameter.metavar, argument.parameter.negative
     name = f"`{argument.name} {unit}`" if unit and argument.index is None else f"`{argument.name}`"
-    return ", ".join([name, *(f"`{each}`" for each in (negative or ()) if argument.index is None)])
+    return ", ".join([name, *(f"`{negated}`" for negated in (negative or ()) if argument.index is None)])
 
 
 def default_of(argument: Argument) -> str:
@@ -146,15 +148,15 @@ def parameters(value: Any) -> Iterator[str]:
     """The parameters of a function, or of a class's fields, with their defaults."""
     if inspect.isclass(value) and issubclass(value, Exception):
         return
-    for each in inspect.signature(value).parameters.values():
-        if each.default is each.empty:
-            yield each.name
-        elif isinstance(each.default, Options | api.RunOptions):
-            yield f"{each.name}={type(each.default).__name__}()"
-        elif each.default is LOGGED or each.default is SILENT:
-            yield f"{each.name}={'LOGGED' if each.default is LOGGED else 'SILENT'}"
+    for parameter in inspect.signature(value).parameters.values():
+        if parameter.default is parameter.empty:
+            yield parameter.name
+        elif isinstance(parameter.default, Options | api.RunOptions):
+            yield f"{parameter.name}={type(parameter.default).__name__}()"
+        elif parameter.default is LOGGED or parameter.default is SILENT:
+            yield f"{parameter.name}={'LOGGED' if parameter.default is LOGGED else 'SILENT'}"
         else:
-            yield f"{each.name}={'…' if inspect.isfunction(each.default) else repr(each.default)}"
+            yield f"{parameter.name}={'…' if inspect.isfunction(parameter.default) else repr(parameter.default)}"
 
 
 def lint_rules() -> str:

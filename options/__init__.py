@@ -15,19 +15,36 @@ from .calibrate import (
     MeasureOptions,
     Preset,
     SourceOptions,
+    TokenizerChoice,
 )
 from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
 from .compare import CompareOptions, PairOptions
 from .convert import ConvertForm, ConvertLayout, ConvertOptions
-from .distill import AdapterLearningOptions, DistillOptions, WeightLearningOptions
+from .distill import (
+    AdapterLearningOptions,
+    DistillOptions,
+    GradientFormat,
+    LearningGradients,
+    Scaling,
+    WatchOptions,
+    WeightLearningOptions,
+)
 from .evaluate import EvaluateOptions
-from .export import Baseline, EngineOptions, ExportOptions, Logits, Precision, WeightScale
-from .form import BF16, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule
+from .export import (
+    Baseline,
+    CheckpointServer,
+    EngineOptions,
+    ExportOptions,
+    LintOptions,
+    Logits,
+    Precision,
+    WeightScale,
+)
+from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule
+from .limits import VerdictLimits
 from .run import RunOptions
 from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
-from .serve import BenchOptions, GenerateOptions, ServeOptions, TritonOptions, model_name
-from .tokenizer import TokenizerChoice
-from .training import GradientFormat, LearningGradients, Scaling, WatchOptions
+from .serve import BenchOptions, GenerateOptions, PushOptions, ServeOptions, TritonOptions, model_name
 from .validate import (
     FLOAT,
     LEAST_WINDOWS,
@@ -35,11 +52,11 @@ from .validate import (
     NOT_SERVED,
     ONE_TERM_ALONE,
     RUNTIMES,
-    WITH_ADAPTERS,
     WITHOUT_GRAPH,
     Accumulator,
     ContinueOptions,
     DoctorOptions,
+    FormChoiceOptions,
     PageOptions,
     Prefer,
     ReportOptions,
@@ -47,12 +64,12 @@ from .validate import (
     Server,
     TuneOptions,
     ValidateOptions,
-    graph_runtime,
 )
 
 __all__ = [
     "AS_THE_RUN_HAS_IT",
     "BF16",
+    "BLOCK",
     "DEFAULT_EXACT_TAIL",
     "DEFAULT_SAMPLES",
     "DEFAULT_SEQ_LEN",
@@ -68,7 +85,6 @@ __all__ = [
     "RUNTIMES",
     "TWO",
     "WITHOUT_GRAPH",
-    "WITH_ADAPTERS",
     "Accumulator",
     "AdapterLearningOptions",
     "AdapterMode",
@@ -77,6 +93,7 @@ __all__ = [
     "BenchOptions",
     "Bos",
     "CalibrateOptions",
+    "CheckpointServer",
     "ClipMethod",
     "Clipping",
     "CompareOptions",
@@ -91,12 +108,14 @@ __all__ = [
     "EvaluateOptions",
     "ExportOptions",
     "Form",
+    "FormChoiceOptions",
     "FormRule",
     "GenerateOptions",
     "GradientFormat",
     "History",
     "KvCache",
     "LearningGradients",
+    "LintOptions",
     "Logits",
     "MeasureOptions",
     "Method",
@@ -105,6 +124,7 @@ __all__ = [
     "Precision",
     "Prefer",
     "Preset",
+    "PushOptions",
     "ReportOptions",
     "RescaleOptions",
     "RunOptions",
@@ -120,11 +140,11 @@ __all__ = [
     "TritonOptions",
     "TuneOptions",
     "ValidateOptions",
+    "VerdictLimits",
     "WatchOptions",
     "WeightLearningOptions",
     "WeightMethod",
     "WeightRounding",
     "WeightScale",
-    "graph_runtime",
     "model_name",
 ]

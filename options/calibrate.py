@@ -1,4 +1,4 @@
-"""Options of calibration: those of `calibrate`, with those of choosing scales."""
+"""Options of calibration: those of `calibrate`, with those of choosing scales, and the tokenizer of all stages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,20 @@ from typing import Annotated, Any, Literal
 from ..core.errors import InputError
 from .declare import MODEL, TEXT, Options, Unkeyed, between, interval_of, option
 from .scales import ScaleOptions
-from .tokenizer import TokenizerOption
+
+#: What tokenizes: tokenizer.json as it is, or what transformers' AutoTokenizer makes of the files.
+TokenizerChoice = Literal["file", "auto"]
+#: The option's type and help.
+TokenizerOption = Annotated[
+    TokenizerChoice,
+    option(
+        MODEL,
+        "file: tokenizer.json as it is, where there is one, to calibrate, validate and serve by. auto: what "
+        "transformers' AutoTokenizer, and so vLLM, makes of the files, written to model/ as tokenizer.json. A note "
+        "shows where they differ.",
+    ),
+]
+
 
 #: Calibration windows and their length, where the model and the text hold as much.
 DEFAULT_SAMPLES = 512

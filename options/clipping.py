@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from ..core.errors import InputError
-from .declare import SCALES, Of, Options, between, first_given, option, percentage
+from .declare import SCALES, Of, Options, between, first_changed, option, percentage
 
 #: Octaves that --margin may move a scale either way: E4M3 spans 18.
 LARGEST_MARGIN = 16
@@ -104,7 +104,7 @@ class Clipping(Options):
         """Refuse also options of a method other than the chosen one."""
         super().__post_init__()
         for name in self.idle:
-            if option := first_given(self, [name]):
+            if option := first_changed(self, [name]):
                 raise InputError(
                     option,
                     f"is for --method {self.declared()[name].of}, and the method is {self.method}",

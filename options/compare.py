@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, increase_rule, option
+from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, option
+from .limits import VerdictLimits
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class CompareOptions(Options):
 
 
 @dataclass(frozen=True)
-class PairOptions(Options):
+class PairOptions(VerdictLimits):
     """Options of `fp8q compare ORIGINAL --model CANDIDATE`, where ORIGINAL is a checkpoint and no run.
 
-    `context` None: 512, or the model's positions if fewer. `max_tokens` None: as `fp8q validate` has it.
-    `max_ppl_increase` is a fraction, and may be text, `"1%"`.
+    `context` None: 512, or the model's positions if fewer. `max_tokens` None: as `fp8q validate` has it. `stream` None:
+    layer by layer where the two models do not fit in memory.
     """
 
     data: Annotated[
@@ -63,14 +64,13 @@ class PairOptions(Options):
         option(EVALUATION, "Windows on which each module's output is compared (0: none).", "N"),
         between(0),
     ] = 2
-    max_ppl_increase: Annotated[
-        float | None,
+    stream: Annotated[
+        bool | None,
         option(
-            EVALUATION,
-            "Fail (exit 3) where the candidate's perplexity is higher by more, such as 1% or 0.01.",
-            "SHARE",
-            "1%",
-            text=increase_rule,
+            OPTIONS,
+            "Compare two checkpoints one decoder layer at a time.",
+            default="when memory does not hold both",
+            negative="--no-stream",
         ),
-        Unkeyed("a gate on what is written"),
+        Unkeyed("layer by layer or at once, the results are the same but for rounding"),
     ] = None

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, convert
@@ -130,15 +131,19 @@ def nats_rule(option: str, value: float | str) -> float:
     return number_of_nats
 
 
-def part_of_all(option: str, value: float | str) -> float:
-    """The rule of a share of a whole, as a fraction: 96% or 0.96."""
-    if not 0 <= number(value) <= 1:
-        raise InputError(
-            f"{option} {value}",
-            "is no share of the products",
-            "give one from 0 to 1, or in percent, such as 96% or 0.96",
-        )
-    return number(value)
+def share_of(what: str, example: str) -> Rule:
+    """Make the rule of a share of `what`, as a fraction: 96% or 0.96; its message names an `example`."""
+
+    def check(option: str, value: float | str) -> float:
+        if not 0 <= number(value) <= 1:
+            raise InputError(
+                f"{option} {value}",
+                f"is no share of the {what}",
+                f"give one from 0 to 1, or in percent, such as {example}",
+            )
+        return number(value)
+
+    return check
 
 
 def interval_of(option: str, value: tuple[int, int] | str) -> tuple[int, int]:
@@ -195,12 +200,16 @@ class Unkeyed:
 
 @dataclass(frozen=True)
 class Declared:
-    """The parts of a field's annotation beside its type: the option's name, rules and choices (none: any value)."""
+    """The parts of a field's annotation beside its type: the option's name, rules and choices (none: any value).
+
+    `is_path`: the value is a path or several, which Python may give as text.
+    """
 
     option: str
     rules: tuple[Rule, ...]
     choices: tuple[str | int, ...]
     of: str | None
+    is_path: bool = False
 
 
 @Parameter(name="*")
@@ -211,7 +220,7 @@ class Options:
     def __post_init__(self) -> None:
         """Convert every value by its rules; raise InputError for the first invalid one."""
         for name, field in self.declared().items():
-            value = getattr(self, name)
+            value = _as_path(getattr(self, name)) if field.is_path else getattr(self, name)
             if field.choices and value not in field.choices:
                 raise InputError(f"{field.option} {value}", f"is none of {', '.join(map(str, field.choices))}")
             for rule in field.rules if value is not None else ():
@@ -234,6 +243,7 @@ class Options:
                     (*rules, *([converter.rule] if isinstance(converter, FromText) else [])),
                     get_args(inner) if get_origin(inner) is Literal else (),
                     next((mark.method for mark in marks if isinstance(mark, Of)), None),
+                    Path in (inner, *get_args(inner)),
                 )
         return names
 
@@ -253,7 +263,14 @@ class Options:
         return owners
 
 
-def first_given(options: Options, names: Iterable[str]) -> str | None:
+def _as_path(value: Any) -> Any:
+    """Make a path of text, and paths of a sequence of text; anything else stays."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_path, value))
+    return Path(value) if isinstance(value, str) else value
+
+
+def first_changed(options: Options, names: Iterable[str]) -> str | None:
     """The first of the fields `names` that is not its default, as on the command line: `--interval 5`, or `--stream`;
     None if all are.
     """

@@ -1,12 +1,40 @@
-"""Options of `fp8q distill`: those of its two modes, which learn weights or an adapter, and those of both."""
+"""Options of `fp8q distill`: those of its two modes, which learn weights or an adapter, and those of both.
+
+Options of a training log are here too: those of `fp8q.api.watch`, and of `fp8q inspect` of a log.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..core.errors import InputError
-from .declare import MEASUREMENT, MODEL, TEXT, Of, Options, between, first_given, option
+from .declare import MEASUREMENT, MODEL, TEXT, Of, Options, between, first_changed, option
 from .serve import above_zero
-from .training import LearningGradients
+
+#: The format of gradients in training.
+GradientFormat = Literal["e5m2", "e4m3"]
+#: The format of gradients in `fp8q distill`.
+LearningGradients = Literal["fp32", "bf16", "e5m2", "e4m3"]
+#: Where the scale of a step comes from: Transformer Engine's DelayedScaling (the amax of steps before),
+#: Float8CurrentScaling (its own amax), or nowhere: it is 1.
+Scaling = Literal["delayed", "current", "none"]
+
+
+@dataclass(frozen=True)
+class WatchOptions(Options):
+    """Options of a training log: how often a step is recorded, and from how many records a scale follows.
+
+    Transformer Engine's history counts every step; this one counts records. `scaling`: `delayed` (its DelayedScaling),
+    `current` (its Float8CurrentScaling) or `none`, a scale of 1.
+    """
+
+    every: Annotated[int, option(MEASUREMENT, "Record every Nth step.", "N"), between(1)] = 10
+    history: Annotated[
+        int, option(MEASUREMENT, "Records whose amax the next one's scale is made from.", "N"), between(1)
+    ] = 16
+    scaling: Annotated[
+        Scaling, option(MEASUREMENT, "Where scales come from: the amax before, the own, or nowhere.")
+    ] = "delayed"
+
 
 Trained = Literal["weights", "adapter"]
 LearnedScales = Literal["fixed", "learned"]
@@ -108,7 +136,7 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
         """Refuse also options of the other mode."""
         super().__post_init__()
         for name, field in self.declared().items():
-            if field.of not in (None, self.train) and (option := first_given(self, [name])):
+            if field.of not in (None, self.train) and (option := first_changed(self, [name])):
                 raise InputError(
                     option,
                     f"is for --train {field.of}, and this is --train {self.train}",
@@ -116,7 +144,7 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                 )
         if self.end_to_end and not self.stream:
             raise InputError("--end-to-end", "comes after --stream, without which all is learned so", "leave it out")
-        if self.stream and not self.end_to_end and (option := first_given(self, ["gradients", "watch"])):
+        if self.stream and not self.end_to_end and (option := first_changed(self, ["gradients", "watch"])):
             raise InputError(
                 option,
                 "is for learning end to end, and --stream learns layer by layer",
@@ -128,5 +156,5 @@ class DistillOptions(WeightLearningOptions, AdapterLearningOptions):
                 "learns layer by layer in one process, and --shard shares both models between several",
                 "leave one out",
             )
-        if self.shard and (option := first_given(self, ["watch"])):
+        if self.shard and (option := first_changed(self, ["watch"])):
             raise InputError(option, "is for whole models, of which --shard has a part on each rank", "leave one out")

@@ -1,11 +1,11 @@
-"""Options of the graph and its engine: those of `export` and `build-engine`."""
+"""Options of the graph and its engine: those of `export`, `build-engine` and `lint`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from ..core.errors import InputError
 from .calibrate import DEFAULT_SEQ_LEN
-from .declare import ENGINE, Options, Unkeyed, between, first_given, option, part_of_all
+from .declare import ENGINE, OPTIONS, Options, Unkeyed, between, first_changed, option, share_of
 
 #: MiB of workspace that a runtime takes: int64 in bytes.
 LARGEST_WORKSPACE = (2**63 - 1) >> 20
@@ -40,6 +40,7 @@ class ExportOptions(Options):
             ENGINE,
             "Apply the scales of a weight's channels in its DequantizeLinear (dq), or by a Mul behind "
             "the product (mul).",
+            name="--apply-scales",
         ),
     ] = "dq"
     logits: Annotated[
@@ -64,7 +65,7 @@ class ExportOptions(Options):
         """Refuse choices of the FP8 graph for graphs of another precision."""
         super().__post_init__()
         for name in ("attention", "weight_scale", "logits"):
-            if self.precision != "fp8" and (option := first_given(self, [name])):
+            if self.precision != "fp8" and (option := first_changed(self, [name])):
                 raise InputError(
                     option, f"is for the FP8 graph, not for --precision {self.precision}", "leave one of them out"
                 )
@@ -110,7 +111,7 @@ class EngineOptions(Options):
             "or 0.96.",
             "SHARE",
             "all of them",
-            part_of_all,
+            share_of("products", "96% or 0.96"),
         ),
         Unkeyed("a gate on what is written"),
     ] = None
@@ -168,3 +169,22 @@ class EngineOptions(Options):
                 f"lies beside the FP8 graph, and --precision {self.precision} has another",
                 "leave one of them out",
             )
+
+
+#: The servers whose source was read for rules.
+CheckpointServer = Literal["vllm", "sglang", "tensorrt-llm", "transformers"]
+
+
+@dataclass(frozen=True)
+class LintOptions(Options):
+    """Options of `fp8q lint`: say also what `server` does with a checkpoint, of any form or none, in this `version`."""
+
+    server: Annotated[
+        CheckpointServer | None,
+        option(
+            OPTIONS, "Say what this server does with the checkpoint, by rules from its source.", "SERVER", name="--for"
+        ),
+    ] = None
+    version: Annotated[
+        str | None, option(OPTIONS, "The server's version, with --for.", "V", "the newest that was read")
+    ] = None

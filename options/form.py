@@ -16,9 +16,11 @@ from ..core.errors import InputError
 #: The positions at the end of a call that a tail has the second codes of.
 DEFAULT_EXACT_TAIL = 64
 #: The kinds of forms, as `--form` names them.
-Kind = Literal["one", "two", "tail", "dynamic", "bf16"]
+Kind = Literal["one", "two", "tail", "dynamic", "block", "bf16"]
 #: Form in words, by its kind.
-WORDS: dict[Kind, str] = {"one": "one term", "two": "two terms", "dynamic": "dynamic", "bf16": "BF16"}
+WORDS: dict[Kind, str] = {
+    "one": "one term", "two": "two terms", "dynamic": "dynamic", "block": "blocks of 128", "bf16": "BF16",
+}  # fmt: skip
 #: The pattern that matches every module.
 EVERY = "*"
 
@@ -31,6 +33,8 @@ class Form:
     - `two`: two codes, value = scale × (a + b/16), exact for most BF16 numbers.
     - `tail`: two codes in the last `tail` positions of a call, one in the others.
     - `dynamic`: one code, under a scale for each token that is computed at run time.
+    - `block`: one code, under a scale for each 128 values of a token, computed at run time; the weight has a scale for
+      each block of 128 x 128.
     - `bf16`: no codes; the weight alone is FP8.
     """
 
@@ -52,9 +56,11 @@ class Form:
         return 0 if self.kind == "bf16" else 2 if self.kind in ("two", "tail") else 1
 
 
-ONE, TWO, DYNAMIC, BF16 = Form("one"), Form("two"), Form("dynamic"), Form("bf16")
+ONE, TWO, DYNAMIC, BLOCK, BF16 = Form("one"), Form("two"), Form("dynamic"), Form("block"), Form("bf16")
 #: Names of forms that need no number.
-NAMED = {"one": ONE, "two": TWO, "tail": Form("tail", DEFAULT_EXACT_TAIL), "dynamic": DYNAMIC, "bf16": BF16}
+NAMED = {
+    "one": ONE, "two": TWO, "tail": Form("tail", DEFAULT_EXACT_TAIL), "dynamic": DYNAMIC, "block": BLOCK, "bf16": BF16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

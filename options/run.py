@@ -1,6 +1,6 @@
 """The options of `fp8q run`, for all stages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -9,16 +9,35 @@ from .calibrate import CalibrateOptions
 from .declare import without
 from .export import EngineOptions, ExportOptions
 from .serve import TritonOptions
-from .validate import ValidateOptions
+from .validate import FormChoiceOptions, Server, ValidateOptions
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of all stages; the command line leaves out those that have no meaning in a whole run."""
+    """Options of all stages; the command line leaves out those that have no meaning in a whole run.
+
+    `form_named`: the form of inputs was asked for by a preset, so that none is searched for.
+    """
 
     calibrate: Annotated[CalibrateOptions, without("batches")] = CalibrateOptions()
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions()
     engine: Annotated[EngineOptions, without("precision", "adapter")] = EngineOptions()
     validate: Annotated[ValidateOptions, without("allow_overlap")] = ValidateOptions()
     triton: Annotated[TritonOptions, Parameter(parse=False)] = TritonOptions()
+    choice: FormChoiceOptions = FormChoiceOptions()
+    form_named: Annotated[bool, Parameter(parse=False)] = False
+
+    @property
+    def server(self) -> Server:
+        """The server whose forms are chosen from."""
+        return self.choice.server or ("tensorrt" if self.export.graph else "vllm")
+
+    def without_idle_graph(self) -> "RunOptions":
+        """Return these options without a graph, where the server reads none."""
+        return self if self.server == "tensorrt" else replace(self, export=replace(self.export, graph=False))
+
+    @property
+    def finds_form(self) -> bool:
+        """Tell whether the cheapest acceptable form is searched for: where none was asked for."""
+        return not (self.form_named or self.calibrate.names_form or self.calibrate.batches)

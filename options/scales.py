@@ -1,7 +1,7 @@
 """Options of choosing scales from statistics: those of `merge` and `scales`, and also of `calibrate`."""
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from cyclopts import Parameter
 
@@ -11,15 +11,17 @@ from .declare import (
     SCALES,
     Options,
     between,
-    first_given,
+    first_changed,
     not_empty,
     option,
 )
-from .form import BF16, DEFAULT_EXACT_TAIL, EVERY, ONE, TWO, Form, FormRule, checked_rules, parse_rule
+from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, EVERY, ONE, TWO, Form, FormRule, checked_rules, parse_rule
 
 #: Tokens after which the amax of an expert's last product has settled (`quantize.scales.expert_scales`).
 DEFAULT_EXPERT_TOKENS = 512
 WeightMethod = Literal["amax", "mse"]
+#: The part of a weight that shares a scale: an output channel, or all of it.
+WeightGranularity = Literal["channel", "tensor"]
 KvCache = Literal["off", "v", "fp8"]
 #: The part of a layer's cached keys, or values, that shares a scale: all of them (`tensor`), or those of a head.
 KvScale = Literal["tensor", "head"]
@@ -33,6 +35,15 @@ OLDER_SPELLINGS = ("activation_terms", "exact_tail", "two_terms", "tail", "bf16_
 AS_THE_RUN_HAS_IT = "as the run has it"
 
 
+def read_granularity(option: str, value: str) -> str:
+    """The rule of the part of a weight with one scale; refuses the values of `--apply-scales`, which had this name."""
+    if value in ("dq", "mul"):
+        raise InputError(f"{option} {value}", "is called --apply-scales now", f"write --apply-scales {value}")
+    if value not in get_args(WeightGranularity):
+        raise InputError(f"{option} {value}", f"is none of {', '.join(get_args(WeightGranularity))}")
+    return value
+
+
 @dataclass(frozen=True)
 class ScaleOptions(Options):
     """Options of choosing scales from statistics, without running the model: those of `fp8q merge`, and also of
@@ -43,6 +54,15 @@ class ScaleOptions(Options):
     weight_method: Annotated[
         WeightMethod, option(SCALES, "How the scales of the weights' output channels are chosen.")
     ] = "mse"
+    weight_scale: Annotated[
+        WeightGranularity,
+        option(
+            SCALES,
+            "The part of a weight with one scale: each output channel, or the whole tensor, for servers that read no "
+            "other with static inputs. Weights that servers join (q, k and v; gate and up) share it.",
+            text=read_granularity,
+        ),
+    ] = "channel"
     kv_cache: Annotated[
         KvCache,
         option(SCALES, "The part of the KV cache in FP8: none (off), the values (v), or keys and values (fp8)."),
@@ -97,8 +117,9 @@ class ScaleOptions(Options):
         option(
             SCALES,
             "How inputs of FP8 products are coded: one (one static code), two (two, exact), tail:N (two in the last N "
-            "positions of a call), dynamic (one, a scale for each token; no graph), bf16 (weights alone are FP8). "
-            "PATTERN=FORM: of modules that match, and all that share their input. Repeatable; the last match counts.",
+            "positions), dynamic (a scale for each token), block (for each 128 values; weights in blocks), bf16 "
+            "(weights alone are FP8). PATTERN=FORM: of modules that match, and all that share their input. Repeatable; "
+            "the last match counts.",
             "[PATTERN=]FORM",
         ),
         checked_rules,
@@ -175,9 +196,9 @@ class ScaleOptions(Options):
     def __post_init__(self) -> None:
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""
         super().__post_init__()
-        option = first_given(self, ("weight_method", "weight_rounding", "activation_terms"))
+        option = first_changed(self, ("weight_method", "weight_scale", "weight_rounding", "activation_terms"))
         option = option or next((rule.written for rule in self.form_rules if rule.form != ONE or not rule.every), None)
-        option = option or first_given(self.clip, self.clip.declared())
+        option = option or first_changed(self.clip, self.clip.declared())
         if self.inherit and option:
             raise InputError(
                 "--inherit",
@@ -208,6 +229,10 @@ class ScaleOptions(Options):
                 self.form_rules[1].written,
                 f"{every.written} is for every module, and the last that matches counts",
                 "give `--form` alone, with the form for every module first",
+            )
+        if self.weight_scale == "tensor" and self.form_of_all == BLOCK:
+            raise InputError(
+                "--weight-scale tensor", "--form block gives weights a scale for each block", "leave one of them out"
             )
         self.check_tail()
         self.check_cache()
@@ -268,6 +293,13 @@ class ScaleOptions(Options):
         return (*rules, *map(parse_rule, self.form))
 
     @property
+    def names_form(self) -> bool:
+        """Tell whether a form was asked for, by `form` or an older spelling, of weights, or scales that are inherited
+        with it.
+        """
+        return bool(self.form or self.inherit or first_changed(self, ("weight_scale", *OLDER_SPELLINGS)))
+
+    @property
     def form_of_all(self) -> Form:
         """The form of modules that no pattern matches."""
         return next(rule.form for rule in reversed(self.form_rules) if rule.every)
@@ -291,11 +323,11 @@ class RescaleOptions(ScaleOptions):
     `tail`, `bf16_input` or `kv_skip`.
     """
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        object.__setattr__(self, "given", {name: getattr(self, name) for name in given} | {"clip": self.clip})
+    def __init__(self, **explicit: Any) -> None:
+        super().__init__(**explicit)
+        object.__setattr__(self, "explicit", {name: getattr(self, name) for name in explicit} | {"clip": self.clip})
 
-    given: dict[str, Any]
+    explicit: dict[str, Any]
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
         """Replace the options chosen `before` by those that are given.
@@ -305,21 +337,21 @@ class RescaleOptions(ScaleOptions):
         without codes in the cache neither are the layers left out of it nor scales of heads, and without FP8 keys no
         scales of queries.
         """
-        older = next((name for name in OLDER_SPELLINGS if name in self.given), None)
-        if older and before.form and "form" not in self.given:
+        older = next((name for name in OLDER_SPELLINGS if name in self.explicit), None)
+        if older and before.form and "form" not in self.explicit:
             raise InputError(
                 self.declared()[older].option,
                 f"is an older spelling of --form, and the run has --form {before.form[0]}",
                 "give the forms of all inputs by --form",
             )
-        if "form" in self.given:
+        if "form" in self.explicit:
             before = before.in_one_form(ONE)
         patterns: dict[Terms, str] = {2: "two_terms", "tail": "tail", "bf16": "bf16_input"}
-        of_all = patterns.get(self.given.get("activation_terms", 1))
+        of_all = patterns.get(self.explicit.get("activation_terms", 1))
         replaced: dict[str, Any] = {of_all: ()} if of_all else {}
-        replaced |= {"kv_skip": (), "kv_scale": "tensor"} if self.given.get("kv_cache") == "off" else {}
-        replaced |= {"q_scale": False} if self.given.get("kv_cache", "fp8") != "fp8" else {}
-        chosen = replaced | self.given
+        replaced |= {"kv_skip": (), "kv_scale": "tensor"} if self.explicit.get("kv_cache") == "off" else {}
+        replaced |= {"q_scale": False} if self.explicit.get("kv_cache", "fp8") != "fp8" else {}
+        chosen = replaced | self.explicit
         terms, tails = (chosen.get(name, getattr(before, name)) for name in ("activation_terms", "tail"))
         forgotten = {} if terms == "tail" or tails else {"exact_tail": DEFAULT_EXACT_TAIL}
         return replace(before, **(forgotten | chosen))

@@ -1,4 +1,4 @@
-"""Options of running the FP8 model: those of `generate`, `serve`, `bench` and `triton`."""
+"""Options of running and publishing the FP8 model: those of `generate`, `serve`, `bench`, `triton` and `push`."""
 
 import re
 from collections.abc import Sequence
@@ -246,3 +246,15 @@ class TritonOptions(Options):
             "Write the plain TensorRT model even where the run has no plan yet; the plan is added on the GPU host.",
         ),
     ] = False
+
+
+@dataclass(frozen=True)
+class PushOptions(Options):
+    """Options of `fp8q push`: the repository `repo`, and whether to upload (`yes`) or only to say what would be."""
+
+    repo: Annotated[str | None, option(OPTIONS, "The repository on the hub, such as owner/name.", "NAME")] = None
+    yes: Annotated[bool, option(OPTIONS, "Upload; without it nothing is sent.")] = False
+    public: Annotated[bool, option(OPTIONS, "Make a new repository public; it is private otherwise.")] = False
+    revision: Annotated[
+        str | None, option(OPTIONS, "The branch to upload to, which exists.", "BRANCH", "the main branch")
+    ] = None

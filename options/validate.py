@@ -1,6 +1,6 @@
 """Options of measuring the loss: those of `validate`, `sensitivity` and `tune`, and of reports."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -13,37 +13,97 @@ from .declare import (
     Options,
     Unkeyed,
     between,
-    first_given,
+    first_changed,
     increase_rule,
     nats_rule,
     option,
     sizes_of,
 )
 from .export import Baseline, Precision
+from .limits import VerdictLimits
 
-RUNTIMES = (
-    "bf16", "reference", "onnxruntime", "fp32", "original", "onnxruntime-bf16", "onnxruntime-int8", "tensorrt",
-    "tensorrt-bf16", "tensorrt-int8", "tensorrt-rtx", "tensorrt-rtx-bf16", "tensorrt-rtx-int8", "one-term",
-)  # fmt: skip
-#: The runtimes that run the FP8 graph, or its engine for this machine's GPU; another precision stands behind the name.
-GraphRuntime = Literal["onnxruntime", "tensorrt-rtx", "tensorrt"]
-#: The runtimes of the float model.
-FLOAT = frozenset({"bf16", "fp32", "original"})
+#: The libraries that run the graphs of a run, and engines made of them.
+GraphLibrary = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime of `fp8q validate`.
+
+    `runs` is its cell in the table of docs/validate.md. `library` runs a graph or an engine of the run in a
+    `precision`; None: torch runs the source model or the checkpoint. `arithmetic` names what it computes where that is
+    not what the run is served by, such as the float model or another precision; empty for the FP8 model as it is
+    served. `adapters`: it runs with any adapter of the run on; engines do with those that they were built with.
+    """
+
+    runs: str
+    library: GraphLibrary | None = None
+    precision: Precision = "fp8"
+    arithmetic: str = ""
+    adapters: bool = False
+
+    @property
+    def runs_engine(self) -> bool:
+        """Tell whether it runs an engine for this machine's GPU."""
+        return self.library in ("tensorrt", "tensorrt-rtx")
+
+
+def _graph_runtime(library: GraphLibrary, precision: Precision = "fp8") -> Runtime:
+    graph, engine = "`model.fp32.onnx` on ONNX Runtime", "the engine for this machine's GPU"
+    runs, arithmetic = graph if library == "onnxruntime" else engine, ""
+    if precision != "fp8":
+        arithmetic = precision.upper()
+        command = "export" if library == "onnxruntime" else "build-engine"
+        runs += f", of `{command} --precision {precision}`"
+    return Runtime(runs, library, precision, arithmetic, adapters=library == "onnxruntime" and precision == "fp8")
+
+
+#: The name of the original's arithmetic.
+BF16_ARITHMETIC = "BF16"
 #: The reference with the first codes of its activations alone, as servers run it that know no second ones.
 ONE_TERM_ALONE = "one-term"
+#: The runtimes by the names that `--runtimes` takes. `validate.accuracy.runtimes` has the functions that load those of
+#: torch.
+RUNTIMES: Mapping[str, Runtime] = {
+    "bf16": Runtime("the source model in BF16", arithmetic=BF16_ARITHMETIC, adapters=True),
+    "reference": Runtime("the FP8 checkpoint in torch, computed as the tensor core does", adapters=True),
+    "onnxruntime": _graph_runtime("onnxruntime"),
+    "fp32": Runtime("the source model in FP32", arithmetic=BF16_ARITHMETIC),
+    "original": Runtime(
+        "the source model in its stored type; added to `bf16` where that is another", arithmetic=BF16_ARITHMETIC
+    ),
+    "onnxruntime-bf16": _graph_runtime("onnxruntime", "bf16"),
+    "onnxruntime-int8": _graph_runtime("onnxruntime", "int8"),
+    "tensorrt": _graph_runtime("tensorrt"),
+    "tensorrt-bf16": _graph_runtime("tensorrt", "bf16"),
+    "tensorrt-int8": _graph_runtime("tensorrt", "int8"),
+    "tensorrt-rtx": _graph_runtime("tensorrt-rtx"),
+    "tensorrt-rtx-bf16": _graph_runtime("tensorrt-rtx", "bf16"),
+    "tensorrt-rtx-int8": _graph_runtime("tensorrt-rtx", "int8"),
+    ONE_TERM_ALONE: Runtime(
+        "where the run has two codes: the reference with one, as vLLM without the plugin and transformers compute",
+        arithmetic="one term where two were validated",
+    ),
+}
+#: The runtimes that run where none are named.
+DEFAULT_RUNTIMES = ("bf16", "reference", "onnxruntime")
 #: The runtimes that a run is compared with, and not served by: the float model, other precisions, one term of two.
-NOT_SERVED = FLOAT | {
-    ONE_TERM_ALONE, *(f"{runtime}-{baseline}" for runtime in get_args(GraphRuntime) for baseline in get_args(Baseline))
-}  # fmt: skip
+NOT_SERVED = frozenset(name for name, runtime in RUNTIMES.items() if runtime.arithmetic)
 #: The runtimes that need no graph: they run the checkpoint or the source model.
-WITHOUT_GRAPH = FLOAT | {"reference", ONE_TERM_ALONE}
-#: The runtimes that run the model with any adapter of the run on; engines do with those that they were built with.
-WITH_ADAPTERS = ("bf16", "reference", "onnxruntime")
+WITHOUT_GRAPH = frozenset(name for name, runtime in RUNTIMES.items() if runtime.library is None)
+#: The runtimes of the float model.
+FLOAT = frozenset(name for name in WITHOUT_GRAPH if RUNTIMES[name].arithmetic == BF16_ARITHMETIC)
 #: The accumulators for products of codes (`quantize.reference.adder`).
 Accumulator = Literal["fp32", "fp22", "two-level"]
 #: The servers that `tune` chooses for. `tensorrt`: fp8q's graphs, in engines, Triton, `fp8q serve` and ONNX Runtime.
 #: `vllm-plugin`: vLLM with fp8q-vllm. `any`: all that read a compressed-tensors checkpoint.
 Server = Literal["tensorrt", "vllm-plugin", "vllm", "any"]
+#: The help of `--for`, of `tune` and `run`.
+FOR = (
+    "Choose only what this server computes. tensorrt: everything, in engines, Triton and `fp8q serve`. "
+    "vllm-plugin: vLLM with fp8q-vllm; its experts take one code an activation. vllm, any: no second codes; "
+    "FP8 weights with activations in BF16 take their place."
+)
 #: The tokens that are scored by default; of a longer text in evenly spaced windows.
 MAX_TOKENS = 1 << 15
 #: The windows that an interval needs. Of n normal values the bootstrap's interval of 95 % is mean ± 1.96 s
@@ -52,16 +112,6 @@ MAX_TOKENS = 1 << 15
 LEAST_WINDOWS = 10
 #: The costs that `tune` minimizes: bytes read by a decode step, or operations of a prefill.
 Prefer = Literal["memory", "prefill"]
-
-
-def graph_runtime(name: str) -> tuple[GraphRuntime, Precision]:
-    """Split the name of a runtime that runs a graph or an engine into that and its precision: `tensorrt-rtx-bf16`."""
-    runtimes: tuple[GraphRuntime, ...] = get_args(GraphRuntime)
-    runtime = next(
-        runtime_name for runtime_name in runtimes if name == runtime_name or name.startswith(f"{runtime_name}-")
-    )
-    precisions: tuple[Precision, ...] = get_args(Precision)
-    return runtime, next((precision for precision in precisions if name == f"{runtime}-{precision}"), "fp8")
 
 
 def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
@@ -79,7 +129,7 @@ def runtimes_of(option: str, value: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class ValidateOptions(Options):
+class ValidateOptions(VerdictLimits):
     """Options of `fp8q validate`. `runtimes` None: bf16, reference, where the run has a graph onnxruntime, and where it
     has two terms one-term.
     `context` None: the window of calibration; `stride` None: all of the text's tokens in it.
@@ -89,16 +139,19 @@ class ValidateOptions(Options):
     `one-term` is the reference with one code for each activation, as servers run it that know no second ones. The
     runtimes `onnxruntime-bf16` and `onnxruntime-int8` run the graphs of those precisions, which `fp8q export
     --precision` writes; `tensorrt` and `tensorrt-rtx` run the engine for this machine's GPU, which `fp8q build-engine`
-    builds, with a precision behind the name the one of `--precision`. `max_ppl_increase` is a fraction, and may be
-    given as text, `"1%"`. `accumulator`: see `quantize.reference.adder`. `as_served`: see
-    `validate.accuracy.as_served`. `max_tokens` None: `MAX_TOKENS`, but `LEAST_WINDOWS` windows.
+    builds, with a precision behind the name the one of `--precision`. `accumulator`: see `quantize.reference.adder`.
+    `as_served`: see `validate.accuracy.as_served`. `max_tokens` None: `MAX_TOKENS`, but `LEAST_WINDOWS` windows.
     Needles have a stage of their own, whose key has the prompts.
     """
 
     runtimes: Annotated[
         tuple[str, ...] | None,
         option(
-            EVALUATION, f"Of {', '.join(RUNTIMES)}; separated by commas.", "LIST", ",".join(RUNTIMES[:3]), runtimes_of
+            EVALUATION,
+            f"Of {', '.join(RUNTIMES)}; separated by commas.",
+            "LIST",
+            ",".join(DEFAULT_RUNTIMES),
+            runtimes_of,
         ),
     ] = None
     context: Annotated[
@@ -110,13 +163,6 @@ class ValidateOptions(Options):
     allow_overlap: Annotated[
         bool, option(EVALUATION, ALLOW_OVERLAP), Unkeyed("the overlap that it lets pass is recorded")
     ] = False
-    max_ppl_increase: Annotated[
-        float | None,
-        option(
-            EVALUATION, "Fail (exit 3) when perplexity rises by more, such as 1% or 0.01.", "SHARE", text=increase_rule
-        ),
-        Unkeyed("a gate on what is written"),
-    ] = None
     as_served: Annotated[
         int | None,
         option(
@@ -183,13 +229,13 @@ class ValidateOptions(Options):
     def __post_init__(self) -> None:
         """Refuse the parts of needles without their lengths."""
         super().__post_init__()
-        if self.needles is None and (idle := first_given(self, ("needle_trials", "needle_text"))):
+        if self.needles is None and (idle := first_changed(self, ("needle_trials", "needle_text"))):
             raise InputError(idle, "is of needles, and none are asked for", "give --needles LENGTHS too")
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """The requested runtimes, or the default ones."""
-        return RUNTIMES[:3] if self.runtimes is None else self.runtimes
+        return DEFAULT_RUNTIMES if self.runtimes is None else self.runtimes
 
     @property
     def without_torch(self) -> bool:
@@ -199,7 +245,7 @@ class ValidateOptions(Options):
     @property
     def engines(self) -> tuple[str, ...]:
         """The requested runtimes that run engines."""
-        return tuple(name for name in self.chosen if name.startswith("tensorrt"))
+        return tuple(name for name in self.chosen if RUNTIMES[name].runs_engine)
 
     @property
     def baselines(self) -> "tuple[Baseline, ...]":
@@ -274,6 +320,15 @@ class DoctorOptions(Options):
 
 
 @dataclass(frozen=True)
+class FormChoiceOptions(Options):
+    """Options of the form that `fp8q run` finds where none was asked for. `server` None: by the graph."""
+
+    server: Annotated[
+        Server | None, option(EVALUATION, FOR, default="tensorrt, or with --no-graph vllm", name="--for")
+    ] = None
+
+
+@dataclass(frozen=True)
 class TuneOptions(Options):
     """Options of `fp8q tune`; without a budget only the frontier is computed.
 
@@ -311,16 +366,7 @@ class TuneOptions(Options):
         ),
         between(1),
     ] = 32
-    server: Annotated[
-        Server,
-        option(
-            EVALUATION,
-            "Choose only what this server computes. tensorrt: everything, in engines, Triton and `fp8q serve`. "
-            "vllm-plugin: vLLM with fp8q-vllm; its experts take one code an activation. vllm, any: no second codes; "
-            "FP8 weights with activations in BF16 take their place.",
-            name="--for",
-        ),
-    ] = "tensorrt"
+    server: Annotated[Server, option(EVALUATION, FOR, name="--for")] = "tensorrt"
 
     def __post_init__(self) -> None:
         """Refuse two budgets."""

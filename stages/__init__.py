@@ -9,11 +9,12 @@ its top all that it computes with; those that also run without torch import torc
 In the order of work:
 
     corpus           from texts to calibration windows and evaluation tokens
-    measure          the float model on the windows, by one process or several ranks; and on other text
+    measure          the float model on the windows, by one process or several ranks; on other text; the queries of
+                     attention, for `export --attention fp8` and `--q-scale`
     quantize         scales from statistics, and the checkpoint they make
-    queries          `export --attention fp8`, `--q-scale`: the queries of attention, measured
+    forms            the cheapest form that meets the limit, where `fp8q run` was asked for none
     export           both ONNX graphs of the checkpoint, linted; the same model in BF16 or INT8, to compare with
-    build_engine     engines of all graphs, and the proof of their FP8 products
+    build_engine     engines of all graphs, and the proof of their FP8 GEMMs
     validate         the held-out text through the runtimes, and the gate on the loss
     validate_runtimes  its runtimes that may need torch, run one after the other
     compare          a server, or another checkpoint, asked for the evaluation text
@@ -21,28 +22,20 @@ In the order of work:
     evaluate         lm-eval's tasks asked of BF16 and FP8, their answers paired
     triton           the Triton model repository, with a plain model of an engine
     distill          codes of weights, learned from the float model, by one process or several ranks
-    distill_blocks   the same layer by layer, for models larger than memory
-    distill_ranks    its refusals of ranks, and the task that rank 0 hands to the others
     learned_adapter  a LoRA adapter, learned on the checkpoint from the float model
     sensitivity      the loss that each tensor causes alone
     tune             the cheapest mix within a budget of loss, and the run made anew with it
-    tune_candidates  its choices: their scales, codes and predicted losses
     bench            the time of answers, in each precision and of other runs
-    continuations    continuations of the same prompts by BF16 and FP8, for the report
-    report           the run as a page and a notebook, compared with other runs
+    report           the run as a page and a notebook, compared with other runs, with continuations of the same prompts
 
 They write nothing into a run:
 
     generate         text from the FP8 model, from its source model in BF16, or from both
+    compare_endpoint  a server and the checkpoint that it is said to serve, without a run
     compare_pair     two checkpoints of one model on a text, without a run; its results have a directory of their own
     other_text       text other than the calibration text, read with the run's options
-
-The commands that join stages, or only read what they wrote, in `commands`:
-
-    calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
-    run              all stages, one after the other
     convert          an FP8 checkpoint by the names and shapes of tensors, without a run
-    merge            add separately measured runs, then choose scales and export
+    push             a checkpoint and its card to the Hugging Face hub
     preflight        refuse, before the first stage writes, what later ones would refuse
     inspect          every module, and the outliers
     doctor           the stability checklist with its verdicts
@@ -50,4 +43,10 @@ The commands that join stages, or only read what they wrote, in `commands`:
     load             the FP8 model as Hugging Face's, for lm-eval and notebooks
     serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
+
+They join stages:
+
+    calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
+    merge            add separately measured runs, then choose scales and export
+    run              all stages, one after the other
 """

@@ -21,14 +21,12 @@ from ..serve.bench.meter import MemoryTaken, Meter, open_meter
 from ..serve.bench.timing import Answers, Contender, million_tokens_cost, time_contenders, timing
 from ..serve.loop.cuda import CudaDevice, CudaError
 from ..serve.loop.sessions import SessionError, import_onnxruntime
-from ..validate.bench.capacity import Footprint, capacities, footprint, with_both
-from ..validate.bench.document import Bench, BenchProtocol, BenchRow
+from ..validate.bench.document import Bench, BenchProtocol, BenchRow, Footprint, capacities, footprint, with_both
 from ..validate.report.plots import bench_plot
 from .generate import TORCH_RUNTIMES, runtime_here, session_of
 from .other_text import positions
-from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stage import CALIBRATE_MODULES, NO_FACTS, Key, Notes, device, needs
 from .pipeline.stages import BENCH
-from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.adapters import note_base_alone
 from .shared.model_files import files_of
 from .shared.opening import open_run
@@ -64,11 +62,14 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
     with notes.held():
         _load_library(runtime)
         meter = open_meter(on_gpu(runtime))
-        contenders = [_opened(each, runtime, meter) for each in named]
-        each_size = sizes(run, contenders, options, notes)
-        protocol = _protocol(runtime, meter, options, each_size[1][-1])
-        taken = [(each.name, _footprint(its, each, runtime)) for its, each in zip(named, contenders, strict=True)]
-        check_fits(each_size[0][-1], protocol.positions, taken, meter)
+        contenders = [_opened(contender, runtime, meter) for contender in named]
+        measured_sizes = sizes(run, contenders, options, notes)
+        protocol = _protocol(runtime, meter, options, measured_sizes[1][-1])
+        taken = [
+            (contender.name, _footprint(its, contender, runtime))
+            for its, contender in zip(named, contenders, strict=True)
+        ]
+        check_fits(measured_sizes[0][-1], protocol.positions, taken, meter)
         if protocol.emulated:
             notes.note(
                 f"{runtime}: FP8 is emulated here, its codes multiplied as wider numbers; so these times say nothing "
@@ -78,7 +79,7 @@ def bench(run: Run, notes: Notes, against: Sequence[Path], options: BenchOptions
     with BENCH.writing(run, Key(inputs, options, NO_FACTS), notes) as log:
         measurements = Bench(
             protocol=protocol,
-            rows=list(_rows(contenders, each_size, protocol.emulated, options, notes)),
+            rows=list(_rows(contenders, measured_sizes, protocol.emulated, options, notes)),
             capacity=capacities(shown, protocol.positions, protocol.memory_bytes),
         )
         write_document(run.bench, measurements)
@@ -130,7 +131,9 @@ def named_models(run: Run, against: Sequence[Path], runtime: str) -> list[Named]
         return [("bf16", run, "bf16")]
     stages, others = run.record().stages, [open_run(path) for path in against]
     check_same_model(run, others)
-    baselines = [each for each in get_args(Baseline) if f"export-{each}" in stages and runtime != "reference"]
+    baselines = [
+        baseline for baseline in get_args(Baseline) if f"export-{baseline}" in stages and runtime != "reference"
+    ]
     return [
         *((precision, run, precision) for precision in baselines),
         ("fp8", run, "fp8"),
@@ -199,9 +202,9 @@ def sizes(
 
     Raises InputError for options beyond these limits.
     """
-    sessions = [each.session for each in contenders]
-    rows = min((each.most_rows for each in sessions if each.most_rows), default=None)
-    bounds = [positions(run), *(each.most_positions for each in sessions)]
+    sessions = [contender.session for contender in contenders]
+    rows = min((contender.most_rows for contender in sessions if contender.most_rows), default=None)
+    bounds = [positions(run), *(contender.most_positions for contender in sessions)]
     most = min((bound for bound in bounds if bound), default=None)
     batches, prompts = options.batch_sizes, options.prompt_lengths
     if rows is not None and batches and batches[-1] > rows:
@@ -246,8 +249,8 @@ def _footprint(named: Named, contender: Contender, runtime: str) -> Footprint:
 
 def check_fits(rows: int, length: int, taken: Sequence[tuple[str, Footprint]], meter: Meter) -> None:
     """Raise InputError for more sequences than fit in the memory here."""
-    for name, each in taken:
-        most = largest_batch(meter.whole_bytes, each.weight_bytes, length * each.cost.cache_bytes)
+    for name, its in taken:
+        most = largest_batch(meter.total_bytes, its.weight_bytes, length * its.cost.cache_bytes)
         if rows > most:
             raise InputError(
                 f"--batch-sizes {rows:,}",
@@ -266,20 +269,20 @@ def _protocol(runtime: str, meter: Meter, options: BenchOptions, longest: int) -
         tokens=options.tokens,
         rounds=options.rounds,
         positions=longest + options.tokens,
-        memory_bytes=int(options.memory * GB) if options.memory else meter.whole_bytes,
+        memory_bytes=int(options.memory * GB) if options.memory else meter.total_bytes,
         method=METHOD,
     )
 
 
 def _rows(
     contenders: Sequence[Contender],
-    of_each: tuple[Sequence[int], Sequence[int]],
+    batch_and_prompt_sizes: tuple[Sequence[int], Sequence[int]],
     emulated: bool,
     options: BenchOptions,
     notes: Notes,
 ) -> Iterator[BenchRow]:
     """Measure each batch size with each prompt length."""
-    batches, prompts = of_each
+    batches, prompts = batch_and_prompt_sizes
     total = len(batches) * len(prompts) * len(contenders) * (options.rounds + 1)
     with notes.track("Measuring", total, "answers") as advance:
         for rows in batches:
@@ -289,7 +292,7 @@ def _rows(
                     answers = time_contenders(contenders, size, options.rounds, advance)
                 except SessionError as error:
                     raise BackendError("", str(error)) from error
-                names = [each.name for each in contenders]
+                names = [contender.name for contender in contenders]
                 yield from rows_of_size(names, answers, size, options.gpu_hour_price, emulated)
 
 
@@ -298,17 +301,17 @@ def rows_of_size(
 ) -> list[BenchRow]:
     """Make the rows of one `size`: batch size, tokens of each prompt, tokens of each answer."""
     rows, length, tokens = size
-    timings = [timing(each.timings, rows) for each in answers]
+    timings = [timing(answer.timings, rows) for answer in answers]
     return [
         BenchRow(
             variant=name,
             batch=rows,
             prompt=length,
             **asdict(its),
-            memory_bytes=each.memory_bytes,
+            memory_bytes=answer.memory_bytes,
             improvement=None if emulated or len(names) == 1 else timings[0].latency_ms / its.latency_ms,
-            joules_per_token=None if each.joules is None else each.joules / (len(each.timings) * rows * tokens),
+            joules_per_token=None if answer.joules is None else answer.joules / (len(answer.timings) * rows * tokens),
             cost_per_million_tokens=price and million_tokens_cost(price, its.tokens_per_second),
         )
-        for name, each, its in zip(names, answers, timings, strict=True)
+        for name, answer, its in zip(names, answers, timings, strict=True)
     ]

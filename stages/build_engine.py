@@ -11,9 +11,8 @@ from ..export.engine.info import EngineInfo, check_share, load_engines
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..quantize.scales.decisions import load_scales
 from .other_text import positions
-from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stage import NO_FACTS, Key, Notes
 from .pipeline.stages import build_engine_stage
-from .pipeline.steps import Notes
 from .shared.adapters import check_adapter, note_base_alone
 from .shared.model_files import files_of
 
@@ -21,7 +20,7 @@ from .shared.model_files import files_of
 def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineInfo]:
     """Build the engines of `options.precision` where they are not current, and return their records.
 
-    Raises GateError, after all is written, for an engine of FP8 with too few FP8 products.
+    Raises GateError, after all is written, for an engine of FP8 with too few FP8 GEMMs.
     """
     run.refuse_without_graph()
     check_adapter(run, options.adapter)
@@ -39,8 +38,8 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineI
     key = Key(inputs, options, NO_FACTS)
     if not stage.is_current(run, key):
         with stage.writing(run, key, notes) as log:
-            promised, alone = (scales.promised, scales.bf16_inputs) if scales else ([], [])
-            log.outputs += build_engines(run, promised, options, notes, alone)
+            fp8_modules, alone = (scales.fp8_gemms, scales.bf16_inputs) if scales else ([], [])
+            log.outputs += build_engines(run, fp8_modules, options, notes, alone)
     built = load_engines(run, precision, options.adapter)
     if precision == "fp8":
         check_share(built, options.min_fp8_share)

@@ -10,26 +10,29 @@ from ..core.errors import BackendError, GateError, InputError
 from ..core.files import write_document
 from ..core.reporter import Reporter
 from ..core.run import Run
+from ..core.run_writer import WorkFolder
 from ..options import CompareOptions
 from ..quantize.scales.decisions import load_scales
 from ..serve.local.chat_template import ChatTemplate
 from ..serve.loop.text import ModelFileError, Vocabulary
 from ..validate.accuracy.document import load_accuracy
 from ..validate.accuracy.top_logits import TopTokens, load_top_logits
+from ..validate.endpoint.answers import LikelyTokens
 from ..validate.endpoint.asking import ask_all, find_server, translated, without_prefix
-from ..validate.endpoint.checkpoint import run_checkpoint
+from ..validate.endpoint.checkpoint import check_candidate, run_checkpoint
 from ..validate.endpoint.client import Client
 from ..validate.endpoint.document import ModelComparison
-from ..validate.endpoint.judgement import judge, judge_prompt, judge_reading
+from ..validate.endpoint.judgement import ARITHMETICS, UNIT_CACHE, Judged, judge, judge_prompt, judge_reading
 from ..validate.endpoint.prompts import prompts_of
-from ..validate.endpoint.reading import bound_of, other_reading, own_readings
-from .pipeline.stage import NO_FACTS, Key
+from ..validate.endpoint.reading import bound_of, other_reading, reference_readings
+from .pipeline.stage import CALIBRATE_MODULES, NO_FACTS, Key, Notes, device, lacking, needs
 from .pipeline.stages import COMPARE, VALIDATE
-from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs
 from .shared.model_files import checked_model
 
 #: Where the key of a server comes from.
 KEY = "OPENAI_API_KEY"
+#: The verdicts that an arithmetic which the run has no runtime of may explain.
+UNEXPLAINED = ("other-arithmetic", "other-model", "undecided")
 #: Prompts that are asked again without their BOS.
 AGAIN = 4
 
@@ -37,9 +40,12 @@ AGAIN = 4
 def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComparison:
     """Ask the server or checkpoint of `options`, write `compare.json` and return it.
 
-    Raises GateError, once that is written, for any verdict but that it is the validated model.
+    Where a server fails whose cache is in FP8, and torch is installed, the run's model is tried with a cache that is
+    written by 1.0. Raises GateError, once that is written, for any verdict but that it is the validated model.
     """
-    check_one_given(options)
+    check_one_subject(options)
+    if options.model is not None:
+        check_candidate(options.model)
     checked_model(run)
     run.refuse_stale(VALIDATE.name)
     stored_tokens, recorded = load_top_logits(run), run.record().stages[VALIDATE.name].outputs
@@ -47,7 +53,8 @@ def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComp
     key = Key(inputs, options, NO_FACTS)
     with COMPARE.writing(run, key, notes) as log:
         # no part of the key is the machine's arithmetic: it is the server that computes
-        with run.work(COMPARE.name, {"inputs": inputs, "options": COMPARE.dump(options, NO_FACTS)}) as folder:
+        depends = {"inputs": inputs, "options": COMPARE.dump(options, NO_FACTS)}
+        with WorkFolder(run, COMPARE.name).opened(depends) as folder:
             comparison = (
                 _asked(run, stored_tokens, options, folder, notes)
                 if options.url
@@ -58,13 +65,11 @@ def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComp
     return comparison
 
 
-def check_one_given(options: CompareOptions) -> None:
+def check_one_subject(options: CompareOptions) -> None:
     """Raise InputError for both, or neither, of a server and a checkpoint."""
     if (options.url is None) == (options.model is None):
-        options_given = (
-            f"--url {options.url} and --model {options.model}" if options.url else "neither --url nor --model"
-        )
-        raise InputError(options_given, "give one of them, a server's address or a checkpoint's directory")
+        written = f"--url {options.url} and --model {options.model}" if options.url else "neither --url nor --model"
+        raise InputError(written, "give one of them, a server's address or a checkpoint's directory")
 
 
 def check_validated(comparison: ModelComparison) -> None:
@@ -97,7 +102,11 @@ def _asked(
         judged = judge_prompt(judged, asked.answers, again)
     bound = bound_of(asked.answers, stored_tokens.runtimes[judged.runtimes[0].runtime])
     with translated(client):
-        reading = other_reading(server, own_readings(stored_tokens, vocabulary), _renderer(run, notes), bound)
+        reading = other_reading(
+            server, reference_readings(stored_tokens, vocabulary), renderer_of(run.model, notes), bound
+        )
+    if judged.verdict in UNEXPLAINED and asked.answers.with_logprobs and tail is None and has_cache_scales(run):
+        judged = _by_unit_cache(run, stored_tokens, asked.answers, judged, notes)
     judged = judge_reading(judged, reading)
     return ModelComparison(
         answered=client.url,
@@ -116,10 +125,29 @@ def _asked(
     )
 
 
-def _renderer(run: Run, notes: Reporter) -> Callable[[str], str] | None:
-    """The run's chat template, for one message of a user; None where it has none, or nothing here renders it."""
+def has_cache_scales(run: Run) -> bool:
+    """Tell whether the run has an FP8 cache whose scales differ from 1.0, which servers take where they load none."""
+    return any(bool((scale.stored != 1).any()) for scale in load_scales(run).kv_cache.values())
+
+
+def _by_unit_cache(
+    run: Run, stored_tokens: TopTokens, answers: LikelyTokens, judged: Judged, notes: Reporter
+) -> Judged:
+    """Judge answers again with the arithmetic of a cache without scales; as before where they do not have that."""
+    if missing := lacking(CALIBRATE_MODULES):
+        notes.note(f"whether the server's FP8 cache has its scales was not tried: {missing} is not installed")
+        return judged
+    from ..validate.endpoint.unit_cache import with_unit_cache  # loads torch
+
+    tried = with_unit_cache(run, stored_tokens, device(), notes)
+    again = judge(tried, answers, np.nonzero(stored_tokens.positions)[0])
+    return again if again.arithmetics == [ARITHMETICS[UNIT_CACHE]] else judged
+
+
+def renderer_of(model: Path, notes: Reporter) -> Callable[[str], str] | None:
+    """The chat template in `model`, for one message of a user; None where it has none, or nothing here renders it."""
     try:
-        template = ChatTemplate(run.model)
+        template = ChatTemplate(model)
     except InputError:
         return None
     except BackendError as error:

@@ -5,125 +5,85 @@ No run is needed, and none is made: the results are of any two checkpoints that 
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedConfig
 
 from .. import __version__
+from ..calibrate.input.untrusted import local_path
+from ..calibrate.measure.chain import Chain, LayerChain
 from ..calibrate.model.architecture import load_config, max_positions
-from ..calibrate.model.bf16_products import widened_products
+from ..calibrate.model.bf16_gemms import gemms_in_fp32
+from ..calibrate.model.decoder import NoChainError
 from ..calibrate.model.tokenizer import stored_tokenizer
 from ..calibrate.text import corpus
 from ..calibrate.text.chat import renderer
 from ..calibrate.text.packing import Packing
 from ..core.arrays import read_arrays
 from ..core.errors import BackendError, InputError
-from ..core.files import read_document, replacing, write_document
+from ..core.files import disk_errors, locked, read_document, replacing, sha256_file, write_document
 from ..core.reporter import Reporter
+from ..core.run_files import LOCK
 from ..options import DEFAULT_SEQ_LEN, CorpusOptions, PairOptions, ValidateOptions
 from ..validate.accuracy.bootstrap import Bootstrap, increase_halves
-from ..validate.accuracy.compare import AnyForward, Opener, Outcome, compare_in_turn
+from ..validate.accuracy.compare import (
+    BASELINE,
+    FLOAT32,
+    AnyForward,
+    Opener,
+    Outcome,
+    compare_in_turn,
+    windows_at_once,
+)
 from ..validate.accuracy.decision import decide
 from ..validate.accuracy.document import KL, Accuracy, Estimate
 from ..validate.accuracy.perplexity import Evaluation
 from ..validate.endpoint.checkpoint import loaded_checkpoint
-from ..validate.pair.causes import Facts, causes_of
+from ..validate.pair.causes import Facts, causes_of, check_files
+from ..validate.pair.checkpoint_chain import CheckpointChain, LayerMatrices, check_streamed_form
 from ..validate.pair.document import CANDIDATE, Cause, CheckpointIdentity, HiddenError, ModuleError, PairComparison
 from ..validate.pair.models import (
-    LoadedCandidate,
+    BY_FP8Q,
+    CandidateLoading,
+    by_transformers,
     check_codes,
     check_directory,
     check_same_shape,
     check_same_tokens,
+    dequantizable,
     identify,
     load_candidate,
     missing_weights,
+    weight_headers,
 )
-from ..validate.pair.module_errors import compare_modules, expert_errors
+from ..validate.pair.module_errors import compare_modules, expert_errors, matrices
+from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
 from ..validate.report.loss_buckets import by_position
 from ..validate.report.pair_page import pair_page
 from .corpus import prefix_for
+from .measure import beyond
 from .other_text import cut_for
-from .pipeline.steps import device
+from .pipeline.stage import device
 from .shared.texts import read_tokens
 
 #: What stands before the candidate's directory in messages.
 OPTION = "--model "
 #: The files of a comparison in its directory, and the folder with which a killed one goes on.
 NUMBERS, TOKENS, PAGE, WORK = "comparison.json", "tokens.npz", "report.html", ".compare.work"
-
-
-def compare_pair(original: Path, candidate: Path, options: PairOptions, progress: Reporter) -> PairComparison:
-    """Compare the checkpoint in `candidate` with `original` on `options.data`, write `options.out` and return it.
-
-    Results of the same files, text, options and version are returned as they are. A verdict raises no error
-    (`check_pair` does). Raises InputError for what cannot be compared, BackendError where a model does not run.
-    """
-    if options.data is None or options.out is None:
-        raise InputError(
-            original,
-            "is no run, and two checkpoints are compared on a text",
-            "give --data TEXT and --out DIR, or the directory of a run",
-        )
-    configs = check_directory(original, ""), check_directory(candidate, OPTION)
-    check_codes(candidate, configs[1], OPTION)
-    text_config, other = (
-        load_config(path, f"{option}{path}", raw)[0].get_text_config()
-        for path, option, raw in zip((original, candidate), ("", OPTION), configs, strict=True)
-    )
-    check_same_shape(text_config, other, f"{OPTION}{candidate}")
-    check_same_tokens(original, candidate, f"{OPTION}{candidate}")
-    check_results_directory(options.out, (original, candidate))
-    evaluation = _evaluation(original, text_config, options, progress)
-    models = identify(original, configs[0], progress), identify(candidate, configs[1], progress)
-    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress)
-    stored = options.out / NUMBERS
-    if stored.is_file() and (known := read_document(stored, PairComparison)).key == pair.key:
-        return _judged(known, options.out, options)
-    loaded = _check_candidate(pair)
-    work = options.out / WORK
-    if work.is_dir() and not (work / pair.key).is_dir():
-        shutil.rmtree(work)
-    (folder := work / pair.key).mkdir(parents=True, exist_ok=True)
-    outcome = _run(pair, text_config.vocab_size, folder)
-    comparison = _explained(pair, loaded, outcome)
-    _write(comparison, outcome, options.out)
-    shutil.rmtree(work)
-    return comparison
-
-
-def check_results_directory(out: Path, checkpoints: tuple[Path, Path]) -> None:
-    """Raise InputError where `out` is no directory for a comparison of `checkpoints`: it holds something else."""
-    names = {NUMBERS, TOKENS, PAGE, WORK}
-    if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out}", "is a file", "name a new directory")
-    if out.resolve() in {path.resolve() for path in checkpoints}:
-        raise InputError(f"--out {out}", "is one of the checkpoints", "name a new directory")
-    if out.is_dir() and (strange := sorted(path.name for path in out.iterdir() if path.name not in names)):
-        raise InputError(
-            f"--out {out}", f"holds {strange[0]}, which no comparison wrote", "name a new or empty directory"
-        )
-
-
-def _evaluation(original: Path, config: PreTrainedConfig, options: PairOptions, progress: Reporter) -> Evaluation:
-    """Cut the text into windows by the original's tokenizer, each begun as that begins a text."""
-    assert options.data is not None, "the caller looked"
-    tokenizer = stored_tokenizer(original)
-
-    def render(where: str, value: object) -> str:  # only chats need a template
-        return renderer(tokenizer, str(original))(where, value)
-
-    text = read_tokens(options.data, tokenizer, config.vocab_size, corpus.Reading(render=render), progress)
-    prefix = prefix_for(tokenizer, [text], CorpusOptions(), progress)
-    limit = max_positions(config.to_dict())
-    asked = ValidateOptions(context=options.context, max_tokens=options.max_tokens)
-    packing = Packing(min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN), prefix)
-    return cut_for(text.ids, options.data, asked, packing, limit, progress)
+#: In that folder: who loads the candidate, once each of its layers has run a token.
+CHECKED = "candidate.json"
+#: There too: the hidden states and the results of layers.
+LAYERS = "layers"
+#: The errors of modules and hidden states, and the causes.
+Explanation = tuple[list[ModuleError], list[HiddenError], list[Cause]]
 
 
 @dataclass(frozen=True)
@@ -139,19 +99,226 @@ class CheckpointPair:
 
     @property
     def key(self) -> str:
-        """SHA-256 of all that the results depend on: both checkpoints' files, tokens, protocol, options, version."""
+        """SHA-256 of all that the results depend on: both checkpoints' files, tokens, protocol, options, version.
+
+        The tokens, since another tokenizer may cut the same text into as many.
+        """
         files, protocol = [model.sha256 for model in self.models], self.evaluation.protocol.model_dump_json()
-        parts = (__version__, *files, protocol, self.options.module_windows)
+        tokens = hashlib.sha256(self.evaluation.ids.tobytes()).hexdigest()
+        parts = (__version__, *files, tokens, protocol, self.options.module_windows)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _check_candidate(pair: CheckpointPair) -> LoadedCandidate:
-    """Load the candidate before any model runs; where that fails, name the weights that its files lack, if any.
+def compare_pair(original: Path, candidate: Path, options: PairOptions, progress: Reporter) -> PairComparison:
+    """Compare the checkpoint in `candidate` with `original` on `options.data`, write `options.out` and return it.
 
-    Returns it without its model, which `compare_in_turn` loads again when its turn has come, and memory is free.
+    Results of the same files, text, options and version are returned as they are. A verdict raises no error
+    (`check_pair` does). Raises InputError for what cannot be compared, BackendError where a model does not run.
     """
+    _, out = check_destination(original, options)
+    configs = check_directory(original, ""), check_directory(candidate, OPTION)
+    check_codes(candidate, configs[1], OPTION)
+    text_config, other = (
+        load_config(path, f"{option}{path}", raw)[0].get_text_config()
+        for path, option, raw in zip((original, candidate), ("", OPTION), configs, strict=True)
+    )
+    check_same_shape(text_config, other, f"{OPTION}{candidate}")
+    check_same_tokens(original, candidate, f"{OPTION}{candidate}")
+    check_files(original, candidate, configs)
+    check_results_directory(out, (original, candidate))
+    evaluation = evaluation_of(original, text_config, options, progress)
+    models = identify(original, configs[0], progress), identify(candidate, configs[1], progress)
+    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress)
+    with results_lock(out):
+        return _compared(pair, out, text_config.vocab_size)
+
+
+def check_destination(original: Path, options: PairOptions) -> tuple[str, Path]:
+    """Return the text and the directory of a comparison without a run; raise InputError where one is not given."""
+    if options.data is None or options.out is None:
+        raise InputError(
+            original,
+            "is no run, and two checkpoints are compared on a text",
+            "give --data TEXT and --out DIR, or the directory of a run",
+        )
+    return options.data, options.out
+
+
+def _compared(pair: CheckpointPair, out: Path, vocabulary: int) -> PairComparison:
+    """Return the results in `out` where they are of this comparison; else run what is missing, and write them."""
+    stored = out / NUMBERS
+    if stored.is_file() and (known := read_document(stored, PairComparison)).key == pair.key:
+        return _judged(known, out, pair.options)
+    if _streamed(pair):
+        return _compared_by_layer(pair, out, vocabulary)
+    loading = _check_candidate(pair)
+    with work_folder(out, pair.key) as folder:
+        outcome = _run(pair, vocabulary, folder)
+        return write_results(_explained(pair, loading, outcome, _explain(pair)), outcome, out)
+
+
+def _streamed(pair: CheckpointPair) -> bool:
+    """Tell whether to go layer by layer: as the option says, or where two models in BF16 (or one in FP32) exceed the
+    available memory, with a note.
+
+    Raises InputError for a form that is not computed so.
+    """
+    stream = pair.options.stream
+    if stream is None:
+        size = 4 * sum(prod(header.shape) for header in weight_headers(pair.paths[0], pair.configs[0]).values())
+        stream = bool(too_much := beyond(size))
+        if stream:
+            pair.progress.note(
+                f"--stream: two models in BF16, or the original in FP32, take {size / 1e9:,.3g} GB, {too_much}: "
+                "comparing layer by layer"
+            )
+    if stream:
+        for path, config, option in zip(pair.paths, pair.configs, ("", OPTION), strict=True):
+            check_streamed_form(path, config, option)
+    return stream
+
+
+def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> PairComparison:
+    """Compare the models with one decoder layer of each in memory, and write the results."""
+    original, wide = (_original_chain(pair.paths[0], dtype) for dtype in (torch.bfloat16, torch.float32))
+    ids, work = pair.evaluation.ids, out / WORK / pair.key
+    windows = StreamedWindows.cut(ids, windows_at_once(ids.shape[1], None, vocabulary), _module_windows(pair))
+    outputs = {BASELINE: original.layer_output, FLOAT32: wide.layer_output, CANDIDATE: original.layer_output}
+    check_disk(work / LAYERS, outputs, windows, out)
+    candidate, loading = _candidate_chain(pair, work / CHECKED)
+    with work_folder(out, pair.key) as folder, _no_chain():
+        if not (folder / CHECKED).is_file():
+            write_document(folder / CHECKED, loading)
+        (states := folder / LAYERS).mkdir(exist_ok=True)
+        stream = PairStream({BASELINE: original, FLOAT32: wide, CANDIDATE: candidate}, windows, states)
+        stream.run(pair.progress)
+        with stream.openers() as openers:
+            outcome = _outcome(pair, openers, vocabulary, folder)
+        modules, hidden, experts = stream.results(name for name, _ in original.whole.named_modules())
+        weights = (LayerMatrices(original), LayerMatrices(candidate)) if windows.modules else ({}, {})
+        causes = causes_of(Facts(*pair.paths, pair.configs, modules, weights, experts))
+        return write_results(_explained(pair, loading, outcome, (modules, hidden, causes)), outcome, out)
+
+
+def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain:
+    with _no_chain():
+        return CheckpointChain(path, "", device(), dtype)
+
+
+def _candidate_chain(pair: CheckpointPair, checked: Path) -> tuple[LayerChain, CandidateLoading]:
+    """Open the candidate after each of its parts has run a token, unless the file `checked` says that they have; where
+    transformers does not run one, with fp8q.
+    """
+    path = pair.paths[1]
+    known = read_document(checked, CandidateLoading) if checked.is_file() else None
+    with _no_chain():
+        try:
+            if known == BY_FP8Q:
+                raise InputError(f"{OPTION}{path}", "does not load any more", "remove the directory and compare again")
+            chain = CheckpointChain(path, OPTION, device())
+            if known is None:
+                chain.check()
+            return chain, by_transformers(path, device())
+        except NoChainError:
+            raise
+        except (InputError, BackendError) as refused:
+            with _missing_named(pair):
+                return Chain(dequantizable(path, refused), device()), BY_FP8Q
+
+
+@contextmanager
+def _no_chain() -> Iterator[None]:
+    """Describe the remedy for a model that is no chain of layers."""
     try:
-        return replace(load_candidate(pair.paths[1], OPTION, device()), model=torch.nn.Identity())
+        yield
+    except NoChainError as error:
+        raise InputError(
+            error.subject,
+            f"{error.reason}, so it cannot be compared layer by layer",
+            "give --no-stream, and memory for both models",
+        ) from error
+
+
+@contextmanager
+def work_folder(out: Path, key: str) -> Iterator[Path]:
+    """Give the folder with which a killed comparison of this `key` goes on, and remove it once the block is done, or
+    is refused.
+    """
+    work = out / WORK
+    if work.is_dir() and not (work / key).is_dir():
+        shutil.rmtree(work)
+    (folder := work / key).mkdir(parents=True, exist_ok=True)
+    try:
+        with disk_errors(folder):
+            yield folder
+    except InputError:  # of a killed call the models that have run stay, of one that cannot go on nothing
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work)
+
+
+@contextmanager
+def results_lock(out: Path) -> Iterator[None]:
+    """Hold the lock on the results in `out`, which is made, and removed again where nothing is written.
+
+    Raises InputError where another process compares there.
+    """
+    made = not out.exists()
+    with disk_errors(out), ExitStack() as held:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            held.enter_context(locked(out / LOCK))
+        except BlockingIOError:
+            raise InputError(
+                f"--out {out}", "another fp8q process is comparing here", "wait for it, or name another directory"
+            ) from None
+        try:
+            yield
+        finally:
+            if made and [path.name for path in out.iterdir()] == [LOCK]:  # refused before anything was measured
+                shutil.rmtree(out)
+
+
+def check_results_directory(out: Path, checkpoints: tuple[Path, ...]) -> None:
+    """Raise InputError where `out` is no directory for a comparison of `checkpoints`: it holds something else."""
+    names = {NUMBERS, TOKENS, PAGE, WORK, LOCK}
+    if local_path(out).exists() and not out.is_dir():
+        raise InputError(f"--out {out}", "is a file", "name a new directory")
+    if out.resolve() in {path.resolve() for path in checkpoints}:
+        raise InputError(f"--out {out}", "is one of the checkpoints", "name a new directory")
+    if out.is_dir() and (strange := sorted(path.name for path in out.iterdir() if path.name not in names)):
+        raise InputError(
+            f"--out {out}", f"holds {strange[0]}, which no comparison wrote", "name a new or empty directory"
+        )
+
+
+def evaluation_of(original: Path, config: PreTrainedConfig, options: PairOptions, progress: Reporter) -> Evaluation:
+    """Cut the text into windows by the original's tokenizer, each begun as that begins a text."""
+    assert options.data is not None, "the caller looked"
+    tokenizer = stored_tokenizer(original)
+
+    def render(where: str, value: object) -> str:  # only chats need a template
+        return renderer(tokenizer, str(original))(where, value)
+
+    text = read_tokens(options.data, tokenizer, config.vocab_size, corpus.Reading(render=render), progress)
+    prefix = prefix_for(tokenizer, [text], CorpusOptions(), progress)
+    limit = max_positions(config.to_dict())
+    asked = ValidateOptions(context=options.context, max_tokens=options.max_tokens)
+    packing = Packing(min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN), prefix)
+    return cut_for(text.ids, options.data, asked, packing, limit, progress)
+
+
+def _check_candidate(pair: CheckpointPair) -> CandidateLoading:
+    """Load the candidate before any model runs, and forget it, so that memory is free until its turn has come."""
+    with _missing_named(pair):
+        return load_candidate(pair.paths[1], OPTION, device()).loading
+
+
+@contextmanager
+def _missing_named(pair: CheckpointPair) -> Iterator[None]:
+    """Name the weights that the candidate's files lack, if any, where it does not load in this block."""
+    try:
+        yield
     except InputError:
         if missing := missing_weights(*pair.paths, pair.configs):
             more = f", nor {len(missing) - 1:,} more of the original's weights" if len(missing) > 1 else ""
@@ -167,13 +334,30 @@ def _run(pair: CheckpointPair, vocabulary: int, folder: Path) -> Outcome:
     """Run the windows through the original in BF16 and FP32 and through the candidate, one loaded at a time."""
     original, candidate = pair.paths
     openers: dict[str, Opener] = {
-        "bf16": lambda: _logits(loaded_checkpoint(original, "", torch.bfloat16).to(device())),
-        "fp32": lambda: _logits(loaded_checkpoint(original, "", torch.float32).to(device())),
+        **original_openers(original),
         CANDIDATE: lambda: _logits(load_candidate(candidate, OPTION, device()).model),
     }
+    return _outcome(pair, openers, vocabulary, folder)
+
+
+def _outcome(pair: CheckpointPair, openers: Mapping[str, Opener], vocabulary: int, folder: Path) -> Outcome:
+    """Measure the three models that `openers` load; raises BackendError where one failed."""
     outcome = compare_in_turn(pair.evaluation, openers, vocabulary, folder / "windows", pair.progress)
     if outcome.failed:
         raise BackendError("", "; ".join(outcome.failed.values()))
+    return with_buckets(outcome)
+
+
+def original_openers(original: Path) -> dict[str, Opener]:
+    """The original in BF16 and in FP32, each loaded when its turn comes."""
+    return {
+        "bf16": lambda: _logits(loaded_checkpoint(original, "", torch.bfloat16).to(device())),
+        "fp32": lambda: _logits(loaded_checkpoint(original, "", torch.float32).to(device())),
+    }
+
+
+def with_buckets(outcome: Outcome) -> Outcome:
+    """Add losses by position, and the candidate's increase on either half of the windows."""
     base, runtimes = outcome.nll["bf16"], {}
     for name, runtime in outcome.accuracy.runtimes.items():
         nll, kl = outcome.nll[name], outcome.kl.get(name)
@@ -184,65 +368,74 @@ def _run(pair: CheckpointPair, vocabulary: int, folder: Path) -> Outcome:
     return replace(outcome, accuracy=outcome.accuracy.model_copy(update={"runtimes": runtimes}))
 
 
-def _explained(pair: CheckpointPair, loaded: LoadedCandidate, outcome: Outcome) -> PairComparison:
-    """Judge the outcome, compare modules, and name causes."""
-    modules, hidden, causes = _explain(pair)
-    bootstrap, measured = Bootstrap(np.nonzero(pair.evaluation.scored)[0]), outcome.measured[CANDIDATE]
+def _explained(
+    pair: CheckpointPair, loading: CandidateLoading, outcome: Outcome, explanation: Explanation
+) -> PairComparison:
+    """Judge the outcome, and put the errors of modules and the causes beside it."""
+    modules, hidden, causes = explanation
+    flips, kl = flips_and_kl(outcome, np.nonzero(pair.evaluation.scored)[0])
     return PairComparison(
         key=pair.key,
         original=pair.models[0],
-        candidate=pair.models[1].model_copy(update={"loaded_by": loaded.loaded_by}),
+        candidate=pair.models[1].model_copy(update={"loaded_by": loading.loaded_by}),
         protocol=pair.evaluation.protocol,
         runtimes=outcome.accuracy.runtimes,
-        flips=Estimate(**bootstrap.interval(1.0 - measured["top1"].astype(np.float64))._asdict()),
-        kl_nats=Estimate(**bootstrap.interval(measured["kl"].astype(np.float64))._asdict()),
-        verdict=decide(outcome.accuracy, outcome.nll, pair.options.max_ppl_increase),
+        flips=flips,
+        kl_nats=kl,
+        verdict=decide(outcome.accuracy, outcome.nll, pair.options, outcome.kl),
         modules=modules,
         hidden=hidden,
         causes=causes,
-        notes=[loaded.note] if loaded.note else [],
+        notes=[loading.note] if loading.note else [],
     )
+
+
+def flips_and_kl(outcome: Outcome, windows: npt.NDArray[np.intp]) -> tuple[Estimate, Estimate]:
+    """The candidate's flips and KL with their intervals over `windows` [tokens], the window of each token."""
+    bootstrap, measured = Bootstrap(windows), outcome.measured[CANDIDATE]
+    flips = bootstrap.interval(1.0 - measured["top1"].astype(np.float64))
+    kl = bootstrap.interval(measured["kl"].astype(np.float64))
+    return Estimate(**flips._asdict()), Estimate(**kl._asdict())
 
 
 def _logits(model: torch.nn.Module) -> AnyForward:
     def forward(ids: "np.ndarray[Any, np.dtype[np.int64]]") -> torch.Tensor:
-        with widened_products():
+        with gemms_in_fp32():
             logits: torch.Tensor = model(input_ids=torch.from_numpy(ids).to(device()), use_cache=False).logits
         return logits
 
     return forward
 
 
-def _explain(pair: CheckpointPair) -> tuple[list[ModuleError], list[HiddenError], list[Cause]]:
+def _explain(pair: CheckpointPair) -> Explanation:
     """Compare modules on evenly spaced windows, both models in memory, and name the causes."""
-    ids, most = pair.evaluation.ids, pair.options.module_windows
-    if not most:
+    ids, chosen = pair.evaluation.ids, _module_windows(pair)
+    if not len(chosen):
         return [], [], causes_of(Facts(*pair.paths, pair.configs, [], ({}, {}), {}))
     original = loaded_checkpoint(pair.paths[0], "", torch.bfloat16).to(device())
     candidate = load_candidate(pair.paths[1], OPTION, device()).model
-    chosen = np.linspace(0, len(ids) - 1, min(most, len(ids))).astype(np.int64)
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
-    with pair.progress.track("Comparing modules", len(windows), "windows") as advance, widened_products():
+    with pair.progress.track("Comparing modules", len(windows), "windows") as advance, gemms_in_fp32():
         modules, hidden = compare_modules(original, candidate, windows, advance)
-    weights, experts = (_matrices(original), _matrices(candidate)), expert_errors(original, candidate)
+    weights, experts = (matrices(original), matrices(candidate)), expert_errors(original, candidate)
     return modules, hidden, causes_of(Facts(*pair.paths, pair.configs, modules, weights, experts))
 
 
-def _matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Module -> its weight [out, in], of those that hold it as numbers."""
-    return {
-        name.removesuffix(".weight"): weight.detach()
-        for name, weight in model.named_parameters()
-        if name.endswith(".weight") and weight.dim() == 2 and weight.element_size() > 1
-    }
+def _module_windows(pair: CheckpointPair) -> npt.NDArray[np.int64]:
+    """The numbers of the windows on which modules are compared, evenly spaced."""
+    windows = len(pair.evaluation.ids)
+    return np.linspace(0, windows - 1, min(pair.options.module_windows, windows)).astype(np.int64)
 
 
-def _write(comparison: PairComparison, outcome: Outcome, out: Path) -> None:
+def write_results(comparison: PairComparison, outcome: Outcome, out: Path) -> PairComparison:
+    """Write tokens.npz, the page and comparison.json; return the comparison with the digest of the tokens' file."""
     arrays = {**outcome.nll, **{f"{name}{KL}": values for name, values in outcome.kl.items()}}
     with replacing(out / TOKENS) as partial_file, open(partial_file, "wb") as handle:
         np.savez(handle, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
+    comparison = comparison.model_copy(update={"tokens_sha256": sha256_file(out / TOKENS)})
     _write_page(comparison, out)
     write_document(out / NUMBERS, comparison)
+    return comparison
 
 
 def _write_page(comparison: PairComparison, out: Path) -> None:
@@ -252,11 +445,15 @@ def _write_page(comparison: PairComparison, out: Path) -> None:
 
 
 def _judged(comparison: PairComparison, out: Path, options: PairOptions) -> PairComparison:
-    """Return the stored results with the verdict by the limit of `options`, written where it was by another."""
-    arrays = read_arrays(out / TOKENS, "losses of tokens", "remove the directory and compare again")
+    """Return the stored results with the verdict by the limits of `options`, written where it was by others."""
+    remedy = "remove the directory and compare again"
+    arrays = read_arrays(out / TOKENS, "losses of tokens", remedy)
+    if sha256_file(out / TOKENS) != comparison.tokens_sha256:
+        raise InputError(out / TOKENS, f"is not the file that {NUMBERS} was written with", remedy)
     losses = {name: values for name, values in arrays.items() if not name.endswith(KL)}
+    kl = {name.removesuffix(KL): values for name, values in arrays.items() if name.endswith(KL)}
     accuracy = Accuracy(protocol=comparison.protocol, runtimes=comparison.runtimes)
-    judged = comparison.model_copy(update={"verdict": decide(accuracy, losses, options.max_ppl_increase)})
+    judged = comparison.model_copy(update={"verdict": decide(accuracy, losses, options, kl)})
     if judged != comparison:
         _write_page(judged, out)
         write_document(out / NUMBERS, judged)

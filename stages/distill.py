@@ -1,9 +1,13 @@
 """The stage `distill`: learn the codes of weights from the float model, then write checkpoint and graphs with them.
 
-Several processes that torchrun started learn together; the first alone reads the text, and writes the run.
+Several processes that torchrun started learn together; the first alone reads the text, hands the task to the others,
+and writes the run.
+
+With `--stream` it learns decoder layer by decoder layer, and compares the whole model before and after.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,22 +21,26 @@ import torch
 from transformers import PreTrainedModel
 
 from ..calibrate.input.silence import quiet_transformers
+from ..calibrate.model.decoder import NoChainError
+from ..calibrate.model.gemms import routers
 from ..calibrate.model.memory import weight_bytes
-from ..calibrate.model.source import Source, load_model
+from ..calibrate.model.source import Source, load_model, meta_model
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World, joined_ranks
 from ..calibrate.text.overlap import measure_overlap
 from ..calibrate.text.packing import Packing
 from ..core.columns import duration
+from ..core.commands import name_in_commands
 from ..core.errors import InputError
-from ..core.files import remove, write_document
+from ..core.files import Strict, remove, write_document
 from ..core.memory import return_freed_blocks
 from ..core.run import Run
-from ..options import DistillOptions
+from ..options import DistillOptions, LearningGradients
 from ..options.distill import LearnedScales, LearningOptions, WeightLearningOptions
-from ..quantize.learning.codes import LearnedCodes, gathered_codes, save_codes
-from ..quantize.learning.document import Distillation, Moment, load_distillation
-from ..quantize.learning.linear import LearnedLinear, student_of
+from ..quantize.learning.block_training import BlockSchedule
+from ..quantize.learning.blocks import BlockLearning, BlockText
+from ..quantize.learning.document import BlockLoss, Distillation, Moment, load_distillation
+from ..quantize.learning.linear import LearnedCodes, LearnedLinear, gathered_codes, save_codes, student_of
 from ..quantize.learning.progress import StepPace
 from ..quantize.learning.sharded_model import shard_model
 from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn, planned_steps
@@ -40,19 +48,190 @@ from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
 from ..validate.accuracy.nonfinite import culprit
 from .corpus import digest, load_tokens, opening_of
-from .distill_blocks import learn_blocks
-from .distill_ranks import bytes_a_weight, check_no_experts, check_ranks, receive_task, send_nothing, send_task
 from .export import export_or_note
 from .measure import beyond
 from .other_text import read_other
-from .pipeline.stage import Key
-from .pipeline.stages import CORPUS, DISTILL, DistillFacts
-from .pipeline.steps import Notes, device
-from .quantize import identity, quantize, rounding_key, scale_options
+from .pipeline.stage import Key, Notes, device
+from .pipeline.stages import CORPUS, DISTILL, QUANTIZE, DistillFacts
+from .quantize import KnownCodes, identity, quantize, rounding_key, scale_options
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
-from .shared.sources import products_of, source_of
+from .shared.sources import gemms_of, source_of
 from .shared.texts import LearningText, Tokens
+
+
+def learn_blocks(
+    run: Run, source: Source, text: LearningText, options: DistillOptions, folder: Path, notes: Notes
+) -> Distillation:
+    """Learn the layers of the run's checkpoint one after the other, and write their codes to `distilled.safetensors`.
+
+    `folder` holds the hidden states and the layers that have learned, with which a killed call goes on.
+
+    Raises InputError for a model that is no chain of layers.
+    """
+    begun, seed = time.monotonic(), options.seed
+    windows = BlockText.cut(text.windows, text.held_out, options.batch_size, seed)
+    steps = max(1, round(len(windows.train) * options.epochs))
+    notes.note(
+        f"distill: {text.windows.size:,} tokens of {text.name}, {options.epochs:g} passes in each layer, "
+        f"{text.held_out.size:,} held out"
+    )
+    stored = open_codes(run.model, "exact", torch.float32, device())
+    try:
+        learning = BlockLearning(source, stored, load_scales(run).activations, windows, folder)
+        learning.run(BlockSchedule(steps, options.learning_rate, seed, options.scales == "learned"), notes)
+    except NoChainError as error:
+        raise InputError(
+            error.subject,
+            f"{error.reason}, so it cannot learn layer by layer",
+            "give `fp8q distill` memory for the whole of it, without --stream",
+        ) from error
+    before, after = learning.divergences()
+    losses = learning.done.losses
+    learning.done.save(run.distilled, learning.outside_codes())
+    if stopped := _stopped(losses, steps):
+        notes.note(f"distill: {stopped}; the weights of the best moment before it stay")
+    return Distillation(
+        data=text.name,
+        tokens=text.windows.size,
+        held_out=text.held_out.size,
+        steps=steps * len(losses),
+        seconds=round(time.monotonic() - begun, 1),
+        moments=[Moment(step=0, kl=before), Moment(step=steps * len(losses), kl=after)],
+        changed=sum(loss.changed for loss in losses) / max(1, sum(loss.codes for loss in losses)),
+        stopped=stopped,
+        blocks=losses,
+    )
+
+
+def _stopped(losses: list[BlockLoss], steps: int) -> str | None:
+    """Name the first layer and step whose loss was not finite; None where all were."""
+    stopped = next((loss for loss in losses if loss.stopped is not None), None)
+    if stopped is None:
+        return None
+    return f"the loss of layer {stopped.layer} is not finite at step {stopped.stopped} of {steps}"
+
+
+#: Variables by which `accelerate launch` asks for a training in which no rank has a whole weight.
+SHARDED = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+
+#: Bytes of a learned weight: in FP32 the teacher's, the student's, its gradient, Adam's two means and the weight that
+#: the forward pass rounds to; a byte each for its first code and its range.
+BYTES_A_WEIGHT = 26
+#: Bytes that ranks share with --shard, the first five of these; of the others the first code alone is kept then.
+SHARED_BYTES, UNSHARED_BYTES = 20, 1
+#: Bytes while the student is loaded: the teacher's are shared by then, the student's weight and first code are not yet.
+TEACHER_BYTES, LOADED_BYTES = 4, 5
+
+
+class LearningTask(Strict):
+    """The training that rank 0 tells the others to take part in, with the windows that follow it.
+
+    `start`: file of the checkpoint to begin with -> its SHA-256; `folder`: of the Trainer's checkpoints, in the run.
+    """
+
+    start: dict[str, str]
+    folder: str
+    epochs: float
+    batch_size: int
+    learning_rate: float
+    seed: int
+    scales: LearnedScales
+    gradients: LearningGradients
+    shard: bool
+
+
+def check_ranks(options: DistillOptions, world: World) -> None:
+    """Raise InputError where ranks cannot share windows or weights, or where a launcher would split the weights."""
+    if options.stream and world.size > 1:
+        raise InputError("--stream", "layers learn one after the other, in one process", "start it without torchrun")
+    if options.gradients in ("e5m2", "e4m3") and world.size > 1:
+        raise InputError(
+            f"--gradients {options.gradients}",
+            "scales by the amax of the steps before, which each rank would have of its own windows",
+            "start it without torchrun",
+        )
+    if options.batch_size % world.size:
+        raise InputError(
+            f"--batch-size {options.batch_size}",
+            f"is the number of windows a step of all {world.size} ranks, which cannot have as many each",
+            f"give a multiple of {world.size}",
+        )
+    if options.shard and world.size == 1:
+        raise InputError(
+            "--shard",
+            "shares the models between the ranks of torchrun, and this is one process",
+            "start it with torchrun --nproc-per-node N -m fp8q distill",
+        )
+    for name in SHARDED:
+        if os.environ.get(name, "false").lower() in {"1", "true", "yes", "on"}:
+            raise InputError(
+                "",
+                f"{name} is set: fp8q shares a model between ranks itself, by torch's FSDP2",
+                "unset it, start the ranks with torchrun, and give --shard",
+            )
+
+
+def check_no_experts(source: Source) -> None:
+    """Raise InputError for a model with experts: FSDP2 adds up gradients that all ranks have, and a rank whose tokens
+    leave an expert out has none of it.
+    """
+    if routers(meta_model(source)):
+        raise InputError(
+            "--shard",
+            f"{source.name} has experts, and tokens of one rank may reach others than those of the next",
+            "leave --shard out, or learn layer by layer with --stream in one process",
+        )
+
+
+def bytes_a_weight(options: DistillOptions, world: World) -> float:
+    """Return the bytes a weight that learning takes on each rank of `world`."""
+    if not options.shard:
+        return BYTES_A_WEIGHT
+    return max(SHARED_BYTES / world.size + UNSHARED_BYTES, TEACHER_BYTES / world.size + LOADED_BYTES)
+
+
+def send_task(run: Run, options: DistillOptions, folder: Path, windows: tuple[Tokens, Tokens], world: World) -> None:
+    """Tell the other ranks what to learn: from `windows`, to train on and held out, int64 [windows, seq_len] each."""
+    task = LearningTask(
+        start=run.record().stages[QUANTIZE.name].outputs,
+        folder=str(folder.relative_to(run.root)),
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        scales=options.scales,
+        gradients=options.gradients,
+        shard=options.shard,
+    )
+    world.gathered(task.model_dump())
+    for part in windows:
+        world.sent(part)
+
+
+def send_nothing(world: World) -> None:
+    """Tell the other ranks that nothing is to be learned."""
+    world.gathered({})
+
+
+def receive_task(run: Run, world: World) -> tuple[LearningTask, tuple[Tokens, Tokens]] | None:
+    """Receive the task of rank 0 and its windows; None where nothing is to be learned.
+
+    Raises InputError where the directory `run` of this rank is not that of rank 0.
+    """
+    sent = world.gathered({})[0]
+    if not sent:
+        return None
+    task, windows = LearningTask.model_validate(sent), (world.sent(None), world.sent(None))
+    recorded = run.record().stages.get(QUANTIZE.name)
+    if recorded is None or recorded.outputs != task.start:
+        raise InputError(
+            run.root,
+            "holds another checkpoint here than rank 0's",
+            "the ranks of `fp8q distill` share the directory of the run: name one that all machines have",
+        )
+    return task, windows
+
 
 #: One of so many windows is held out, and no more than so many.
 HELD_OUT, MOST_HELD_OUT = 10, 64
@@ -61,7 +240,7 @@ OTHER_DOMAIN = 1.0
 #: Windows of each text on which that is measured.
 SAMPLED = 4
 #: What a message says of learning in less memory.
-SMALLER_WAYS = "--stream learns weights layer by layer, and --shard shares them between the ranks of torchrun"
+LESS_MEMORY = "--stream learns weights layer by layer, and --shard shares them between the ranks of torchrun"
 
 
 LearnedBy = TypeVar("LearnedBy", bound=LearningOptions)
@@ -89,7 +268,7 @@ def distill(run: Run, notes: Notes, data: str | None, options: DistillOptions) -
             source = _learn_unless_done(run, notes, data, options, world)
     if world.rank == 0:
         scales = scale_options(run)
-        quantize(run, source, products_of(source, scales), scales, notes)
+        quantize(run, source, gemms_of(source, scales), scales, notes)
         export_or_note(run, export_options(run), notes)
     return load_distillation(run)
 
@@ -100,7 +279,14 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     run.refuse_stale("measure", "quantize")
     checked_model(run)
     note_base_alone(run, "weights are learned by", notes)
+    check_no_blocks(run)
     source, scales = source_of(run), scale_options(run)
+    if options.scales == "learned" and scales.weight_scale == "tensor":
+        raise InputError(
+            "--scales learned",
+            "lets each output channel have its own scale, and the run has one for each weight",
+            "leave it out, or choose `fp8q scales --weight-scale channel` before",
+        )
     text, start = learning_text(run, source, data, options, notes), rounding_key(run, source, scales)
     inputs = {**start.inputs, "windows": digest(text.windows), "held out": digest(text.held_out)}
     key = Key(inputs, options, DistillFacts(data=text.name, start=identity(start)))
@@ -110,34 +296,34 @@ def _learn_unless_done(run: Run, notes: Notes, data: str | None, options: Distil
     if options.end_to_end or not options.stream:
         if options.shard:
             check_no_experts(source)
-        other = "leave --end-to-end out" if options.stream else SMALLER_WAYS
+        other = "leave --end-to-end out" if options.stream else LESS_MEMORY
         check_memory(source, "its weights", bytes_a_weight(options, world), world.process.local_ranks, other)
-    quantize(run, source, products_of(source, scales), scales, notes, learned=False)  # the codes to begin with
+    quantize(run, source, gemms_of(source, scales), scales, notes, KnownCodes(learned=False))  # to begin with
     with DISTILL.writing(run, key, notes) as log, DISTILL.working(run, key, notes) as folder:
         log.machine = world.machine()
         _note_one_code(run, notes)
-        found: Distillation | None = None
+        distillation: Distillation | None = None
         if options.stream:
-            found = learn_blocks(run, source, text, options, folder, notes)
-        if found is None or options.end_to_end:
+            distillation = learn_blocks(run, source, text, options, folder, notes)
+        if distillation is None or options.end_to_end:
             send_task(run, options, folder, (text.windows, text.held_out), world)
-            whole = _learn(Learning(run, source, text, options), folder, notes, world, found)
-            found = whole if found is None else found.followed_by(whole)
-        write_document(run.distillation, found)
+            end_to_end = _learn(Learning(run, source, text, options), folder, notes, world, distillation)
+            distillation = end_to_end if distillation is None else distillation.followed_by(end_to_end)
+        write_document(run.distillation, distillation)
         log.outputs.append(run.distillation)
-        if found.best.step > 0:
+        if distillation.best.step > 0:
             log.outputs.append(run.distilled)
         else:
             remove(run.distilled)
-        notes.note(f"distill: {found.conclusion}")
+        notes.note(f"distill: {distillation.conclusion}")
     return source
 
 
 def _take_part(run: Run, world: World) -> None:
     """Learn, as a rank above 0, from the share of the windows that the Trainer assigns; write nothing to the run."""
-    if (found := receive_task(run, world)) is None:
+    if (received := receive_task(run, world)) is None:
         return
-    task, windows = found
+    task, windows = received
     schedule = Schedule(task.epochs, task.batch_size, task.learning_rate, task.seed, gradients=task.gradients)
     teacher, student, layers = _models(run, source_of(run), task.scales, world if task.shard else None)
     with quiet_transformers(), suppress(LossIsNotFiniteError):  # rank 0 tells of it
@@ -147,9 +333,7 @@ def _take_part(run: Run, world: World) -> None:
         gathered_codes(layers)  # rank 0 has a part of them only, and writes all
 
 
-def check_memory(
-    source: Source, learned: str, bytes_a_weight: float, ranks: int = 1, other: str = SMALLER_WAYS
-) -> None:
+def check_memory(source: Source, learned: str, bytes_a_weight: float, ranks: int = 1, other: str = LESS_MEMORY) -> None:
     """Raise InputError, naming `other` ways, for a model of which there is no memory to learn what is `learned`; each
     of `ranks` on a machine needs its own.
     """
@@ -168,11 +352,11 @@ def learning_text(run: Run, source: Source, data: str | None, options: LearningO
         tokenizer, packing = load_tokenizer(source), Packing(windows.shape[1], tuple(opening_of(run).prefix))
         text = read_other(run, data, tokenizer, source.text_config.vocab_size, notes)
         evaluated = tokenizer.decode(load_tokens(run, run.evaluation))
-        found = measure_overlap(text.documents.texts, [str(evaluated)], windows.shape[1])
-        if found.too_much and not options.allow_overlap:
+        overlap = measure_overlap(text.documents.texts, [str(evaluated)], windows.shape[1])
+        if overlap.too_much and not options.allow_overlap:
             raise InputError(
                 f"--data {data}",
-                f"{found.shown} of the text that {run.root} is evaluated on is in it, or the other way round",
+                f"{overlap.shown} of the text that {run.root} is evaluated on is in it, or the other way round",
                 "learn from other text, or give --allow-overlap",
             )
         windows, name = packing.windows(text.ids, packing.starts(text.ids)), text.name
@@ -294,6 +478,16 @@ def train(
             return error.moments, str(error)
 
 
+def check_no_blocks(run: Run) -> None:
+    """Raise InputError for a run with GEMMs in block form."""
+    if load_scales(run).block_inputs:
+        raise InputError(
+            run.root,
+            "has GEMMs in block form, of which nothing is learned",
+            f"`fp8q scales {name_in_commands(run.root)} --form dynamic` gives each output channel a scale",
+        )
+
+
 def _note_one_code(run: Run, notes: Notes) -> None:
     """Note that little is gained where activations have one code."""
     if any(scale.terms == 1 for scale in load_scales(run).activations.values()):
@@ -320,11 +514,11 @@ def note_domain(what: Learning[LearnedBy], teacher: PreTrainedModel, notes: Note
             return float(teacher(input_ids=ids, labels=ids, use_cache=False).loss)
 
     theirs = loss(what.text.windows[:SAMPLED])
-    own = loss(load_tokens(what.run, what.run.calibration)[:SAMPLED])
-    if theirs > own + OTHER_DOMAIN:
+    calibration_loss = loss(load_tokens(what.run, what.run.calibration)[:SAMPLED])
+    if theirs > calibration_loss + OTHER_DOMAIN:
         notes.note(
             f"--data {what.text.name}: is harder for the float model than the calibration text, {theirs:.2f} against "
-            f"{own:.2f} nats a token: it may be of another domain than the model is for"
+            f"{calibration_loss:.2f} nats a token: it may be of another domain than the model is for"
         )
 
 

@@ -37,11 +37,10 @@ from ..validate.tasks.harness import AskedTask, Tasks, ask, chat_template, harne
 from ..validate.tasks.models import local_model, served_model
 from ..validate.tasks.results import all_results
 from ..validate.tasks.task_files import check_task_files
-from .commands.load import load_fp8_model
 from .compare import KEY
-from .pipeline.stage import Key
+from .load import load_fp8_model
+from .pipeline.stage import Key, Notes, device, needs, note_other_arithmetic
 from .pipeline.stages import EVALUATE, EvaluateFacts
-from .pipeline.steps import Notes, device, needs, note_other_arithmetic
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, hashes_of, may_change_card
 from .shared.sources import source_of
@@ -80,7 +79,7 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> TaskScor
     note_base_alone(run, "tasks are answered by", notes)
     source, tokenizer = source_of(run), stored_tokenizer(run.model)
     tasks = open_tasks(options, chat_template(tokenizer) if options.chat else None)
-    asked = hashlib.sha256(json.dumps([each.asked for each in tasks.questions]).encode()).hexdigest()
+    asked = hashlib.sha256(json.dumps([question.asked for question in tasks.questions]).encode()).hexdigest()
     contestants = _contestants(run, source, tokenizer, options, inputs)
     inputs |= {"model": source.fingerprint, "tasks": asked}
     key = Key(inputs, _resolved(options, tasks), EvaluateFacts(harness=_harness()))
@@ -89,8 +88,8 @@ def evaluate_tasks(run: Run, notes: Notes, options: EvaluateOptions) -> TaskScor
         check_servers(options)
         stored = Stored(run, options, spoiled(run))
         with EVALUATE.writing(run, key, notes) as log:
-            found = _ask_all(tasks, contestants, stored, notes)
-            log.outputs += _write(run, tasks, contestants, options, found)
+            answers = _ask_all(tasks, contestants, stored, notes)
+            log.outputs += _write(run, tasks, contestants, options, answers)
     evaluation = load_evaluation(run)
     _tell_card(run, evaluation)
     return evaluation
@@ -245,23 +244,23 @@ def _ask_all(
     tasks: Tasks, contestants: list[Contestant], stored: Stored, notes: Notes
 ) -> dict[str, dict[RuntimeName, list[TaskAnswers]]]:
     """Ask each model in turn what it has not answered yet: task -> model -> answers by seed."""
-    answers_of: dict[str, dict[RuntimeName, list[TaskAnswers]]] = {each.name: {} for each in tasks.questions}
+    answers_of: dict[str, dict[RuntimeName, list[TaskAnswers]]] = {answer.name: {} for answer in tasks.questions}
     for contestant in contestants:
         jobs = [(question, seed) for question in tasks.questions for seed in _seeds(question, stored.options)]
         answers = [stored.load(contestant, *job) for job in jobs]
-        left = sum(question.requests for (question, _), each in zip(jobs, answers, strict=True) if each is None)
-        if there := sum(each is not None for each in answers):
+        left = sum(question.requests for (question, _), answer in zip(jobs, answers, strict=True) if answer is None)
+        if there := sum(answer is not None for answer in answers):
             notes.note(f"{contestant.runtime}: {there} of {len(jobs)} answers to tasks are there already")
         model = contestant.open() if left else None
         with (
             notes.track(f"Asking {contestant.runtime}", left, "requests") if left else nullcontext(_ignored) as advance
         ):
-            for (question, seed), each in zip(jobs, answers, strict=True):
-                if each is None:
-                    each = ask(model, question, stored.options, contestant.runtime, seed, advance)
-                    each = each.model_copy(update={"key": contestant.key(question, stored.options, seed)})
-                    stored.save(each)
-                answers_of[question.name].setdefault(contestant.runtime, []).append(each)
+            for (question, seed), answer in zip(jobs, answers, strict=True):
+                if answer is None:
+                    answer = ask(model, question, stored.options, contestant.runtime, seed, advance)
+                    answer = answer.model_copy(update={"key": contestant.key(question, stored.options, seed)})
+                    stored.save(answer)
+                answers_of[question.name].setdefault(contestant.runtime, []).append(answer)
         del model
     return answers_of
 

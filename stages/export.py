@@ -21,11 +21,11 @@ from ..export.graph.trace import (
     empty_model,
     export_baseline_graphs,
     export_model,
+    fp8_groups,
     graph_plan,
-    promised_groups,
 )
 from ..export.graph.weight_scale_form import write_form
-from ..export.lint.check import lint_file, lint_graph, run_promise
+from ..export.lint.check import lint_file, lint_graph, run_expectation
 from ..export.modules.support import unsupported
 from ..export.onnx_file.loading import load_graph
 from ..options import Baseline, ExportOptions, WeightScale
@@ -33,11 +33,10 @@ from ..quantize.checkpoint.baselines import write_bf16, write_int8
 from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of, stored_scales
 from ..quantize.reference.attention import attention_scales, save_scales
 from ..quantize.scales.decisions import SMALLEST_FP16_SCALE, AttentionScales, TensorScale, load_scales
-from ..quantize.scales.policy import DYNAMIC_GRAPH
-from .pipeline.stage import NO_FACTS, Key, NoFacts
+from ..quantize.scales.policy import graph_refusal
+from .measure import measure_queries
+from .pipeline.stage import NO_FACTS, Key, NoFacts, Notes
 from .pipeline.stages import EXPORT, EXPORT_BASELINE, QUANTIZE
-from .pipeline.steps import Notes
-from .queries import measure_queries
 from .shared.adapters import adapters_of, check_attention
 from .shared.model_files import checked_model, fp8_graphs, has_graphs
 from .shared.sources import source_of
@@ -94,10 +93,10 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
     with refusing(run, key, notes), EXPORT.writing(run, key, notes) as log:
         attention = write_attention(run, asked)
         log.outputs += [run.model / ATTENTION_SCALES, run.attention] if attention else []
-        promise = run_promise(run, scales, stored_scales(run.model, scales.activations))
+        expected = run_expectation(run, scales, stored_scales(run.model, scales.activations))
 
         def linted(graphs: list[Path]) -> dict[Path, list[Finding]]:
-            return {path: lint_graph(load_graph(path), promise) for path in graphs}
+            return {path: lint_graph(load_graph(path), expected) for path in graphs}
 
         findings = linted(fp8_graphs(run)) if form else {}
         if form is None or any(map(errors_of, findings.values())):  # what another hand recorded is not carried on
@@ -108,8 +107,8 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
                 write_form(path, path, asked.weight_scale)
             findings = linted([*findings])
         log.outputs += findings
-        for path, found in findings.items():
-            say(path, found, notes)
+        for path, graph_findings in findings.items():
+            say(path, graph_findings, notes)
 
 
 def leave_out(run: Run, asked: ExportOptions, notes: Notes) -> None:
@@ -138,8 +137,8 @@ def why_no_graph(run: Run) -> str | None:
     """The reason why no graph can be made of the checkpoint in `run`, by its forms and its classes; None where none is
     found before tracing.
     """
-    if load_scales(run).dynamic_inputs:
-        return DYNAMIC_GRAPH
+    if reason := graph_refusal({*load_scales(run).forms.values()}):
+        return reason
     model, _ = empty_model(AutoConfig.from_pretrained(run.model), torch.bfloat16)
     return unsupported(model.eval())
 
@@ -178,7 +177,7 @@ def check_dtype(tensors: Mapping[str, TensorScale], asked: ExportOptions) -> Non
 def write_attention(run: Run, asked: ExportOptions) -> AttentionScales | None:
     """Choose the scales of attention in FP8, and write them for the graph and for readers.
 
-    Returns None for attention in a wide type, after the files of an earlier export are removed.
+    Returns None for attention in the compute type, after the files of an earlier export are removed.
     """
     stored = run.model / ATTENTION_SCALES
     for path in (stored, run.attention):
@@ -220,7 +219,7 @@ def export_precision(run: Run, notes: Notes, options: ExportOptions) -> Run:
 
 def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
     """Write `baselines/<precision>/` of the run: weights and two graphs, which compute in BF16 and in FP32 outside the
-    products.
+    GEMMs.
 
     Raises InputError when the source checkpoint is missing or has changed: neither precision can be made of FP8 codes.
     """
@@ -241,7 +240,7 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
             groups: Mapping[str, list[str]] = {}
             if precision == "int8":
                 statistics = load_statistics(run)
-                groups = promised_groups(
+                groups = fp8_groups(
                     statistics.record.groups, write_int8(source, partial, statistics, scales, clip, notes)
                 )
             else:

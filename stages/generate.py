@@ -15,7 +15,7 @@ from ..serve.loop.generate import Generator
 from ..serve.loop.request import GeneratedAnswer, Request, RequestError
 from ..serve.loop.sessions import Session
 from ..serve.triton.repository import weight_files
-from .pipeline.steps import CALIBRATE_MODULES, device, needs
+from .pipeline.stage import CALIBRATE_MODULES, device, needs
 from .shared.adapters import check_adapter
 from .shared.model_files import fp8_files, refuse_unwritten
 
@@ -101,14 +101,14 @@ class Chat:
     options: GenerateOptions
     messages: list[Message] = field(default_factory=list)
 
-    def ask(self, text: str, told: Callable[[str], None]) -> GeneratedAnswer:
-        """Send `text` and return the answer, which is also passed to `told` piece by piece.
+    def ask(self, text: str, on_piece: Callable[[str], None]) -> GeneratedAnswer:
+        """Send `text` and return the answer, which is also passed to `on_piece` piece by piece.
 
         Raises InputError where the template refuses the conversation, or it no longer fits the model.
         """
         said = [*self.messages, {"role": "user", "content": text}]
         request = asked(self.template.render(said), self.options, special_tokens=False)
-        answer = answer_request(self.generator, request, told)
+        answer = answer_request(self.generator, request, on_piece)
         self.messages = [*said, {"role": "assistant", "content": answer.text}]
         return answer
 
@@ -154,12 +154,13 @@ def compare_all(run: Run, prompts: Sequence[str], options: GenerateOptions) -> l
             "--runtime bf16", "is what --compare holds FP8 against", "name an FP8 runtime, or leave it out"
         )
     requests = [asked(prompt, options) for prompt in prompts]
-    wide = open_model(run, "bf16", adapter=options.adapter)
-    narrow = open_model(run, options.runtime, adapter=options.adapter)
+    bf16_model = open_model(run, "bf16", adapter=options.adapter)
+    fp8_model = open_model(run, options.runtime, adapter=options.adapter)
     answers = [
-        [answer_request(generator, request, lambda _: None) for generator in (narrow, wide)] for request in requests
+        [answer_request(generator, request, lambda _: None) for generator in (fp8_model, bf16_model)]
+        for request in requests
     ]
-    return [_comparison(fp8, bf16, wide) for fp8, bf16 in answers]
+    return [_comparison(fp8, bf16, bf16_model) for fp8, bf16 in answers]
 
 
 def _comparison(fp8: GeneratedAnswer, bf16: GeneratedAnswer, generator: Generator) -> Comparison:

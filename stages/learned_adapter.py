@@ -21,10 +21,9 @@ from ..quantize.reading.run_checkpoint import LEARNED
 from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
 from .corpus import digest
-from .distill import Learning, check_memory, learning_text, note_domain, train
-from .pipeline.stage import Key
+from .distill import Learning, check_memory, check_no_blocks, learning_text, note_domain, train
+from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import ADAPTER, AdapterFacts
-from .pipeline.steps import Notes, device
 from .shared.adapters import adapters_of, note_base_alone
 from .shared.model_files import checked_model
 from .shared.sources import source_of
@@ -40,6 +39,7 @@ def learn_adapter(run: Run, notes: Notes, data: str | None, options: AdapterLear
     """
     run.refuse_stale("measure", "quantize")
     checkpoint = checked_model(run)
+    check_no_blocks(run)
     if LEARNED in adapters_of(run):
         raise InputError(
             "--train adapter",
@@ -79,7 +79,7 @@ def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -
     schedule = Schedule(options.epochs, options.batch_size, options.adapter_rate, options.seed, adam)
     note_domain(what, teacher, notes)
     moments, stopped = train(what, (teacher, student), schedule, folder, notes)
-    found = AdapterLearning(
+    learning = AdapterLearning(
         data=text.name,
         tokens=text.windows.size,
         held_out=text.held_out.size,
@@ -87,7 +87,7 @@ def _learn(what: Learning[AdapterLearningOptions], folder: Path, notes: Notes) -
         seconds=round(time.monotonic() - begun, 1),
         moments=moments,
         modules=len(modules),
-        parameters=sum(each.numel() for each in student.parameters() if each.requires_grad),
+        parameters=sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad),
         stopped=stopped,
     )
-    return found, save_adapter(run.adapter, student, config, what.source.title) if found.best.step > 0 else []
+    return learning, save_adapter(run.adapter, student, config, what.source.title) if learning.best.step > 0 else []

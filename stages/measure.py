@@ -2,6 +2,9 @@
 ranks.
 
 `measure_text` runs it on other text.
+
+The stage `queries` measures the queries of attention, which only attention in FP8 needs, here or in vLLM. It runs once,
+when an export or the scales first need it.
 """
 
 from contextlib import nullcontext
@@ -12,7 +15,8 @@ import torch
 
 from ..calibrate.measure.measurement import Measurement, measure_in_memory
 from ..calibrate.measure.moments import SecondMoments, gathering
-from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_statistics
+from ..calibrate.measure.queries import query_statistics
+from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 from ..calibrate.model.source import Source, load_model
@@ -23,15 +27,16 @@ from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.files import Strict, disk_errors, sha256_file
 from ..core.run import Run
+from ..core.run_writer import WorkFolder
 from ..core.undo import scratch
 from ..options import CalibrateOptions, MeasureOptions
+from ..options.declare import Options
 from ..quantize.scales.clip import no_scale
-from ..quantize.scales.policy import Products
+from ..quantize.scales.policy import ModelGemms
 from .corpus import digest, load_tokens
 from .other_text import read_other
-from .pipeline.stage import Key
-from .pipeline.stages import CORPUS, MEASURE, CorpusFacts, MeasureFacts
-from .pipeline.steps import Notes, arithmetic, device
+from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
+from .pipeline.stages import CORPUS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
@@ -90,9 +95,9 @@ def check_batches(options: CalibrateOptions, windows: int, world: World) -> None
         raise no_scale(options.clip, batches)
 
 
-def check_experts(source: Source, products: Products, options: MeasureOptions) -> None:
+def check_experts(source: Source, gemms: ModelGemms, options: MeasureOptions) -> None:
     """Raise InputError for --all-experts of a model without experts."""
-    if options.all_experts and not products.routers:
+    if options.all_experts and not gemms.routers:
         raise InputError("--all-experts", f"{source.name} ({source.architecture}) has no experts", "leave it out")
 
 
@@ -118,7 +123,9 @@ def measure(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
-    key, with_moments = (Key(inputs, options, facts.model_copy(update={"moments": each})) for each in (moments, True))
+    key, with_moments = (
+        Key(inputs, options, facts.model_copy(update={"moments": with_them})) for with_them in (moments, True)
+    )
     if MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the other ranks have nothing to do
         return
@@ -138,8 +145,9 @@ def measure(
         notes.note(world.described())
     with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
+        work = WorkFolder(run, MEASURE.name)
         with (
-            run.work("measure", work_key(task, world), note=notes.note) if stream else nullcontext() as folder,
+            work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
             gathering(run, moments, folder / "moments" if folder else None) as gathered,
         ):
             announce(task, windows, world)
@@ -156,9 +164,10 @@ def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:
     if not sent:
         return
     task, windows = MeasureTask.model_validate(sent), world.sent(None)
+    work = WorkFolder(run, MEASURE.name, world.rank)
     with (
         disk_errors(run.root),
-        run.work("measure", work_key(task, world), world.rank) if task.stream else nullcontext() as folder,
+        work.opened(work_key(task, world)) if task.stream else nullcontext() as folder,
     ):
         world.added(run_model(source, measured_share(task, windows, world), notes, folder))
 
@@ -292,3 +301,32 @@ def measure_text(run: Run, text: str, notes: Notes) -> Statistics:
     what = Measurement(windows, record.model, measured)
     with scratch() if streamed(source, None, notes) else nullcontext() as folder:
         return run_model(source, what, notes, folder)
+
+
+def measure_queries(run: Run, option: str, notes: Notes) -> None:
+    """Run the float model on the calibration windows once more, and write `queries.safetensors`; `option` asks for it.
+
+    Raises InputError when the source checkpoint is missing, and when it does not fit in memory: queries are not
+    streamed.
+    """
+    inputs = {
+        "model": run.record().model["fingerprint"],
+        "calibration.npz": sha256_file(run.require(run.calibration, "corpus")),
+    }
+    key = Key(inputs, Options(), NO_FACTS)
+    if QUERIES.is_current(run, key):
+        return
+    source = source_of(run)
+    if streamed(source, None, Notes(notes.report)):
+        raise InputError(
+            option,
+            f"queries are measured with the whole of {source.name} in memory, which does not hold it",
+            "leave it out",
+        )
+    corpus = load_record(run).corpus
+    with QUERIES.writing(run, key, notes) as log:
+        measured = query_statistics(
+            load_model(source, torch.bfloat16, device()), load_tokens(run, run.calibration), corpus.batch_size, notes
+        )
+        save_arrays(run.queries, measured, {})
+        log.outputs.append(run.queries)

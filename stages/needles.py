@@ -11,9 +11,8 @@ from ..validate.needles.prompts import Haystack, Needle, digest_of, make_needles
 from ..validate.needles.scoring import find, needle_runtimes, needle_sums, sums_cost
 from .corpus import load_tokens, opening_of
 from .other_text import positions
-from .pipeline.stage import Key
+from .pipeline.stage import CALIBRATE_MODULES, Key, Notes, device, needs, note_other_arithmetic
 from .pipeline.stages import CORPUS, NEEDLES, NeedleFacts
-from .pipeline.steps import CALIBRATE_MODULES, Notes, device, needs, note_other_arithmetic
 from .shared.model_files import fp8_files
 from .shared.sources import source_of
 

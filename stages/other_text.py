@@ -19,7 +19,7 @@ from ..core.files import reading
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import LEAST_WINDOWS, MAX_TOKENS, ValidateOptions
-from ..quantize.reading.run_checkpoint import OWN_CONFIG, OWN_POSITIONS
+from ..quantize.reading.run_checkpoint import FP8Q_CONFIG, FP8Q_POSITIONS
 from ..validate.accuracy.perplexity import Evaluation, cut, evenly_spaced
 from .corpus import load_tokens, opening_of
 from .pipeline.stages import CORPUS
@@ -136,5 +136,5 @@ def positions(run: Run) -> int | None:
         raise InputError(config, "is missing", "`fp8q calibrate` writes it, run that first")
     with reading(config, "a configuration"):
         fields = json.loads(config.read_bytes())
-        limits = max_positions(text_fields(fields) or fields), fields.get(OWN_CONFIG, {}).get(OWN_POSITIONS)
+        limits = max_positions(text_fields(fields) or fields), fields.get(FP8Q_CONFIG, {}).get(FP8Q_POSITIONS)
         return min((limit for limit in limits if limit is not None), default=None)

@@ -2,20 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
 
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
-from ..calibrate.model.products import attention_heads
+from ..calibrate.model.gemms import attention_heads
 from ..calibrate.model.source import Source
 from ..core.errors import InputError
 from ..core.files import replacing, write_document
 from ..core.run import Run
 from ..export.graph.reuse import carry_graphs
-from ..options import BF16, RescaleOptions, ScaleOptions
+from ..options import BF16, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.writer import quantize_checkpoint
-from ..quantize.learning.codes import LearnedCodes
+from ..quantize.codes.blocks import SIDE
+from ..quantize.learning.linear import LearnedCodes
 from ..quantize.reading.inherited_scales import (
     inherited_activations,
     inherited_cache,
@@ -23,41 +27,53 @@ from ..quantize.reading.inherited_scales import (
     inherited_remarks,
 )
 from ..quantize.scales import expert_scales
-from ..quantize.scales.cache_scales import attentions_of, kv_cache_scales, query_scales, split_by_layer, wide_attentions
+from ..quantize.scales.cache_scales import attentions_of, bf16_attentions, kv_cache_scales, query_scales, split_by_layer
 from ..quantize.scales.clip import lost_share
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, group_of
 from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
-    Products,
+    ModelGemms,
     mixed_experts_warning,
     mixed_group_warning,
     module_forms,
     select,
     shared_input_notes,
 )
-from ..quantize.weights.channels import Rounding
+from ..quantize.weights.channels import Rounding, WeightScaling
 from ..quantize.weights.gptq import Compensations
+from ..quantize.weights.held_out import LEAST
+from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
+from ..quantize.weights.tensor_scales import joined_families, tensor_scales
 from .corpus import load_tokens
-from .pipeline.stage import Key
+from .measure import measure_queries
+from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
-from .pipeline.steps import Notes, device
-from .queries import measure_queries
 from .shared.adapters import fingerprints
 from .shared.model_files import has_graphs
 
 
-def quantize(
-    run: Run, source: Source, products: Products, options: ScaleOptions, notes: Notes, *, learned: bool = True
-) -> None:
-    """The stage `quantize`: choose scales, write `model/` and `scales.json`.
-
-    `learned`: take the codes that `fp8q distill` learned from these scales, where there are any.
+@dataclass(frozen=True)
+class KnownCodes:
+    """Codes that are there already. `learned`: those that `fp8q distill` learned from these scales are taken, where
+    there are any. `rounded`: a folder of this run's codes by GPTQ, which are read from there and added.
     """
+
+    learned: bool = True
+    rounded: Path | None = None
+
+
+ALL_LEARNED = KnownCodes()
+
+
+def quantize(
+    run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, notes: Notes, known: KnownCodes = ALL_LEARNED
+) -> None:
+    """The stage `quantize`: choose scales, write `model/` and `scales.json`; `known`: codes that are not made again."""
     if options.q_scale:
         measure_queries(run, "--q-scale", notes)
     key = rounding_key(run, source, options)
-    if learned:
+    if known.learned:
         key = replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
     if QUANTIZE.is_current(run, key):
         return
@@ -65,14 +81,15 @@ def quantize(
     for name in key.inputs:
         run.require(run.root / name, writers.get(name, "measure"))
     statistics = load_statistics(run)
-    scales, exported = choose_scales(source, statistics, products, options), has_graphs(run)
+    scales, exported = choose_scales(source, statistics, gemms, options), has_graphs(run)
     if options.q_scale:
         queries, _ = load_arrays(run.require(run.queries, "queries"))
         heads = attention_heads(source.text_config)["q"] if options.kv_scale == "head" else None
         scales = scales.model_copy(update={"queries": query_scales(queries, options.clip, heads)})
     with QUANTIZE.writing(run, key, notes) as log:
-        with _rounding(run, source, scales, key, notes) as rounding, replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, rounding, notes, products.no_graph)
+        codes = CachedCodes(known.rounded) if known.rounded else None
+        with _rounding(run, source, scales, key, notes, codes) as rounding, replacing(run.model) as partial:
+            scales = quantize_checkpoint(source, partial, scales, rounding, notes, gemms.no_graph)
             if exported:
                 carry_graphs(run, partial)
         write_document(run.scales, scales)
@@ -95,8 +112,9 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
     """SHA-256 of everything that the codes of a `rounding_key` depend on."""
     options = QUANTIZE.dump(key.options, key.facts)
-    if not options["form"]:
-        del options["form"]  # codes that were learned before there was this option are of the same start
+    for name, default in (("form", []), ("weight_scale", "channel")):
+        if options[name] == default:
+            del options[name]  # codes that were learned before there was this option are of the same start
     depends = [dict(key.inputs), options]
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()
 
@@ -136,11 +154,65 @@ def _note_choices(source: Source, statistics: Statistics, scales: Scales, option
         few = expert_scales.starved(statistics, least)
         for line in expert_scales.starved_remarks(statistics, few, least, compensated):
             notes.note(line)
+    if ragged := ragged_note(statistics, scales):
+        notes.note(ragged)
     layers = statistics.record.experts or {}
+    if options.weight_scale == "tensor" and layers:
+        notes.note(
+            "--weight-scale tensor: experts keep a scale for each channel, since servers have no form of experts with "
+            "one a tensor that computes what was validated"
+        )
+    if compensated and (remark := judged_experts_note(scales, layers, options.weight_rounding)):
+        notes.note(remark)
     split = mixed_group_warning(groups.values(), scales, layers), mixed_experts_warning(layers, scales)
     for remark in (*split, *inherited_remarks(source, groups, scales, options)):
         if remark:
             notes.note(remark)
+
+
+def judged_experts_note(scales: Scales, layers: Collection[str], rounding: WeightRounding) -> str | None:
+    """Count the weights of experts that `rounding` rounded, and those that were rounded to nearest beside them; None
+    without experts that it could round.
+
+    `layers`: the names of the modules that hold the experts of a layer.
+    """
+    inside = tuple(f"{layer}." for layer in layers)
+    experts = {name: weight for name, weight in scales.weights.items() if name.startswith(inside)}
+    kept = [name for name, weight in experts.items() if weight.rounding == rounding]
+    nearest = {name: weight.held_out for name, weight in experts.items() if weight.rounding == "nearest"}
+    few = [name for name, error in nearest.items() if error is None or error.tokens < LEAST]
+    larger = [name for name in nearest if name not in set(few)]
+    if not kept and not nearest:
+        return None
+    reasons = [
+        f"{len(names):,} ({names[0]}{' …' if len(names) > 1 else ''}) {'is' if len(names) == 1 else 'are'} rounded to "
+        f"nearest, {reason}"
+        for names, reason in (
+            (larger, "where its error on held-out tokens is no smaller"),
+            (few, "with too few tokens of their own to fit or to judge"),
+        )
+        if names
+    ]
+    return "; ".join(
+        [f"--weight-rounding {rounding}: kept for {len(kept):,} of {len(experts):,} weights of experts", *reasons]
+    )
+
+
+def ragged_note(statistics: Statistics, scales: Scales) -> str | None:
+    """Name the modules in block form whose input is no multiple of 128 values; None where there are none."""
+    first = group_of(statistics.record.groups)
+    widths = {
+        module: len(statistics.tensors[f"{first.get(module, module)}.input"].amax_channels)
+        for module in scales.block_inputs
+    }
+    ragged = [module for module, width in widths.items() if width % SIDE]
+    if not ragged:
+        return None
+    return (
+        f"--form block: {ragged[0]}{f' and {len(ragged) - 1} more' if len(ragged) > 1 else ''} read "
+        f"{widths[ragged[0]]} values, no multiple of {SIDE}: the reference has a smaller group at the end, and servers "
+        "refuse one; --form 'PATTERN=dynamic' gives such modules a scale for each token"
+    )
 
 
 def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
@@ -157,17 +229,19 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
 
 @contextmanager
 def _rounding(
-    run: Run, source: Source, scales: Scales, key: Key[ScaleOptions, QuantizeFacts], notes: Notes
-) -> Iterator[Rounding]:
-    """Prepare the rounding of weights.
+    run: Run, source: Source, scales: Scales, key: Key[ScaleOptions, QuantizeFacts], notes: Notes,
+    codes: CachedCodes | None = None,
+) -> Iterator[Rounding]:  # fmt: skip
+    """Prepare the rounding of weights; `codes`: of GPTQ, from calls before.
 
     `sequential` rounding is done here, on the run's windows, in a work folder whose key contains `key`.
     """
     statistics, options = load_statistics(run), key.options
+    scaling = weight_scaling(source, statistics, scales, options)
     if run.distilled.name in key.inputs:
-        yield Rounding(options.weight_method, learned=LearnedCodes(run.distilled))
+        yield Rounding(scaling, learned=LearnedCodes(run.distilled))
         return
-    method, inherited = options.weight_method, inherited_codes(source, options)
+    inherited = inherited_codes(source, options)
     record, few = statistics.record, starved(statistics, options.min_expert_tokens)
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
@@ -175,14 +249,30 @@ def _rounding(
         with QUANTIZE.working(run, key, notes) as folder:
             inputs = scales.activations | dict.fromkeys(scales.bf16_inputs)
             activations = {name: scale for name, scale in inputs.items() if name not in few}
-            made = SequentialRounding(source, activations, method, batches, folder, device()).run(notes)
-            yield Rounding(method, sequential=made, inherited=inherited)
+            made = SequentialRounding(source, activations, scaling, batches, folder, device()).run(notes)
+            yield Rounding(scaling, sequential=made, inherited=inherited)
     else:
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
         lost |= dict.fromkeys(scales.bf16_inputs, 0.0)
-        compensations = Compensations(run.moments, group_of(record.groups), lost, few.keys()) if gptq else None
-        yield Rounding(method, compensations, inherited=inherited)
+        first, experts = group_of(record.groups), record.experts or {}
+        compensations = Compensations(run.moments, first, lost, few.keys(), experts) if gptq else None
+        yield Rounding(scaling, compensations, inherited=inherited, codes=codes if gptq else None)
+
+
+def weight_scaling(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions) -> WeightScaling:
+    """Decide how the scales of the weights in `scales.modules` are chosen, and choose those that several share."""
+    blocks = frozenset(scales.block_inputs)
+    if options.weight_scale == "channel":
+        return WeightScaling(options.weight_method, blocks=blocks)
+    experts, weights = tuple(f"{layer}." for layer in statistics.record.experts or {}), source.weights()
+    dense = [module for module in scales.modules if not module.startswith(experts) and module not in blocks]
+
+    def read(module: str) -> torch.Tensor:
+        return weights.tensor(source.stored(f"{module}.weight")).to(torch.bfloat16)
+
+    families = joined_families(dense, statistics.record.groups.values())
+    return WeightScaling(options.weight_method, tensor_scales(families, read, options.weight_method), blocks)
 
 
 def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
@@ -200,6 +290,16 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
             "runs the model, and scales are chosen again without it",
             "use `fp8q calibrate` with the options of the run and those that are to change",
         )
+    measured = run.record().stages["measure"].outputs
+    if chosen.weight_rounding == "gptq" and not any(name.startswith("moments/") for name in measured):
+        merged = run.facts(MEASURE).runs is not None
+        raise InputError(
+            "--weight-rounding gptq",
+            f"needs the second moments of inputs, which {run.root} has not, "
+            + ("since they are not merged" if merged else "since it was measured without them"),
+            "use `fp8q calibrate` with the options of the run and --weight-rounding gptq"
+            + (" on all of the text" if merged else ""),
+        )
     return chosen
 
 
@@ -208,22 +308,22 @@ def scale_options(run: Run) -> ScaleOptions:
     return run.options(QUANTIZE) if QUANTIZE.name in run.record().stages else ScaleOptions()
 
 
-def choose_scales(source: Source, statistics: Statistics, products: Products, options: ScaleOptions) -> Scales:
-    """Decide the scale and precision of every tensor in `products`; the weights' scales follow when they are
+def choose_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
+    """Decide the scale and precision of every tensor in `gemms`; the weights' scales follow when they are
     written.
     """
-    chosen, skipped = select(products, options.skip, options.only)
-    parts, wide = CACHE_PARTS[options.kv_cache], wide_attentions(options.kv_skip, attentions_of(statistics))
+    chosen, skipped = select(gemms, options.skip, options.only)
+    parts, in_bf16 = CACHE_PARTS[options.kv_cache], bf16_attentions(options.kv_skip, attentions_of(statistics))
     if options.inherit:
         activations, unfit = inherited_activations(source, statistics, chosen)
-        codes, left = split_by_layer(inherited_cache(source, statistics, parts), wide)
+        codes, left = split_by_layer(inherited_cache(source, statistics, parts), in_bf16)
         return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | unfit)
     groups, few = statistics.record.groups.values(), starved(statistics, options.min_expert_tokens)
-    forms = module_forms(options, products, chosen, groups)
+    forms = module_forms(options, gemms, chosen, groups)
     coded = {module: form for module, form in forms.items() if form != BF16}
     activations, unfit = activation_scales(statistics, coded, options.clip, forms=coded, starved=few)
     heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
-    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, wide, heads), wide)
+    codes, left = split_by_layer(kv_cache_scales(statistics, options.clip, parts, in_bf16, heads), in_bf16)
     return Scales(
         weights={},
         activations=activations,

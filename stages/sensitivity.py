@@ -25,13 +25,12 @@ from ..validate.sensitivity.single_site import Float, Prefix
 from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
 from .corpus import load_tokens
 from .measure import beyond
-from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
-from .pipeline.steps import Notes, device
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model
-from .shared.resuming import Saved
 from .shared.sources import source_of
+from .tune import Saved
 
 #: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024
@@ -70,6 +69,14 @@ def sensitivity(run: Run, notes: Notes, options: SensitivityOptions) -> Sensitiv
             write_document(run.sensitivity, locate(run, source, options, folder, notes))
             log.outputs.append(run.sensitivity)
     return load_sensitivity(run)
+
+
+def predicted_losses(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
+    """Predict the loss that each tensor of `run` causes alone, with the progress in `folder`; `sensitivity.json` is
+    neither read nor written.
+    """
+    locate = _locate_streamed if _streamed(source, options, notes) else _locate
+    return locate(run, source, options, folder, notes)
 
 
 def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path, notes: Notes) -> Sensitivity:
@@ -128,9 +135,9 @@ def _locate_streamed(run: Run, source: Source, options: SensitivityOptions, fold
         f"sensitivity: {len(sites)} tensors on {sum(map(np.size, batches.values())):,} tokens, layer by layer; about "
         f"{PASSES:.1f} forward passes; none is measured"
     )
-    found = layerwise.run(notes.report)
+    predicted = layerwise.run(notes.report)
     tokens = sum(len(batch) * (batch.shape[1] - prompt) for batch in ids)
-    modules = ranked_losses(scales, sites, tokens, summed(found.predicted), {}, found.left)
+    modules = ranked_losses(scales, sites, tokens, summed(predicted.predicted), {}, predicted.left)
     return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
 
 
@@ -159,8 +166,8 @@ def _tell(
     if measure is None:
         measuring = (1 + MEASURING_PASSES) * min(1.0, MEASURED_BATCHES / len(batches))
     else:
-        each = sum(prefix.share(site) for site in sites) / len(sites) if prefix else 1.0
-        measuring = 1 + each * min(measure, len(sites)) if measure else 0.0
+        prefix_share = sum(prefix.share(site) for site in sites) / len(sites) if prefix else 1.0
+        measuring = 1 + prefix_share * min(measure, len(sites)) if measure else 0.0
     passes = GRADIENT_PASSES + measuring
     notes.note(
         f"sensitivity: {len(sites)} tensors on {sum(ids.numel() for ids in batches):,} tokens; about {passes:.1f} "
@@ -226,11 +233,11 @@ def _measure(
     with notes.track(f"Measuring the worst {len(worst)}", len(remaining) * len(worst), "passes") as advance:
         for batch in remaining:
             exact = Float(quantizer, batches[batch], prefix, worst)
-            found = dict[str, float]()
+            losses = dict[str, float]()
             for site in worst:
-                found[site.key] = exact.divergence(site)
+                losses[site.key] = exact.divergence(site)
                 advance(1)
-            progress.measured.append(found)
+            progress.measured.append(losses)
             progress.save()
 
 
@@ -240,9 +247,9 @@ def _over_all(progress: SensitivityProgress) -> dict[str, float]:
     """
     measured, every = progress.measured, summed(progress.predicted)
     there = summed(progress.predicted[: len(measured)])
-    found = dict[str, float]()
+    losses = dict[str, float]()
     for site in measured[0] if measured else ():
         nats = sum(batch[site] for batch in measured)
         guess = there.get(site, {}).get(AS_IT_IS, 0.0)
-        found[site] = nats * (every[site][AS_IT_IS] / guess if guess > 0 else len(progress.predicted) / len(measured))
-    return found
+        losses[site] = nats * (every[site][AS_IT_IS] / guess if guess > 0 else len(progress.predicted) / len(measured))
+    return losses

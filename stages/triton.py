@@ -11,11 +11,10 @@ from ..export.engine.profiles import Profile, profiles
 from ..options import DEFAULT_SEQ_LEN, EngineOptions, TritonOptions
 from ..serve.triton.engine_model import describe
 from ..serve.triton.ownership import refuse_foreign
-from ..serve.triton.repository import Engine, OwnEngine, write_repository
+from ..serve.triton.repository import Engine, PythonModelEngine, write_repository
 from .other_text import positions
-from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stage import NO_FACTS, Key, Notes
 from .pipeline.stages import BUILD_ENGINE, TRITON
-from .pipeline.steps import Notes
 from .shared.adapters import note_base_alone
 from .shared.model_files import fp8_files
 
@@ -35,7 +34,9 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     if out is not None and out.resolve() != run.triton.resolve():
         refuse_foreign(out)
         options = replace(options, out=out.resolve())  # not a link to it
-        files = write_repository(run, options, notes, plain_engine(run, options.engine_model, notes), own_engines(run))
+        files = write_repository(
+            run, options, notes, plain_engine(run, options.engine_model, notes), python_model_engines(run)
+        )
         notes.note(f"wrote the Triton repository {out}")
         return files
     if not TRITON.is_current(run, key):
@@ -44,7 +45,7 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
         refuse_foreign(run.triton, names)
         with TRITON.writing(run, key, notes) as log:
             engine = plain_engine(run, options.engine_model, notes)
-            log.outputs += write_repository(run, replace(options, out=None), notes, engine, own_engines(run))
+            log.outputs += write_repository(run, replace(options, out=None), notes, engine, python_model_engines(run))
     return [run.root / name for name in run.record().stages["triton"].outputs]
 
 
@@ -66,10 +67,12 @@ def engine_files(run: Run) -> dict[str, str]:
     return {name: digest for name, digest in built.outputs.items() if name.endswith((".plan", ".json"))}
 
 
-def own_engines(run: Run) -> list[OwnEngine]:
+def python_model_engines(run: Run) -> list[PythonModelEngine]:
     """The engines that the Python model runs itself."""
     return [  # load_engines has looked at the records beside the plans
-        OwnEngine(info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT))
+        PythonModelEngine(
+            info.runtime, info.version, info.target, run.require(run.engines / f"{info.target}.plan", BUILT)
+        )
         for info in (load_engines(run) if engine_files(run) else [])
     ]
 

@@ -4,24 +4,55 @@ text; and `--apply`, which makes the run by it.
 The calibration windows are split into three disjoint parts: weights are rounded by one (`gptq`'s second moments), the
 mix is chosen by another, and the prediction is checked by the third. So rounding and choice are judged on other text
 than they used.
+
+All results are stored in the stage's folder as they are computed, so that a killed call goes on from there: second
+moments, codes of a module, predictions of a batch, measurements of a mix.
 """
 
-from dataclasses import dataclass, replace
-from math import expm1, isfinite, log1p
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import expm1, isfinite, log1p, prod
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from ..calibrate.measure.statistics import load_statistics
-from ..calibrate.model.source import Source
+from ..calibrate.measure.statistics import Statistics, load_statistics
+from ..calibrate.model.gemms import attention_heads, gemm_modules, output_channel_axis
+from ..calibrate.model.source import Source, load_model
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
-from ..core.files import write_document
+from ..core.files import replacing, write_document
+from ..core.reporter import SILENT
 from ..core.run import Run
+from ..core.run_writer import WorkFolder
 from ..options import ScaleOptions, TuneOptions, ValidateOptions
-from ..quantize.scales.decisions import load_scales
+from ..quantize.reference.fp8_model import experts_around, load_reference
+from ..quantize.reference.linear import CallPositions, Tail
+from ..quantize.scales.cache_scales import kv_cache_scales
+from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
+from ..quantize.weights.rounding_progress import Rounded
 from ..validate.accuracy.perplexity import prompt_of
-from ..validate.tuning.choices import COARSEST, Mix, Price, limited_to
+from ..validate.sensitivity.document import Predicted
+from ..validate.sensitivity.gradients import summed
+from ..validate.tuning.candidates import Candidates, Kind, gather, round_weights
+from ..validate.tuning.choices import (
+    CACHES,
+    COARSEST,
+    ROUNDINGS,
+    Form,
+    Group,
+    Mix,
+    Price,
+    RoundingName,
+    Shape,
+    form_of,
+    limited_to,
+    options_of,
+)
 from ..validate.tuning.document import (
     Change,
     Chosen,
@@ -34,20 +65,267 @@ from ..validate.tuning.document import (
     load_tuning,
     point,
 )
-from ..validate.tuning.joint import Measured, believed, ratio
-from ..validate.tuning.solve import Correction, Problem, same
+from ..validate.tuning.gradients import predict_choices
+from ..validate.tuning.joint import Measured, Runner, believed, measure_mixes, ratio
+from ..validate.tuning.solve import Correction, Losses, Problem, same
 from .corpus import load_tokens
 from .export import export_or_note
 from .measure import measure
 from .other_text import evaluation
-from .pipeline.stage import NO_FACTS, Key
+from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
-from .pipeline.steps import Notes, alone, arithmetic
-from .quantize import quantize
+from .quantize import choose_scales, quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
-from .shared.sources import products_of, source_of
-from .tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
+from .shared.sources import gemms_of, source_of
+
+if TYPE_CHECKING:
+    Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class Saved:
+    """A base class whose fields, which JSON can store and which have defaults, are saved in the file at `path`."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Read the results in the file at `path`; empty ones where there is no file."""
+        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
+
+    def save(self) -> None:
+        """Write all fields to the file."""
+        values = {saved.name: getattr(self, saved.name) for saved in fields(self) if saved.name != "path"}
+        with replacing(self.path) as partial:
+            partial.write_text(json.dumps(values), encoding="utf-8")
+
+
+#: The most tokens that run through the model at a time, in whole windows.
+TOKENS = 1024
+
+
+@dataclass
+class TuneProgress(Saved):
+    """The predictions and measurements so far."""
+
+    predicted: list[Predicted] = field(default_factory=list)
+    values: dict[str, int] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PredictedCandidates:
+    """The candidates, their predicted losses in nats a token, and the mix that the run has."""
+
+    run: Run
+    scales: Scales
+    candidates: Candidates
+    shape: Shape
+    losses: Losses
+    run_mix: Mix
+    progress: TuneProgress
+
+    def measured(self, where: str, mix: Mix, batches: "Batches", notes: Notes) -> Measured:
+        """Measure the loss of `mix` on `batches`, once; `where` names the batches in the saved results."""
+        name = json.dumps([where, asdict(mix)], sort_keys=True)
+        return self._measured(name, lambda: self.candidates.runner(mix), batches, notes)
+
+    def as_it_is(self, where: str, batches: "Batches", notes: Notes) -> Measured:
+        """Measure the loss of the run's own checkpoint."""
+        return self._measured(json.dumps([where, "as it is"]), self._checkpoint_runner, batches, notes)
+
+    def rescaled(self, mix: Mix) -> list[str]:
+        """The tensors that keep their form in `mix`, but whose scale differs from the one that would be chosen now."""
+        rescaled = [
+            name
+            for name, form in mix.forms.items()
+            if form in self.candidates.inputs
+            and form == self.run_mix.forms[name]
+            and self.candidates.inputs[form][name].scale != self.scales.activations[name].scale
+        ]
+        return rescaled + [
+            name
+            for name, scale in self.candidates.cache.items()
+            if mix.codes(name)
+            and name in self.scales.kv_cache
+            and not np.array_equal(scale.cpu(), self.scales.kv_cache[name].stored)
+        ]
+
+    def _measured(self, name: str, runner: Callable[[], Runner], batches: "Batches", notes: Notes) -> Measured:
+        if name not in self.progress.measured:
+            exact = self.candidates.exact
+            what = "as it is" if name.endswith('"as it is"]') else "a mix"
+            self.progress.measured[name] = asdict(measure_mixes(exact, {what: runner()}, batches, notes)[what])
+            self.progress.save()
+        return Measured(**self.progress.measured[name])
+
+    def _checkpoint_runner(self) -> Runner:
+        reference = load_reference(self.run.model, "exact", torch.float32, device())
+
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            with reference.answering(ids.shape[1] - prompt_of(ids.shape[1])):
+                logits: torch.Tensor = reference.model(
+                    input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
+                ).logits
+            return logits
+
+        return run
+
+
+def predicted_candidates(
+    run: Run,
+    source: Source,
+    rounding: Sequence[torch.Tensor],
+    choosing: Sequence[torch.Tensor],
+    folder: Path,
+    notes: Notes,
+) -> PredictedCandidates:
+    """Choose scales and round weights in every way, by `gptq` on the windows `rounding`, and predict the loss of each
+    choice on the windows `choosing` (each int64 [windows, seq_len]). Results are stored in `folder`.
+    """
+    scales, options = load_scales(run), run.options(QUANTIZE)
+    candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
+    if "gptq" in roundings:
+        gather(candidates, rounding, folder / "moments", notes)
+    round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
+    progress = TuneProgress.of(folder / "found.json")
+    _predict(candidates, choosing, progress, notes)
+    tokens = sum(len(ids) * (ids.shape[1] - candidates.prompt(ids.shape[1])) for ids in choosing)
+    parts = {
+        name: {which: nats / tokens for which, nats in variants.items()}
+        for name, variants in summed(progress.predicted).items()
+    }
+    caches = CACHES if candidates.cache else CACHES[:1]
+    run_mix = mix_of_run(scales, candidates.groups)
+    losses = Losses(parts, roundings, caches, candidates.forms)
+    shape = _shape(candidates, progress.values, options.tail_length)
+    return PredictedCandidates(run, scales, candidates, shape, losses, run_mix, progress)
+
+
+def _candidates(
+    run: Run, source: Source, scales: Scales, options: ScaleOptions, folder: Path, notes: Notes
+) -> tuple[Candidates, dict[Kind, Rounded], tuple[RoundingName, ...]]:
+    """The scales of all choices, the places of their codes, and the available ways of rounding."""
+    statistics = load_statistics(run)
+    read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
+    gemms, inputs = gemms_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
+    for form, asked in options_of(options, source.max_positions).items():
+        inputs[form] = choose_scales(source, statistics, gemms, asked).activations
+    roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
+    codes: dict[Kind, Rounded] = {}
+    for rounding in roundings:
+        for form in inputs:
+            like = "two_terms" if form == "tail" else form  # whose weights are the same
+            place = folder / (rounding if rounding == "nearest" else f"{rounding}-{like}")
+            place.mkdir(exist_ok=True)
+            codes[rounding, form] = Rounded(place)
+        codes[rounding, "weights_alone"] = codes[rounding, "two_terms"]
+    model = load_model(source, torch.float32, device()).requires_grad_(False)
+    groups, call = {members[0]: members for members in read if members}, CallPositions()
+    tails = {
+        name: Tail(scale.tail, call, experts_around(model, name))
+        for name, scale in inputs.get("tail", {}).items()
+        if scale.tail is not None
+    }
+    cache = _cache_scales(source, statistics, options, notes)
+    return Candidates(model, groups, inputs, codes, cache, tails, call), codes, roundings
+
+
+def _cache_scales(
+    source: Source, statistics: Statistics, options: ScaleOptions, notes: Notes
+) -> dict[str, torch.Tensor]:
+    """The scales of every cache tensor; empty, with a note, where one of them has none."""
+    heads = attention_heads(source.text_config) if options.kv_scale == "head" else {}
+    try:
+        chosen = kv_cache_scales(statistics, options.clip, heads=heads)
+    except InputError as error:
+        notes.note(f"the cache stays in BF16: {error}")
+        return {}
+    return {name: torch.from_numpy(scale.stored).to(device()) for name, scale in chosen.items()}
+
+
+def _can_compensate(run: Run, notes: Notes) -> bool:
+    """Tell whether `--apply` could round weights by `gptq`."""
+    merged = run.facts(MEASURE).runs is not None
+    if merged:
+        notes.note("weights are rounded to nearest: the run is merged, and second moments are of one run")
+    return not merged
+
+
+def _predict(candidates: Candidates, choosing: Sequence[torch.Tensor], progress: TuneProgress, notes: Notes) -> None:
+    """Predict all choices on the batches that are not done."""
+    remaining = range(len(progress.predicted), len(choosing))
+    with notes.track("Predicting what each choice loses", len(remaining), "batches") as advance:
+        for batch in remaining:
+            draw = torch.Generator(choosing[batch].device).manual_seed(batch)
+            losses, progress.values = predict_choices(candidates, choosing[batch], draw)
+            progress.predicted.append(losses)
+            progress.save()
+            advance(1)
+
+
+def _shape(candidates: Candidates, values: Mapping[str, int], tail: int) -> Shape:
+    """Return the sizes from which costs are computed; `tail`: the length of a tail."""
+
+    def rows_and_columns(module: torch.nn.Module) -> tuple[int, int]:
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        rows, columns = weight.movedim(output_channel_axis(module), 0).shape
+        return rows, columns
+
+    shapes = {name: rows_and_columns(module) for name, module in gemm_modules(candidates.model).items()}
+    groups = tuple(
+        Group(name, {member: shapes[member] for member in members}, tail) for name, members in candidates.groups.items()
+    )
+    taken = {member for group in groups for member in group.weights}
+    return Shape(groups, sum(prod(shape) for name, shape in shapes.items() if name not in taken), values)
+
+
+def mix_of_run(scales: Scales, groups: Mapping[str, Sequence[str]]) -> Mix:
+    """The mix of a run with these `scales`."""
+    parts = {"".join(sorted(parts)): kv_cache for kv_cache, parts in CACHE_PARTS.items()}
+    return Mix(
+        {name: form_of(scales.activations.get(name)) for name in groups},
+        next(iter(scales.weights.values())).rounding,
+        parts[scales.cache_parts],
+        tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.wide_cache)),
+    )
+
+
+def parted(count: int, windows: int) -> tuple[list[int], list[int], list[int]]:
+    """Split `count` calibration windows into those for rounding weights, for choosing the mix, and for checking the
+    prediction.
+
+    The last two have `windows` each, but at most a quarter of all, spread evenly. Raises InputError for fewer than four
+    windows.
+    """
+    if count < 4:
+        raise InputError(
+            "fp8q tune",
+            f"needs 4 calibration windows, some to choose by and others to check by, and the run has {count}",
+            "calibrate on more text, or with a smaller --seq-len",
+        )
+    half = min(windows, count // 4)
+    spread = np.linspace(0, count - 1, 2 * half).round().astype(int).tolist()
+    choosing, held_out = spread[::2], spread[1::2]
+    return [index for index in range(count) if index not in {*spread}], choosing, held_out
+
+
+def batches_of(
+    windows: npt.NDArray[np.int64], scored: npt.NDArray[np.bool_] | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Split windows int64 [windows, seq_len], and the mask of their `scored` tokens (None: those that are not read as a
+    prompt), into batches.
+    """
+    where = device()
+    ids = torch.from_numpy(np.ascontiguousarray(windows)).to(where)
+    counted = torch.arange(ids.shape[1], device=where).ge(prompt_of(ids.shape[1])).expand_as(ids)
+    if scored is not None:
+        counted = torch.from_numpy(scored).to(where)
+    size = max(1, TOKENS // ids.shape[1])
+    return list(zip(ids.split(size), counted.split(size), strict=True))
+
 
 #: The share of the budget that a mix may use by prediction: texts differ.
 AIM = 0.9
@@ -79,6 +357,18 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
             "has inputs in dynamic form, which `fp8q tune` has no candidates of",
             f"`fp8q scales {name_in_commands(run.root)} --form one` gives them static scales, to be tuned",
         )
+    if load_scales(run).block_inputs:
+        raise InputError(
+            run.root,
+            "has GEMMs in block form, which `fp8q tune` has no candidates of",
+            f"`fp8q scales {name_in_commands(run.root)} --form one` gives them static scales, to be tuned",
+        )
+    if load_scales(run).tensor_weights:
+        raise InputError(
+            run.root,
+            "has weights with one scale, which `fp8q tune` has no candidates of",
+            f"`fp8q scales {name_in_commands(run.root)} --weight-scale channel` gives each output channel its own",
+        )
     note_base_alone(run, "the budget is held by", notes)
     written = {name: record.outputs for name, record in run.record().stages.items()}
     for path, made_by in ((run.calibration, "corpus"), (run.statistics, "measure")):
@@ -88,7 +378,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
     if not TUNE.is_current(run, key):
         source = source_of(run)
         depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
-        with TUNE.writing(run, key, notes) as log, run.work(TUNE.name, depends, note=notes.note) as folder:
+        with TUNE.writing(run, key, notes) as log, WorkFolder(run, TUNE.name).opened(depends, notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))
             log.outputs.append(run.tuning)
     return load_tuning(run)
@@ -136,7 +426,7 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
         measure(run, source, run.options(MEASURE), notes, moments=True)
     if any(change.choice == "rescaled" for change in tuning.changes):
         run.scales.unlink(missing_ok=True)
-    quantize(run, source, products_of(source, options), options, notes)
+    quantize(run, source, gemms_of(source, options), options, notes)
     export_or_note(run, graph, notes)
     notes.note(f"{run.root}: made anew by the mix for this budget; `fp8q validate {run.root}` measures its runtimes")
 
@@ -190,10 +480,10 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     prepared = predicted_candidates(
         run, source, [ids for ids, _ in rounding], [ids for ids, _ in choosing], folder, notes
     )
-    shape, own_mix = prepared.shape, prepared.own
+    shape, run_mix = prepared.shape, prepared.run_mix
     losses, experts = prepared.losses, load_statistics(run).record.experts or {}
     shape = replace(shape, groups=limited_to(shape.groups, options.server, experts))
-    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), own_mix)
+    problem = Problem(losses, shape, Price(shape.plain, options.prefer, every.shape[1]), run_mix)
     if problem.unknown:
         others = f" and {len(problem.unknown) - 1} more" if len(problem.unknown) > 1 else ""
         notes.note(
@@ -201,6 +491,7 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
             "measured stays as it is; give more --windows, or calibrate on more text"
         )
     search = Search(prepared, problem, choosing, notes)
+    _note_passes(run, len(parts[1]), len(parts[2]), options, notes)
     names = [group.name for group in shape.groups]
     worst = Mix(dict.fromkeys(names, COARSEST), losses.roundings[0], losses.caches[-1])
     as_it_is = prepared.as_it_is("choosing", choosing, notes)
@@ -209,7 +500,7 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
     if (aim := _aim(options, factor)) is not None:
         chosen = search.chosen(aim, anchors)
     correction = search.correction(*anchors)
-    frontier, before = list[Step](), own_mix
+    frontier, before = list[Step](), run_mix
     for mix in problem.frontier():
         expected = correction.to_measured(losses.total(mix))
         frontier.append(
@@ -222,13 +513,29 @@ def _tune(run: Run, source: Source, options: TuneOptions, folder: Path, notes: N
         prefer=options.prefer,
         server=options.server,
         changes=[],
-        run=point(shape, own_mix, as_it_is.kl_nats, True),
+        run=point(shape, run_mix, as_it_is.kl_nats, True),
         frontier=frontier,
         prompt=prompt_of(every.shape[1]),
         windows=Windows(rounding=len(parts[0]), choosing=len(parts[1]), held_out=len(parts[2])),
         rise_over_kl=factor,
     )
     return tuning if chosen is None else _judged(run, search, tuning, chosen, held_out)
+
+
+def _note_passes(run: Run, choosing: int, held_out: int, options: TuneOptions, notes: Notes) -> None:
+    """Note the passes over windows that measuring takes: of the run, the anchors and the mixes that are tried, then of
+    the chosen one on other text. Each is of the float model and of a mix.
+    """
+    budget = options.max_kl is not None or options.max_ppl_increase is not None
+    mixes, rest = 3 + (ROUNDS + 1 if budget else 0), ""
+    if budget:
+        prompt = prompt_of(load_tokens(run, run.calibration).shape[1])
+        text = evaluation(run, None, ValidateOptions(as_served=prompt), SILENT)
+        rest = (
+            f", then of the chosen one on {held_out} held out and on {len(text.ids)} of the evaluation text "
+            f"({text.protocol.tokens:,} tokens)"
+        )
+    notes.note(f"tune: {mixes} mixes at most are measured on {choosing} windows, in two passes each{rest}")
 
 
 def _aim(options: TuneOptions, factor: float) -> float | None:
@@ -243,7 +550,7 @@ def _judged(
 ) -> Tuning:
     """Measure the chosen `mix` on the held-out windows and on the evaluation text, and add the results to `tuning`."""
     prepared, notes, shape = search.prepared, search.notes, search.problem.shape
-    text = evaluation(run, None, ValidateOptions(as_served=tuning.prompt), notes)
+    text = evaluation(run, None, ValidateOptions(as_served=tuning.prompt), SILENT)
     predicted = search.measured(mix)
     elsewhere = prepared.measured("held out", mix, held_out, notes)
     there = prepared.measured("evaluation", mix, batches_of(text.ids, text.scored), notes)
@@ -276,7 +583,7 @@ def _judged(
         update={
             "met": met_here and met_there,
             "met_on_calibration": met_here,
-            "changes": changed(shape.groups, prepared.own, mix) + rescaled,
+            "changes": changed(shape.groups, prepared.run_mix, mix) + rescaled,
             "predicted_kl_nats": chosen.kl_nats,
             "measured_kl_nats": chosen.measured_kl_nats,
             "weight_bytes": chosen.weight_bytes,

@@ -7,23 +7,37 @@ from ..core.errors import BackendError, InputError, UnfinishedError
 from ..core.files import write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..options import ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions
+from ..core.run_writer import RunWriter
+from ..options import LEAST_WINDOWS, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions, VerdictLimits
 from ..quantize.checkpoint.card_additions import ACCURACY_MARK, COST, markdown_text, state_in_card, state_validated
 from ..quantize.scales.decisions import load_scales
+from ..validate.accuracy.card import card_table, repeating_command
 from ..validate.accuracy.decision import decide, noise_floor
-from ..validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
+from ..validate.accuracy.document import (
+    Accuracy,
+    ByToken,
+    RuntimeAccuracy,
+    load_accuracy,
+    load_divergences,
+    load_token_losses,
+    save_accuracy,
+)
 from ..validate.accuracy.perplexity import Evaluation, prompt_of
 from ..validate.accuracy.top_logits import save_top_logits
 from .corpus import load_tokens
 from .other_text import evaluation, positions
-from .pipeline.stage import Key
+from .pipeline.stage import CALIBRATE_MODULES, Key, Notes, device, lacking, note_other_arithmetic
 from .pipeline.stages import VALIDATE, ValidateFacts
-from .pipeline.steps import CALIBRATE_MODULES, Notes, lacking, note_other_arithmetic
-from .shared.added_runtimes import drop_outdated, with_beside
+from .shared.added_runtimes import AddedRun, added_run, drop_outdated, run_added, with_host_runtimes
 from .shared.engines import engines_here
 from .shared.gates import check_comparable, check_gates
 from .shared.model_files import files_of, fp8_files, may_change_card
-from .shared.stored_validation import BesideRun, beside_run, run_beside
+from .shared.texts import check_there
+
+#: The tokens that a CPU decodes by default: the paired rise of perplexity is known to half a percent by then.
+DECODED_ON_CPU = 2048
+#: A context below which windows are too short to advise.
+SHORTEST = 32
 
 
 def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
@@ -31,14 +45,14 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
 
     Needles that are asked for come first. Runtimes that all need no torch are added to what is there, where that is of
     the same tokens. After writing the results it raises UnfinishedError for runtimes that failed, and GateError for a
-    runtime that loses more than `options.max_ppl_increase`.
+    runtime that loses more than the limits of `options` that were asked for.
     """
     if options.needles is not None:
         from .needles import ask_needles
 
         ask_needles(run, notes, options)
     drop_outdated(run, notes)
-    if added := _beside(run, notes, data, options):
+    if added := _added_run(run, notes, data, options):
         return _add(added, notes)
     check_torch(options)
     return _run_all(run, notes, data, options)
@@ -46,43 +60,46 @@ def validate(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
 
 def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> Accuracy:
     """Run all of `options.runtimes`, unless that is done, and return the results in place of those before."""
+    if data is not None:
+        check_there(data)
     inputs, options = fp8_files(run, graph=False), with_runtimes(run, options, notes)
     for precision in options.baselines:
         inputs |= files_of(run, precision)
     engines = engines_here(run, options)
     inputs |= {name: digest for engine in engines for name, digest in engine.file.items()}
-    check_comparable(options.chosen, options.max_ppl_increase)
+    check_comparable(options.chosen, options)
     check_accumulator(options)
     from .validate_runtimes import evaluate_adapters, evaluate_runtimes, explain_loss  # loads torch: refuse before
 
     options = as_a_server_reads(run, options, notes)
     tokens = evaluation(run, data, options, notes)
+    check_enough(tokens, options, notes)
     for engine in engines:
         engine.check_windows(tokens)
     key = _key(inputs, options, tokens)
-    if not (VALIDATE.is_current(run, key, with_beside(run, key)) and has_top_logits(run)):
+    if not (VALIDATE.is_current(run, key, with_host_runtimes(run, key)) and has_top_logits(run)):
         note_other_arithmetic(run, notes)
         with VALIDATE.writing(run, key, notes) as log, VALIDATE.working(run, key, notes) as folder:
             outcome = evaluate_runtimes(run, tokens, options, folder, notes)
             adapted = evaluate_adapters(run, tokens, options, folder, notes)
             outcome.failed.update(adapted.failed)
             explained = explain_loss(run, tokens, outcome).model_copy(update={"adapters": adapted.rows or None})
-            judged = decide(explained, outcome.nll, options.max_ppl_increase)
+            judged = decide(explained, outcome.nll, options, outcome.kl)
             explained = explained.model_copy(update={"verdict": judged})
             log.outputs += save_accuracy(run, explained, outcome.nll | adapted.nll, outcome.kl)
             log.outputs.append(save_top_logits(run, tokens, outcome.top | adapted.top))
             if may_change_card(run):
                 state_validated(run.card, [])
-            _tell_card(run, explained)
+            _tell_card(run, explained, outcome.nll, outcome.kl)
             log.unfinished = tuple(outcome.failed)
         if outcome.failed:
             raise unfinished(outcome.failed, outcome.nll)
-    accuracy = judge_again(run, options.max_ppl_increase)
-    check_gates(run, accuracy, options.max_ppl_increase)
+    accuracy = judge_again(run, options)
+    check_gates(run, accuracy, options)
     return accuracy
 
 
-def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> BesideRun | None:
+def _added_run(run: Run, notes: Notes, data: str | None, options: ValidateOptions) -> AddedRun | None:
     """Find what the run keeps for runtimes that need no torch; None where others are asked for.
 
     Where it keeps nothing that fits, they run by themselves (None), or InputError is raised where torch is missing.
@@ -100,7 +117,7 @@ def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) 
     with_runtimes(run, options, notes)
     fp8_files(run)
     try:
-        return beside_run(
+        added = added_run(
             run,
             options,
             load_tokens(run, run.calibration),
@@ -110,23 +127,24 @@ def _beside(run: Run, notes: Notes, data: str | None, options: ValidateOptions) 
         if missing:
             raise
         return None
+    check_enough(added.reference.evaluation, options, notes)
+    return added
 
 
-def _add(added: BesideRun, notes: Notes) -> Accuracy:
+def _add(added: AddedRun, notes: Notes) -> Accuracy:
     """Run what is not there yet beside what is, and return all results."""
-    ran, failed = run_beside(added, notes)
+    ran, failed = run_added(added, notes)
     if failed:
         raise unfinished(failed, ran)
-    limit = added.options.max_ppl_increase
-    accuracy, named = judge_again(added.run, limit), {"bf16", *added.options.chosen}
+    accuracy, named = judge_again(added.run, added.options), {"bf16", "fp32", *added.options.chosen}
 
     def asked(rows: Mapping[str, RuntimeAccuracy]) -> dict[str, RuntimeAccuracy]:
         return {name: row for name, row in rows.items() if name in named}
 
     adapters = {adapter: asked(rows) for adapter, rows in (accuracy.adapters or {}).items()}
     shown = accuracy.model_copy(update={"runtimes": asked(accuracy.runtimes), "adapters": adapters or None})
-    verdict = decide(shown, load_token_losses(added.run), limit)
-    check_gates(added.run, shown.model_copy(update={"verdict": verdict}), limit)
+    verdict = decide(shown, load_token_losses(added.run), added.options, load_divergences(added.run))
+    check_gates(added.run, shown.model_copy(update={"verdict": verdict}), added.options)
     return accuracy
 
 
@@ -142,14 +160,14 @@ def check_torch(options: ValidateOptions) -> None:
         )
 
 
-def judge_again(run: Run, limit: float | None) -> Accuracy:
-    """Return the run's accuracy with the verdict by `limit`, which is written where it was by another."""
-    accuracy = load_accuracy(run)
-    judged = accuracy.model_copy(update={"verdict": decide(accuracy, load_token_losses(run), limit)})
+def judge_again(run: Run, limits: VerdictLimits) -> Accuracy:
+    """Return the run's accuracy with the verdict by `limits`, which is written where it was by others."""
+    accuracy, nll, kl = load_accuracy(run), load_token_losses(run), load_divergences(run)
+    judged = accuracy.model_copy(update={"verdict": decide(accuracy, nll, limits, kl)})
     if judged.verdict != accuracy.verdict:
-        with run.amending(VALIDATE.name, run.accuracy):
+        with RunWriter(run).amending(VALIDATE.name, run.accuracy):
             write_document(run.accuracy, judged)
-        _tell_card(run, judged)
+        _tell_card(run, judged, nll, kl)
     return judged
 
 
@@ -201,13 +219,40 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     tails = load_scales(run).tails.values()
     if not tails or options.as_served is not None or options.accumulator:
         return options
-    window = load_tokens(run, run.calibration).shape[1]
-    prompt = prompt_of(options.context or min(window, positions(run) or window))
+    calibrated = load_tokens(run, run.calibration).shape[1]
+    window = options.context or min(calibrated, positions(run) or calibrated)
+    prompt, most = prompt_of(window), options.max_tokens
+    if device() == "cpu" and most is None:  # each decoded token is a pass of its own
+        decoded = min(window - prompt, -(-DECODED_ON_CPU // LEAST_WINDOWS))
+        prompt, most = window - decoded, max(DECODED_ON_CPU, LEAST_WINDOWS * decoded)
+    half = ", half a window" if prompt == prompt_of(window) else f" of {window}"
+    fewer = f"; on a CPU {most:,} tokens are decoded at most, --max-tokens N takes others" if most else ""
     notes.note(
-        f"--as-served: is {prompt}, half a window, since decoded tokens and a prompt's last {max(tails)} have another "
-        "form than the rest of the prompt; --as-served N takes another prompt"
+        f"--as-served: is {prompt}{half}, since decoded tokens and a prompt's last {max(tails)} have another "
+        f"form than the rest of the prompt; --as-served N takes another prompt{fewer if not options.max_tokens else ''}"
     )
-    return replace(options, as_served=prompt)
+    return replace(options, as_served=prompt, max_tokens=most)
+
+
+def check_enough(tokens: Evaluation, limits: VerdictLimits, notes: Notes, text: str = "--data") -> None:
+    """Raise InputError, before any work, where a limit was asked for and the windows are too few for an interval, and
+    so for a verdict that passes; note it where none was. Both name the option that mends it; `text` is that of a text.
+    """
+    windows, protocol = len(tokens.ids), tokens.protocol
+    if windows >= LEAST_WINDOWS:
+        return
+    if protocol.of_tokens is not None and protocol.of_tokens * windows >= LEAST_WINDOWS * protocol.tokens:
+        remedy = f"--max-tokens {-(-LEAST_WINDOWS * protocol.tokens // windows)} takes enough"
+    else:
+        shorter = protocol.context * windows // LEAST_WINDOWS
+        remedy = f"--context {shorter} cuts more" if shorter >= SHORTEST else f"give a longer text by {text}"
+    fault = (
+        f"{windows} window{' gives' if windows == 1 else 's give'} no interval, so that this cannot end in a verdict "
+        f"that passes: {LEAST_WINDOWS} do"
+    )
+    if limits.asked:
+        raise InputError(limits.asked, fault, remedy)
+    notes.note(f"{fault}; {remedy}")
 
 
 def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> None:
@@ -221,15 +266,20 @@ def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> N
         )
 
 
-def _tell_card(run: Run, accuracy: Accuracy) -> None:
-    """Write the verdict into the model card, and what one term costs, where that was measured."""
+def _tell_card(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken) -> None:
+    """Write verdict and numbers into the model card, and what one term costs, where that was measured."""
     if not may_change_card(run):
         return
-    protocol = markdown_text(accuracy.protocol.told)
+    protocol = markdown_text(accuracy.protocol.description)
     if verdict := accuracy.verdict:
         said = markdown_text(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
         decision = f"**{markdown_text(verdict.sentence)}.** {said}"
-        state_in_card(run.card, ACCURACY_MARK, f"{decision} Measured by `fp8q validate` on {protocol}.")
+        measured = f"{decision} Measured by `fp8q validate` on {protocol}."
+        if table := card_table(accuracy, nll, kl):
+            text_hash = accuracy.protocol.sha256[:16]
+            again = f"Whoever has the text (token ids: SHA-256 {text_hash}…) and the original repeats it by"
+            measured += f"\n\n{table}\n\n{again}\n\n    {repeating_command(accuracy)}"
+        state_in_card(run.card, ACCURACY_MARK, measured)
     if cost := accuracy.one_term_cost:
         state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {protocol}).")
 

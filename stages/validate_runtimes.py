@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from ..calibrate.model.source import Source
+from ..core.columns import duration
 from ..core.errors import BackendError
 from ..core.run import Run
 from ..options import ValidateOptions
@@ -11,18 +12,21 @@ from ..quantize.checkpoint.narrowing import rounded_remark
 from ..validate.accuracy.adder_cost import compare_sums, cost, sample
 from ..validate.accuracy.as_served import by_distance
 from ..validate.accuracy.bootstrap import increase_halves
-from ..validate.accuracy.compare import BASELINE, FLOAT32, Outcome, Workplace, compare_in_turn
+from ..validate.accuracy.compare import BASELINE, FLOAT32, Outcome, Workplace, compare_in_turn, windows_at_once
 from ..validate.accuracy.document import Accuracy
 from ..validate.accuracy.nonfinite import blamed
 from ..validate.accuracy.perplexity import Evaluation
-from ..validate.accuracy.runtimes import AdapterOutcome, compare_adapted, openers, vocabulary
+from ..validate.accuracy.runtimes import AdapterOutcome, Loading, compare_adapted, openers, vocabulary
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens
 from .other_text import positions
-from .pipeline.steps import Notes, device
+from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
 from .shared.engines import note_without_engines, takes_adapter
 from .shared.sources import source_of
+
+#: The time of a decoding step on a CPU, in tokens of a calibration window: the demo's took 33, of four windows at once.
+STEP_TOKENS = 33
 
 
 def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, folder: Path, notes: Notes) -> Outcome:
@@ -34,12 +38,13 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
         steps = tokens.protocol.context - options.as_served
         notes.note(
             f"--as-served {options.as_served}: each runtime reads the prompt of a window in one call, and "
-            f"{steps - 1:,} tokens one by one; batches of windows go together"
+            f"{steps - 1:,} tokens one by one; batches of windows go together{_decoding_time(run, tokens, options)}"
         )
     taken = sample(tokens, options.accumulator_windows)
     if options.accumulator:
         notes.note(cost(run, taken, options.accumulator, device()))
-    made = openers(options.chosen, run, partial(_source_with_note, run, notes), device(), prompt=options.as_served)
+    asked = Loading(run, partial(_source_with_note, run, notes), device(), prompt=options.as_served)
+    made = openers(options.chosen, asked)
     outcome = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in outcome.failed else None
@@ -48,6 +53,19 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
     if not outcome.nll:
         raise BackendError("", "; ".join(outcome.failed.values()))
     return outcome
+
+
+def _decoding_time(run: Run, tokens: Evaluation, options: ValidateOptions) -> str:
+    """The time of decoding on this CPU, by that of calibrating, after a semicolon; empty where that says nothing."""
+    measured = run.record().stages.get("measure")
+    if device() != "cpu" or measured is None or measured.machine.get("device", "CPU") != "CPU":
+        return ""
+    windows, context = tokens.ids.shape
+    batch = windows_at_once(context, options.as_served, vocabulary(run.model))
+    steps = -(-windows // batch) * (context - (options.as_served or 0) - 1)
+    token = measured.seconds / max(1, load_tokens(run, run.calibration).size)
+    seconds = len(options.chosen) * token * (windows * context + STEP_TOKENS * steps)
+    return f"; {len(options.chosen) * steps:,} steps, some {duration(seconds)} here, by the time of calibrating"
 
 
 def _source_with_note(run: Run, notes: Notes) -> Source:

@@ -24,10 +24,10 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages import merge as merge_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.commands import merge as merge_stage
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 
 Measure = Callable[..., Run]
@@ -104,7 +104,7 @@ def test_parts_in_two_terms_have_the_scales_and_codes_of_the_text_measured_at_on
     added = merged(tmp_path / "merged", demo_checkpoint, part(0, 2), part(2, 3), part(3, 5))
     options = ScaleOptions(kv_cache="fp8", two_terms=("*.v_proj",), tail=("*.down_proj",), exact_tail=16)
     for run in (whole, added):
-        quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+        quantize_stage.quantize(run, source, sources.gemms_of(source), options, Notes(SILENT))
     assert added.scales.read_bytes() == whole.scales.read_bytes()
     (weights,) = whole.model.glob("*.safetensors")
     assert (added.model / weights.name).read_bytes() == weights.read_bytes()
@@ -273,6 +273,7 @@ OF_A_RUN: dict[str, list[str]] = {
     "sensitivity": [],
     "distill": [],
     "tune": [],
+    "push": ["--repo", "owner/name"],
 }
 REPORTS = ("report-continuations", "report-plots", "report-tables", "report-verdict")
 #: The public functions that are asked something of a run.
@@ -281,6 +282,7 @@ ASKED: dict[Callable[..., Any], tuple[Any, ...]] = {
     api.compare_answers: ("Once",),
     api.compare: (api.CompareOptions(url="http://127.0.0.1:1"),),
     api.evaluate: (api.EvaluateOptions(("hellaswag",)),),
+    api.push: (api.PushOptions("owner/name"),),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.validate.report.accuracy_rows import accuracy_rows
-from fp8q.validate.report.notebook import execute
+from fp8q.validate.report.report import execute
 from fp8q.validate.report.rows import module_rows
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))

@@ -1,10 +1,12 @@
 """The recipes of CONTRIBUTING.md, followed to the letter in a copy of the package.
 
-A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list or table)
-or `# FILE: at the end`. So a recipe that no longer works, or that needs another line somewhere, fails here.
+A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list, table, or
+`if NAME:`), `# FILE: at the end` or `# FILE: a new file`. So a recipe that no longer works, or that needs another line
+somewhere, fails here.
 """
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -15,12 +17,16 @@ import onnx
 import onnx.parser
 import pytest
 
+from .conftest import Texts
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = (
     "__init__.py", "__main__.py", "api.py", "cli", "core", "options", "calibrate", "quantize", "export", "validate",
     "serve", "stages", "benchmarks",
 )  # fmt: skip
-BLOCK = re.compile(r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|at the end)\n(?P<code>.*?)```", re.DOTALL)
+BLOCK = re.compile(
+    r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|at the end|(?P<new>a new file))\n(?P<code>.*?)```", re.DOTALL
+)
 
 
 def recipe(title: str) -> list[re.Match[str]]:
@@ -29,15 +35,17 @@ def recipe(title: str) -> list[re.Match[str]]:
     return list(BLOCK.finditer(page.partition(f"### {title}\n")[2].partition("\n##")[0]))
 
 
-def last_line(source: str, name: str) -> tuple[int, str]:
-    """The number of lines of `source` up to the end of what `name` holds, and how far its lines are indented."""
+def last_line(source: str, name: str) -> int:
+    """The number of lines of `source` up to the end of what `name` holds."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             field = [child for child in node.body if isinstance(child, ast.AnnAssign)][-1]
-            return field.end_lineno or field.lineno, "    "
+            return field.end_lineno or field.lineno
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == name:
+            return node.body[-1].end_lineno or node.lineno
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return (node.end_lineno or node.lineno) - 1, "    "
+            return (node.end_lineno or node.lineno) - 1
     raise AssertionError(f"no {name}")
 
 
@@ -47,14 +55,17 @@ def follow(title: str, package: Path) -> None:
     assert blocks, title
     for block in blocks:
         file = package / block["file"]
-        source = file.read_text(encoding="utf-8")
+        assert file.exists() is not bool(block["new"]), file
+        source = "" if block["new"] else file.read_text(encoding="utf-8")
         if block["name"]:
-            number, indent = last_line(source, block["name"])
-            lines = source.splitlines()
-            lines[number:number] = [f"{indent}{line}" for line in block["code"].splitlines()]
+            number = last_line(source, block["name"])
+            lines, code = source.splitlines(), block["code"].splitlines()
+            if lines[number].startswith(("]", ")")) and not code[-1].endswith(","):
+                code[-1] += ","  # an element of a list
+            lines[number:number] = [f"    {line}" for line in code]
             source = "\n".join(lines) + "\n"
         else:
-            source += f"\n\n{block['code']}"
+            source += block["code"] if block["new"] else f"\n\n{block['code']}"
         file.write_text(source, encoding="utf-8")
 
 
@@ -163,3 +174,90 @@ def test_a_text_format_is_added_by_an_entry_and_a_reader(package: Path) -> None:
     ]
     shown = python(package, "-m", "fp8q", "calibrate", "--help")
     assert "Text to calibrate on: .txt, .jsonl, .parquet, .md, .markdown, a saved" in re.sub(r"[\s│]+", " ", shown)
+
+
+COLUMNS = """
+from fp8q.validate.report.accuracy_rows import NUMBERS, AccuracyRow
+from fp8q.validate.report.rows import ModuleRow
+from fp8q.validate.report.tables import accuracy_table, module_table
+
+row = ModuleRow("model.layers.3.mlp.up_proj", "product", amax=1.0, clip=1.0, scale=0.5, terms=1)
+print([cell.text for cell in module_table([row]).cells()[0]][-1])
+for fp8 in (AccuracyRow("reference", 8.02, 2.08, perplexity_over_fp32=0.0025), AccuracyRow("reference", 8.02, 2.08)):
+    table = accuracy_table([fp8])
+    print([column.title for column in table.columns][-1], table.cells()[0][-1].text)
+print("perplexity_over_fp32" in NUMBERS)
+"""
+
+
+def test_a_report_column_is_added_by_an_entry(package: Path) -> None:
+    follow("Add a report column", package)
+    assert python(package, "-c", COLUMNS).splitlines() == ["3", "over FP32 +0.25 %", "perplexity 8.0200", "True"]
+
+
+RUNTIME = """
+from fp8q.options import NOT_SERVED, WITHOUT_GRAPH, ValidateOptions
+from fp8q.validate.accuracy.runtimes import OPENERS
+from fp8q.validate.endpoint.judgement import arithmetic_of
+
+name = "reference-exact"
+print(ValidateOptions("bf16,reference-exact").chosen, name in OPENERS, name in WITHOUT_GRAPH, name in NOT_SERVED)
+print(arithmetic_of(name))
+"""
+
+
+def test_a_runtime_is_added_by_an_entry_and_a_function(package: Path) -> None:
+    follow("Add a runtime", package)
+    assert python(package, "-c", RUNTIME).splitlines() == [
+        "('bf16', 'reference-exact') True True False", "as validated"
+    ]  # fmt: skip
+    tables = "import sys; sys.path.insert(0, 'fp8q/benchmarks'); from pages.validate import runtimes as made"
+    row = python(package, "-c", f"{tables}; print(made())").splitlines()[-2]
+    assert row == "| `reference-exact` | the FP8 checkpoint in torch, with the sums of its GEMMs in FP32 |"
+
+
+@pytest.mark.slow
+def test_the_runtime_of_the_recipe_is_validated(package: Path, demo_checkpoint: Path, demo_texts: Texts) -> None:
+    follow("Add a runtime", package)
+    made = python(
+        package, "-m", "fp8q", "calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--eval-data",
+        demo_texts.evaluation, "--samples", 4, "--no-graph", "--out", package.parent / "run",
+    )  # fmt: skip
+    assert "Files" in made, made
+    said = python(
+        package, "-m", "fp8q", "validate", package.parent / "run", "--max-tokens", 2048, "--json",
+        "--runtimes", "bf16,reference,reference-exact",
+    )  # fmt: skip
+    document = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    rows = {row["runtime"]: row for row in document["accuracy"]}
+    assert list(rows) == ["bf16", "reference", "reference-exact"]
+    assert rows["reference-exact"]["perplexity"] == pytest.approx(rows["reference"]["perplexity"], rel=1e-3)
+
+
+WINDOWS = """
+from pathlib import Path
+import numpy as np
+from fp8q.core.reporter import SILENT
+from fp8q.core.run import Run
+from fp8q.stages.pipeline.stage import Key
+from fp8q.stages.pipeline.stages import CORPUS, CorpusFacts
+from fp8q.stages.pipeline.stage import Notes
+
+run = Run(Path("run"))
+facts = CorpusFacts(data="a.txt", eval_data="b.txt", model="model")
+with CORPUS.writing(run, Key({}, CORPUS.options(), facts), Notes(SILENT)) as log:
+    np.savez(run.calibration, input_ids=np.array([[1, 2, 2], [3, 1, 1]]))
+    log.outputs.append(run.calibration)
+"""
+
+
+def test_a_stage_is_added_by_an_entry_and_a_file(package: Path) -> None:
+    follow("Add a stage", package)
+    python(package, "-c", WINDOWS)
+    assert python(package, "-m", "fp8q", "vocabulary", "run") == "3 of 6 tokens are distinct.\n"
+    record = json.loads((package.parent / "run/run.json").read_text(encoding="utf-8"))
+    assert list(record["stages"]["vocabulary"]["inputs"]) == ["calibration.npz"]
+    assert python(package, "-m", "fp8q", "vocabulary", "run", "--json") == '{"distinct": 3, "tokens": 6}\n'
+    again = json.loads((package.parent / "run/run.json").read_text(encoding="utf-8"))
+    assert again == record, "a finished stage is passed over"
+    assert "fp8q vocabulary RUN" in python(package, "-m", "fp8q", "vocabulary", "--help")

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +30,7 @@ def outcome(folder: Path, seconds: float, *options: str) -> str:
 
 
 def test_a_test_that_would_begin_too_late_is_left_out_and_counted(tmp_path: Path) -> None:
-    text = outcome(tmp_path, 1.0, "--minutes", "0.01")  # 0.6 seconds
+    text = outcome(tmp_path, 4.0, "--minutes", "0.06")  # 3.6 seconds
     assert "1 passed, 1 skipped" in text
     assert "- 1 tests were left out: their time was over -" in text
 
@@ -38,6 +40,20 @@ def test_with_time_for_all_nothing_is_left_out(tmp_path: Path, options: tuple[st
     text = outcome(tmp_path, 0.0, *options)
     assert "2 passed" in text
     assert "left out" not in text
+
+
+def test_a_whole_tier_is_refused_on_a_full_disk_in_one_line_and_chosen_tests_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_200_000_000))
+    config: Any = SimpleNamespace(
+        getoption=lambda name: None, stash={}, option=SimpleNamespace(markexpr=""),
+        args_source=pytest.Config.ArgsSource.TESTPATHS,
+    )  # fmt: skip
+    with pytest.raises(pytest.UsageError, match=r"has 1\.2 GB free, and all tests of a tier take up to 5; free some"):
+        tiers.pytest_configure(config)
+    config.args_source = pytest.Config.ArgsSource.ARGS
+    tiers.pytest_configure(config)
 
 
 def test_groups_come_in_the_order_of_their_commit(monkeypatch: pytest.MonkeyPatch) -> None:

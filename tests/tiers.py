@@ -9,6 +9,7 @@ With `--minutes N` no test begins once N minutes are over: those left are skippe
 that no test is left out of every run.
 """
 
+import shutil
 import subprocess
 import time
 from collections import defaultdict
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 
@@ -24,6 +26,8 @@ SLOW_FIXTURES = frozenset({"attention_run", "demo_run", "finished", "own_triton"
 #: What `make test` selects; `make test-slow` selects the others.
 QUICK = "not slow or quick"
 LONGEST_SHOWN = 10
+#: Bytes of the temporary files of a whole tier: 4 GB at most at a time, of tests that run and of runs that many share.
+LEAST_FREE = 5e9
 #: The property of a report that has the tier of its test.
 TIER = "tier"
 #: When no further test begins, by `time.monotonic`.
@@ -59,11 +63,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out what is slow where neither paths nor marks are asked for, and note when the time is over."""
+    """Leave out what is slow where neither paths nor marks are asked for, note when the time is over, and refuse a
+    whole tier where its temporary files find no place: on a full disk hundreds of tests fail, each for another reason.
+    """
     minutes = config.getoption("minutes")
     config.stash[DEADLINE] = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    if not config.option.markexpr:
         config.option.markexpr = QUICK  # pytest-xdist hands it on to its workers
+    if not hasattr(config, "workerinput") and (free := shutil.disk_usage(gettempdir()).free) < LEAST_FREE:
+        raise pytest.UsageError(
+            f"{gettempdir()}: has {free / 1e9:.1f} GB free, and all tests of a tier take up to {LEAST_FREE / 1e9:.0f}; "
+            "free some, or name another folder in TMPDIR"
+        )
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:

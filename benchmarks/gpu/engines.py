@@ -1,4 +1,4 @@
-"""Engines and runtimes on this GPU: the demo's FP8, BF16 and INT8, and FP8 with both forms of `--weight-scale`.
+"""Engines and runtimes on this GPU: the demo's FP8, BF16 and INT8, and FP8 with both forms of `--apply-scales`.
 
 With `tensorrt` (any GPU) and `tensorrt-rtx` (RTX cards; whether it knows this GPU is part of the question): built,
 which share of the promised products takes FP8 as the inspector says, the time of an answer, and perplexity through it.
@@ -49,7 +49,7 @@ def measure(setting: Setting, part: Part) -> None:
                 part.skipped[runtime] = "it builds on a GPU alone"
                 continue
             for form in setting.pick(("dq", "mul"), ("dq",)):
-                within(setting, part, f"{runtime}, fp8, --weight-scale {form}", partial(fp8, run, runtime, form))
+                within(setting, part, f"{runtime}, fp8, --apply-scales {form}", partial(fp8, run, runtime, form))
             for precision in setting.pick(("bf16", "int8"), ()):
                 within(setting, part, f"{runtime}, {precision}", partial(baseline, run, runtime, precision))
 

@@ -19,8 +19,8 @@ from fp8q.calibrate.model.launching import has_triton, launched
 from fp8q.options import CalibrateOptions, Clipping
 from fp8q.quantize.codes.encoding import encode, encode_terms, encode_two
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
-from fp8q.quantize.codes.products import scaled_product
-from fp8q.quantize.reference.adder import add_products
+from fp8q.quantize.codes.gemm import scaled_gemm
+from fp8q.quantize.reference.adder import accumulated_gemm
 from fp8q.quantize.reference.linear import FP8Linear, Mode
 from fp8q.quantize.scales.clip import amax_in_use, scale_of
 
@@ -75,8 +75,8 @@ def different(found: torch.Tensor, right: torch.Tensor) -> int:
 def bits(setting: Setting, part: Part) -> None:
     """Bits that the adder keeps, beside those of the adders that `--accumulator` has."""
     length, size = setting.pick((4096, 512), (2048, 16))
-    ways = {f"GPU, use_fast_accum={fast}": partial(scaled_product, fast=fast) for fast in (True, False)}
-    simulated = {f"--accumulator {name}": partial(add_products, accumulator=name) for name in ("fp22", "two-level")}
+    ways = {f"GPU, use_fast_accum={fast}": partial(scaled_gemm, fast=fast) for fast in (True, False)}
+    simulated = {f"--accumulator {name}": partial(accumulated_gemm, accumulator=name) for name in ("fp22", "two-level")}
     for name, product in {**ways, **simulated}.items():
         on = setting.device if name in ways else "cpu"
         rows, outputs = length, size if name in ways else 16
@@ -95,9 +95,9 @@ def sums(length: int, setting: Setting, part: Part) -> None:
     rows = setting.pick(256, 4)  # so large that cuBLAS does not split the row
     x, weight = drawn(rows, length, 0), drawn(rows, length, 1)
     exact = x.double() @ weight.double().T
-    simulated = {name: add_products(x[:16], weight, name) for name in ("fp32", "fp22", "two-level")}
+    simulated = {name: accumulated_gemm(x[:16], weight, name) for name in ("fp32", "fp22", "two-level")}
     for fast in (True, False):
-        found = scaled_product(x.to(setting.device), weight.to(setting.device), fast).cpu()
+        found = scaled_gemm(x.to(setting.device), weight.to(setting.device), fast).cpu()
         error = float((found.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
         same = {f"is {name}": float((found[:16] == right).double().mean()) for name, right in simulated.items()}
         part.row("sums of codes", K=length, use_fast_accum=fast, relative_error=error, **same)
@@ -129,12 +129,14 @@ def layers(length: int, setting: Setting, part: Part) -> None:
 
 def perplexity(setting: Setting, part: Part) -> None:
     """Perplexity of the demo in FP8: of the reference on the CPU, and of the same on the GPU."""
+    from loaded_runtimes import compare_runtimes
+
     from fp8q.api import calibrate
     from fp8q.core.reporter import SILENT
     from fp8q.core.run import Run
     from fp8q.quantize.reference.fp8_model import load_reference
     from fp8q.stages.corpus import load_tokens
-    from fp8q.validate.accuracy.compare import BASELINE, compare_runtimes
+    from fp8q.validate.accuracy.compare import BASELINE
     from fp8q.validate.accuracy.perplexity import Evaluation, cut
     from fp8q.validate.accuracy.runtimes import logits_of, vocabulary
 

@@ -30,9 +30,9 @@ from vllm_jobs import installed_plugin
 from fp8q import api
 from fp8q.core.run import Run
 from fp8q.options import Terms
-from fp8q.quantize.scales.serving_cost import WIDE_BYTES
+from fp8q.quantize.scales.serving_cost import BF16_BYTES
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.bench.capacity import footprint
+from fp8q.validate.bench.document import footprint
 
 from .engines import RUNTIMES, demo
 from .timing import Kind, Part, Setting
@@ -138,7 +138,7 @@ def cache_bytes(run: Run, setting: Setting) -> int:
     """Bytes of a cache in BF16 for all clients, and a quarter more: vLLM would take all that is free."""
     size = sizes(setting)
     positions: int = (size["prompt"] + size["tokens"]) * size["clients"][-1]
-    return round(1.25 * WIDE_BYTES * positions * footprint(run, "fp8", 0).values) + SPARE_BYTES
+    return round(1.25 * BF16_BYTES * positions * footprint(run, "fp8", 0).values) + SPARE_BYTES
 
 
 def asked(setting: Setting, python: Path, job: dict[str, Any], more: dict[str, str]) -> list[dict[str, Any]]:

@@ -3,7 +3,8 @@
     python serve_job.py < job.json
 
 `job.json`: `{"by": "fp8q" or "vllm", "model": a run or a checkpoint, "runtime": of fp8q, "clients": [numbers],
-"prompt": tokens, "tokens": of an answer, "answers": of each client, "cache_bytes": of vLLM, "on_gpu": bool}`. One
+"prompt": tokens, "tokens": of an answer, "answers": of each client, "cache_bytes": of vLLM, "on_gpu": bool, "engine":
+further arguments of vLLM's LLM, "also": [the same fields with other clients, prompts or tokens, asked after it]}`. One
 line of JSON goes to standard output: a row for each number of clients.
 """
 
@@ -57,6 +58,11 @@ def most_memory(meter: Any) -> Iterator[list[int]]:
         thread.join()
 
 
+def sizes_of(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The job itself, and again with the fields of each of its `also`."""
+    return [job, *(job | more for more in job.get("also", ()))]
+
+
 def open_fp8q(job: dict[str, Any]) -> tuple[Answer, int]:
     """fp8q's loop, as servers have it: a thread that steps, and requests that are handed in."""
     import queue
@@ -96,10 +102,11 @@ def open_vllm(job: dict[str, Any]) -> tuple[Answer, int]:
         more = {"enforce_eager": True}
     from vllm import LLM, SamplingParams
 
-    most = job["prompt"] + job["tokens"]
+    most = max(size["prompt"] + size["tokens"] for size in sizes_of(job))
     served = LLM(
-        model=job["model"], dtype="bfloat16", max_model_len=most, max_num_seqs=max(job["clients"]),
-        enable_prefix_caching=False, **more,
+        model=job["model"], dtype="bfloat16", max_model_len=most,
+        max_num_seqs=max(clients for size in sizes_of(job) for clients in size["clients"]),
+        enable_prefix_caching=False, **(more | job.get("engine", {})),
     )  # fmt: skip
 
     def answer(prompts: Sequence[Sequence[int]], tokens: int) -> None:
@@ -142,7 +149,8 @@ def main() -> None:
     meter = open_meter(job["on_gpu"])
     before = meter.memory_bytes()
     answer, vocabulary = {"fp8q": open_fp8q, "vllm": open_vllm}[job["by"]](job)
-    print(json.dumps([*rows(job, answer, vocabulary, meter, before)]), file=answers)
+    measured = [row for size in sizes_of(job) for row in rows(size, answer, vocabulary, meter, before)]
+    print(json.dumps(measured), file=answers)
     answers.flush()
     os._exit(0)  # threads of either may never end
 

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from fp8q.calibrate.measure import moments
 from fp8q.calibrate.measure.observe import Watch, probe_groups
-from fp8q.calibrate.model.products import observed_products
+from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.skeleton import empty
 
 from .llama import Shape
@@ -152,7 +152,7 @@ def llama(shape: Shape, positions: int) -> PreTrainedModel:
 
 def watching(model: PreTrainedModel, store: moments.SecondMoments | None = None) -> Watch:
     """The product's observers of `model`, for two batches."""
-    products = observed_products(model)
+    products = observed_gemms(model)
     return Watch(model, products, probe_groups(model, products), 2, store)
 
 

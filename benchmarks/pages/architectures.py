@@ -23,6 +23,7 @@ def architecture(name: str, result: Figures) -> list[str]:
 KINDS = {
     "dense": "dense decoders of text",
     "mixture": "mixtures of experts",
+    "hybrid": "hybrids of attention and a recurrence, a convolution or an indexer",
     "variant": "others of these, and language models inside models that see",
 }
 
@@ -31,7 +32,9 @@ def breadth() -> str:
     """Kind -> how many go how far."""
     rows = []
     for kind, name in KINDS.items():
-        count = load("unseen_architectures")["counts"][kind]
+        count = load("unseen_architectures")["counts"].get(kind)
+        if count is None:  # of an older result
+            continue
         shares = [f"{count[what]} ({count[what] / count['tried']:.0%})" for what in ("whole_way", "checkpoint")]
         rows.append([name, str(count["tried"]), *shares, str(count["refused"])])
     return table(["", "tried", "the whole way", "a checkpoint at least", "refused by name"], rows)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from markdown import Figures, load, table
 
 from fp8q.options import METHODS
+from pages.real import clips_real
 
 #: Rows of the result that nobody decides by: BF16 itself, what is near a shown row, and scales of an FP8 cache, none of
 #: which changes the KL of `FP8 cache too, by amax` by more than a tenth.
@@ -49,4 +50,4 @@ def clip_methods() -> str:
     return table(["`--method`", "clip", "saturates", "judged by the [certificate of the text](corpora.md)"], rows)
 
 
-TABLES = (clip_methods, choosing_scales)
+TABLES = (clip_methods, clips_real, choosing_scales)

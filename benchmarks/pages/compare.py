@@ -1,9 +1,13 @@
-"""The table of docs/compare.md: what real servers were told to be."""
+"""The tables of docs/compare.md: what real servers were told to be, wrong and right servers of SmolLM2, and the files
+that others make.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from markdown import load, table
+from markdown import gigabytes, load, table
+
+from fp8q.core.columns import increase
 
 
 def compare() -> str:
@@ -26,6 +30,75 @@ def compare() -> str:
     return table([*head, "seconds"], lines)
 
 
+def wrong_models() -> str:
+    """By the codes of inputs: how many servers of other models, and of the validated one, pass; which of the others,
+    each with its KL; and the KL of the furthest right server.
+    """
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]] = load("wrong_models")["results"]
+    lines = []
+    for codes, servers in results.items():
+        other, right = servers["other"], servers["right"]
+        passing = {name: row for name, row in other.items() if row["passes"]}
+        listed = [f"{name} ({row['kl_nats']:.1g})" for name, row in sorted(passing.items(), key=_by_distance)]
+        lines.append(
+            [
+                codes,
+                f"{len(passing)} of {len(other)}",
+                "; ".join(listed),
+                f"{sum(row['passes'] for row in right.values())} of {len(right)}",
+                f"{max(row['kl_nats'] for row in right.values()):.1g}",
+            ]
+        )
+    passed = "other models that pass"
+    return table(
+        ["inputs", passed, "which (KL, nats)", "right servers that pass", "KL of the furthest of these"], lines
+    )
+
+
+def made_by_others() -> str:
+    """A row for each file that others make of a model: verdict, loss, what loads it, and what lint says of servers."""
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]] = load("made_by_others")["results"]
+    lines = []
+    for model, rows in results.items():
+        for name, row in rows.items():
+            servers = [f"{server} {', '.join(rules)}" for server, rules in row["lint"].items() if rules]
+            lines.append(
+                [
+                    model,
+                    name,
+                    row["verdict"],
+                    increase(row["perplexity_increase"]),
+                    f"{1e6 * row['kl_nats']['mean']:,.0f}",
+                    f"{row['flips']['mean']:.1%}",
+                    "weights alone" if row["loaded_by"] == "fp8q" else "",
+                    "; ".join(servers),
+                    f"{row['seconds']:.0f}",
+                ]
+            )
+    head = ["model", "made by", "verdict", "perplexity", "KL, 10⁻⁶ nats", "flips", "measured", "lint for servers"]
+    return table([*head, "seconds"], lines)
+
+
+def compare_memory() -> str:
+    """The peak of anonymous memory of whole models and layer by layer, and the most that the latter holds on disk."""
+    result = load("compare_memory")
+    lines = [
+        [
+            str(pair["layers"]),
+            gigabytes(pair["checkpoint_bytes"]),
+            *(gigabytes(pair[way]["peak_anonymous_bytes"]) for way in ("whole", "streamed")),
+            gigabytes(pair["streamed"]["state_bytes"]),
+        ]
+        for pair in result["checkpoints"]
+    ]
+    return table(["layers", "checkpoint", "peak, whole", "peak, `--stream`", "on disk, `--stream`"], lines)
+
+
+def _by_distance(entry: tuple[str, Mapping[str, Any]]) -> float:
+    distance: float = entry[1]["kl_nats"]
+    return distance
+
+
 def _cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return ""
@@ -37,4 +110,4 @@ def _between(values: list[int]) -> str:
     return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
-TABLES = (compare,)
+TABLES = (compare, wrong_models, made_by_others, compare_memory)

@@ -6,10 +6,12 @@ from markdown import load, table
 def vllm_plugin() -> str:
     """KL × 10⁶ in vLLM, and over the reference's."""
     rows = []
-    for name, found in load("vllm_plugin")["results"].items():
-        losses = [f"{found[form]['kl']:.0f}" for form in ("BF16", "one term", "two terms, no plugin")]
+    on_gpu = load("vllm_plugin_h100")
+    of_gpu = {f"{name}, on an H100 (vLLM {on_gpu['vllm']})": forms for name, forms in on_gpu["results"].items()}
+    for name, forms in (load("vllm_plugin")["results"] | of_gpu).items():
+        losses = [f"{forms[form]['kl']:.0f}" for form in ("BF16", "one term", "two terms, no plugin")]
         exact = [
-            f"{found[form]['kl']:.0f} ({found[form]['kl'] / found[form]['reference_kl']:.2f})"
+            f"{forms[form]['kl']:.0f} ({forms[form]['kl'] / forms[form]['reference_kl']:.2f})"
             for form in ("tail", "two terms")
         ]
         rows.append([name, *losses, *exact])

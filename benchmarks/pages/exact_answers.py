@@ -5,6 +5,8 @@ from typing import Any
 
 from markdown import load, table
 
+from pages.real import exact_answers_real
+
 ONE, TWO, WIDE = "one term", "two terms", "weights alone"
 BEST = "tail of 64"
 FORMS = (ONE, BEST, TWO, WIDE)
@@ -67,6 +69,7 @@ def tail_cost() -> str:
 
 
 TABLES = (
+    exact_answers_real,
     exact_answers,
     exact_answers_prompts,
     exact_answers_caches,

@@ -47,6 +47,23 @@ def gpu_two_codes_prompt_again() -> str:
     return " to ".join(f"{_gpu_ratio(name, f'{model}, 2048'):.1f}" for model in ("70B", "8B")) + " times"
 
 
+def gpu_vllm_two_codes() -> str:
+    """How much faster than BF16 vLLM decodes in two codes, 32 clients and one."""
+    return _vllm_speed("two codes")
+
+
+def gpu_vllm_one_code() -> str:
+    """How much faster than BF16 vLLM decodes in one code, 32 clients and one."""
+    return _vllm_speed("one code")
+
+
+def _vllm_speed(form: str) -> str:
+    """Tokens a second over BF16's, of 32 clients and of one."""
+    speed = {(row["form"], row["prompt"], row["clients"]): row["tokens_per_second"] for row in load("vllm_8b")["rows"]}
+    ratios = [speed[form, 256, clients] / speed["bf16", 256, clients] for clients in (32, 1)]
+    return " to ".join(f"{ratio:.2f}" for ratio in sorted(ratios)) + " times"
+
+
 def _gpu_ratio(name: str, begins: str) -> float:
     targets = load(name)["parts"]["products"]["targets"]
     (ratio,) = (float(each["found"]) for each in targets if each["target"].startswith(begins))
@@ -63,5 +80,7 @@ FIGURES: Mapping[str, Callable[[], str]] = {
         gpu_two_codes_decode,
         gpu_two_codes_prompt,
         gpu_two_codes_prompt_again,
+        gpu_vllm_one_code,
+        gpu_vllm_two_codes,
     )
 }

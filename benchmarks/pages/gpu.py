@@ -107,4 +107,30 @@ def gpu_decoder() -> str:
     return table(["8B, ms", "step of 16, BF16 cache", "FP8 cache", "joules a token", "prompt of 2,048"], cells)
 
 
-TABLES = (gpu_gemms, gpu_plugin, gpu_kernels, gpu_adder, gpu_counting, gpu_decoder)
+def gpu_vllm() -> str:
+    """Milliseconds of steps and prompts of an 8B in vLLM, by form, and joules of a decoded token."""
+    rows = load("vllm_8b")["rows"]
+    cells = [
+        [
+            form,
+            *(f"{_vllm_ms(rows, form, 256, clients):.1f}" for clients in (1, 32)),
+            f"{_vllm_row(rows, form, 256, 32)['joules_per_token']:.3f}",
+            *(f"{_vllm_ms(rows, form, 2048, clients) / clients:.0f}" for clients in (1, 8)),
+        ]
+        for form in dict.fromkeys(row["form"] for row in rows)
+    ]
+    head = ["8B, ms", "step of 1", "step of 32", "joules a token, 32", "prompt of 2,048, alone", "each of 8"]
+    return table(head, cells)
+
+
+def _vllm_row(rows: list[dict[str, Any]], form: str, prompt: int, clients: int) -> dict[str, Any]:
+    (row,) = [r for r in rows if (r["form"], r["prompt"], r["clients"]) == (form, prompt, clients)]
+    return row
+
+
+def _vllm_ms(rows: list[dict[str, Any]], form: str, prompt: int, clients: int) -> float:
+    """Milliseconds of a token of each of `clients`, with the share of its prompt's time."""
+    return float(1e3 * clients / _vllm_row(rows, form, prompt, clients)["tokens_per_second"])
+
+
+TABLES = (gpu_gemms, gpu_plugin, gpu_kernels, gpu_adder, gpu_counting, gpu_decoder, gpu_vllm)

@@ -1,6 +1,8 @@
-"""The table of docs/validate.md."""
+"""The tables of docs/validate.md."""
 
 from markdown import load, table
+
+from fp8q.options import RUNTIMES
 
 #: Numbers of tokens that are shown; `top_logits.npz` keeps 32.
 COUNTS = ("8", "32", "128")
@@ -21,4 +23,9 @@ def top_logits() -> str:
     return table(["tokens kept", *found], [*rows, whole])
 
 
-TABLES = (top_logits,)
+def runtimes() -> str:
+    """The runtimes, and what each runs."""
+    return table(["`--runtimes`", "what runs"], [[f"`{name}`", runtime.runs] for name, runtime in RUNTIMES.items()])
+
+
+TABLES = (runtimes, top_logits)

@@ -1,6 +1,6 @@
 """Read a PEFT LoRA adapter from the files that PEFT's `save_pretrained` writes, without PEFT.
 
-A product y = W x becomes y + s · B(A x), with A [rank, in], B [out, rank] and s = alpha / rank, or alpha / √rank with
+A GEMM y = W x becomes y + s · B(A x), with A [rank, in], B [out, rank] and s = alpha / rank, or alpha / √rank with
 `use_rslora`; `rank_pattern` and `alpha_pattern` set the values of single modules, matched as PEFT matches them. Other
 kinds of adapters change the model in other ways and are refused by name, and so are unknown fields: an adapter without
 one of its parts is another adapter, and nothing would show it.
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, PositiveInt, PrivateAttr, ValidationError
 
 from ...core.errors import InputError
-from ...core.field_errors import plain_text
-from ...core.files import sha256_file
+from ...core.files import plain_text, sha256_file
 from ..input.patterns import BoundedPattern, PatternFile
 from ..input.untrusted import exists, local_path, read_json
 from .weights import ADAPTER, PICKLED, TensorHeader, read_headers
@@ -158,8 +157,8 @@ class Adapter:
     def added(self, module: str) -> "torch.Tensor":
         """Compute s · B A of `module`, float32 [out, in]."""
         a, b = self.read(module)
-        product: torch.Tensor = self.parts[module].scale * (b.float() @ a.float())
-        return product
+        delta: torch.Tensor = self.parts[module].scale * (b.float() @ a.float())
+        return delta
 
 
 def open_adapter(directory: str | Path) -> Adapter:

@@ -114,10 +114,10 @@ def check_companions(path: Path, name: str, vocabulary: int) -> None:
             f"has no tokenizer (no {VOCABULARY[0]}, {VOCABULARY[1]} or vocab.json)",
             "copy the files of the one it was trained with beside config.json",
         )
-    check_files(companions(path), vocabulary)
+    check_companion_files(companions(path), vocabulary)
 
 
-def check_files(files: Iterable[Path], vocabulary: int) -> None:
+def check_companion_files(files: Iterable[Path], vocabulary: int) -> None:
     """Check companion `files` as `check_companions` does."""
     for file in files:
         if file.suffix == ".json":

@@ -67,8 +67,8 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
     if not first.name.endswith(INDEX_END):
         read_headers((first,))
         return (first,)
-    index, promised = first, _read_index(first)
-    shards = sorted({local_path(directory / shard) for shard in promised.values()})
+    index, weight_map = first, _read_index(first)
+    shards = sorted({local_path(directory / shard) for shard in weight_map.values()})
     missing = [shard.name for shard in shards if not exists(shard)]
     if missing:
         raise InputError(
@@ -77,7 +77,7 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
             "copy or download it again",
         )
     headers = read_headers(tuple(shards))
-    for tensor, shard in promised.items():
+    for tensor, shard in weight_map.items():
         if tensor not in headers or headers[tensor].file.name != shard:
             raise InputError(
                 index, f"promises {tensor} in {shard}, which does not hold it", "copy or download the checkpoint again"

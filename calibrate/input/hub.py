@@ -4,16 +4,17 @@ Only files that the stages read are downloaded: safetensors, JSON and tokenizer 
 weights. Files in the hub's local cache are used without a network, and `HF_HUB_OFFLINE=1` restricts reading to them.
 """
 
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError
 from ...core.files import disk_errors
 from ...core.reporter import SILENT, Reporter
+from .silence import logging_from
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 #: Copies in subfolders and in other formats than Hugging Face's (Mistral's, Meta's).
@@ -74,13 +75,8 @@ def network_errors() -> tuple[type[BaseException], ...]:
 @contextmanager
 def quiet_hub() -> Iterator[None]:
     """Keep the hub's client from logging its retries in this block; restore the level after it."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
+    with logging_from("huggingface_hub", CRITICAL):
         yield
-    finally:
-        logger.setLevel(level)
 
 
 def fetch_model(name: str, revision: str | None, with_code: bool, report: Reporter = SILENT) -> Path:

@@ -7,7 +7,7 @@ repeats; both would be another library on serving hosts. So the expression is pa
 number of ways in which it can be laid over a text is bounded from above before it is tried: alternatives are added,
 what follows one another is multiplied, k repeats of single letters share n letters in at most C(n + k, k) ways, and a
 repeat of anything that itself has several ways has their power. Expressions of published checkpoints (`.*mlp.gate$`)
-have some thousand ways; with more than `MOST_WAYS` one is refused. The time of all matches with the expressions of a
+have some thousand ways; with more than `MOST_MATCHES` one is refused. The time of all matches with the expressions of a
 file has an end too.
 """
 
@@ -22,7 +22,7 @@ from ...core.errors import InputError
 
 #: The most characters of an expression, the most ways in which it may be laid over a text, and the most seconds that
 #: the expressions of one file take.
-LONGEST, MOST_WAYS, SECONDS = 1000, 10_000_000, 10.0
+LONGEST, MOST_MATCHES, SECONDS = 1000, 10_000_000, 10.0
 TOO_MUCH = "it repeats too much to be tried"
 
 
@@ -57,7 +57,7 @@ class BoundedPattern:
             self._tree = _parser.parse(self._compiled.pattern)
         except (re.error, ValueError, OverflowError, RecursionError) as error:
             raise file.refused(expression, error) from None
-        self._ways: dict[int, float] = {}
+        self._match_counts: dict[int, float] = {}
         self._check(1)
 
     def matches(self, text: str) -> bool:
@@ -71,13 +71,13 @@ class BoundedPattern:
         return matched
 
     def _check(self, length: int) -> None:
-        if length not in self._ways:
-            self._ways[length] = ways(self._tree, length)
-        if self._ways[length] > MOST_WAYS:
+        if length not in self._match_counts:
+            self._match_counts[length] = match_count(self._tree, length)
+        if self._match_counts[length] > MOST_MATCHES:
             raise self._file.refused(self.expression, TOO_MUCH)
 
 
-def ways(tree: Any, length: int) -> float:
+def match_count(tree: Any, length: int) -> float:
     """Bound from above in how many ways a parsed expression can be laid over a text of so many letters."""
     bound, repeats = 1.0, 0
     for operator, argument in tree:
@@ -85,35 +85,37 @@ def ways(tree: Any, length: int) -> float:
             case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN" | "AT" | "GROUPREF":
                 continue
             case "BRANCH":
-                bound *= sum(ways(branch, length) for branch in argument[1])
+                bound *= sum(match_count(branch, length) for branch in argument[1])
             case "SUBPATTERN" | "ASSERT" | "ASSERT_NOT":
-                bound *= ways(argument[-1], length)
+                bound *= match_count(argument[-1], length)
             case "ATOMIC_GROUP":
-                bound *= ways(argument, length)
+                bound *= match_count(argument, length)
             case "GROUPREF_EXISTS":
-                bound *= sum(ways(branch, length) for branch in argument[1:] if branch is not None)
+                bound *= sum(match_count(branch, length) for branch in argument[1:] if branch is not None)
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
                 least, most, inner = argument
-                if ways(inner, length) == 1 and inner.getwidth()[0] > 0 and least <= 1 and most > length:
+                if match_count(inner, length) == 1 and inner.getwidth()[0] > 0 and least <= 1 and most > length:
                     repeats += 1
                 else:
-                    bound *= _repeated(int(least), int(most), ways(inner, length), inner.getwidth()[0], length)
+                    bound *= _repeated(int(least), int(most), match_count(inner, length), inner.getwidth()[0], length)
             case _:
                 return float("inf")
-        if bound > MOST_WAYS:
+        if bound > MOST_MATCHES:
             return float("inf")
     return bound * comb(length + repeats, repeats)
 
 
-def _repeated(least: int, most: int, ways_once: float, width: int, length: int) -> float:
-    """Bound the ways of a repeat from `least` to `most` times of something with `ways_once` ways and at least `width`
-    letters; what may be empty is tried `least` times all the same.
+def _repeated(least: int, most: int, matches_once: float, width: int, length: int) -> float:
+    """Bound the ways of a repeat from `least` to `most` times of something with `matches_once` ways and at least
+    `width` letters; what may be empty is tried `least` times all the same.
     """
     most = min(most, length // width if width else least + length)
     if not width and least > LONGEST:
         return float("inf")
-    if ways_once == 1:
+    if matches_once == 1:
         return max(most - least, 0) + 1.0 + (0 if width else least)
     return (
-        sum(ways_once**times for times in range(min(least, most), most + 1)) if most * ways_once < 400 else float("inf")
+        sum(matches_once**times for times in range(min(least, most), most + 1))
+        if most * matches_once < 400
+        else float("inf")
     )

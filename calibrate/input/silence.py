@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from logging import CRITICAL
+from logging import CRITICAL, getLogger
 
 from ...core.undo import at_end
 
@@ -24,6 +24,18 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def logging_from(name: str, level: int) -> Iterator[None]:
+    """Let the logger `name` pass messages of `level` and above alone in this block."""
+    logger = getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

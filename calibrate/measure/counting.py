@@ -35,7 +35,7 @@ def count_patterns(patterns: torch.Tensor) -> torch.Tensor:
 
 
 def count_in_threads(patterns: torch.Tensor) -> torch.Tensor:
-    """Count `patterns` on a CPU, split among as many threads as torch uses for products."""
+    """Count `patterns` on a CPU, split among as many threads as torch uses for GEMMs."""
     threads = torch.get_num_threads()
     if threads == 1 or patterns.numel() < WORTH_SHARING * threads:
         return torch.bincount(patterns, minlength=PATTERNS)

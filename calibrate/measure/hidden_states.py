@@ -49,7 +49,7 @@ class HiddenStates:
         assert (tuple(hidden.shape), hidden.dtype) == (self.shapes[batch], self.dtype), "a chain keeps shape and type"
         self._mapped(batch).copy_(hidden)
 
-    def each(self, copies: Copies) -> Iterator[tuple[int, torch.Tensor]]:
+    def on_device(self, copies: Copies) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each batch and its hidden states [windows, seq_len, width] on the device of `copies`.
 
         Where these run ahead, the hidden states of the next batch are on their way meanwhile.

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.reporter import Reporter
-from ..model.expert_modules import routed_products
-from ..model.products import observed_products, output_channel_axis
+from ..model.expert_modules import routed_gemms
+from ..model.gemms import observed_gemms, output_channel_axis
 from .moments import SecondMoments
 from .observe import Watch, probe_groups
 from .statistics import Corpus, ModelIdentity, Statistics, StatisticsRecord, TensorStatistics
@@ -67,7 +67,7 @@ class Measurement:
 
 def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporter) -> Statistics:
     """Run `model` on the windows of `what` and observe each tensor that can be quantized, without the output head."""
-    modules = observed_products(model)
+    modules = observed_gemms(model)
     groups = probe_groups(model, modules)
     watch = Watch(model, modules, groups, what.corpus.batches, what.moments, what.all_experts)
     with report.track("Calibrating", what.tokens, "tokens") as advance:
@@ -75,7 +75,7 @@ def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporte
             watch.forward(torch.from_numpy(ids), batch)
             advance(ids.size)
     weights = {name: weight_amax(module) for name, module in modules.items()}
-    return what.statistics(groups, watch.statistics(), weights, routed_products(model))
+    return what.statistics(groups, watch.statistics(), weights, routed_gemms(model))
 
 
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:

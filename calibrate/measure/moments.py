@@ -23,6 +23,7 @@ import torch
 from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
+from .held_out import HeldOutTokens
 
 
 @contextmanager
@@ -53,6 +54,13 @@ class SecondMoments:
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
         self._on_gpu: dict[str, torch.Tensor] = {}
+        self._held_out: HeldOutTokens | None = None
+
+    def hold_out(self, name: str, x: torch.Tensor, batch: int, batches: int) -> None:
+        """Keep some tokens `x` [tokens, width] of the held-out `batch`, of so many `batches`, under `name`."""
+        if self._held_out is None:
+            self._held_out = HeldOutTokens(batches)
+        self._held_out.add(name, x, batch)
 
     def add(self, name: str, x: torch.Tensor) -> None:
         """Add the tokens `x` [..., width], of any float type, to the moments `name`.
@@ -63,7 +71,7 @@ class SecondMoments:
         if name not in self._files:
             self._open(name, tokens)
         total = self._on_gpu.get(name)
-        add_product(torch.from_numpy(self._files[name]) if total is None else total, tokens, tokens)
+        add_matmul(torch.from_numpy(self._files[name]) if total is None else total, tokens, tokens)
 
     def _open(self, name: str, tokens: torch.Tensor) -> None:
         """Open the file of a tensor whose first `tokens` [tokens, width] have come, and hold its sums on their GPU if
@@ -88,15 +96,17 @@ class SecondMoments:
             file.flush()
 
     def close(self) -> list[str]:
-        """Write the sums to disk and close the files; return their names."""
+        """Write the sums and held-out tokens to disk and close the files; return the names of the sums."""
         self.save()
+        if self._held_out is not None:
+            self._held_out.save(self.folder)
         names = list(self._files)
         self._files.clear()
         self._on_gpu.clear()
         return names
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add Σ left rightᵀ over all tokens to `total`, float32 [in, out].
 
     `left` [tokens, in], `right` [tokens, out]. Tokens on the device of `total` need no temporary matrix.

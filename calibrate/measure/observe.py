@@ -17,9 +17,11 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..model.expert_modules import TokensShown, experts_of, routed_products, show_tokens, whole_input_module
-from ..model.products import attention_modules
+from ..model.caches import new_cache
+from ..model.expert_modules import TokensShown, experts_of, full_input_module, routed_gemms, show_tokens
+from ..model.gemms import attention_modules
 from .counting import count_patterns, largest_finite
+from .held_out import input_name, is_held_out
 from .histogram import INFINITY, PATTERNS, Histogram, magnitudes
 from .moments import SecondMoments
 from .statistics import TensorStatistics
@@ -148,12 +150,16 @@ class Watch:
         `moments`: the store that second moments of the inputs are added to; `all_experts`: run every expert on every
         token.
         """
-        self.model, self.groups, self.moments = model, groups, moments
-        self.modules = {first: whole_input_module(model, first) for first in groups}
+        self.model, self.groups, self.moments, self.batches = model, groups, moments, batches
+        self.modules = {first: full_input_module(model, first) for first in groups}
         self.experts = list(experts_of(model).values())
         self.shown: TokensShown = "every" if all_experts else "routed"
-        routed = {name for names in routed_products(model).values() for name in names} & groups.keys()
+        routed = {name for names in routed_gemms(model).values() for name in names} & groups.keys()
         self.widths = {f"{name}.input": modules[name].get_parameter("weight").shape[1] for name in routed}
+        shared = {first for first in groups if self.modules[first] is not modules[first]}
+        self.of_experts = routed | shared
+        judged = {input_name(member) for first in self.of_experts for member in groups[first]}
+        self.judged = {name: modules[name] for name in sorted(judged)} if moments is not None else {}
         self.attention = attention_modules(model)
         names = [f"{first}.input" for first in groups] + [
             f"{name}.{part}" for name in self.attention.values() for part in "kv"
@@ -168,14 +174,22 @@ class Watch:
     @contextmanager
     def observing(self, batch: int) -> Iterator[DynamicCache]:
         """Attach the observers for batch number `batch`; yields the cache to run it with, which stores nothing."""
+        held_out = is_held_out(batch, self.batches)
 
         def see_input(name: str) -> Hook:
             def see(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
                 self.observers[f"{name}.input"].update(inputs[0], batch)
-                if self.moments is not None:
+                if self.moments is not None and not (held_out and name in self.of_experts):
                     self.moments.add(name, inputs[0])
 
             return see
+
+        def hold_out(name: str) -> Hook:
+            def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                if self.moments is not None:
+                    self.moments.hold_out(name, inputs[0].flatten(0, -2), batch, self.batches)
+
+            return keep
 
         def see_cache(name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
             def see(keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -184,11 +198,12 @@ class Watch:
 
             return see
 
-        cache = DynamicCache()
-        cache.layers = [ObservedLayer(see_cache(self.attention[layer])) for layer in sorted(self.attention)]
+        layers = {number: ObservedLayer(see_cache(name)) for number, name in self.attention.items()}
+        cache = new_cache(self.model, layers)
         with (
             show_tokens(self.experts, self.shown),
             hooked({first: see_input(first) for first in self.groups}, self.modules),
+            hooked({name: hold_out(name) for name in self.judged} if held_out else {}, self.judged),
         ):
             yield cache
 

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ..model.classes import code_of
-from ..model.products import attention_modules
+from ..model.gemms import attention_modules
 from .observe import Observer
 from .statistics import TensorStatistics
 

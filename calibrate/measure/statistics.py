@@ -5,6 +5,9 @@
 [batches], indexed by the batch's number in the corpus (NaN: not measured here), `T.amax_channels` float32 [width]. For
 each weight: `<module>.weight.amax_channels` float32 [output channels]. Tensors are written in name order and nothing
 depends on time or on the order of work, so equal measurements give equal bytes.
+
+The histogram of the input of an expert's last GEMM has one value for each token and channel, so it also says how many
+tokens the expert saw.
 """
 
 import hashlib
@@ -25,6 +28,7 @@ from .histogram import Histogram
 
 if TYPE_CHECKING:
     from ..checkpoint.adapter import Adapter
+
 
 #: The ending of a weight's array name.
 WEIGHT = ".weight.amax_channels"
@@ -330,3 +334,26 @@ def load_statistics(run: Run) -> Statistics:
     record = load_record(run)
     tensors, weights = load_arrays(run.require(run.statistics, "measure"))
     return Statistics(record, tensors, weights)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The experts of one layer: their module, the last GEMM of each, and the tokens that each got."""
+
+    experts: str
+    gemms: tuple[str, ...]
+    tokens: tuple[int, ...]
+
+
+def coverage(statistics: Statistics) -> list[Coverage]:
+    """The coverage of each layer that has experts, in order; none for statistics of a version without experts."""
+    return [
+        Coverage(experts, tuple(gemms), tuple(tokens_of(statistics, gemm) for gemm in gemms))
+        for experts, gemms in (statistics.record.experts or {}).items()
+    ]
+
+
+def tokens_of(statistics: Statistics, gemm: str) -> int:
+    """The number of tokens that reached `gemm`, whose input no other module reads."""
+    tensor = statistics.tensors.get(f"{gemm}.input")
+    return tensor.histogram.samples // len(tensor.amax_channels) if tensor else 0

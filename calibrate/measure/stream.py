@@ -13,45 +13,24 @@ other, and ends with a file of its statistics; a killed run goes on after the la
 """
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
-from transformers import DynamicCache
 
 from ...core.columns import size as size_text
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from ..input.silence import quiet_transformers
-from ..model.adapter_addition import attach_adapter
-from ..model.bf16_products import widen_products
 from ..model.copies import copies_of
-from ..model.decoder import (
-    LayerCall,
-    LayerOutput,
-    NoChainError,
-    common_output,
-    equal_calls,
-    find_layers,
-    record_calls,
-    run_after,
-    standing_in,
-    trace_layers,
-)
-from ..model.expert_modules import routed_products
-from ..model.materialize import Materializer
-from ..model.products import language_modules, observed_products, output_head
-from ..model.skeleton import skeleton
-from ..model.source import Source, meta_model
-from .hidden_states import Batches, HiddenStates
+from ..model.decoder import LayerCall, run_after
+from ..model.expert_modules import routed_gemms
+from ..model.source import Source
+from .chain import Chain
+from .hidden_states import HiddenStates
 from .measurement import Measurement, weight_amax
-from .observe import Watch, recorded_groups
+from .observe import Watch
 from .statistics import Statistics, TensorStatistics, load_arrays, save_arrays
 
 
@@ -67,8 +46,8 @@ def measure_streamed(
     stream = Stream(source, what, folder, device)
     stream.run(report)
     tensors, weights = _added(sorted(folder.glob("*.safetensors")))
-    weights = {name: weights[name] for name in stream.products}
-    return what.statistics(stream.groups, tensors, weights, routed_products(stream.model))
+    weights = {name: weights[name] for name in stream.gemms}
+    return what.statistics(stream.groups, tensors, weights, routed_gemms(stream.model))
 
 
 def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str, npt.NDArray[np.float32]]]:
@@ -80,107 +59,6 @@ def _added(steps: Iterable[Path]) -> tuple[dict[str, TensorStatistics], dict[str
         tensors |= {name: tensors[name].merge(tensor) if name in tensors else tensor for name, tensor in loaded.items()}
         weights |= amax
     return tensors, weights
-
-
-class Chain:
-    """A model without weights whose layers are a chain, proven by two tokens, and the form of their output."""
-
-    def __init__(self, source: Source, device: str, dtype: torch.dtype = torch.bfloat16, rounded: bool = True):
-        """Build the model, to compute in `dtype` with weights as `Materializer` has them, and trace two tokens through
-        it.
-
-        Raises InputError for a model that is no chain of layers.
-        """
-        with quiet_transformers():
-            self.model = skeleton(deepcopy(source.config), dtype)
-        widen_products(self.model, dtype, device)
-        if source.on:
-            attach_adapter(self.model, source.on, dtype, device)
-        self.source, self.device = source, device
-        self.products = observed_products(self.model)
-        self.weights = Materializer(self.model, source, device, dtype, rounded)
-        self.layers = find_layers(self.model, source)
-        self.outside = [
-            name
-            for name in language_modules(self.model)
-            if self.layers.index(name) is None and name != output_head(self.model)
-        ]
-        self.groups, self.layer_output = self._probe()
-
-    def _probe(self) -> tuple[dict[str, list[str]], LayerOutput]:
-        """Find the groups of modules that receive the same tensor, and the form of a layer's output, without the
-        weights of any layer.
-        """
-        meta = meta_model(self.source)
-        inside = observed_products(meta)
-        modules = {
-            name: module if self.layers.index(name) is None else inside[name] for name, module in self.products.items()
-        }
-        with self.weights.filled(self.outside, resident=False), recorded_groups(modules) as groups:
-            calls = trace_layers(self.model, meta, self.layers, self.device)
-        return groups, common_output(calls, self.layers, self.source)
-
-    def inside(self, layer: int) -> list[str]:
-        """The names of all modules of one layer."""
-        return [name for name, _ in self.model.named_modules() if self.layers.index(name) == layer]
-
-    def enter(
-        self,
-        batches: Batches,
-        keep: Callable[[int, torch.Tensor], None] | None,
-        observing: Callable[[int], AbstractContextManager[DynamicCache]] = lambda batch: nullcontext(DynamicCache()),
-    ) -> dict[tuple[int, ...], list[LayerCall]]:
-        """Record the arguments of all layers for each shape of batch.
-
-        `keep` receives each batch's hidden states that enter the first layer; where it is None, one batch of each shape
-        is run. `observing` gives the cache for a batch, by its number.
-
-        Raises NoChainError when the arguments depend on the text.
-        """
-        calls: dict[tuple[int, ...], list[LayerCall]] = {}
-        with self.weights.filled(self.outside, resident=False):
-            for batch, ids in batches.items():
-                if keep is None and ids.shape in calls:
-                    continue
-                tokens = torch.from_numpy(ids).to(self.device)
-                with observing(batch) as cache:
-                    recorded, hidden = record_calls(self.model, self.layers, self.layer_output, tokens, cache)
-                if not equal_calls(calls.setdefault(ids.shape, recorded), recorded):
-                    raise NoChainError(self.source, "gives its decoder layers more of the text than hidden states")
-                if keep is not None:
-                    keep(batch, hidden)
-        return calls
-
-    @contextmanager
-    def behind_layers(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Fill what comes behind the layers; yield a function from the hidden states [windows, positions, width] that
-        leave the last layer to their logits. The embedding is not read.
-        """
-        embedding, head = self.model.get_input_embeddings(), output_head(self.model)
-        assert isinstance(embedding, nn.Embedding), "tokens are looked up"
-        assert head is not None, "a causal language model makes logits"
-        (name,) = (name for name, module in self.model.named_modules() if module is embedding)
-        needed = [module for module in self.outside if module != name and not module.startswith(f"{name}.")]
-        leaving: list[torch.Tensor] = []
-
-        def blank(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
-
-        def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return self.layer_output.wrap(LayerCall.split(args, kwargs)[1])
-
-        def logits(hidden: torch.Tensor) -> torch.Tensor:
-            leaving[:] = [hidden]
-            ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
-            output: torch.Tensor = self.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
-            return output
-
-        stands = [pass_on] * (self.layers.count - 1) + [lambda *args, **kwargs: self.layer_output.wrap(leaving[0])]
-        with (
-            self.weights.filled([*needed, head]),
-            standing_in([*self.layers.modules(self.model), embedding], [*stands, blank]),
-        ):
-            yield logits
 
 
 class Stream(Chain):
@@ -231,10 +109,10 @@ class Stream(Chain):
         """
         moments = None if again else self.what.moments
         watched, batches = self._watched(layer), self.what.corpus.batches
-        return Watch(self.model, self.products, watched, batches, moments, self.what.all_experts)
+        return Watch(self.model, self.gemms, watched, batches, moments, self.what.all_experts)
 
     def _weight_amax(self, layer: int | None) -> dict[str, npt.NDArray[np.float32]]:
-        return {name: weight_amax(module) for name, module in self.products.items() if self.layers.index(name) == layer}
+        return {name: weight_amax(module) for name, module in self.gemms.items() if self.layers.index(name) == layer}
 
     def _tokens(self, batch: int) -> torch.Tensor:
         return torch.from_numpy(self.what.parts[batch]).to(self.device)
@@ -249,7 +127,7 @@ class Stream(Chain):
         calls = self.enter(self.what.parts, None if done else self.hidden[0].write, watch.observing)
         if not done:
             self.hidden[0].flush()
-            outside = [name for name in self.products if self.layers.index(name) is None]
+            outside = [name for name in self.gemms if self.layers.index(name) is None]
             with self.weights.filled(outside, resident=False):
                 self._save(0, watch, self._weight_amax(None))
         return calls
@@ -269,7 +147,7 @@ class Stream(Chain):
         ):
             if step < self.layers.count:
                 self.weights.prefetch(self.inside(step))
-            for batch, hidden in before.each(self.copies):
+            for batch, hidden in before.on_device(self.copies):
                 ids = self.what.parts[batch]
                 with watch.observing(batch) as cache:
                     write(batch, calls[ids.shape][index].run(layer, hidden, cache))
@@ -279,7 +157,7 @@ class Stream(Chain):
         self._save(step, watch, amax)
 
     def _after(self) -> None:
-        """The last step, for models with matrix products after their layers."""
+        """The last step, for models with GEMMs after their layers."""
         leaving = self.hidden[self.layers.count % 2]
         watch = self._watch(None)
         with self.weights.filled(self.outside, resident=False):
@@ -313,16 +191,21 @@ def check_space(
     option: str,
     remedy: str = "name another directory with --out, or ask for fewer --samples",
 ) -> None:
-    """Raise InputError when the disk has no room for `files` of `size` bytes each.
+    """Raise InputError when the disk has no room for `files` of `size` bytes each; see `check_room`."""
+    check_room(folder, dict.fromkeys(files, size), option, remedy)
+
+
+def check_room(folder: Path, sizes: Mapping[Path, int], option: str, remedy: str) -> None:
+    """Raise InputError when the disk of `folder` has no room for files of these `sizes` in bytes.
 
     `option`: the option that needs them; `remedy`: advice for the message, besides freeing space.
     """
-    needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file in files)
+    needed = sum(size - (file.stat().st_size if file.is_file() else 0) for file, size in sizes.items())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputError(
             option,
-            f"the hidden states take {size_text(len(files) * size)} on the disk of {folder.parent}, which has "
+            f"the hidden states take {size_text(sum(sizes.values()))} on the disk of {folder.parent}, which has "
             f"{size_text(free)} free",
             f"free some, {remedy}",
         )

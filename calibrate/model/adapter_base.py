@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from ...core.errors import InputError
 from ..checkpoint.adapter import MERGE_YOURSELF, TENSORS, Adapter, check_names, open_adapter
 from ..checkpoint.weights import TensorHeader
-from .products import matrix_products, output_channel_axis, output_head
+from .gemms import gemm_modules, output_channel_axis, output_head
 from .source import Source, meta_model
-from .tokenizer import own_of_adapter
+from .tokenizer import adapter_differences
 
 Mode = Literal["merge", "beside"]
 
@@ -91,15 +91,15 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
     """Raise InputError where `adapter` names modules that `model`, made of `source`, lacks or has in other sizes, and
     where it would change an embedding that is tied to the output head.
     """
-    products, other = matrix_products(model), f"it is of another base than {source.name}; give that one"
+    gemms, other = gemm_modules(model), f"it is of another base than {source.name}; give that one"
     for module, part in adapter.parts.items():
-        if module not in products:
+        if module not in gemms:
             raise InputError(
                 adapter.path / TENSORS, f"adapts {module}, and {source.architecture} has no such linear layer: {other}"
             )
-        weight = products[module].weight
+        weight = gemms[module].weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-        out, width = tuple(weight.shape)[:: -1 if output_channel_axis(products[module]) else 1]
+        out, width = tuple(weight.shape)[:: -1 if output_channel_axis(gemms[module]) else 1]
         outputs, inputs = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
         if (outputs, inputs) != (out, width):
             raise InputError(
@@ -147,14 +147,14 @@ def adapter_remarks(source: Source) -> list[str]:
     adapters = [adapter for adapter in (source.merged, *source.adapters) if adapter]
     remarks = [remark for adapter in adapters if (remark := foreign_base(adapter, source))]
     for adapter in adapters:
-        own_files, merged = own_of_adapter(source, adapter), adapter is source.merged
-        if own_files and merged:
+        differing, merged = adapter_differences(source, adapter), adapter is source.merged
+        if differing and merged:
             remarks.append(
-                f"--adapter {adapter.path}: its own {' and '.join(own_files)} is taken, which is not the base's"
+                f"--adapter {adapter.path}: its own {' and '.join(differing)} is taken, which is not the base's"
             )
-        elif own_files:
+        elif differing:
             remarks.append(
-                f"--adapter {adapter.path}: has a {' and '.join(own_files)} of its own, which is left aside: base and "
+                f"--adapter {adapter.path}: has a {' and '.join(differing)} of its own, which is left aside: base and "
                 "adapters are served by the base's"
             )
     for adapter in source.adapters:

@@ -1,8 +1,9 @@
 """Refuse models that cannot be calibrated, by config.json and the model's modules, before any work.
 
-fp8q calibrates decoder-only transformers: dense ones, mixtures of experts of one form (`expert_modules`), and the
-language models inside models of images or audio. Other models that transformers can load are refused by name: an
-encoder would run without its mask, and a recurrent state is no KV cache.
+fp8q calibrates decoder-only transformers: dense ones, mixtures of experts of one form (`expert_modules`), hybrids of
+attention and a recurrence (`caches`), and the language models inside models of images or audio. Other models that
+transformers can load are refused by name: an encoder would run without its mask, and a model without attention keeps
+its state in a cache of its own.
 """
 
 import re
@@ -14,7 +15,8 @@ from ...core.errors import InputError
 from ..checkpoint.config_fields import POSITIONS, check_fields
 from ..checkpoint.recognizer import QUANTIZATION_KEYS
 from ..input.untrusted import error_text, exists, foreign, read_json
-from .classes import nested, own_attention
+from .caches import attention_indices
+from .classes import needed_attention, nested
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,7 +98,7 @@ def load_config(path: Path, name: str, raw: Mapping[str, Any]) -> tuple["PreTrai
         vars(config).pop(key, None)
     with foreign(refusal):
         named = _causal_class(config, name, architecture)
-    config._attn_implementation = own_attention(config)  # the attention of its training may not be installed
+    config._attn_implementation = needed_attention(config)  # the attention of its training may not be installed
     return config, named
 
 
@@ -131,22 +133,35 @@ def _causal_class(config: "PreTrainedConfig", name: str, architecture: str | Non
     causal = named == mapped or named.endswith(("ForCausalLM", "LMHeadModel"))
     if mapped is None or encoder or not causal:
         raise _not_causal(name, named)
-    if getattr(text, "index_topk", None):
-        raise InputError(
-            name,
-            f"{named} attends to tokens that an indexer chooses (index_topk) by a cache of its own, which fp8q does "
-            "not do for now",
-            "give another model",
-        )
-    linear = "linear_attention" in (getattr(text, "layer_types", None) or ())  # MiniMax does not call it a state
-    if linear or getattr(classes.get(type(config), None), "_is_stateful", False):
-        raise InputError(
-            name,
-            f"{named} keeps a recurrent state (a state-space or linear-attention model), which fp8q does not do for "
-            "now",
-            "give a transformer",
-        )
+    _check_states(config, name, named, classes.get(type(config), None))
     return named
+
+
+def _check_states(config: "PreTrainedConfig", name: str, named: str, made: Any) -> None:
+    """Raise InputError for a model whose cache is not transformers' general one, of the class `made` called `named`.
+
+    Older versions keep the states of hybrids, and the keys of indexers, in caches of the classes' own.
+    """
+    import transformers
+
+    attending, text = attention_indices(config), config.get_text_config()
+    recurrent = getattr(made, "_is_stateful", False) or "linear_attention" in (getattr(text, "layer_types", None) or ())
+    general = getattr(made, "_supports_default_dynamic_cache", lambda: True)()
+    indexed = attending is None and getattr(text, "index_topk", None)
+    if indexed or (not general and (recurrent or attending is not None)):
+        raise InputError(
+            name,
+            f"{named} keeps {'the keys of its indexer' if indexed else 'its recurrent state'} in a cache of its own in "
+            f"transformers {transformers.__version__}, which fp8q does not do for now",
+            "give another model, or use `fp8q convert`",
+        )
+    if not attending and (recurrent or attending is not None):
+        raise InputError(
+            name,
+            f"{named} has no attention that caches keys and values (a state-space or linear-attention model alone), "
+            "which fp8q does not do for now",
+            "give a transformer or a hybrid, or use `fp8q convert`",
+        )
 
 
 def _not_causal(name: str, architecture: str) -> InputError:
@@ -208,7 +223,8 @@ def unknown_rotary(config: "PreTrainedConfig") -> str | None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kinds = [part["rope_type"] for part in _rotary(config.get_text_config()) if "rope_type" in part]
-    return next((str(kind) for kind in kinds if kind != "default" and kind not in ROPE_INIT_FUNCTIONS), None)
+    known = ("default", *ROPE_INIT_FUNCTIONS)  # a list is no key of a dictionary
+    return next((str(kind) for kind in kinds if kind not in known), None)
 
 
 def _rotary(text: "PreTrainedConfig") -> list[dict[str, Any]]:

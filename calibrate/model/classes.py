@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-def own_attention(config: "PreTrainedConfig") -> str | None:
+def needed_attention(config: "PreTrainedConfig") -> str | None:
     """The attention function that `config` needs; None for transformers' default."""
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
 
@@ -35,7 +35,7 @@ def new_model(config: "PreTrainedConfig", dtype: "torch.dtype") -> "PreTrainedMo
     It is a causal language model, or a model of more than text that contains one.
     """
     # the attention of its training may not be installed
-    config._attn_implementation = own_attention(config)
+    config._attn_implementation = needed_attention(config)
     model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     model.eval()
     return model

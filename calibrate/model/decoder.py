@@ -10,20 +10,36 @@ model makes for each layer, and shows that they are the same for all batches of 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ...core.errors import InputError
-from .products import language_modules
-from .source import Source
+from .caches import new_cache
+from .gemms import language_modules
 
 #: Placeholders for the hidden states and the cache in the recorded arguments of a layer.
 HIDDEN, CACHE = object(), object()
 Forward = Callable[..., Any]
+
+
+class Described(Protocol):
+    """A checkpoint as messages and `find_layers` need it; a `Source` is one."""
+
+    @property
+    def name(self) -> str:
+        """The name that the user gave."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model."""
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """The configuration of the language model."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +59,11 @@ class LayerCall:
             first + tuple(map(_no_cache, args[1:])), {name: _no_cache(value) for name, value in kwargs.items()} | names
         ), hidden
 
-    def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Call `layer` on `hidden` with these arguments; return its hidden states."""
+    def run(self, layer: nn.Module, hidden: torch.Tensor, cache: DynamicCache | None) -> torch.Tensor:
+        """Call `layer` on `hidden` with these arguments; return its hidden states.
+
+        `cache` None: the arguments were recorded without one.
+        """
         values = {id(HIDDEN): hidden, id(CACHE): cache}
         out = layer(
             *(values.get(id(value), value) for value in self.args),
@@ -109,7 +128,7 @@ class TracedCall:
 class NoChainError(InputError):
     """The model is no chain of decoder layers; `reason` says why, as a clause that follows the model's name."""
 
-    def __init__(self, source: Source, why: str):
+    def __init__(self, source: Described, why: str):
         """Name the model and the reason, and how to calibrate it all the same."""
         self.reason = f"{source.architecture} {why}"
         super().__init__(
@@ -119,7 +138,7 @@ class NoChainError(InputError):
         )
 
 
-def find_layers(model: PreTrainedModel, source: Source) -> Layers:
+def find_layers(model: PreTrainedModel, source: Described) -> Layers:
     """Find the decoder layers of `model`: the outermost list of as many modules as its configuration says.
 
     Raises NoChainError where there is no such list.
@@ -141,7 +160,7 @@ def trace_layers(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, 
     layer's output the model gets zeros of the shape of the output on the meta device.
     """
     calls: list[TracedCall] = []
-    cache = DynamicCache()
+    cache = new_cache(meta)
 
     def to_meta(leaf: Any) -> Any:
         return cache if isinstance(leaf, Cache) else leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
@@ -163,13 +182,13 @@ def trace_layers(model: PreTrainedModel, meta: PreTrainedModel, layers: Layers, 
     ):
         model.base_model(
             input_ids=torch.zeros((1, 2), dtype=torch.int64, device=device),
-            past_key_values=DynamicCache(),
+            past_key_values=new_cache(model),
             use_cache=True,
         )
     return calls
 
 
-def common_output(calls: Sequence[TracedCall], layers: Layers, source: Source) -> LayerOutput:
+def common_output(calls: Sequence[TracedCall], layers: Layers, source: Described) -> LayerOutput:
     """Check that recorded `calls` are those of a chain, and return the form of output that the layers share.
 
     Raises NoChainError, naming the reason, for a model that is no chain. Tensors are compared by identity; `calls`
@@ -208,10 +227,10 @@ def standing_in(layers: Sequence[nn.Module], forwards: Sequence[Forward]) -> Ite
 
 
 def record_calls(
-    model: PreTrainedModel, layers: Layers, output: LayerOutput, input_ids: torch.Tensor, cache: DynamicCache
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, input_ids: torch.Tensor, cache: DynamicCache | None
 ) -> tuple[list[LayerCall], torch.Tensor]:
     """Record the arguments of each layer for `input_ids` int64 [windows, seq_len], and the hidden states that enter the
-    first layer.
+    first layer. `cache` None: the model runs without one.
     """
     calls: list[LayerCall] = []
     entering: list[torch.Tensor] = []
@@ -225,8 +244,33 @@ def record_calls(
         return output.wrap(hidden)
 
     with standing_in(layers.modules(model), [pass_on] * layers.count), torch.inference_mode(), suppress(LayersReached):
-        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=cache is not None)
     return calls, entering[0]
+
+
+@contextmanager
+def leaving_layers(
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, leave: Callable[[], torch.Tensor]
+) -> Iterator[None]:
+    """Let the layers of `model` compute nothing in this block: the last returns the hidden states of `leave`."""
+
+    def pass_on(*args: Any, **kwargs: Any) -> Any:
+        return output.wrap(LayerCall.split(args, kwargs)[1])
+
+    stands: list[Forward] = [pass_on] * (layers.count - 1)
+    with standing_in(layers.modules(model), [*stands, lambda *args, **kwargs: output.wrap(leave())]):
+        yield
+
+
+def outputs_behind(
+    model: PreTrainedModel, layers: Layers, output: LayerOutput, input_ids: torch.Tensor, leaving: torch.Tensor,
+    **named: object,
+) -> Any:  # fmt: skip
+    """Call `model`, with the arguments `named`, on `input_ids` and on `leaving`, the hidden states of its last layer;
+    the layers do not run. Returns the outputs of transformers.
+    """
+    with leaving_layers(model, layers, output, lambda: leaving):
+        return model(input_ids=input_ids, use_cache=False, **named)
 
 
 def run_after(
@@ -243,15 +287,12 @@ def run_after(
     """
     with ExitStack() as stack, torch.inference_mode():
 
-        def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return output.wrap(LayerCall.split(args, kwargs)[1])
-
-        def leave(*args: Any, **kwargs: Any) -> Any:
+        def leave() -> torch.Tensor:
             stack.enter_context(observing)
-            return output.wrap(leaving)
+            return leaving
 
-        stack.enter_context(standing_in(layers.modules(model), [pass_on] * (layers.count - 1) + [leave]))
-        model.base_model(input_ids=input_ids, past_key_values=DynamicCache(), use_cache=True)
+        stack.enter_context(leaving_layers(model, layers, output, leave))
+        model.base_model(input_ids=input_ids, past_key_values=new_cache(model), use_cache=True)
 
 
 def equal_calls(mine: Sequence[LayerCall], theirs: Sequence[LayerCall]) -> bool:

@@ -169,31 +169,31 @@ def experts_of(model: nn.Module) -> dict[str, Experts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
 
 
-def routed_products(model: nn.Module) -> dict[str, list[str]]:
-    """Map the experts of each layer to the last product of each expert, whose input no other product reads."""
+def routed_gemms(model: nn.Module) -> dict[str, list[str]]:
+    """Map the experts of each layer to the last GEMM of each expert, whose input no other GEMM reads."""
     return {
         name: [f"{name}.{number}.down_proj" for number in range(len(module.experts))]
         for name, module in experts_of(model).items()
     }
 
 
-def whole_input_module(model: nn.Module, product: str) -> nn.Module:
-    """The module of `model` that receives the whole input tensor of `product`.
+def full_input_module(model: nn.Module, gemm: str) -> nn.Module:
+    """The module of `model` that receives the whole input tensor of `gemm`.
 
     An expert's gate and up projections read only the tokens that are routed to it; the whole tensor passes through the
-    input module of the experts. For other products it is the product itself.
+    input module of the experts. For other GEMMs it is the GEMM itself.
     """
-    expert, _, name = product.rpartition(".")
+    expert, _, name = gemm.rpartition(".")
     experts = model.get_submodule(expert.rpartition(".")[0])
     shared = isinstance(experts, Experts) and name in FUSED["gate_up_proj"]
-    return experts.input if isinstance(experts, Experts) and shared else model.get_submodule(product)
+    return experts.input if isinstance(experts, Experts) and shared else model.get_submodule(gemm)
 
 
-def shared_inputs(model: nn.Module, products: Iterable[str]) -> dict[nn.Module, list[str]]:
-    """Map each module of `model` that receives a whole input to the `products` that read only some tokens of it."""
+def shared_inputs(model: nn.Module, gemms: Iterable[str]) -> dict[nn.Module, list[str]]:
+    """Map each module of `model` that receives a whole input to the `gemms` that read only some tokens of it."""
     readers: dict[nn.Module, list[str]] = {}
-    for name in products:
-        if (module := whole_input_module(model, name)) is not model.get_submodule(name):
+    for name in gemms:
+        if (module := full_input_module(model, name)) is not model.get_submodule(name):
             readers.setdefault(module, []).append(name)
     return readers
 
@@ -207,8 +207,8 @@ def unfold(model: PreTrainedModel) -> None:
 def fused(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The modules of `model` with fused experts in the supported form, by name."""
     shaped = {name: module for name, module in model.named_modules() if _has_the_shapes(module)}
-    one_of_each = {type(module): module for module in shaped.values()}
-    taken = {kind for kind, module in one_of_each.items() if computes_the_same(module)}
+    first_of_type = {type(module): module for module in shaped.values()}
+    taken = {kind for kind, module in first_of_type.items() if computes_the_same(module)}
     return {name: module for name, module in shaped.items() if type(module) in taken}
 
 

@@ -3,11 +3,11 @@
 Mixtral's files have `block_sparse_moe.experts.N.w1.weight`, Qwen's `mlp.experts.N.gate_proj.weight`, and files of
 transformers 5 with `save_original_format=False` have all experts in one tensor. transformers' table says which of these
 become which part of `gate_up_proj` and `down_proj`, so fp8q needs no names of architectures. A fused tensor is read as
-views, one for each expert and product, under the names of the original format, which other loaders read.
+views, one for each expert and GEMM, under the names of the original format, which other loaders read.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..checkpoint.weights import TensorPart
@@ -42,11 +42,11 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
             )
             continue
         experts, _, tensor = fused[name].rpartition(".")
-        products = FUSED[tensor]
-        rows = shape[1] // len(products)
+        projections = FUSED[tensor]
+        rows = shape[1] // len(projections)
         for expert in range(shape[0]):
-            for half, product in enumerate(products):
-                under = conversions.original_of(experts, expert, product)
+            for half, projection in enumerate(projections):
+                under = conversions.original_of(experts, expert, projection)
                 parts[under] = TensorPart(name, expert, half * rows, (half + 1) * rows)
     return parts if fused else {}
 
@@ -54,15 +54,15 @@ def views(model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]]) -> di
 class Conversions:
     """transformers' table of conversions for one model."""
 
-    def __init__(self, model: "PreTrainedModel"):
-        """Get the table for `model`, whose experts are unfolded."""
+    def __init__(self, model: "PreTrainedModel", dense: bool = False):
+        """Get the table for `model`, whose experts are unfolded; `dense`: also where it has none."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.experts = experts_of(model)
         #: The fused tensors that there would be, by name.
         self.fused = {f"{name}.{tensor}": tensor for name in self.experts for tensor in FUSED}
-        table = get_model_conversion_mapping(model) if self.experts else []
+        table = get_model_conversion_mapping(model) if self.experts or dense else []
         self._renamings = [conversion for conversion in table if isinstance(conversion, WeightRenaming)]
         self._converters: list[WeightConverter] = [
             conversion for conversion in table if isinstance(conversion, WeightConverter)
@@ -86,14 +86,33 @@ class Conversions:
             if pattern is None:
                 if model_name.removesuffix(".weight").rpartition(".")[0].rpartition(".")[0] in self.experts:
                     names[model_name] = name
-            elif model_name in self.fused and (product := self._product(self.fused[model_name], pattern)):
-                number = re.search(re.escape(pattern).replace(r"\.\*\.", r"\.(\d+)\."), name)
+            elif model_name in self.fused and (projection := self._projection(self.fused[model_name], pattern)):
+                number = re.search(re.escape(_unescaped(pattern)).replace(r"\.\*\.", r"\.(\d+)\."), name)
                 if number:
-                    names[f"{model_name.rpartition('.')[0]}.{int(number[1])}.{product}.weight"] = name
+                    names[f"{model_name.rpartition('.')[0]}.{int(number[1])}.{projection}.weight"] = name
         return names
 
-    def _product(self, tensor: str, pattern: str) -> str | None:
-        """The product of an expert whose weights match `pattern`, and are stacked into `tensor`.
+    def merged(self, stored: Container[str]) -> dict[str, tuple[list[str], int]]:
+        """The model's tensors that are several `stored` ones in a row, as the convolution of a hybrid is of those of q,
+        k and v -> their names, and the axis.
+        """
+        from transformers.core_model_loading import Concatenate
+
+        merged_tensors: dict[str, tuple[list[str], int]] = {}
+        for converter in self._converters:
+            target = _unescaped(converter.target_patterns[0])
+            if [type(operation) for operation in converter.operations] != [Concatenate]:
+                continue
+            for name in self._places:
+                if name.endswith(target) and name not in self.fused:
+                    prefix = name.removesuffix(target)
+                    parts = [self._renamed_back(prefix + _unescaped(part)) for part in converter.source_patterns]
+                    if all(part in stored for part in parts):
+                        merged_tensors[name] = parts, int(getattr(converter.operations[0], "dim", 0))
+        return merged_tensors
+
+    def _projection(self, tensor: str, pattern: str) -> str | None:
+        """The GEMM of an expert whose weights match `pattern`, and are stacked into `tensor`.
 
         None where the conversion does more than stacking.
         """
@@ -135,16 +154,24 @@ class Conversions:
             name, _ = renaming.reverse_transform().rename_source_key(name)
         return name
 
-    def original_of(self, experts: str, number: int, product: str) -> str:
-        """The stored name of a `product` of expert `number` in the module `experts`; our own name if transformers has
-        none.
+    def original_of(self, experts: str, number: int, projection: str) -> str:
+        """The stored name of a `projection` of expert `number` in the module `experts`; our own name if transformers
+        has none.
         """
-        ours = f"{experts}.{number}.{product}.weight"
-        tensor = next(tensor for tensor, products in FUSED.items() if product in products)
+        ours = f"{experts}.{number}.{projection}.weight"
+        tensor = next(tensor for tensor, projections in FUSED.items() if projection in projections)
         if (made := self._maker(tensor)) is None:
             return ours
-        pattern = made.source_patterns[FUSED[tensor].index(product)]
-        full = f"{experts}.{tensor}".removesuffix(made.target_patterns[0]) + pattern.replace("*", str(number))
+        pattern, target = (
+            _unescaped(patterns[index])
+            for patterns, index in ((made.source_patterns, FUSED[tensor].index(projection)), (made.target_patterns, 0))
+        )
+        full = f"{experts}.{tensor}".removesuffix(target) + pattern.replace("*", str(number))
         return next(
             (name for name in (self._renamed_back(full), full) if self.stored_names([name]) == {ours: name}), ours
         )
+
+
+def _unescaped(pattern: str) -> str:
+    """A pattern of transformers' table as part of a name: some of them escape their dots, as Kimi's do."""
+    return pattern.replace(r"\.", ".")

@@ -3,8 +3,7 @@
 DeepSeek-V2 (arXiv:2405.04434, section 2.1) makes the keys and values of all heads from one latent vector. transformers
 caches heads up to 5.14; 5.23 caches the latent and the rotated part of the keys, and `expand_kv` makes the heads of the
 whole cache again at each step. Measurements and graphs use heads: then `kv_b_proj` multiplies this step's tokens alone,
-and statistics do not depend on the version. A model that uses more of its cache than `update` (an indexer's) is refused
-before (`architecture`).
+and statistics do not depend on the version. An indexer's keys go into the other cache as they are.
 """
 
 from types import MethodType
@@ -40,6 +39,10 @@ class _Expanding:
             return keys, values
         cached: tuple[torch.Tensor, torch.Tensor] = self.cache.update(keys, values, *args, **kwargs)
         return cached
+
+    def update_indexer(self, keys: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store an indexer's `keys`, and return those of all positions."""
+        return keys if self.cache is None else self.cache.update_indexer(keys, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

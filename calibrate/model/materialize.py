@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ...core.errors import InputError
 from .copies import Coming, copies_of
+from .expert_names import Conversions
 from .memory import has_room
 from .source import Source
 
@@ -39,6 +40,7 @@ class Materializer:
         self.first = torch.bfloat16 if rounded else dtype
         self.name, self.stored, self.fp32 = source.name, source.stored, source.fp32
         self.copies, self._coming = copies_of(device), dict[str, Coming]()
+        self.merged = Conversions(model, dense=True).merged(self.weights.names())
         self.tied: Mapping[str, str] = {
             **model.all_tied_weights_keys,
             **{tied_to: tied for tied, tied_to in model.all_tied_weights_keys.items()},
@@ -90,6 +92,9 @@ class Materializer:
 
     def _read(self, name: str, resident: bool) -> torch.Tensor:
         stored = self._find(name)
+        if stored is None and name in self.merged:
+            parts, axis = self.merged[name]
+            return torch.cat([self._of_file(part, resident) for part in parts], axis)
         if stored is None:
             raise InputError(
                 self.name,
@@ -97,6 +102,9 @@ class Materializer:
                 "load the model once with transformers and save it with save_pretrained, which gives tensors their "
                 "present names",
             )
+        return self._of_file(stored, resident)
+
+    def _of_file(self, stored: str, resident: bool) -> torch.Tensor:
         coming = self._coming.pop(stored, None)
         mapped = coming() if coming else self.weights.tensor(stored)
         first, dtype = (torch.float32, torch.float32) if stored in self.fp32 else (self.first, self.dtype)

@@ -57,6 +57,9 @@ def compute_buffers(model: PreTrainedModel) -> None:
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
         if held:
             model._init_weights(module)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(map(computed_buffers, module.modules())):
+            model._init_weights(module)  # Falcon H1's whole model makes the multipliers of its layers
 
 
 def check_buffers(model: PreTrainedModel, values: int) -> str | None:

@@ -43,7 +43,7 @@ from .architecture import (
     text_fields,
     unknown_rotary,
 )
-from .bf16_products import widen_products
+from .bf16_gemms import compute_gemms_in_fp32
 from .expert_names import views
 from .load import HEADER_TYPE, headers, load_tensors, renamed_tensors
 from .skeleton import check_buffers, empty, fp32_tensors
@@ -281,7 +281,7 @@ def load_model(source: Source, dtype: torch.dtype, device: str = "cpu") -> PreTr
             "free some, or hide the GPU with CUDA_VISIBLE_DEVICES= and use the CPU",
         ) from None
     model.config.use_cache = False
-    widen_products(model, dtype, device)
+    compute_gemms_in_fp32(model, dtype, device)
     if source.on:
         attach_adapter(model, source.on, dtype, device)
     return model

@@ -19,7 +19,7 @@ from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...options import TokenizerChoice
 from ..checkpoint.adapter import Adapter
-from ..checkpoint.companions import REMEDY, TOKENIZER, check_files
+from ..checkpoint.companions import REMEDY, TOKENIZER, check_companion_files
 from ..input.silence import muted, quiet_transformers
 from ..input.untrusted import error_text, foreign
 from ..text.template_files import DEFAULT, templates_in
@@ -115,8 +115,15 @@ def _refusal(source: Source, error: BaseException) -> InputError:
 
 
 def stored_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a checkpoint that fp8q wrote to `directory`: its tokenizer.json is the chosen one."""
-    with quiet_transformers(), muted():
+    """Load the tokenizer of the checkpoint in `directory`, to encode as its tokenizer.json does.
+
+    Raises InputError where it does not load: others may have written it, or changed it since.
+    """
+
+    def refusal(error: BaseException) -> InputError:
+        return InputError(directory, f"its tokenizer does not load: {error_text(error)}", REMEDY)
+
+    with foreign(refusal), quiet_transformers(), muted():
         return chosen(auto_of(directory), directory, "file")
 
 
@@ -188,7 +195,7 @@ def _tokens(ids: list[int], names: Callable[[list[int]], Any]) -> str:
     return f"{text} …" if len(ids) > SHOWN else text
 
 
-def own_of_adapter(source: Source, adapter: Adapter) -> list[str]:
+def adapter_differences(source: Source, adapter: Adapter) -> list[str]:
     """List what `adapter` has of its own beside its matrices, and other than the base in `source`: a tokenizer, a chat
     template, a token that ends a text.
 
@@ -199,11 +206,11 @@ def own_of_adapter(source: Source, adapter: Adapter) -> list[str]:
     adapter_files = [file for file in changed.companions.values() if not file.is_relative_to(source.path)]
     if not adapter_files:
         return []
-    check_files(adapter_files, source.text_config.vocab_size)
-    (before, templates), (after, own_templates) = (_read(version) for version in (base, changed))
+    check_companion_files(adapter_files, source.text_config.vocab_size)
+    (before, templates), (after, adapter_templates) = (_read(version) for version in (base, changed))
     texts = [encoder(version) for version in (before, after)]
     differences = ["tokenizer"] if any(texts[0](text) != texts[1](text) for text in SAMPLES) else []
-    differences += ["chat template"] if templates != own_templates else []
+    differences += ["chat template"] if templates != adapter_templates else []
     return differences + ([f"end of a text ({after.eos_token})"] if before.eos_token_id != after.eos_token_id else [])
 
 

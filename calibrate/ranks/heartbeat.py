@@ -81,7 +81,7 @@ class Heartbeat:
     def __init__(self, rank: int, names: Sequence[str], group: Any):
         """Beat for `rank`, in a separate gloo process `group`; `names`: what to call each rank in messages."""
         self.rank, self.names, self.group = rank, names, group
-        self.own, self.ended = Beat(), False
+        self.beat, self.ended = Beat(), False
         self.failure: RankFailure | None = None
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="fp8q-heartbeat", daemon=True)
@@ -106,7 +106,7 @@ class Heartbeat:
             if error is None
             else RankFailure(rank=self.rank, name=self.names[self.rank], message=line_of(error), code=code)
         )
-        self.own = Beat(done=error is None, failure=failure)
+        self.beat = Beat(done=error is None, failure=failure)
         self._changed.set()
         self._thread.join()
         if self._handler is not None:
@@ -147,13 +147,13 @@ class Heartbeat:
         failure = verdict.failure
         self.failure = failure if failure and failure.rank != self.rank else None
         self.ended = True
-        if self.failure and self.own == Beat() and self._handler is not None:
+        if self.failure and self.beat == Beat() and self._handler is not None:
             # a real signal ends waits that `_thread.interrupt_main` would not
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _lead(self) -> Beat:
         deadline = time.monotonic() + SILENCE_S
-        beats = [self.own, *(self._heard(rank, deadline) for rank in range(1, len(self.names)))]
+        beats = [self.beat, *(self._heard(rank, deadline) for rank in range(1, len(self.names)))]
         failures = [beat.failure for beat in beats if beat.failure]
         verdict = Beat(done=all(beat.done for beat in beats), failure=failures[0] if failures else None)
         for rank in range(1, len(self.names)):
@@ -163,7 +163,7 @@ class Heartbeat:
 
     def _follow(self) -> Beat:
         with suppress(RuntimeError):
-            self._say(self.own, 0)
+            self._say(self.beat, 0)
         return self._heard(0, time.monotonic() + SILENCE_S + PATIENCE_S)
 
     def _say(self, beat: Beat, rank: int) -> None:

@@ -27,7 +27,7 @@ from ...core.record import library_versions
 from ...core.undo import at_end
 from ..measure.histogram import Histogram
 from ..measure.statistics import Statistics, TensorStatistics, replace_record
-from ..model.bf16_products import bf16_arithmetic
+from ..model.bf16_gemms import bf16_arithmetic
 from .heartbeat import Heartbeat, RankError, Stopped, line_of, rank_name
 from .torchrun import ProcessRank, process_rank
 

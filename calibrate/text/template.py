@@ -3,7 +3,7 @@
 A template is an untrusted program. Jinja's sandbox restricts what it can reach, but not its time and memory: two nested
 loops, or `9 ** (9 ** 9)`, which Jinja computes before the template runs, never end, and no signal interrupts a product
 of large integers. So it runs in a child process with a limit of memory, which is killed after `START` seconds, plus
-`EACH` for every row that it has rendered.
+`PER_ROW` for every row that it has rendered.
 
 The child runs this file. It is started once for each process that renders, and gets the template with every request.
 """
@@ -24,7 +24,7 @@ from typing import IO, Any, TextIO
 from unittest.mock import patch
 
 #: Seconds that a template may take: at first, and more for every row; real ones take some 0.5 ms a row.
-START, EACH = 20.0, 0.02
+START, PER_ROW = 20.0, 0.02
 #: Seconds that the child may take to import transformers on a busy machine.
 WAKE = 300.0
 #: Bytes that the child may allocate after its start, and characters of a rendered row.
@@ -52,7 +52,7 @@ class Template:
         """Render `messages` as text; raises TemplateError, with the reason, when that fails."""
         child, begun = _child(os.getpid()), time.monotonic()
         answer = child.asked({**self.request, "messages": messages}, self.allowed)
-        self.allowed += EACH - (time.monotonic() - begun)
+        self.allowed += PER_ROW - (time.monotonic() - begun)
         if answer is None:
             _child.cache_clear()
             raise TemplateError("it was stopped, since it takes longer than any template does, or crashes")
@@ -147,14 +147,14 @@ def render_requests(questions: TextIO, answers: TextIO) -> None:
 def _renderer() -> Callable[..., str]:
     """Return a function that renders a template: transformers' own, or Jinja alone where transformers is missing."""
     try:
-        from transformers.utils import chat_template_utils as own
+        from transformers.utils import chat_template_utils as transformers_template
     except ImportError:
         return _plain
 
     def rendered(source: str, date: datetime, messages: list[dict[str, Any]], **variables: Any) -> str:
         # it reads the clock itself, and newer versions accept no function for it
-        with patch.object(own, "datetime", SimpleNamespace(now=lambda: date)):
-            return str(own.render_jinja_template([messages], chat_template=source, **variables)[0][0])
+        with patch.object(transformers_template, "datetime", SimpleNamespace(now=lambda: date)):
+            return str(transformers_template.render_jinja_template([messages], chat_template=source, **variables)[0][0])
 
     return rendered
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError
+from ...core.files import regular_file
 from ..checkpoint.companions import TEMPLATES
 
+AGAIN = "copy it again from the model"
 #: The name of the template that is used where none is named.
 DEFAULT = "default"
 
@@ -42,10 +44,11 @@ def _named(field: object) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
+    regular_file(path, AGAIN)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(path, f"is no text in UTF-8 ({error})", "copy it again from the model") from None
+        raise InputError(path, f"is no text in UTF-8 ({error})", AGAIN) from None
 
 
 def read_fields(path: Path) -> dict[str, Any]:
@@ -53,5 +56,5 @@ def read_fields(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:  # brackets without end
-        raise InputError(path, f"is not JSON ({error})", "copy it again from the model") from None
+        raise InputError(path, f"is not JSON ({error})", AGAIN) from None
     return content if isinstance(content, dict) else {}

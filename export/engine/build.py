@@ -29,14 +29,15 @@ from ...core.errors import BackendError, InputError
 from ...core.files import PARTIAL, replacing, write_document
 from ...core.findings import places
 from ...core.reporter import Reporter
-from ...core.run import Run, graph_names
+from ...core.run import Run
+from ...core.run_files import graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..graph.weight_scale_form import link_data, other, recorded_form, write_form
-from ..lint.check import lint_graph, promised_attention, sound_graph
-from ..lint.rules import Promise
+from ..lint.check import expected_attention, lint_graph, sound_graph
+from ..lint.rules import Expectation
 from ..onnx_file import names
-from ..onnx_file.bodies import has_body
+from ..onnx_file.indexed import has_body
 from ..onnx_file.loading import load_graph
 from . import targets
 from .info import LAYERS, LISTED, EngineInfo, engines_of
@@ -82,23 +83,23 @@ def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
 
 
 def build_engines(
-    run: Run, promised: Sequence[str], options: EngineOptions, report: Reporter, bf16_inputs: Collection[str] = ()
+    run: Run, fp8_modules: Sequence[str], options: EngineOptions, report: Reporter, bf16_inputs: Collection[str] = ()
 ) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
     Each plan comes with its proof, a trtexec script, the JSON of TensorRT's inspector, and the graph if its other form
-    was built (`in_better_form`). `promised`: the modules whose GEMM must run on FP8; if there are none, the types are
-    recorded instead. `bf16_inputs`: the modules whose weight is FP8 and whose input is not. `check_share` judges the
-    share of FP8; an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced before
-    all engines are built; engines of other targets, built from an earlier graph, are removed then. Raises
+    was built (`in_better_form`). `fp8_modules`: the modules whose GEMM must run on FP8; if there are none, the types
+    are recorded instead. `bf16_inputs`: the modules whose weight is FP8 and whose input is not. `check_share` judges
+    the share of FP8; an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced
+    before all engines are built; engines of other targets, built from an earlier graph, are removed then. Raises
     InputError when the graph breaks a rule of `lint_file`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
     directory = engines_of(run, options.precision, options.adapter)
     if options.precision == "fp8":
-        promise = Promise(dict.fromkeys(promised), attention=promised_attention(run), bf16_inputs=bf16_inputs)
-        check_buildable(graph, promise)
+        expected = Expectation(dict.fromkeys(fp8_modules), attention=expected_attention(run), bf16_inputs=bf16_inputs)
+        check_buildable(graph, expected)
     else:
         sound_graph(graph)
     wanted = profiles(
@@ -111,7 +112,7 @@ def build_engines(
     with together(directory) as fresh:
         for target in options.targets:
             job = Job(options.runtime, target, wanted, options.workspace, directory / f"{target}.timings")
-            build_one = partial(build_engine, job=job, promised=promised, report=report)
+            build_one = partial(build_engine, job=job, fp8_modules=fp8_modules, report=report)
             (info, gemm_types), built = in_better_form(graph, fresh / f"{target}.plan", build_one, report)
             write_document(fresh / f"{target}.json", info)
             write_script(fresh / f"{target}.sh", built, info, options.workspace)
@@ -144,15 +145,15 @@ def together(directory: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def check_buildable(onnx_file: Path, promise: Promise) -> None:
+def check_buildable(onnx_file: Path, expected: Expectation) -> None:
     """Raise InputError where the graph or its external data cannot be built."""
-    if not promise.input_scales and not promise.bf16_inputs:
+    if not expected.input_scales and not expected.bf16_inputs:
         raise InputError(
             onnx_file,
             "scales.json promises no product on FP8, so there is nothing to build",
             "calibrate with fewer --skip",
         )
-    errors = [finding for finding in lint_graph(load_graph(onnx_file), promise) if finding.severity == "error"]
+    errors = [finding for finding in lint_graph(load_graph(onnx_file), expected) if finding.severity == "error"]
     if errors:
         more = f" ({places(errors) - 1} more)" if len(errors) > 1 else ""
         raise InputError(onnx_file, f"{errors[0]}{more}")
@@ -170,7 +171,7 @@ class Job:
 
 
 def build_engine(
-    onnx_file: Path, path: Path, job: Job, promised: Sequence[str], report: Reporter
+    onnx_file: Path, path: Path, job: Job, fp8_modules: Sequence[str], report: Reporter
 ) -> tuple[EngineInfo, Evidence]:
     """Build one engine into the file `path` and read it back."""
     began = time.monotonic()
@@ -179,19 +180,19 @@ def build_engine(
     with replacing(path) as partial_file:
         partial_file.write_bytes(plan)
     read_back = read_built_engine(plan, path, job)
-    gemm_types = evidence(read_back, {names.matmul(module): module for module in promised}, len(job.profiles))
-    kind = gemm_types.kind if promised or read_back is None else read_back.kind
-    ran = None if promised or read_back is None else modules_by_types(read_back)
+    gemm_types = evidence(read_back, {names.matmul(module): module for module in fp8_modules}, len(job.profiles))
+    kind = gemm_types.kind if fp8_modules or read_back is None else read_back.kind
+    ran = None if fp8_modules or read_back is None else modules_by_types(read_back)
     info = EngineInfo(
         runtime=job.runtime,
         version=import_runtime(job.runtime).__version__,
         target=job.target,
         bytes=plan.nbytes,
-        promised_products=len(promised),
+        promised_products=len(fp8_modules),
         fp8_products=len(gemm_types.fp8),
-        wide_products=[module for module in promised if module in gemm_types.wide],
-        narrow_products=[module for module in promised if module in gemm_types.narrow],
-        unknown_products=[module for module in promised if module in gemm_types.unknown],
+        wide_products=[module for module in fp8_modules if module in gemm_types.not_fp8],
+        narrow_products=[module for module in fp8_modules if module in gemm_types.narrow],
+        unknown_products=[module for module in fp8_modules if module in gemm_types.unknown],
         evidence=kind,
         profiles=list(job.profiles),
         build_seconds=seconds,
@@ -219,7 +220,7 @@ def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
     whose result is narrower than FP32.
     """
     lines = [
-        f"{info.target}: {module} is not FP8 on both sides: {gemm_types.wide[module]}"
+        f"{info.target}: {module} is not FP8 on both sides: {gemm_types.not_fp8[module]}"
         for module in info.wide_products[:LISTED]
     ]
     if gemm_types.unknown:
@@ -242,7 +243,7 @@ def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
 
 def worth_trying(gemm_types: Evidence) -> bool:
     """Tell whether the other form may do better: TensorRT's inspector shows expected GEMMs that are not FP8."""
-    return gemm_types.kind == "inspector" and bool(gemm_types.wide)
+    return gemm_types.kind == "inspector" and bool(gemm_types.not_fp8)
 
 
 def better(first: Evidence, second: Evidence) -> bool:
@@ -251,7 +252,7 @@ def better(first: Evidence, second: Evidence) -> bool:
 
 
 def _short(gemm_types: Evidence) -> tuple[int, int]:
-    return len(gemm_types.wide) + len(gemm_types.unknown), len(gemm_types.wide)
+    return len(gemm_types.not_fp8) + len(gemm_types.unknown), len(gemm_types.not_fp8)
 
 
 def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
@@ -264,15 +265,15 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
         return built, graph
     form = recorded_form(load_graph(graph))
     other_graph, other_plan = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
-    wide = f"{len(gemm_types.wide)} of {info.promised_products} products are not FP8 on both sides"
-    tried = f"{info.target}: with --weight-scale {form} {wide}"
+    not_fp8 = f"{len(gemm_types.not_fp8)} of {info.promised_products} products are not FP8 on both sides"
+    tried = f"{info.target}: with --apply-scales {form} {not_fp8}"
     links = link_data(graph, path.parent)
     write_form(graph, other_graph, other(form))
     try:
         other_info, other_types = build(other_graph, other_plan)
         other_is_better = better(gemm_types, other_types)
         winner = "second" if other_is_better else "first"
-        report.note(f"{tried}, {len(other_types.wide)} with {other(form)}; the {winner} is kept")
+        report.note(f"{tried}, {len(other_types.not_fp8)} with {other(form)}; the {winner} is kept")
     except BackendError as error:
         other_is_better = False
         report.note(f"{tried}; with {other(form)} it cannot be built: {error}")

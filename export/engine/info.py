@@ -94,12 +94,12 @@ def is_record(name: str) -> bool:
 class Counted:
     """The GEMMs of an engine that `scales.json` expects on FP8: their number, and the names of those that fall short.
 
-    `wide` ones lack FP8 on a side; the types of `unknown` ones are not known; the result of `narrow` ones is narrower
-    than FP32.
+    `not_fp8` ones lack FP8 on a side; the types of `unknown` ones are not known; the result of `narrow` ones is
+    narrower than FP32.
     """
 
-    promised: int
-    wide: Sequence[str]
+    expected: int
+    not_fp8: Sequence[str]
     narrow: Sequence[str]
     unknown: Sequence[str]
 
@@ -145,21 +145,21 @@ def may_be_unknown(runtime: str, min_fp8_share: float | None) -> bool:
 
 
 def shortfall(counted: Counted, min_fp8_share: float | None) -> str | None:
-    """Say why the share of promised products that run as promised is below `min_fp8_share` (a fraction); None where it
+    """Say why the share of expected GEMMs that run as expected is below `min_fp8_share` (a fraction); None where it
     is not.
 
-    Unknown products count against a share that was asked for; without one (None) those that are known must all be.
+    Unknown GEMMs count against a share that was asked for; without one (None) those that are known must all be.
     """
     unknown = counted.unknown if min_fp8_share is not None else ()
-    parts = {"wide": counted.wide, "narrow": counted.narrow, "unknown": unknown}
+    parts = {"wide": counted.not_fp8, "narrow": counted.narrow, "unknown": unknown}
     least = 1.0 if min_fp8_share is None else min_fp8_share
-    if not counted.promised or (counted.promised - sum(map(len, parts.values()))) / counted.promised >= least:
+    if not counted.expected or (counted.expected - sum(map(len, parts.values()))) / counted.expected >= least:
         return None
     named = [f"{word}: {first_few(those)}" for word, those in parts.items() if those]
     answers = f" and {len(counted.narrow)} of them answer in less than FP32" if counted.narrow else ""
-    fp8 = counted.promised - len(counted.wide) - len(counted.unknown)
+    fp8 = counted.expected - len(counted.not_fp8) - len(counted.unknown)
     return (
-        f"{fp8} of {counted.promised} promised products take FP8 on both sides{answers}, less than "
+        f"{fp8} of {counted.expected} promised products take FP8 on both sides{answers}, less than "
         f"{asked_share(min_fp8_share)}; {'; '.join(named)}"
     )
 

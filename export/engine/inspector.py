@@ -1,4 +1,4 @@
-r"""Read from TensorRT's engine inspector which matrix products take FP8 on both sides.
+r"""Read from TensorRT's engine inspector which GEMMs take FP8 on both sides.
 
 `get_engine_information` of an engine that was built with detailed verbosity lists layers like this one, of TensorRT 10
 (NVIDIA/TensorRT, issue 4397):
@@ -11,16 +11,16 @@ r"""Read from TensorRT's engine inspector which matrix products take FP8 on both
 
 - A weight is no input: it stands under `Constants`, or nowhere.
 - A type stands under `Format/Datatype` in TensorRT 10, under `DataType` or `Datatype` in 11.
-- A product that is fused with its neighbours is a `fusion`, `__myl_Fc_…`, whose name tells no node; `Metadata` does.
+- A GEMM that is fused with its neighbours is a `fusion`, `__myl_Fc_…`, whose name tells no node; `Metadata` does.
 - Layers of profile 1 and up have names that end in ` [profile 1]`.
-- `Name` has underscores where nodes have points, and joins merged products by `+`.
+- `Name` has underscores where nodes have points, and joins merged GEMMs by `+`.
 
-Two sources tell the types of a product's operands: its tensors, and the name of its kernel, which begins with them
+Two sources tell the types of a GEMM's operands: its tensors, and the name of its kernel, which begins with them
 (`_gemm_e4m3bf16_e4m3f32_` in xmma's and cuBLAS's kernels: A and C, B and accumulator; `gemm_e4m3_e4m3_f32_bf16_bf16` in
 CUTLASS's: A, B, accumulator, C, D). Where they disagree the wider one counts, and where neither tells, the operand is
-`unknown`: a surprise can make a product unknown, and never FP8.
+`unknown`: a surprise can make a GEMM unknown, and never FP8.
 
-A kernel that scales by itself, as FP8 products per channel do on Hopper from TensorRT 10.6 on, answers in the graph's
+A kernel that scales by itself, as FP8 GEMMs per channel do on Hopper from TensorRT 10.6 on, answers in the graph's
 next type; so the type of a result says nothing against it here.
 """
 
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..onnx_file import names
-from .plan import UNTOLD, EngineProduct, Kernel, Plan
+from .plan import UNTOLD, EngineGemm, Kernel, Plan
 from .program import LAYER, program_type_name
 
 Layer = Mapping[str, Any]
@@ -43,8 +43,8 @@ _PROFILE = re.compile(r" *\[profile (\d+)\]")
 _MYELIN = re.compile(r"_myl\d+(?:_\d+)?(?=$| )")
 _TYPE = re.compile("fp8|float8|bfloat16|bf16|half|fp16|float16|float|fp32|int8|int4|fp4", re.IGNORECASE)
 _ATTENTION = re.compile("mha|attention", re.IGNORECASE)
-_PRODUCT_LAYER = re.compile("gemm|matrix|matmul", re.IGNORECASE)
-_PRODUCT_KERNEL = re.compile(r"gemm|gemv|tensorop|nvjet|cublas|__myl_\w*?Fc(?![a-z])")
+_GEMM_LAYER = re.compile("gemm|matrix|matmul", re.IGNORECASE)
+_GEMM_KERNEL = re.compile(r"gemm|gemv|tensorop|nvjet|cublas|__myl_\w*?Fc(?![a-z])")
 _ELEMENT = "e4m3|e5m2|f8|bf16|tf32|f32|f16|i8|s8"
 _XMMA = re.compile(rf"gemm_({_ELEMENT})(?:{_ELEMENT}|i32)_({_ELEMENT})(?:{_ELEMENT}|i32)_")
 _CUTLASS = re.compile(rf"gemm_({_ELEMENT})_({_ELEMENT})_(?:f32|f16|i32|s32)_")
@@ -67,28 +67,26 @@ class _Tensor:
 
 
 def read_inspector(information: str) -> Plan | None:
-    """Read the matrix products from an engine inspector's JSON; None where it lists no layers in detail, or no product
+    """Read the GEMMs from an engine inspector's JSON; None where it lists no layers in detail, or no GEMM
     among them.
     """
     layers = _layers(information)
     if layers is None:
         return None
-    products: dict[int, list[tuple[Layer, EngineProduct]]] = {}
+    gemms: dict[int, list[tuple[Layer, EngineGemm]]] = {}
     kernels: dict[int, list[Kernel]] = {}
     for layer in layers:
         mark = _PROFILE.search(str(layer.get("Name")))
         profile, nodes = int(mark[1]) if mark else 0, tuple(LAYER.findall(str(layer.get("Metadata"))))
         inputs, outputs = (tuple(tensor.type for tensor in _tensors(layer, end)) for end in ("Inputs", "Outputs"))
-        if nodes and is_product(layer):
+        if nodes and is_gemm(layer):
             result = outputs[0] if outputs else UNTOLD
-            products.setdefault(profile, []).append(
-                (layer, EngineProduct(nodes, operands(layer), result, layers=nodes))
-            )
+            gemms.setdefault(profile, []).append((layer, EngineGemm(nodes, operands(layer), result, layers=nodes)))
         else:
             kernels.setdefault(profile, []).append(Kernel(str(layer.get("Name")), nodes, inputs, outputs))
-    if not products:
+    if not gemms:
         return None
-    by_profile = {profile: tuple(_with_own_nodes(products[profile])) for profile in sorted(products)}
+    by_profile = {profile: tuple(_with_nodes(gemms[profile])) for profile in sorted(gemms)}
     return Plan(by_profile, "inspector", {profile: tuple(listed) for profile, listed in kernels.items()})
 
 
@@ -105,18 +103,18 @@ def _layers(information: str) -> list[Layer] | None:
     return layers if well_formed else None
 
 
-def is_product(layer: Layer) -> bool:
-    """Tell from its type, or from its kernel, whether a layer is a matrix product that is no fused attention."""
+def is_gemm(layer: Layer) -> bool:
+    """Tell from its type, or from its kernel, whether a layer is a GEMM that is no fused attention."""
     kernel = f"{layer.get('TacticName') or ''} {layer.get('Name') or ''}"
     if _ATTENTION.search(str(layer.get("TacticName") or "")) or "_mha_" in kernel:
         return False
-    if _PRODUCT_LAYER.search(str(layer.get("LayerType"))):
+    if _GEMM_LAYER.search(str(layer.get("LayerType"))):
         return True
-    return bool(_PRODUCT_KERNEL.search(kernel))
+    return bool(_GEMM_KERNEL.search(kernel))
 
 
 def operands(layer: Layer) -> tuple[str, str]:
-    """The types of a product's two operands, by its tensors and by the name of its kernel."""
+    """The types of a GEMM's two operands, by its tensors and by the name of its kernel."""
     inputs, tactic = _tensors(layer, "Inputs"), str(layer.get("TacticName") or "")
     left = inputs[0].type if inputs else UNTOLD
     by_kernel = operands_of_kernel(tactic)
@@ -124,7 +122,9 @@ def operands(layer: Layer) -> tuple[str, str]:
     right = max(weights, key=lambda tensor: math.prod(tensor.sizes)).type if weights else _second(inputs, tactic)
     if by_kernel is not None and left == by_kernel[1] != by_kernel[0]:
         by_kernel = by_kernel[::-1]  # it multiplies the transposes
-    return (left, right) if by_kernel is None else (_wider(left, by_kernel[0]), _wider(right, by_kernel[1]))
+    return (
+        (left, right) if by_kernel is None else (_type_of_both(left, by_kernel[0]), _type_of_both(right, by_kernel[1]))
+    )
 
 
 def _second(inputs: list[_Tensor], tactic: str) -> str:
@@ -145,31 +145,31 @@ def operands_of_kernel(tactic: str) -> tuple[str, str] | None:
     return (_ELEMENTS.get(match[1], match[1]), _ELEMENTS.get(match[2], match[2])) if match else None
 
 
-def _wider(by_tensor: str, by_kernel: str) -> str:
+def _type_of_both(by_tensor: str, by_kernel: str) -> str:
     """The type of an operand by two sources; where they disagree, the type that is not FP8."""
     if UNTOLD in (by_tensor, by_kernel):
         return by_kernel if by_tensor == UNTOLD else by_tensor
     return by_kernel if by_tensor == "fp8" else by_tensor
 
 
-def _with_own_nodes(listed: list[tuple[Layer, EngineProduct]]) -> Iterable[EngineProduct]:
+def _with_nodes(listed: list[tuple[Layer, EngineGemm]]) -> Iterable[EngineGemm]:
     """Yield the GEMMs of a profile, each with the nodes that it computes.
 
     A layer's name lists its nodes; a fusion's does not. A fusion computes those nodes of its metadata that no other
     layer's name lists: the metadata also has the GEMM before it, whose scales were fused into it.
     """
-    named = [_named(layer, product.nodes) for layer, product in listed]
+    named = [_named(layer, gemm.nodes) for layer, gemm in listed]
     elsewhere = {node for nodes in named for node in nodes}
-    for (_, product), nodes in zip(listed, named, strict=True):
-        multiplied = tuple(node for node in product.nodes if multiplies(node) and node not in elsewhere)
-        computed = nodes or multiplied or product.nodes
-        yield EngineProduct(computed, product.operands, product.result, product.layers)
+    for (_, gemm), nodes in zip(listed, named, strict=True):
+        multiplied = tuple(node for node in gemm.nodes if multiplies(node) and node not in elsewhere)
+        computed = nodes or multiplied or gemm.nodes
+        yield EngineGemm(computed, gemm.operands, gemm.result, gemm.layers)
 
 
 def multiplies(node: str) -> bool:
-    """Tell from its name whether an ONNX node is a matrix product of the graph."""
+    """Tell from its name whether an ONNX node is a GEMM of the graph."""
     module = names.module_of(node) or ""
-    attention = (names.attention_product(module, product) for product in names.ATTENTION_PRODUCTS)
+    attention = (names.attention_gemm(module, gemm) for gemm in names.ATTENTION_GEMMS)
     return node in (names.matmul(module), *attention)
 
 

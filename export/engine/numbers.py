@@ -1,11 +1,11 @@
 """Compare the numbers of an engine with those of a run: the codes of each module's weight, the factors `s_x ·
-s_w[channel]` behind each product, and the scale of each quantized input.
+s_w[channel]` behind each GEMM, and the scale of each quantized input.
 
 Types are not enough: an engine with other scales, of a fine-tune of the same model, or with two layers' weights
-exchanged runs the same program. The program shows which constant belongs to which product: the second operand of a
+exchanged runs the same program. The program shows which constant belongs to which GEMM: the second operand of a
 `fully_connected` are the codes; a kernel that reads its result takes the factors beside it; the kernel that made its
 first operand takes the scale of the input, as a literal `1 / s_x` or, fused with the norm in front of it, as `w / s_x`.
-Columns of merged products lie in the order of the product's name. Sizes may be padded.
+Columns of merged GEMMs lie in the order of the GEMM's name. Sizes may be padded.
 
 Numbers that the plan does not show are reported too (`Difference.told` is false), and fail an engine if they are codes
 or factors. Only the scale of an input may be hidden inside a kernel's code (attention that quantizes its own result).
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .expected_gemms import Codes, ExpectedGemm, Numbers
 from .plan import Plan
 from .program import Pool, Program, Statement
-from .promise import Codes, Numbers, ProductNumbers
 
 #: The numbers of a module that are compared.
 CODES, FACTORS, INPUT = "codes", "factors", "input scale"
 #: Where the compiler multiplies or divides several numbers beforehand, in an order of its own.
 RELATIVE = 1e-6
-#: Kernels between a product and the one that quantized its input, or scales its result: they only move numbers.
+#: Kernels between a GEMM and the one that quantized its input, or scales its result: they only move numbers.
 MOVES = 4
 OPERANDS = 2
 _FP32 = 4
@@ -58,14 +58,14 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class ProgramProduct:
-    """One product in the program of one profile, with the promised numbers of its modules in column order."""
+class ProgramGemm:
+    """One GEMM in the program of one profile, with the expected numbers of its modules in column order."""
 
     program: Program
     profile: str
     pool: Pool
     statement: Statement
-    promises: tuple[ProductNumbers, ...]
+    gemms: tuple[ExpectedGemm, ...]
 
     def constant(self, name: str) -> npt.NDArray[np.generic] | None:
         """Read a constant."""
@@ -80,34 +80,34 @@ class ProgramProduct:
             if constant is not None and constant.dtype == np.float32
         ]
 
-    def alpha(self, product: Statement) -> np.float32 | None:
-        """The scalar that a product multiplies its sums by."""
-        numbers = self.numbers(product.inputs[OPERANDS : OPERANDS + 1])
+    def alpha(self, statement: Statement) -> np.float32 | None:
+        """The scalar that a GEMM multiplies its sums by."""
+        numbers = self.numbers(statement.inputs[OPERANDS : OPERANDS + 1])
         return np.float32(numbers[0][0]) if numbers and numbers[0].size == 1 else None
 
-    def columns(self, promise: ProductNumbers) -> slice:
-        """The columns of a module in the product."""
-        start = sum(len(earlier.factors) for earlier in self.promises[: self.promises.index(promise)])
-        return slice(start, start + len(promise.factors))
+    def columns(self, gemm: ExpectedGemm) -> slice:
+        """The columns of a module in the GEMM."""
+        start = sum(len(earlier.factors) for earlier in self.gemms[: self.gemms.index(gemm)])
+        return slice(start, start + len(gemm.factors))
 
-    def differs(self, promise: ProductNumbers, what: str, actual: str, expected: str) -> Difference:
+    def differs(self, gemm: ExpectedGemm, what: str, actual: str, expected: str) -> Difference:
         """Make the Difference for a number that is not the expected one."""
-        return Difference(promise.module, self.profile, what, actual, expected)
+        return Difference(gemm.module, self.profile, what, actual, expected)
 
-    def untold(self, promise: ProductNumbers, what: str, reason: str) -> Difference:
+    def untold(self, gemm: ExpectedGemm, what: str, reason: str) -> Difference:
         """Make the Difference for a number that the plan does not show."""
-        return Difference(promise.module, self.profile, what, reason, "", told=False)
+        return Difference(gemm.module, self.profile, what, reason, "", told=False)
 
 
 def compare_numbers(
-    plan: Plan, pool: Pool | None, promised: Iterable[ProductNumbers], attention: Mapping[str, tuple[float, float]],
+    plan: Plan, pool: Pool | None, gemms: Iterable[ExpectedGemm], attention: Mapping[str, tuple[float, float]],
     profiles: Iterable[str],
 ) -> Iterator[Difference]:  # fmt: skip
-    """Yield a Difference for every product that computes with other numbers than `promised`, or with unknown ones.
+    """Yield a Difference for every GEMM that computes with other numbers than `gemms`, or with unknown ones.
 
     `attention`: node -> the scales of both sides; `profiles`: their names, in order.
     """
-    by_node, named = {promise.node: promise for promise in promised}, dict(enumerate(profiles))
+    by_node, named = {gemm.node: gemm for gemm in gemms}, dict(enumerate(profiles))
     literals = [
         (node, named.get(program.profile), number) for program in plan.programs for node, number in program.scalings
     ]
@@ -120,42 +120,42 @@ def compare_numbers(
             if pool is None or len(merged) < len(statement.nodes):
                 reason = "its constants do not read" if pool is None else "it is merged with a product not promised"
                 yield from (
-                    Difference(promise.module, profile, what, reason, "", told=False)
-                    for promise in merged
+                    Difference(gemm.module, profile, what, reason, "", told=False)
+                    for gemm in merged
                     for what in (CODES, FACTORS, INPUT)
                 )
                 continue
-            seen = ProgramProduct(program, profile, pool, statement, merged)
-            for promise in merged:
-                yield from _codes(seen, promise, by_node.values(), same)
-                yield from _factors(seen, promise)
-                yield from _input(seen, promise, attention, literals)
+            seen = ProgramGemm(program, profile, pool, statement, merged)
+            for gemm in merged:
+                yield from _codes(seen, gemm, by_node.values(), same)
+                yield from _factors(seen, gemm)
+                yield from _input(seen, gemm, attention, literals)
 
 
 def _codes(
-    seen: ProgramProduct, promise: ProductNumbers, others: Iterable[ProductNumbers], same: set[tuple[str, int | None]]
+    seen: ProgramGemm, gemm: ExpectedGemm, others: Iterable[ExpectedGemm], same: set[tuple[str, int | None]]
 ) -> Iterator[Difference]:
-    """Compare the codes that the product multiplies."""
+    """Compare the codes that the GEMM multiplies."""
     name = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is not None), "")
-    constant, columns, shape = seen.constant(name), seen.columns(promise), promise.codes.shape
+    constant, columns, shape = seen.constant(name), seen.columns(gemm), gemm.codes.shape
     if (
         constant is None
         or constant.dtype != np.uint8
         or constant.ndim != len(shape)
         or constant[: shape[0], columns].shape != shape
     ):
-        yield seen.untold(promise, CODES, "its product takes no constant of their size")
+        yield seen.untold(gemm, CODES, "its product takes no constant of their size")
         return
-    if (key := (promise.module, seen.program.tensors[name].constant)) in same:
+    if (key := (gemm.module, seen.program.tensors[name].constant)) in same:
         return
     engine_codes = constant[: shape[0], columns]
-    if np.array_equal(engine_codes, promise.codes):
+    if np.array_equal(engine_codes, gemm.codes):
         same.add(key)
         return
     owner = next((other.module for other in others if _same(engine_codes, other.codes)), None)
-    number = int((engine_codes != promise.codes).sum())
+    number = int((engine_codes != gemm.codes).sum())
     text = f"the codes of {owner}" if owner else f"{number} codes of {engine_codes.size} that are others"
-    yield seen.differs(promise, CODES, f"its product multiplies {text}", "its own in model.onnx")
+    yield seen.differs(gemm, CODES, f"its product multiplies {text}", "its own in model.onnx")
 
 
 def _same(engine_codes: npt.NDArray[np.generic], codes: Codes) -> bool:
@@ -163,29 +163,29 @@ def _same(engine_codes: npt.NDArray[np.generic], codes: Codes) -> bool:
     return np.array_equal(engine_codes[:1], codes[:1]) and np.array_equal(engine_codes, codes)
 
 
-def _factors(seen: ProgramProduct, promise: ProductNumbers) -> Iterator[Difference]:
-    """Compare the factors of the product's columns."""
-    columns, covered = seen.columns(promise), np.zeros(len(promise.factors), bool)
+def _factors(seen: ProgramGemm, gemm: ExpectedGemm) -> Iterator[Difference]:
+    """Compare the factors of the GEMM's columns."""
+    columns, covered = seen.columns(gemm), np.zeros(len(gemm.factors), bool)
     if (alpha := seen.alpha(seen.statement)) is None:
-        yield seen.untold(promise, FACTORS, "its product states no alpha")
+        yield seen.untold(gemm, FACTORS, "its product states no alpha")
         return
     for kernel, start, candidates in _applied(seen):
         parts = [_overlap(start, numbers * alpha, columns) for numbers in candidates]
         if not candidates and columns.start <= start < columns.stop:
-            yield seen.untold(promise, FACTORS, f"{kernel} reads its product and takes none of them")
+            yield seen.untold(gemm, FACTORS, f"{kernel} reads its product and takes none of them")
             return
         if not (parts := [(inside, factors) for inside, factors in parts if factors.size]):
             continue
-        equal = [inside for inside, factors in parts if np.array_equal(factors, promise.factors[inside])]
+        equal = [inside for inside, factors in parts if np.array_equal(factors, gemm.factors[inside])]
         if not equal:
             inside, factors = parts[0]
-            at = int(np.flatnonzero(factors != promise.factors[inside])[0])
+            at = int(np.flatnonzero(factors != gemm.factors[inside])[0])
             scaled = f"its product is scaled by {factors[at]:.9g} in channel {inside.start + at}"
-            yield seen.differs(promise, FACTORS, scaled, f"s_x · s_w = {promise.factors[inside][at]:.9g}")
+            yield seen.differs(gemm, FACTORS, scaled, f"s_x · s_w = {gemm.factors[inside][at]:.9g}")
             return
         covered[equal[0]] = True
     if not covered.all():
-        yield seen.untold(promise, FACTORS, "no kernel takes them together with its product")
+        yield seen.untold(gemm, FACTORS, "no kernel takes them together with its product")
 
 
 def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbers]:
@@ -196,7 +196,7 @@ def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbe
     return slice(first - columns.start, last - columns.start), numbers[first - start : max(last - start, 0)]
 
 
-def _applied(seen: ProgramProduct) -> Iterator[tuple[str, int, list[Numbers]]]:
+def _applied(seen: ProgramGemm) -> Iterator[tuple[str, int, list[Numbers]]]:
     """Yield each kernel that reads the GEMM's result: its name, the first column that it reads, and the FP32 constants
     next to that input, the following one first.
 
@@ -231,39 +231,37 @@ def moved_by(program: Program, kernel: Statement, name: str) -> str | None:
 
 
 def _input(
-    seen: ProgramProduct,
-    promise: ProductNumbers,
+    seen: ProgramGemm,
+    gemm: ExpectedGemm,
     attention: Mapping[str, tuple[float, float]],
     literals: Iterable[Literal],
 ) -> Iterator[Difference]:
-    """Compare the scale that the product's input was quantized with."""
+    """Compare the scale that the GEMM's input was quantized with."""
     activation = next((name for name in seen.statement.inputs[:OPERANDS] if seen.constant(name) is None), "")
-    maker = quantizer_of(seen.program, activation, promise.quantizer)
+    maker = quantizer_of(seen.program, activation, gemm.quantizer)
     if maker is None:
-        yield seen.untold(promise, INPUT, "no kernel with its QuantizeLinear makes what it reads")
+        yield seen.untold(gemm, INPUT, "no kernel with its QuantizeLinear makes what it reads")
         return
     if maker.nodes:
-        yield from _folded(seen, promise, maker, attention)
+        yield from _folded(seen, gemm, maker, attention)
         return
     constants = seen.numbers(maker.inputs)
-    quantized_in = (promise.quantizer, seen.profile)
+    quantized_in = (gemm.quantizer, seen.profile)
     constants += [np.array([number]) for *where, number in literals if tuple(where) == quantized_in and not constants]
-    scales = [scale for numbers in constants for scale in _scales(numbers, promise)]
-    if any(math.isclose(scale, promise.scale, rel_tol=RELATIVE) for scale in scales):
+    scales = [scale for numbers in constants for scale in _scales(numbers, gemm)]
+    if any(math.isclose(scale, gemm.scale, rel_tol=RELATIVE) for scale in scales):
         return
     if scales:
-        yield seen.differs(
-            promise, INPUT, f"its input is quantized with the scale {scales[0]:.6g}", f"{promise.scale:.6g}"
-        )
+        yield seen.differs(gemm, INPUT, f"its input is quantized with the scale {scales[0]:.6g}", f"{gemm.scale:.6g}")
     else:
-        yield seen.untold(promise, INPUT, f"{maker.name} takes no constant that could be it")
+        yield seen.untold(gemm, INPUT, f"{maker.name} takes no constant that could be it")
 
 
-def _scales(numbers: Numbers, promise: ProductNumbers) -> Iterator[float]:
+def _scales(numbers: Numbers, gemm: ExpectedGemm) -> Iterator[float]:
     """The scales that a kernel's constant may encode: `1 / s`, or a norm's weights divided by s."""
     if numbers[0] and np.all(numbers == numbers[0]):
         yield 1 / float(numbers[0])
-    for norm in promise.norms:
+    for norm in gemm.norms:
         at = int(np.argmax(np.abs(norm)))
         if norm.size == numbers.size and norm[at] and numbers[at]:
             scale = float(norm[at]) / float(numbers[at])
@@ -272,7 +270,7 @@ def _scales(numbers: Numbers, promise: ProductNumbers) -> Iterator[float]:
 
 
 def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | None:
-    """The statement that quantized a product's input: the kernel with its QuantizeLinear, or a product with an FP8
+    """The statement that quantized a GEMM's input: the kernel with its QuantizeLinear, or a GEMM with an FP8
     result.
 
     Kernels that only move codes are looked through, and so are those that gather an expert's rows from codes that were
@@ -294,16 +292,14 @@ def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | Non
 
 
 def _folded(
-    seen: ProgramProduct, promise: ProductNumbers, maker: Statement, attention: Mapping[str, tuple[float, float]]
+    seen: ProgramGemm, gemm: ExpectedGemm, maker: Statement, attention: Mapping[str, tuple[float, float]]
 ) -> Iterator[Difference]:
-    """Compare the factor of an attention product with an FP8 result, which includes the scale of the next input."""
+    """Compare the factor of an attention GEMM with an FP8 result, which includes the scale of the next input."""
     sides = next((attention[node] for node in maker.nodes if node in attention), None)
     alpha, label = seen.alpha(maker), "+".join(maker.nodes)
     if sides is None or alpha is None or not alpha:
-        yield seen.untold(promise, INPUT, f"{label} makes what it reads")
+        yield seen.untold(gemm, INPUT, f"{label} makes what it reads")
         return
     scale = sides[0] * sides[1] / float(alpha)
-    if not math.isclose(scale, promise.scale, rel_tol=RELATIVE):
-        yield seen.differs(
-            promise, INPUT, f"{label} quantizes its input with the scale {scale:.6g}", f"{promise.scale:.6g}"
-        )
+    if not math.isclose(scale, gemm.scale, rel_tol=RELATIVE):
+        yield seen.differs(gemm, INPUT, f"{label} quantizes its input with the scale {scale:.6g}", f"{gemm.scale:.6g}")

@@ -1,15 +1,15 @@
-"""Read from an engine's plan which matrix products take FP8 on both sides.
+"""Read from an engine's plan which GEMMs take FP8 on both sides.
 
 Neither the size of an engine nor its graph shows this: a graph with FP8 weights alone stores FP8 too, and multiplies in
 BF16. A TensorRT-RTX plan holds the program of its compiler as text (`program`). A `fully_connected` in it is a matrix
-product: its name lists the ONNX nodes that it computes (several where products of one input were merged), and its first
-two inputs are the operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. The product's node
-also appears in the `layers` of pointwise kernels that scale its result; those are no products, so only the names of
+GEMM: its name lists the ONNX nodes that it computes (several where GEMMs of one input were merged), and its first
+two inputs are the operands. In the programs of profile 1 and up every name ends in ` [profile 1]`. The GEMM's node
+also appears in the `layers` of pointwise kernels that scale its result; those are no GEMMs, so only the names of
 `fully_connected` count. A program that does not parse is "unknown", never a pass.
 
-The result's type: with per-channel weights and FP32 scales an FP8 product has an FP32 result, and one multiplication
+The result's type: with per-channel weights and FP32 scales an FP8 GEMM has an FP32 result, and one multiplication
 applies `s_x · s_w[channel]`. With scales in BF16 or FP16 the result has that narrower type, unscaled (`narrow`).
-Per-tensor weights put the scale into the product itself, whose result then has the compute type: fp8q does not export
+Per-tensor weights put the scale into the GEMM itself, whose result then has the compute type: fp8q does not export
 this, and it counts as narrow too.
 
 TensorRT proper needs a GPU to inspect an engine; its inspector's JSON is read into the same classes (`inspector`), with
@@ -33,8 +33,8 @@ UNTOLD = "unknown"
 
 
 @dataclass(frozen=True)
-class EngineProduct:
-    """One matrix product of an engine: its ONNX `nodes`, the types of its `operands` and of its `result` (`fp8`,
+class EngineGemm:
+    """One GEMM of an engine: its ONNX `nodes`, the types of its `operands` and of its `result` (`fp8`,
     `bf16`, …).
 
     `layers`: all ONNX nodes fused into it, the DequantizeLinears of its operands included.
@@ -62,7 +62,7 @@ class EngineProduct:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that is no plain product: the ONNX nodes fused in it (`layers`), and the types of its inputs and
+    """A kernel that is no plain GEMM: the ONNX nodes fused in it (`layers`), and the types of its inputs and
     outputs, in order.
     """
 
@@ -74,26 +74,26 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Plan:
-    """The matrix products of an engine by optimization profile, the source of this knowledge (`kind`), the other
+    """The GEMMs of an engine by optimization profile, the source of this knowledge (`kind`), the other
     kernels, and the `targets` named by its programs (sm89); `programs` is empty for an inspector's.
     """
 
-    profiles: Mapping[Profile, tuple[EngineProduct, ...]]
+    profiles: Mapping[Profile, tuple[EngineGemm, ...]]
     kind: Kind = "plan"
     kernels: Mapping[Profile, tuple[Kernel, ...]] = field(default_factory=dict, compare=False)
     targets: frozenset[str] = field(default=frozenset(), compare=False)
     programs: tuple[Program, ...] = field(default=(), compare=False, repr=False)
 
-    def products(self, node: str, profile: Profile) -> list[EngineProduct]:
-        """The products that compute an ONNX node in one profile."""
-        return [product for product in self.profiles.get(profile, ()) if node in product.nodes]
+    def gemms(self, node: str, profile: Profile) -> list[EngineGemm]:
+        """The GEMMs that compute an ONNX node in one profile."""
+        return [gemm for gemm in self.profiles.get(profile, ()) if node in gemm.nodes]
 
 
 @dataclass(frozen=True)
 class Evidence:
     """The types in which an engine runs the GEMMs that `scales.json` expects on FP8.
 
-    `fp8`: modules whose GEMM takes FP8 on both sides in every profile. `wide`: module -> the types that ran instead.
+    `fp8`: modules whose GEMM takes FP8 on both sides in every profile. `not_fp8`: module -> the types that ran instead.
     `unknown`: module -> why its types are not known; all modules if the engine cannot be read, has fewer or more
     profiles, or names none of the expected GEMMs (`kind` is `unknown` then). `narrow`: modules of `fp8` whose result is
     narrower than FP32; in a plan's own program that is an unscaled sum.
@@ -101,25 +101,23 @@ class Evidence:
 
     kind: Kind
     fp8: frozenset[str] = frozenset()
-    wide: Mapping[str, str] = field(default_factory=dict)
+    not_fp8: Mapping[str, str] = field(default_factory=dict)
     narrow: frozenset[str] = frozenset()
     unknown: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_plan(plan: Buffer) -> Plan | None:
-    """Read the matrix products of a serialized TensorRT-RTX engine, the whole of it as bytes or a mapped file; None
+    """Read the GEMMs of a serialized TensorRT-RTX engine, the whole of it as bytes or a mapped file; None
     where none parse.
     """
-    by_profile: dict[Profile, list[EngineProduct]] = {}
+    by_profile: dict[Profile, list[EngineGemm]] = {}
     kernels: dict[Profile, list[Kernel]] = {}
     programs: list[Program] = []
     targets: set[str] = set()
     for program in read_programs(plan):
         targets |= program.targets
-        if products := list(
-            _products(program)
-        ):  # a program of one profile; those of single kernels repeat what it says
-            by_profile.setdefault(program.profile, []).extend(products)
+        if gemms := list(_gemms(program)):  # a program of one profile; those of single kernels repeat what it says
+            by_profile.setdefault(program.profile, []).extend(gemms)
             kernels.setdefault(program.profile, []).extend(_kernels(program))
             programs.append(program)
     if not by_profile:
@@ -144,11 +142,11 @@ def doubt(data: Buffer, plan: Plan, target: str) -> str | None:
     return None
 
 
-def _products(program: Program) -> Iterator[EngineProduct]:
+def _gemms(program: Program) -> Iterator[EngineGemm]:
     for statement in program.statements:
         types, results = [[program.type(name) for name in names] for names in (statement.inputs, statement.outputs)]
         if statement.nodes and len(types) >= _OPERANDS and len(results) == 1:
-            yield EngineProduct(statement.nodes, (types[0], types[1]), results[0], statement.layers)
+            yield EngineGemm(statement.nodes, (types[0], types[1]), results[0], statement.layers)
 
 
 def _kernels(program: Program) -> Iterator[Kernel]:
@@ -158,34 +156,32 @@ def _kernels(program: Program) -> Iterator[Kernel]:
             yield Kernel(statement.name, statement.layers, *ends)
 
 
-def evidence(plan: Plan | None, promised: Mapping[str, str], profiles: int = 1) -> Evidence:
-    """Tell which modules' products take FP8 on both sides in every one of `profiles` profiles.
+def evidence(plan: Plan | None, expected: Mapping[str, str], profiles: int = 1) -> Evidence:
+    """Tell which modules' GEMMs take FP8 on both sides in every one of `profiles` profiles.
 
-    `promised`: name of the product's ONNX node -> module. A product that a profile of a plan does not show counts as
-    wide, and as unknown where the inspector does not show it.
+    `expected`: name of the GEMM's ONNX node -> module. A GEMM that a profile of a plan does not show counts as
+    not FP8, and as unknown where the inspector does not show it.
     """
     if (reason := _unreadable(plan, profiles)) is not None or plan is None:
-        return Evidence("unknown", unknown=dict.fromkeys(promised.values(), reason or ""))
-    shown = {module: [plan.products(node, profile) for profile in range(profiles)] for node, module in promised.items()}
-    if shown and not any(any(products) for products in shown.values()):
-        return Evidence("unknown", unknown={module: _why_wide(products) or "" for module, products in shown.items()})
+        return Evidence("unknown", unknown=dict.fromkeys(expected.values(), reason or ""))
+    shown = {module: [plan.gemms(node, profile) for profile in range(profiles)] for node, module in expected.items()}
+    if shown and not any(any(gemms) for gemms in shown.values()):
+        return Evidence("unknown", unknown={module: _why_not_fp8(gemms) or "" for module, gemms in shown.items()})
     unknown = {
         module: reason
-        for module, products in shown.items()
-        if plan.kind == "inspector" and (reason := _why_unknown(products))
+        for module, gemms in shown.items()
+        if plan.kind == "inspector" and (reason := _why_unknown(gemms))
     }
-    wide = {
-        module: reason
-        for module, products in shown.items()
-        if module not in unknown and (reason := _why_wide(products))
+    not_fp8 = {
+        module: reason for module, gemms in shown.items() if module not in unknown and (reason := _why_not_fp8(gemms))
     }
-    fp8 = frozenset(shown.keys() - wide.keys() - unknown.keys())
+    fp8 = frozenset(shown.keys() - not_fp8.keys() - unknown.keys())
     exact = {"fp32", UNTOLD} if plan.kind == "inspector" else {"fp32"}
     narrow = frozenset(
-        module for module in fp8 for products in shown[module] for product in products if product.result not in exact
+        module for module in fp8 for gemms in shown[module] for gemm in gemms if gemm.result not in exact
     )
-    known = not shown or fp8 or wide
-    return Evidence(plan.kind if known else "unknown", fp8, wide, narrow, unknown)
+    known = not shown or fp8 or not_fp8
+    return Evidence(plan.kind if known else "unknown", fp8, not_fp8, narrow, unknown)
 
 
 def _unreadable(plan: Plan | None, profiles: int) -> str | None:
@@ -204,34 +200,34 @@ def modules_by_types(plan: Plan) -> dict[str, int]:
     that differ between profiles are joined by `and`.
     """
     shown: dict[str, set[str]] = {}
-    for product in (product for products in plan.profiles.values() for product in products):
-        for node in product.nodes:
+    for gemm in (gemm for gemms in plan.profiles.values() for gemm in gemms):
+        for node in gemm.nodes:
             if (module := names.module_of(node)) and node == names.matmul(module):
-                shown.setdefault(module, set()).add(str(product))
+                shown.setdefault(module, set()).add(str(gemm))
     return dict(Counter(" and ".join(sorted(types)) for types in shown.values()).most_common())
 
 
-def _why_wide(products: list[list[EngineProduct]]) -> str | None:
-    """Say where a GEMM lacks FP8 on a side; None if it never does. `products`: the GEMM in each profile."""
-    for profile, shown in enumerate(products):
+def _why_not_fp8(gemms: list[list[EngineGemm]]) -> str | None:
+    """Say where a GEMM lacks FP8 on a side; None if it never does. `gemms`: the GEMM in each profile."""
+    for profile, shown in enumerate(gemms):
         if not shown:
             return f"the engine shows no such product in profile {profile}"
-        for product in shown:
-            if not product.fp8:
-                return f"{product} in profile {profile}"
+        for gemm in shown:
+            if not gemm.fp8:
+                return f"{gemm} in profile {profile}"
     return None
 
 
-def _why_unknown(products: list[list[EngineProduct]]) -> str | None:
+def _why_unknown(gemms: list[list[EngineGemm]]) -> str | None:
     """Say why it is unknown whether a GEMM is FP8 on both sides; None if it is known, also if it is not FP8 in some
-    profile. `products`: the GEMM in each profile.
+    profile. `gemms`: the GEMM in each profile.
     """
-    if any(not (product.fp8 or product.untold) for shown in products for product in shown):
+    if any(not (gemm.fp8 or gemm.untold) for shown in gemms for gemm in shown):
         return None
-    for profile, shown in enumerate(products):
+    for profile, shown in enumerate(gemms):
         if not shown:
             return f"the inspector shows no such product in profile {profile}"
-        for product in shown:
-            if product.untold:
-                return f"{product} in profile {profile}"
+        for gemm in shown:
+            if gemm.untold:
+                return f"{gemm} in profile {profile}"
     return None

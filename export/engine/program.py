@@ -15,7 +15,8 @@ kernel that is finished at run time:
       layers="[ONNX Layer: q.matmul]" }
     }
 
-Sizes that are known at run time only are computed before the kernels, by `copy`, `mul`, `add`, `sub`, `max` and `min`;
+Sizes that are known at run time only are computed before the kernels, by `copy`, `mul`, `add`, `sub`, `div`, `max`,
+`min`, `eq` and `select`;
 a number is `__s^64i64`, or `__s^M1i64` for -1, and in a branch `shape_subg0___s^64i64`:
 
       mul={ name="…" output={"__mye6485_shape" } input={"__mye4877_shape_seq" "__s^4i64" } … }
@@ -42,7 +43,8 @@ import numpy as np
 import numpy.typing as npt
 
 Buffer = bytes | bytearray | memoryview
-#: A size -> what makes it (`copy`, `mul`, `add`, `sub`, `max`, `min`), and of which sizes and numbers.
+#: A size -> what makes it (`copy`, `mul`, `add`, `sub`, `div`, `max`, `min`, `eq`, `select`), and of which sizes and
+#: numbers.
 Sizes = Mapping[str, tuple[str, tuple[str, ...]]]
 #: The name of an element type in the plan and the inspector's JSON -> the name used here.
 TYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "fp8_e4m3": "fp8", "float8": "fp8", "float16": "fp16"}
@@ -56,7 +58,7 @@ _STORED: dict[str, npt.DTypeLike] = {
 _PROGRAM = re.compile(rb"header \{\n  version = \d[\t\n\x1f\x20-\x7e\x80-\xff]*")
 _TENSOR = re.compile(rb"^  (?:sub_)?tensor=\{ ([^\n]*) type=(\w+) \}$", re.MULTILINE)
 _FIELD = re.compile(rb'(\w+)=(?:"([^"\n]*)"|\{((?:[^}"\n]|"[^"\n]*")*)\}|(\S+))')
-_PRODUCT = (
+_GEMM = (
     rb'fully_connected=\{ name="(?P<label>[^"\n]*)" output=\{(?P<made>[^\n]*?)\} input=\{(?P<read>[^\n]*?)\} '
     rb"[a-z](?P<more>[^\n]*)"
 )
@@ -66,14 +68,14 @@ _KERNEL = (
 )
 # A multiplication by one number, in the program of a kernel that is finished at run time: FP32 bits in hexadecimal.
 _SCALING = re.compile(rb"^  mul=\{ [^\n]* alpha=([0-9A-F]{8})f32 ([^\n]*)", re.MULTILINE)
-_STATEMENT = re.compile(rb"^  (?:" + _PRODUCT + rb"|" + _KERNEL + rb")", re.MULTILINE)
+_STATEMENT = re.compile(rb"^  (?:" + _GEMM + rb"|" + _KERNEL + rb")", re.MULTILINE)
 # What a program runs on; that of a single kernel may say `*`, any.
 _TARGET = re.compile(rb"^  accelerators=\{([^\n}]*)\}$", re.MULTILINE)
 _BOUND = re.compile(rb"^  (?:in|out)puts=\{([^\n]*)\}$", re.MULTILINE)
 _LAYERS = re.compile(rb' layers="([^"\n]*)"')
 LAYER = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _QUOTED = re.compile(rb'"([^"\n]*)"')
-# What lies in the branch of an If is labelled with the If's own label before it, as a product's name, or with the
+# What lies in the branch of an If is labelled with the If's own label before it, as a GEMM's name, or with the
 # branch and the If behind it, as a layer.
 _NODE = re.compile(
     r"(?:\$\$myelin\$\$.+\^)?(?P<node>.+?)(?: \[profile (?P<profile>\d+)\])?(?: \| .+ \((?:then|else)_branch\) \| .+)?"
@@ -99,7 +101,7 @@ class ProgramTensor:
 
 @dataclass(frozen=True)
 class Statement:
-    """A matrix product (`nodes`: the ONNX nodes it computes) or another kernel (`nodes` is empty), with its inputs,
+    """A GEMM (`nodes`: the ONNX nodes it computes) or another kernel (`nodes` is empty), with its inputs,
     outputs, and every ONNX node fused into it.
     """
 
@@ -304,7 +306,7 @@ def program_type_name(name: str) -> str:
 
 
 _SIZE_OPERATION = re.compile(
-    rb'^  (?P<how>copy|mul|add|sub|max|min)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} '
+    rb'^  (?P<how>copy|mul|add|sub|div|max|min|eq|select)=\{ name="[^"\n]*" output=\{"(?P<made>[^"\n]*)" \} '
     rb'input=\{(?P<of>(?:"[^"\n]*" )*)\} ',
     re.MULTILINE,
 )
@@ -316,6 +318,9 @@ _OPERATIONS: dict[str, Callable[[Sequence[int]], int]] = {
     "mul": math.prod,
     "add": sum,
     "sub": lambda operands: operands[0] - sum(operands[1:]),
+    "div": lambda operands: operands[0] // operands[1] if operands[1] else 0,
+    "eq": lambda operands: int(operands[0] == operands[1]),
+    "select": lambda operands: operands[1] if operands[0] else operands[2],
     "max": max,
     "min": min,
 }
@@ -351,6 +356,16 @@ def multiple(sizes: Sizes, name: str) -> tuple[int, str]:
             break
         name = others[0]
     return (factor * int(name), "") if name.isdigit() else (factor, name)
+
+
+def root_of(sizes: Sizes, name: str) -> str:
+    """The size that `name` is a copy of."""
+    for _ in range(_DEPTH):
+        operation, operands = sizes.get(name, ("", ()))
+        if operation != "copy" or len(operands) != 1:
+            break
+        name = operands[0]
+    return name
 
 
 def value_of(sizes: Sizes, name: str, known: Mapping[str, int], depth: int = _DEPTH) -> int | None:

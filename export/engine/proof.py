@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from ..lint.rules import Promise
+from ..lint.rules import Expectation
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
+from .expected_gemms import ExpectedGemm, attended, expected_gemms
 from .numbers import CODES, FACTORS, INPUT, RELATIVE, Difference, compare_numbers
 from .plan import Evidence, Plan, evidence
 from .program import Buffer, Pool, read_pool
-from .promise import ProductNumbers, attended, promises
 from .two_terms import TERMS, compare_attention, compare_terms
 
 _CACHE = re.compile(r"(?P<name>(?:past|new)_key_values\.\d+\.(?:key|value))(?: \[profile \d+\])?(?:\.\d+)?")
@@ -65,21 +65,21 @@ def broken(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(failing, key=lambda difference: not difference.told)
 
 
-def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Proof:
-    """Compare an engine, its bytes and its `plan`, with `promise` (the scales and forms of its run) and the numbers of
+def prove(data: Buffer, plan: Plan | None, graph: Indexed, expected: Expectation, profiles: Sequence[str]) -> Proof:
+    """Compare an engine, its bytes and its `plan`, with `expected` (the scales and forms of its run) and the numbers of
     its `graph`.
 
     `profiles`: the names of the engine's profiles.
     """
-    gemm_types = evidence(plan, {names.matmul(module): module for module in promise.modules}, len(profiles))
+    gemm_types = evidence(plan, {names.matmul(module): module for module in expected.modules}, len(profiles))
     if plan is None or gemm_types.kind == "unknown":
         return Proof(gemm_types)
-    attention = list(_attention(plan, promise.attention, profiles))
+    attention = list(_attention(plan, expected.attention, profiles))
     if not plan.programs:
         return Proof(gemm_types, None, tuple(attention))
     pool, compared = read_pool(data), gemm_types.fp8 - gemm_types.narrow
-    promised = list(promises(graph, [module for module in promise.modules if module in compared]))
-    missing = [module for module in promise.modules if module in compared - {numbers.module for numbers in promised}]
+    gemms = list(expected_gemms(graph, [module for module in expected.modules if module in compared]))
+    missing = [module for module in expected.modules if module in compared - {numbers.module for numbers in gemms}]
     differences = [
         *(
             Difference(module, profiles[0], what, "model.onnx does not have it on FP8 codes", "", told=False)
@@ -87,28 +87,28 @@ def prove(data: Buffer, plan: Plan | None, graph: Indexed, promise: Promise, pro
             for what in (CODES, FACTORS, INPUT)
         ),
         *sorted(
-            compare_numbers(plan, pool, promised, promise.attention, profiles),
-            key=lambda difference: promise.modules.index(difference.module),
+            compare_numbers(plan, pool, gemms, expected.attention, profiles),
+            key=lambda difference: expected.modules.index(difference.module),
         ),
-        *_terms(plan, pool, (graph, promise), promised, profiles),
-        *_cache(plan, graph, promise, profiles),
+        *_terms(plan, pool, (graph, expected), gemms, profiles),
+        *_cache(plan, graph, expected, profiles),
         *attention,
-        *(_attention_scales(plan, pool, promise.attention, profiles) if pool is not None else ()),
+        *(_attention_scales(plan, pool, expected.attention, profiles) if pool is not None else ()),
     ]
     return Proof(gemm_types, compared, tuple(differences))
 
 
 def _terms(
-    plan: Plan, pool: Pool | None, promised: tuple[Indexed, Promise], products: Sequence[ProductNumbers],
+    plan: Plan, pool: Pool | None, graph_and_expected: tuple[Indexed, Expectation], gemms: Sequence[ExpectedGemm],
     profiles: Sequence[str],
 ) -> Iterator[Difference]:  # fmt: skip
     """Yield the inputs that are expected in two terms and whose GEMMs do not multiply both."""
-    graph, promise = promised
-    two_terms = promise.two_terms or ()
-    both = [numbers for numbers in products if numbers.module in two_terms]
-    attention = {node: scales for node, scales in promise.attention.items() if node in two_terms}
+    graph, expected = graph_and_expected
+    two_terms = expected.two_terms or ()
+    both = [numbers for numbers in gemms if numbers.module in two_terms]
+    attention = {node: scales for node, scales in expected.attention.items() if node in two_terms}
     if pool is not None:
-        yield from compare_terms(plan, pool, both, profiles, promise.tails)
+        yield from compare_terms(plan, pool, both, profiles, expected.tails)
         yield from compare_attention(plan, pool, list(attended(graph, attention)), profiles)
     else:
         reason = "its constants do not read"
@@ -116,23 +116,21 @@ def _terms(
         yield from (Difference(name, profiles[0], TERMS, reason, "", told=False) for name in named)
 
 
-def _attention(
-    plan: Plan, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
-) -> Iterator[Difference]:
+def _attention(plan: Plan, scales: Mapping[str, tuple[float, float]], profiles: Sequence[str]) -> Iterator[Difference]:
     """Yield the attention GEMMs that are FP8 and should not be, or should be and are not."""
     for index, profile in enumerate(profiles):
-        for node in promised:
-            shown = plan.products(node, index)
-            if plan.kind == "inspector" and (untold := [product for product in shown if product.untold]):
+        for node in scales:
+            shown = plan.gemms(node, index)
+            if plan.kind == "inspector" and (untold := [gemm for gemm in shown if gemm.untold]):
                 yield Difference(node, profile, INSIDE, f"the product is {untold[0]}", "", told=False)
-            elif wide := [product for product in shown if not product.fp8]:
-                yield Difference(node, profile, "types", f"the product is {wide[0]}", "FP8 on both sides")
+            elif not_fp8 := [gemm for gemm in shown if not gemm.fp8]:
+                yield Difference(node, profile, "types", f"the product is {not_fp8[0]}", "FP8 on both sides")
             elif not shown:
                 yield _fused(plan, index, node, profile)
-        for product in plan.profiles.get(index, ()):
-            for node in product.nodes:
-                if product.fp8 and node not in promised and names.module_of(node) and names.product_of(node) == node:
-                    yield Difference(node, profile, "types", f"the product is {product}", "attention not in FP8")
+        for gemm in plan.profiles.get(index, ()):
+            for node in gemm.nodes:
+                if gemm.fp8 and node not in scales and names.module_of(node) and names.gemm_name(node) == node:
+                    yield Difference(node, profile, "types", f"the product is {gemm}", "attention not in FP8")
 
 
 def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
@@ -152,20 +150,20 @@ def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
 
 
 def _attention_scales(
-    plan: Plan, pool: Pool, promised: Mapping[str, tuple[float, float]], profiles: Sequence[str]
+    plan: Plan, pool: Pool, scales: Mapping[str, tuple[float, float]], profiles: Sequence[str]
 ) -> Iterator[Difference]:
     """Yield the attention GEMMs on codes whose scalar factor is not the product of their two scales.
 
-    A product with an FP8 result also includes the scale of the next input, which `numbers` compares.
+    A GEMM with an FP8 result also includes the scale of the next input, which `numbers` compares.
     """
     for program in plan.programs:
         for statement in program.statements:
-            node = next((node for node in statement.nodes if node in promised), None)
+            node = next((node for node in statement.nodes if node in scales), None)
             types = [program.type(name) for name in (*statement.inputs[:_ALPHA], *statement.outputs)]
             if node is None or types[:_ALPHA] != ["fp8"] * _ALPHA or "fp8" in types[_ALPHA:]:
                 continue
             alpha = pool.read(program.tensors.get(next(iter(statement.inputs[_ALPHA:]), "")))
-            left, right = promised[node]
+            left, right = scales[node]
             profile, expected = profiles[program.profile], left * right
             if alpha is None or alpha.dtype != np.float32 or alpha.size != 1:
                 yield Difference(node, profile, FACTORS, "the product states no alpha", "", told=False)
@@ -173,9 +171,9 @@ def _attention_scales(
                 yield Difference(node, profile, FACTORS, f"the product is scaled by {actual:.9g}", f"{expected:.9g}")
 
 
-def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]) -> Iterator[Difference]:
+def _cache(plan: Plan, graph: Indexed, expected: Expectation, profiles: Sequence[str]) -> Iterator[Difference]:
     """Yield the inputs and outputs of the KV cache whose type differs from the run's."""
-    wanted = _cache_types(graph, promise)
+    wanted = _cache_types(graph, expected)
     for index, profile in enumerate(profiles):
         bound = {
             match["name"]: program.type(name)
@@ -184,19 +182,19 @@ def _cache(plan: Plan, graph: Indexed, promise: Promise, profiles: Sequence[str]
             for name in program.bound
             if (match := _CACHE.fullmatch(name))
         }
-        for name, expected in wanted.items():
+        for name, wanted_type in wanted.items():
             if name not in bound:
                 yield Difference(name, profile, "type", "the engine has no such input or output", "", told=False)
-            elif bound[name] != expected:
-                yield Difference(name, profile, "type", f"it is {bound[name]}", expected)
+            elif bound[name] != wanted_type:
+                yield Difference(name, profile, "type", f"it is {bound[name]}", wanted_type)
 
 
-def _cache_types(graph: Indexed, promise: Promise) -> dict[str, str]:
+def _cache_types(graph: Indexed, expected: Expectation) -> dict[str, str]:
     """The type of each `past_key_values.N.key`, `new_key_values.N.value` …: FP8 where scales.json has a scale, else the
     graph's.
     """
-    promised = {names.cache_pair(*name.rsplit(".", 1)).quantize for name in promise.cache}
-    codes = {node.output[0] for node in graph.nodes if node.name in promised}
+    quantizers = {names.cache_pair(*name.rsplit(".", 1)).quantize for name in expected.cache}
+    codes = {node.output[0] for node in graph.nodes if node.name in quantizers}
     return {
         name: "fp8"
         if re.sub("^past_", "new_", name) in codes

@@ -1,17 +1,17 @@
-"""Tell whether an engine multiplies both terms of the inputs that are promised in two.
+"""Tell whether an engine multiplies both terms of the inputs that are expected in two.
 
-Products, types, codes, factors and scales of an engine of one term are the same: the second term is twice the rows, and
-some arithmetic in the kernels around the product. So it is read from the program of each profile that
+GEMMs, types, codes, factors and scales of an engine of one term are the same: the second term is twice the rows, and
+some arithmetic in the kernels around the GEMM. So it is read from the program of each profile that
 
-- one product computes the module, and no second one a term of it;
-- the tensor of its codes has other rows than the token ids, or than products of one term: it is not one term alone;
+- one GEMM computes the module, and no second one a term of it;
+- the tensor of its codes has other rows than the token ids, or than GEMMs of one term: it is not one term alone;
 - the kernel that makes the codes, or one just before it, takes the scale, which the first codes are multiplied by to
   see what they leave, and a 16, which that is multiplied by;
-- each kernel that reads the product takes a 1/16 for each part that it reads, which the second half is multiplied by.
+- each kernel that reads the GEMM takes a 1/16 for each part that it reads, which the second half is multiplied by.
 
 With a tail the codes have more positions than the call, which the program computes before its kernels (`sizes`): for
 calls of a few lengths these are held to be those of the tail, and its beginning is among the sizes that the kernels
-before and behind the product take. A kernel that serves two products may take it for either, and whether the rows that
+before and behind the GEMM take. A kernel that serves two GEMMs may take it for either, and whether the rows that
 are added are the last or the first is not told, since both have the same sizes: lint holds the graph to that.
 
 Scales are powers of two and may be 16 and 1/16 too; kernels get them as literals, under names of their own.
@@ -19,7 +19,7 @@ Scales are powers of two and may be 16 and 1/16 too; kernels get them as literal
 Of attention in FP8 queries and probabilities are such, one term below the other among the rows of each head. How many
 rows that is for each token the program computes before its kernels (`sizes`), and the graph says how many it has to be.
 The kernel that reads the scores also divides them by the head size's root, which makes 1/16 too for heads of 256: so
-the number next to the product, on either side of it, is held to be the share of its second half.
+the number next to the GEMM, on either side of it, is held to be the share of its second half.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +28,10 @@ from itertools import product as pairs
 from math import prod
 
 from ...quantize.codes.formats import TWO_TERMS
+from .expected_gemms import ExpectedAttention, ExpectedGemm
 from .numbers import MOVES, OPERANDS, Difference, moved_by, quantizer_of
 from .plan import Plan
 from .program import Pool, Program, ProgramTensor, Statement, multiple, value_of
-from .promise import Attended, ProductNumbers
 
 #: The name of the check, in Difference.what.
 TERMS = "two terms"
@@ -41,9 +41,9 @@ _BATCH = 1009
 
 
 def compare_terms(
-    plan: Plan, pool: Pool, promised: Sequence[ProductNumbers], profiles: Sequence[str], tails: Mapping[str, int]
+    plan: Plan, pool: Pool, gemms: Sequence[ExpectedGemm], profiles: Sequence[str], tails: Mapping[str, int]
 ) -> Iterator[Difference]:
-    """Yield the products `promised` in two terms that do not multiply both, or where this is unknown.
+    """Yield those of `gemms`, expected in two terms, that do not multiply both, or where this is unknown.
 
     `profiles`: their names, in order. `tails`: modules with the second term in so many last positions of a call alone.
     """
@@ -51,35 +51,35 @@ def compare_terms(
         profile = profiles[program.profile]
         by_module = {
             numbers.module: [statement for statement in program.statements if numbers.node in statement.nodes]
-            for numbers in promised
+            for numbers in gemms
         }
         roots = {program.root(matching[0].outputs[0])[0] for matching in by_module.values() if matching}
-        for promise in promised:
-            statements = by_module[promise.module]
+        for gemm in gemms:
+            statements = by_module[gemm.module]
             if len(statements) > 1:
                 what = f"it is {len(statements)} products"
-                yield Difference(promise.module, profile, TERMS, what, "one of two terms")
+                yield Difference(gemm.module, profile, TERMS, what, "one of two terms")
             elif statements:
-                read, tail = _Read(program, pool), tails.get(promise.module)
-                for what, expected, known in _faults(read, promise, statements[0], roots, tail):
-                    yield Difference(promise.module, profile, TERMS, what, expected, known)
+                read, tail = _Read(program, pool), tails.get(gemm.module)
+                for what, expected, known in _faults(read, gemm, statements[0], roots, tail):
+                    yield Difference(gemm.module, profile, TERMS, what, expected, known)
 
 
 def compare_attention(
-    plan: Plan, pool: Pool, promised: Sequence[Attended], profiles: Sequence[str]
+    plan: Plan, pool: Pool, gemms: Sequence[ExpectedAttention], profiles: Sequence[str]
 ) -> Iterator[Difference]:
-    """Yield the attention products `promised` in two terms that do not multiply both, or where this is unknown.
+    """Yield those of the attention `gemms`, expected in two terms, that do not multiply both, or where this is unknown.
 
-    Products inside a fused attention kernel are left out.
+    GEMMs inside a fused attention kernel are left out.
     """
-    for program, promise in pairs(plan.programs, promised):
+    for program, gemm in pairs(plan.programs, gemms):
         profile = profiles[program.profile]
-        statements = [statement for statement in program.statements if promise.node in statement.nodes]
+        statements = [statement for statement in program.statements if gemm.node in statement.nodes]
         if len(statements) > 1:
-            yield Difference(promise.node, profile, TERMS, f"it is {len(statements)} products", "one of two terms")
-        for product in statements[:1]:
-            for what, expected, known in _faults_of_attention(_Read(program, pool), promise, product):
-                yield Difference(promise.node, profile, TERMS, what, expected, known)
+            yield Difference(gemm.node, profile, TERMS, f"it is {len(statements)} products", "one of two terms")
+        for statement in statements[:1]:
+            for what, expected, known in _faults_of_attention(_Read(program, pool), gemm, statement):
+                yield Difference(gemm.node, profile, TERMS, what, expected, known)
 
 
 class _Read:
@@ -109,10 +109,12 @@ Fault = tuple[str, str, bool]
 
 
 def _faults(
-    read: _Read, promise: ProductNumbers, product: Statement, roots: Collection[str], tail: int | None
+    read: _Read, gemm: ExpectedGemm, statement: Statement, roots: Collection[str], tail: int | None
 ) -> Iterator[Fault]:
     program, divisor = read.program, TWO_TERMS.divisor
-    codes = next((name for name in product.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), "")
+    codes = next(
+        (name for name in statement.inputs[:OPERANDS] if read.pool.read(program.tensors.get(name)) is None), ""
+    )
     codes_tensor = program.tensors.get(program.root(codes)[0])
     fault = (
         _fault_of_rows(program, codes_tensor, roots)
@@ -123,15 +125,15 @@ def _faults(
         yield fault
         if fault[-1]:
             return
-    yield from _faults_of_codes(read, codes, promise.quantizer, float(promise.scale))
-    readers = [reader for reader, _ in _readers(program, program.root(product.outputs[0])[0])]
+    yield from _faults_of_codes(read, codes, gemm.quantizer, float(gemm.scale))
+    readers = [reader for reader, _ in _readers(program, program.root(statement.outputs[0])[0])]
     for reader in readers:
         parts = sum(program.root(name)[0] in roots for name in reader.inputs)
         if (taken := read.singles([reader]).count(1 / divisor)) < parts:
             what = f"{reader.name} reads {parts} products of two terms and takes {taken} times 1/{divisor}"
             yield what, "the second half a sixteenth of each", True
     if tail is not None and fault is None:
-        maker = quantizer_of(program, codes, promise.quantizer)
+        maker = quantizer_of(program, codes, gemm.quantizer)
         yield from _faults_of_beginning(program, [*readers, *([] if maker is None else read.before(maker)[:1])], tail)
 
 
@@ -165,7 +167,7 @@ def _fault_of_positions(program: Program, codes: ProgramTensor | None, tail: int
 
 
 def _faults_of_beginning(program: Program, kernels: Iterable[Statement], tail: int) -> Iterator[Fault]:
-    """Yield the kernels around a product that do not take the position at which the tail of a long call begins."""
+    """Yield the kernels around a GEMM that do not take the position at which the tail of a long call begins."""
     batch, seq = _call_sizes(program) or ("", "")
     if not seq or seq.isdigit():  # a decode step: all of it is tail
         return
@@ -201,15 +203,15 @@ def _faults_of_codes(read: _Read, codes: str, quantizer: str, scale: float) -> I
         yield f"{maker.name} makes its codes without the scale of the first", expected, True
 
 
-def _faults_of_attention(read: _Read, promise: Attended, product: Statement) -> Iterator[Fault]:
-    program, codes, share = read.program, product.inputs[0], 1 / TWO_TERMS.divisor
-    if promise.rows is None or (rows := _rows_a_token(program, codes)) is None:
+def _faults_of_attention(read: _Read, gemm: ExpectedAttention, statement: Statement) -> Iterator[Fault]:
+    program, codes, share = read.program, statement.inputs[0], 1 / TWO_TERMS.divisor
+    if gemm.rows is None or (rows := _rows_a_token(program, codes)) is None:
         yield "the rows of its codes do not read", "", False
-    elif rows != promise.rows:
-        yield f"its codes have {rows} rows a token", f"{promise.rows}, those of both terms", True
+    elif rows != gemm.rows:
+        yield f"its codes have {rows} rows a token", f"{gemm.rows}, those of both terms", True
         return
-    yield from _faults_of_codes(read, codes, promise.quantizer, promise.scale)
-    root = program.root(product.outputs[0])[0]
+    yield from _faults_of_codes(read, codes, gemm.quantizer, gemm.scale)
+    root = program.root(statement.outputs[0])[0]
     if not (readers := _readers(program, root)):
         yield "no kernel reads its product", "", False
     for reader, at in readers:

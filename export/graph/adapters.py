@@ -1,4 +1,4 @@
-"""LoRA adapters in the graph: two products in the compute type behind each adapted product, named `M.adapter.…`.
+"""LoRA adapters in the graph: two GEMMs in the compute type behind each adapted GEMM, named `M.adapter.…`.
 
 The adapter's tensors stay in PEFT's own file, in a folder below the graph's, and are external data of the graph. Each
 adapter has a graph of its own, and all graphs share one copy of the base's weights.
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...calibrate.checkpoint.adapter import ENDS, PREFIX, TENSORS, Adapter, LoraPart, open_adapter
-from ...calibrate.model.adapter_addition import add_lora_product
+from ...calibrate.model.adapter_addition import add_lora_output
 from ...quantize.reading.run_checkpoint import ADAPTERS
 
 #: The name of the submodule that holds a linear layer's adapter in the traced model.
@@ -19,7 +19,7 @@ CHILD = "adapter"
 
 
 class Added(nn.Module):
-    """The two products that `part` of an adapter adds behind a product from `width` inputs to `out` outputs, in
+    """The two GEMMs that `part` of an adapter adds behind a GEMM from `width` inputs to `out` outputs, in
     `dtype`.
     """
 
@@ -33,8 +33,8 @@ class Added(nn.Module):
     b: torch.Tensor
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Add the adapter's output for `x` [..., in] to the product `y` [..., out]."""
-        return add_lora_product(y, x, self.a, self.b, self.scale)
+        """Add the adapter's output for `x` [..., in] to the GEMM `y` [..., out]."""
+        return add_lora_output(y, x, self.a, self.b, self.scale)
 
 
 def stored_adapter(directory: Path, name: str) -> Adapter:
@@ -48,16 +48,16 @@ def file_of(name: str) -> str:
 
 
 def lay_in_graph(model: nn.Module, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Put `adapter` behind the products of `model`, which is prepared for the graph; changed in place."""
+    """Put `adapter` behind the GEMMs of `model`, which is prepared for the graph; changed in place."""
     for module, part in adapter.parts.items():
-        product = model.get_submodule(module)
+        linear = model.get_submodule(module)
         out, width = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
-        product.add_module(CHILD, Added(part, width, out, dtype))
-        product.forward = partial(_adapted, product)  # of plain parts, so that layers can be told to be alike
+        linear.add_module(CHILD, Added(part, width, out, dtype))
+        linear.forward = partial(_adapted, linear)  # of plain parts, so that layers can be told to be alike
 
 
-def _adapted(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    added: torch.Tensor = product.get_submodule(CHILD)(x, type(product).forward(product, x))
+def _adapted(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = linear.get_submodule(CHILD)(x, type(linear).forward(linear, x))
     return added
 
 

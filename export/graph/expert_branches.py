@@ -3,7 +3,7 @@
     chosen[N] -> If ─ then: shares[:, N] -> the nodes of an expert, which add to the total
                     └ else: the total, unchanged
 
-All weights and products of an expert lie inside its branch, so a step that routes no token to it reads none of its
+All weights and GEMMs of an expert lie inside its branch, so a step that routes no token to it reads none of its
 weights. Quantization lies inside too: outside, TensorRT-RTX multiplies in BF16, and where several branches quantize the
 same tensor its builder fails. The total passes through the experts in the order of their numbers, which is the order of
 the reference's additions.

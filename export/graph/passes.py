@@ -9,7 +9,9 @@ BF16 (seen in the plan; a Slice instead of the Split does the same). It does not
 an axis of their own, behind the transposition.
 """
 
+import logging
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
+    DeduplicateInitializersPass,
     InlinePass,
     LiftConstantsToInitializersPass,
     NameFixPass,
@@ -25,6 +28,7 @@ from onnx_ir.passes.common import (
     RemoveUnusedOpsetsPass,
 )
 
+from ...calibrate.input.silence import logging_from
 from ...core.headers import read_header
 from ..modules.operators import SIZED
 from ..onnx_file import names
@@ -162,11 +166,11 @@ def _widen(model: ir.Model, value: ir.Value, stored: ir.DataType, before: ir.Nod
     cast = ir.node(
         "Cast", [value], {"to": value.dtype.value}, name=f"{value.name}.cast", metadata_props=before.metadata_props
     )
-    wide = cast.outputs[0]
-    wide.name, wide.dtype, wide.shape = f"{value.name}.wide", value.dtype, value.shape
+    cast_output = cast.outputs[0]
+    cast_output.name, cast_output.dtype, cast_output.shape = f"{value.name}.wide", value.dtype, value.shape
     for usage in [*value.uses()]:
         if usage.node is not cast:
-            usage.node.replace_input_with(usage.idx, wide)
+            usage.node.replace_input_with(usage.idx, cast_output)
     value.dtype = stored
     model.graph.insert_before(before, cast)
 
@@ -204,7 +208,8 @@ def simplify(model: ir.Model) -> None:
         RemoveUnusedNodesPass()(model)
     state_heads(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    merge_constants(model)
+    with logging_from(DeduplicateInitializersPass.__module__, logging.ERROR):  # it warns of each hidden tensor
+        DeduplicateInitializersPass(size_limit=sys.maxsize)(model)
     for merge in (
         CommonSubexpressionEliminationPass(),
         RemoveUnusedNodesPass(),
@@ -214,19 +219,6 @@ def simplify(model: ir.Model) -> None:
         merge(model)
     for value, tensor in zip(stored, tensors, strict=True):
         value.const_value = tensor
-
-
-def merge_constants(model: ir.Model) -> None:
-    """Merge constants of equal type, shape and bytes; stored tensors, whose values are not known here, stay apart."""
-    first_equal: dict[tuple[object, ...], ir.Value] = {}
-    for name, value in [*model.graph.initializers.items()]:
-        tensor = value.const_value
-        if tensor is None:
-            continue
-        merged = first_equal.setdefault((tensor.dtype, tuple(tensor.shape), tensor.tobytes()), value)
-        if merged is not value:
-            value.replace_all_uses_with(merged)
-            model.graph.initializers.pop(name)
 
 
 def _rules() -> list["RewriteRule"]:
@@ -313,7 +305,7 @@ def strip(model: ir.Model) -> None:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one part of a fused product: `split` -> Reshape [batch, seq, heads, size] -> Transpose `out` [batch,
+    """The heads of one part of a fused GEMM: `split` -> Reshape [batch, seq, heads, size] -> Transpose `out` [batch,
     heads, seq, size].
     """
 
@@ -325,7 +317,7 @@ class Heads:
 def split_by_heads(model: ir.Model) -> None:
     """Turn Split -> (Reshape -> Transpose) for each part into Reshape -> Transpose -> Split.
 
-    1. Only where the Split cuts a module's product (or its sum with a bias) on the last axis, and each part becomes
+    1. Only where the Split cuts a module's GEMM (or its sum with a bias) on the last axis, and each part becomes
        heads of the same size. 2. Anything else stays as it is.
     """
     for split in [node for node in model.graph if node.op_type == "Split"]:
@@ -367,7 +359,7 @@ def split_by_heads(model: ir.Model) -> None:
 
 
 def _heads(part: ir.Value) -> Heads | None:
-    """The heads of one part of a fused product; None where the part is used in any other way."""
+    """The heads of one part of a fused GEMM; None where the part is used in any other way."""
     reshape = _only_reader(part, "Reshape")
     transpose = _only_reader(reshape.outputs[0], "Transpose") if reshape is not None else None
     if (

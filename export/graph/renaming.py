@@ -21,7 +21,8 @@ def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
 
     1. `past_key_values.N.key|value` and `new_key_values.N.key|value` of `layers`, in the order of tracing. 2. An input
     behind the past says which logits are asked for: it becomes `logits_indices`, and lies in front of the past. 3. The
-    exporter's symbols become batch, seq, capacity and scored in every shape, in sums too.
+    exporter's symbols become batch, seq, capacity, blocks (of the capacity) and scored in every shape, in sums and
+    GEMMs too.
     """
     inputs, outputs = model.graph.inputs, model.graph.outputs
     parts = [f"{layer}.{part}" for layer in layers for part in ("key", "value")]
@@ -30,7 +31,12 @@ def name_interface(model: ir.Model, layers: Iterable[int]) -> None:
         value.name = f"past_key_values.{part}"
     for value, name in zip(outputs, ["logits", *(f"new_key_values.{part}" for part in parts)], strict=True):
         value.name = name
-    sizes = [(inputs[0], 0, "batch"), (inputs[0], 1, "seq"), (past[0], 2, "capacity")]
+    sizes = [(inputs[0], 0, "batch"), (inputs[0], 1, "seq"), (inputs[1], 1, _LENGTH)]
+    for value, new in zip(past, outputs[1:], strict=True):
+        if value.shape is not None and len(value.shape) == len(new.shape or ()):
+            sizes.append((value, 2, "capacity"))
+        else:
+            sizes.append((value, 0, f"{new.shape[1] if new.shape is not None else None}*batch*blocks"))
     for value in asked:
         value.name = names.LOGITS_INDICES
         sizes += [(value, 0, "batch"), (value, 1, "scored")]
@@ -65,9 +71,18 @@ def read_sizes_first(model: ir.Model) -> None:
             node.attributes.update({"start": ir.AttrInt64("start", axis), "end": ir.AttrInt64("end", axis + 1)})
 
 
+_LENGTH = "length"
+
+
 def _renamed(dimension: str, symbols: Mapping[str, str]) -> str:
+    """Write a dimension, a sum or product of the exporter's symbols, in the graph's; the length of a mask is capacity +
+    seq.
+    """
     words = re.sub(r"\w+", lambda match: symbols.get(match[0], match[0]), dimension)
-    return "capacity + seq" if words in ("seq + capacity", "capacity + seq") else words
+    words = re.sub(rf"\({_LENGTH} - seq\)|{_LENGTH} - seq", "capacity", words)
+    if words in (_LENGTH, "seq + capacity", "capacity + seq"):
+        return "capacity + seq"
+    return words.replace(_LENGTH, "(capacity + seq)")
 
 
 def values_of(model: ir.Model) -> list[ir.Value]:
@@ -77,12 +92,12 @@ def values_of(model: ir.Model) -> list[ir.Value]:
 
 
 def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
-    """Name every product, QuantizeLinear and DequantizeLinear after its Hugging Face module, by the exporter's scopes.
+    """Name every GEMM, QuantizeLinear and DequantizeLinear after its Hugging Face module, by the exporter's scopes.
 
     1. In a `GraphLinear`: the DequantizeLinear of its weight, its MatMul, the Add of its bias. 2. In its `input`: Q and
     DQ of the activation. 3. In `fp8q_k` and `fp8q_v` of a layer: Q, DQ of the new and DQ of the past. 4. A linear layer
-    in a wide type: its MatMul and Add. 5. In `fp8q_attention` of a layer: both products, Q and DQ. 6. The Attention of
-    an attention module. 7. The two products of a module of `attention` without an Attention.
+    in BF16 or FP16: its MatMul and Add. 5. In `fp8q_attention` of a layer: both GEMMs, Q and DQ. 6. The Attention of
+    an attention module. 7. The two GEMMs of a module of `attention` without an Attention.
     """
     scopes = {node: _scope(node) for node in model.graph}
     matrices = {
@@ -95,10 +110,20 @@ def name_nodes(model: ir.Model, attention: Iterable[str] = ()) -> None:
         if name := _node_name(node, scope, scope in linear):
             node.name = name
     for module in attention:
-        products = [node for node, scope in scopes.items() if scope == module and node.op_type == "MatMul"]
-        if len(products) == len(names.ATTENTION_PRODUCTS):
-            for node, product in zip(products, names.ATTENTION_PRODUCTS, strict=True):
-                node.name = names.attention_product(module, product)
+        matmuls = [node for node, scope in scopes.items() if scope == module and node.op_type == "MatMul"]
+        if len(matmuls) == len(names.ATTENTION_GEMMS):
+            for node, gemm in zip(matmuls, names.ATTENTION_GEMMS, strict=True):
+                node.name = names.attention_gemm(module, gemm)
+        step = [(node, node.op_type) for node, scope in scopes.items() if scope == f"{module}.fp8q_step"]
+        of_step = [node for node, kind in step if kind == "MatMul"]
+        for node, gemm in zip(of_step, names.ATTENTION_GEMMS, strict=bool(of_step)):
+            node.name = names.step_gemm(module, gemm)
+        for node in (node for node, kind in step if kind == "DequantizeLinear"):  # of codes with scales for each head
+            read = next(iter(node.outputs[0].uses())).node.name
+            node.name = names.cache_dequantize_step(module, "k" if read == names.step_gemm(module, "scores") else "v")
+
+
+_CACHE_PART = re.compile(r"(?P<owner>.+)\.fp8q_(?P<part>[kv])\.(?P<of>past|step)")
 
 
 def _scope(node: ir.Node) -> str:
@@ -122,15 +147,16 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
         return _among(node, names.two_term_nodes(owner))
     if last in ("fp8q_k", "fp8q_v"):
         part = last[-1]
-        past = node.inputs[0] is not None and node.inputs[0].is_graph_input()
-        pair = names.cache_pair(owner, part)
-        return _among(node, pair._replace(dequantize=names.cache_dequantize_past(owner, part)) if past else pair)
+        return _among(node, names.cache_pair(owner, part))
+    if node.op_type == "DequantizeLinear" and (cache := _CACHE_PART.fullmatch(scope)):
+        name = names.cache_dequantize_past if cache["of"] == "past" else names.cache_dequantize_step
+        return name(cache["owner"], cache["part"])
     if linear:
         stored = any(value is not None and value.is_initializer() for value in node.inputs)  # a bias on its way to FP32
         kinds = {
             "MatMul": names.matmul(scope),
             "Gemm": names.matmul(scope),
-            "Add": names.bias_add(scope) if _adds_to_product(node) else None,
+            "Add": names.bias_add(scope) if _adds_to_gemm(node) else None,
             "DequantizeLinear": names.weight_dequantize(scope),
             "Cast": None if stored else names.narrow(scope),
         }
@@ -138,19 +164,19 @@ def _node_name(node: ir.Node, scope: str, linear: bool) -> str | None:
     return None
 
 
-def _adds_to_product(node: ir.Node) -> bool:
-    """Tell whether one operand of an addition is a product: routers also add, but to scores behind an activation."""
+def _adds_to_gemm(node: ir.Node) -> bool:
+    """Tell whether one operand of an addition is a GEMM: routers also add, but to scores behind an activation."""
     maker = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     return maker is not None and maker.op_type in ("MatMul", "Gemm", "Mul", "Add", "Cast")
 
 
 def _attention_node_name(node: ir.Node, module: str, inside: str) -> str | None:
-    """Name a node inside the `fp8q_attention` of a module: in q, k, v or p, in a product, or in the two terms of one of
+    """Name a node inside the `fp8q_attention` of a module: in q, k, v or p, in a GEMM, or in the two terms of one of
     these.
     """
     part, _, of_two = inside.partition(".")
-    if part in names.ATTENTION_PRODUCTS:
-        return names.attention_product(module, part)
+    if part in names.ATTENTION_GEMMS:
+        return names.attention_gemm(module, part)
     if part.endswith("_halves"):
         return _among(node, names.attention_halves(module, part.removesuffix("_halves")))
     return _among(node, (names.attention_first_pair if of_two else names.attention_pair)(module, part))

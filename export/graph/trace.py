@@ -19,20 +19,23 @@ import torch
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ...calibrate.input.silence import logging_from
 from ...calibrate.measure.statistics import StatisticsRecord
+from ...calibrate.model.gemms import cache_shapes
 from ...calibrate.model.load import renamed_in
-from ...calibrate.model.products import cache_shapes
 from ...calibrate.model.skeleton import computed_buffers, skeleton
 from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
-from ...core.run import Run, graph_names
+from ...core.run import Run
+from ...core.run_files import graph_names
 from ...options import Logits
 from ...quantize.codes.encoding import CODE
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..modules import operators
 from ..modules.graph_model import Graph, GraphPlan, prepare_graph
 from ..modules.layer_kinds import NotAlikeError, kinds_of, layer_prefix, skip
+from ..onnx_file.names import BLOCK
 from . import passes, renaming
 from .adapters import file_of, lay_in_graph, stored_adapter, stored_names
 from .expert_branches import branch_experts
@@ -68,12 +71,13 @@ def graph_plan(
     `logits`: those that the graph gives.
     """
     return GraphPlan(
-        promised_groups(record.groups, scales),
+        fp8_groups(record.groups, scales),
         frozenset(scales.kv_cache),
         DTYPES[dtype],
         two_terms=frozenset(scales.two_terms),
         tails=scales.tails,
         bf16_inputs=frozenset(scales.bf16_inputs),
+        tensor_weights=frozenset(scales.tensor_weights),
         cache_heads={name: len(scale.heads) for name, scale in scales.kv_cache.items() if scale.heads},
         attention=attention.terms if attention else 0,
         asked_logits=logits == "asked",
@@ -81,7 +85,7 @@ def graph_plan(
 
 
 def export_baseline_graphs(directory: Path, groups: Mapping[str, list[str]], report: Reporter) -> list[Path]:
-    """Write both graphs of the baseline weights in `directory`: INT8 products for `groups`, BF16 where there are no
+    """Write both graphs of the baseline weights in `directory`: INT8 GEMMs for `groups`, BF16 where there are no
     groups.
     """
     return export_graphs(directory, GraphPlan(groups, (), torch.bfloat16, torch.int8), report)
@@ -118,7 +122,7 @@ def at_most(total: int, advance: Callable[[int], None]) -> Callable[[int], None]
     return tell
 
 
-def promised_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
+def fp8_groups(groups: Mapping[str, list[str]], scales: Scales) -> dict[str, list[str]]:
     """The groups of modules that share an input, reduced to the modules in FP8 and keyed by the first of these."""
     quantized = [[member for member in members if member in scales.weights] for members in groups.values()]
     return {members[0]: members for members in quantized if members}
@@ -133,7 +137,7 @@ def trace(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda 
     try:
         return stamped(directory, plan, ran)
     except (NotAlikeError, BackendError):
-        return whole(directory, plan, ran)
+        return trace_all(directory, plan, ran)
 
 
 def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
@@ -155,7 +159,7 @@ def stamped(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambd
     return _branched(exported, tensors)
 
 
-def whole(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
+def trace_all(directory: Path, plan: GraphPlan, ran: Callable[[int], None] = lambda layers: None) -> ir.Model:
     """Trace every layer. Raises UntraceableError where torch's exporter cannot trace it."""
     graph, tensors = _opened(directory, plan)
     if prefix := layer_prefix(graph.model):
@@ -268,7 +272,7 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
 
     The sizes differ, so that the exporter takes no two of them for equal.
     """
-    batch, seq, capacity, scored = 2, 3, 5, 4
+    batch, seq, blocks, scored = 2, 3, 5, 4
     parts = dict(zip("kv", cache_shapes(config.get_text_config()), strict=True))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -277,16 +281,19 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
     def stored(attention: str, part: str) -> torch.dtype:
         return CODE if f"{attention}.{part}" in plan.cache else plan.dtype
 
+    def past_of(heads: int, size: int) -> tuple[int, ...]:
+        return (batch * heads * blocks, BLOCK, size) if plan.in_blocks else (batch, heads, BLOCK * blocks, size)
+
     layers = [graph.attention[index] for index in sorted(graph.attention)]
     past = [
-        tuple(empty(batch, heads, capacity, size, dtype=stored(name, part)) for part, (heads, size) in parts.items())
+        tuple(empty(*past_of(heads, size), dtype=stored(name, part)) for part, (heads, size) in parts.items())
         for name in layers
     ]
     dynamic = torch.export.Dim.DYNAMIC
     matrix = {0: dynamic, 1: dynamic}
     shapes: dict[str, object] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), matrix)
-    shapes["past"] = [tuple({0: dynamic, 2: dynamic} for _ in "kv") for _ in layers]
-    inputs = (empty(batch, seq), empty(batch, capacity + seq), empty(batch, seq), past)
+    shapes["past"] = [tuple({0: dynamic} if plan.in_blocks else {0: dynamic, 2: dynamic} for _ in "kv") for _ in layers]
+    inputs = (empty(batch, seq), empty(batch, BLOCK * blocks + seq), empty(batch, seq), past)
     if not plan.asked_logits:
         return inputs, shapes
     return (*inputs, empty(batch, scored)), {**shapes, "logits_indices": matrix}
@@ -295,15 +302,9 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the exporter's messages about optional packages."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with logging_from("torch.onnx", logging.ERROR), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """Convert a graph between the two forms of its weights' scales, by one pass over the ONNX file.
 
 `dq`: the scale of each channel is in the weight's DequantizeLinear, as compressed-tensors and ModelOpt have it;
-TensorRT-RTX moves it behind the product by itself. `mul`: the scales are applied behind the product, and
+TensorRT-RTX moves it behind the GEMM by itself. `mul`: the scales are applied behind the GEMM, and
 DequantizeLinear multiplies by one number. This is for builders that take a product of codes only where both sides have
 a single scale.
 
@@ -10,8 +10,8 @@ a single scale.
     mul   x -> Q -> DQ(s_x), FP32 ───────┐
           codes -> DQ(1), FP32 -> T ─────-> MatMul, FP32 -> Mul(s_w[channel]) -> Cast ->     Add bias
 
-In `mul` the product is FP32: the sum is scaled before it is rounded once, and cannot overflow. Its one scale is 1, so
-that the factor behind the product is the checkpoint's `weight_scale` itself, read from its place: the graph still holds
+In `mul` the GEMM is FP32: the sum is scaled before it is rounded once, and cannot overflow. Its one scale is 1, so
+that the factor behind the GEMM is the checkpoint's `weight_scale` itself, read from its place: the graph still holds
 no scale, and the way back gives the same bytes. Another power of two would be as exact and wins nothing in FP32
 (docs/decisions/0011).
 
@@ -28,10 +28,9 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from ...core.files import replacing
 from ...options import WeightScale
-from ..lint.rules_products import activation_of
+from ..lint.rules_gemms import activation_of
 from ..onnx_file import names
-from ..onnx_file.bodies import nodes_of
-from ..onnx_file.indexed import Indexed, Operand, Product
+from ..onnx_file.indexed import GraphGemm, Indexed, Operand, nodes_of
 from ..onnx_file.loading import load_graph
 from ..onnx_file.tensors import attribute
 from ..onnx_file.weight_scales import behind, factors_of, output_axis, rescale_of, weight_of
@@ -74,21 +73,20 @@ def link_data(graph: Path, directory: Path) -> list[Path]:
 
 
 def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
-    """Put every product on FP8 codes of a model into a form, in place; the scales lie in `directory`.
+    """Put every GEMM on FP8 codes of a model into a form, in place; the scales lie in `directory`.
 
-    1. A product whose weight has one scale for each channel becomes `mul`. 2. One in the form `mul` of this pass
-    becomes `dq`. 3. Left alone: a product that is in the form already, whose weight has a single scale, that is a Gemm
+    1. A GEMM whose weight has one scale for each channel becomes `mul`. 2. One in the form `mul` of this pass
+    becomes `dq`. 3. Left alone: a GEMM that is in the form already, whose weight has a single scale, that is a Gemm
     or Conv (its own bias would be scaled too), or one side of which has another reader, which would get another type.
     """
     graph = Indexed(model, directory)
     fits, change = {"dq": (_is_mul, _to_dq), "mul": (_is_dq, _to_mul)}[form]
     scaled = [
-        _scaled(graph, product)
-        for product in _alone(graph, [product for product in graph.products if fits(graph, product)])
+        _scaled(graph, matmul) for matmul in _alone(graph, [matmul for matmul in graph.gemms if fits(graph, matmul)])
     ]
     gone = {node.output[0] for gemm in scaled for node in gemm.behind}
     remaining = [[(node.output[0], node) for node in part.node if node.output[0] not in gone] for part in graph.graphs]
-    made = {gemm.product.node.output[0]: change(gemm) for gemm in scaled}
+    made = {gemm.matmul.node.output[0]: change(gemm) for gemm in scaled}
     types = {value: kind for gemm in scaled for value, kind in _answer(graph, gemm, form)}
     for part, of_it in zip(graph.graphs, remaining, strict=True):  # a branch before the node that has it
         nodes = [new_node for value, node in of_it for new_node in made.get(value, [node])]
@@ -101,58 +99,58 @@ def in_form(model: ModelProto, directory: Path, form: WeightScale) -> None:
 
 @dataclass(frozen=True)
 class _Scaled:
-    """A product to convert: the DequantizeLinear of its weight, the tensor of channel scales, the compute type of the
+    """A GEMM to convert: the DequantizeLinear of its weight, the tensor of channel scales, the compute type of the
     graph, and the nodes of `mul` behind it.
     """
 
-    product: Product
+    matmul: GraphGemm
     weight: NodeProto
     scales: str
     compute: int
     behind: list[NodeProto]
 
 
-def _scaled(graph: Indexed, product: Product) -> _Scaled:
-    weight, after = weight_of(graph, product), behind(graph, product)
+def _scaled(graph: Indexed, matmul: GraphGemm) -> _Scaled:
+    weight, after = weight_of(graph, matmul), behind(graph, matmul)
     assert weight is not None
     assert weight.dequantize is not None, "its weight is codes"
     if after:
         compute = attribute(after[-1], "to", TensorProto.FLOAT)
-        return _Scaled(product, weight.dequantize, factors_of(graph, after[0]), compute, after)
+        return _Scaled(matmul, weight.dequantize, factors_of(graph, after[0]), compute, after)
     compute = attribute(weight.dequantize, "output_dtype", TensorProto.FLOAT)
-    return _Scaled(product, weight.dequantize, weight.dequantize.input[1], compute, after)
+    return _Scaled(matmul, weight.dequantize, weight.dequantize.input[1], compute, after)
 
 
-def _is_dq(graph: Indexed, product: Product) -> bool:
-    weight = weight_of(graph, product)
-    if product.node.op_type != "MatMul" or weight is None or weight.dequantize is None:
+def _is_dq(graph: Indexed, matmul: GraphGemm) -> bool:
+    weight = weight_of(graph, matmul)
+    if matmul.node.op_type != "MatMul" or weight is None or weight.dequantize is None:
         return False
     scale, dims = graph.constant(weight.dequantize.input[1]), graph.initializers[weight.dequantize.input[0]].dims
-    if activation_of(graph, product) is None or scale is None or scale.ndim != 1 or len(dims) != 2:
+    if activation_of(graph, matmul) is None or scale is None or scale.ndim != 1 or len(dims) != 2:
         return False
-    axis = output_axis(product, weight, len(dims))
-    return all(side.clean for side in product.operands) and attribute(weight.dequantize, "axis", 1) == axis
+    axis = output_axis(matmul, weight, len(dims))
+    return all(side.clean for side in matmul.operands) and attribute(weight.dequantize, "axis", 1) == axis
 
 
-def _is_mul(graph: Indexed, product: Product) -> bool:
-    weight, rescale = weight_of(graph, product), rescale_of(graph, product)
-    if weight is None or weight.dequantize is None or rescale is None or activation_of(graph, product) is None:
+def _is_mul(graph: Indexed, matmul: GraphGemm) -> bool:
+    weight, rescale = weight_of(graph, matmul), rescale_of(graph, matmul)
+    if weight is None or weight.dequantize is None or rescale is None or activation_of(graph, matmul) is None:
         return False
-    return weight.dequantize.input[1] == UNIT and len(graph.readers[product.node.output[0]]) == 1
+    return weight.dequantize.input[1] == UNIT and len(graph.readers[matmul.node.output[0]]) == 1
 
 
-def _alone(graph: Indexed, products: list[Product]) -> list[Product]:
-    """Select the `products` whose two operands are read by GEMMs among `products` alone."""
+def _alone(graph: Indexed, matmuls: list[GraphGemm]) -> list[GraphGemm]:
+    """Select the `matmuls` whose two operands are read by GEMMs among `matmuls` alone."""
     while True:
-        reading = {product.node.output[0] for product in products}
+        reading = {matmul.node.output[0] for matmul in matmuls}
         convertible = [
-            product
-            for product in products
-            if all(node.output[0] in reading for side in product.operands for node in _read_by(graph, side))
+            matmul
+            for matmul in matmuls
+            if all(node.output[0] in reading for side in matmul.operands for node in _read_by(graph, side))
         ]
-        if len(convertible) == len(products):
+        if len(convertible) == len(matmuls):
             return convertible
-        products = convertible
+        matmuls = convertible
 
 
 def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
@@ -168,29 +166,29 @@ def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
 
 
 def _to_mul(scaled: _Scaled) -> list[NodeProto]:
-    """Make the nodes that replace a product in `mul`; the product and its weight's DequantizeLinear are changed in
+    """Make the nodes that replace a GEMM in `mul`; the GEMM and its weight's DequantizeLinear are changed in
     place.
     """
-    node, name, result = scaled.product.node, scaled.product.node.name, scaled.product.node.output[0]
+    node, name, result = scaled.matmul.node, scaled.matmul.node.name, scaled.matmul.node.output[0]
     scaled.weight.input[1], node.output[0] = UNIT, f"{name}.sum"
-    wide = scaled.compute == TensorProto.FLOAT
-    made = result if wide else f"{names.rescale(name)}.output"
+    in_fp32 = scaled.compute == TensorProto.FLOAT
+    made = result if in_fp32 else f"{names.rescale(name)}.output"
     rescale = helper.make_node("Mul", [node.output[0], scaled.scales], [made], names.rescale(name))
     cast = helper.make_node("Cast", [made], [result], names.rescale_cast(name), to=scaled.compute)
-    return [node, rescale] if wide else [node, rescale, cast]
+    return [node, rescale] if in_fp32 else [node, rescale, cast]
 
 
 def _to_dq(scaled: _Scaled) -> list[NodeProto]:
     """Make the node that replaces a GEMM in `dq`; it and its weight's DequantizeLinear are changed in place."""
     scaled.weight.input[1] = scaled.scales
-    scaled.product.node.output[0] = scaled.behind[-1].output[0]
-    return [scaled.product.node]
+    scaled.matmul.node.output[0] = scaled.behind[-1].output[0]
+    return [scaled.matmul.node]
 
 
 def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tuple[str, int]]:
     """Set the output type of both sides of a GEMM to that of the form; yield the values whose type changes, and it."""
     kind = TensorProto.FLOAT if form == "mul" else scaled.compute
-    for value, side in zip(scaled.product.node.input, scaled.product.operands, strict=True):
+    for value, side in zip(scaled.matmul.node.input, scaled.matmul.operands, strict=True):
         assert side.dequantize is not None, "both sides are codes"
         next(entry for entry in side.dequantize.attribute if entry.name == "output_dtype").i = kind
         while value != side.dequantize.output[0]:

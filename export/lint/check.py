@@ -1,8 +1,8 @@
 """Check a written ONNX file against everything that is known to go wrong between a graph and its engine; no GPU needed,
 no torch, no weight read.
 
-Any FP8 graph can be checked, others' too. With a promise (which modules run on FP8, and their scales) the graph is also
-held against `scales.json` and against the interface that serving relies on. The rules are in the files `rules_…`.
+Any FP8 graph can be checked, others' too. With an expectation (which modules run on FP8, and their scales) the graph is
+also held against `scales.json` and against the interface that serving relies on. The rules are in the files `rules_…`.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,7 +18,7 @@ from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.loading import load_graph
 from ..onnx_file.tensors import Array
-from .rules import RULES, Promise, Rule
+from .rules import RULES, Expectation, Rule
 
 enter_rules(__package__)
 #: The rule about well-formed nodes and tensors, without which no other rule is checked.
@@ -30,17 +30,17 @@ __all__ = [
     "RULES",
     "Finding",
     "Rule",
+    "expected_attention",
     "lint_file",
     "lint_graph",
-    "promised_attention",
-    "run_promise",
+    "run_expectation",
     "sound_graph",
 ]
 
 
 def lint_file(
     onnx_file: Path,
-    promised: Mapping[str, float | None] | None = None,
+    input_scales: Mapping[str, float | None] | None = None,
     weight_scales: Mapping[str, Array] | None = None,
     attention: Mapping[str, tuple[float, float]] | None = None,
     two_terms: Collection[str] | None = None,
@@ -48,14 +48,16 @@ def lint_file(
 ) -> list[Finding]:
     """Check an ONNX file; return its findings in the order of the rules' numbers.
 
-    `promised`: module -> the scale of its input as in `scales.json` (None: any); None for a graph without a run.
+    `input_scales`: module -> the scale of its input as in `scales.json` (None: any); None for a graph without a run.
     `weight_scales`: module -> the scales of its weight, float32 [output channels], of the modules to compare.
-    `attention`: as `promised_attention` returns it; `two_terms` and `tails`: as in `Promise`. Raises InputError if
+    `attention`: as `expected_attention` returns it; `two_terms` and `tails`: as in `Expectation`. Raises InputError if
     there is no such file, or it is no ONNX model.
     """
     return lint_graph(
         load_graph(onnx_file),
-        None if promised is None else Promise(promised, weight_scales or {}, attention or {}, two_terms, tails),
+        None
+        if input_scales is None
+        else Expectation(input_scales, weight_scales or {}, attention or {}, two_terms, tails),
     )
 
 
@@ -72,7 +74,7 @@ def sound_graph(onnx_file: Path) -> Indexed:
     return graph
 
 
-def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
+def expected_attention(run: Run) -> dict[str, tuple[float, float]]:
     """Read `attention.json`: the node of each attention GEMM on FP8 codes -> the scales of its two sides; empty without
     that file.
 
@@ -81,41 +83,41 @@ def promised_attention(run: Run) -> dict[str, tuple[float, float]]:
     if not run.attention.is_file():
         return {}
     stored = read_document(run.attention, AttentionScales)
-    promised: dict[str, tuple[float, float]] = {}
+    scales: dict[str, tuple[float, float]] = {}
     try:
         for module in (name.removesuffix(".q") for name in stored.tensors if name.endswith(".q")):
             q, k, v = (stored.tensors[f"{module}.{part}"].scale for part in "qkv")
-            promised |= {
-                names.attention_product(module, "scores"): (q, k),
-                names.attention_product(module, "values"): (stored.probabilities, v),
+            scales |= {
+                names.attention_gemm(module, "scores"): (q, k),
+                names.attention_gemm(module, "values"): (stored.probabilities, v),
             }
     except KeyError as error:
         raise InputError(
             run.attention, f"has no scale of {error.args[0]}", "run `fp8q export --attention fp8` again"
         ) from None
-    return promised
+    return scales
 
 
-def run_promise(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = MappingProxyType({})) -> Promise:
+def run_expectation(run: Run, scales: Scales, weight_scales: Mapping[str, Array] = MappingProxyType({})) -> Expectation:
     """Collect what a run with these `scales` expects of its graph and its engines; `weight_scales` as in `lint_file`.
 
     Raises InputError for an `attention.json` that does not read or lacks a scale.
     """
-    attention, two_terms = promised_attention(run), scales.two_terms
+    attention, two_terms = expected_attention(run), scales.two_terms
     if attention and read_document(run.attention, AttentionScales).terms > 1:
         two_terms = [*two_terms, *attention]
     inputs = {module: activation.scale for module, activation in scales.activations.items()}
     cache = {name: scale.stored for name, scale in scales.kv_cache.items()}
-    return Promise(inputs, weight_scales, attention, two_terms, scales.tails, cache, frozenset(scales.bf16_inputs))
+    return Expectation(inputs, weight_scales, attention, two_terms, scales.tails, cache, frozenset(scales.bf16_inputs))
 
 
-def lint_graph(graph: Indexed, promise: Promise | None) -> list[Finding]:
+def lint_graph(graph: Indexed, expected: Expectation | None) -> list[Finding]:
     """Check a graph; return its findings in the order of the rules' numbers.
 
-    With a `promise` the rules for a run's graph apply, without one those for other graphs. If nodes or tensors are
+    With a `expected` the rules for a run's graph apply, without one those for other graphs. If nodes or tensors are
     malformed, only that is reported: no other rule can be checked then.
     """
-    if malformed := list(RULES[FORM].findings(graph, promise)):
+    if malformed := list(RULES[FORM].findings(graph, expected)):
         return malformed
     others = (RULES[number] for number in sorted(RULES) if number != FORM)
-    return [finding for rule in others for finding in rule.findings(graph, promise)]
+    return [finding for rule in others for finding in rule.findings(graph, expected)]

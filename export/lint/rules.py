@@ -1,6 +1,6 @@
 """The registry of rules for graphs, by number.
 
-A rule is a function from a graph, and what `scales.json` promises of it, to the places where the graph breaks the rule.
+A rule is a function from a graph, and what `scales.json` expects of it, to the places where the graph breaks the rule.
 Its docstring gives the reason, which `fp8q lint --explain` and docs/lint.md show. CONTRIBUTING.md has the recipe for a
 new rule.
 """
@@ -23,7 +23,7 @@ SCOPES: Mapping[Scope, str] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Promise:
+class Expectation:
     """The FP8 forms that a run expects of its graph.
 
     `input_scales`: the modules on FP8, with the scale of their input (None: not known). `weight_scales`: module -> the
@@ -50,14 +50,15 @@ class Promise:
 
 
 Check = Callable[[Indexed], Broken]
-PromiseCheck = Callable[[Indexed, Promise], Broken]
+ExpectationCheck = Callable[[Indexed, Expectation], Broken]
 
 
 @dataclass(frozen=True)
 class Rule:
     """A rule with its number, name and severity.
 
-    `scope`: `any` graph, a run's graph (`promised`: the check takes the Promise too), or any other graph (`foreign`).
+    `scope`: `any` graph, a run's graph (`promised`: the check takes the Expectation too), or any other graph
+    (`foreign`).
     """
 
     number: str
@@ -76,11 +77,11 @@ class Rule:
         """The graphs that the rule is for."""
         return SCOPES[self.scope]
 
-    def findings(self, graph: Indexed, promise: Promise | None) -> Iterator[Finding]:
+    def findings(self, graph: Indexed, expected: Expectation | None) -> Iterator[Finding]:
         """Yield a finding for each of the first places where the graph breaks the rule, and one for the rest."""
-        if self.scope != "any" and (promise is None) != (self.scope == "foreign"):
+        if self.scope != "any" and (expected is None) != (self.scope == "foreign"):
             return
-        broken = self.check(graph, promise) if self.scope == "promised" else self.check(graph)
+        broken = self.check(graph, expected) if self.scope == "promised" else self.check(graph)
 
         def module(node: str) -> str | None:
             return names.module_of(node) or _owner(node, graph) or names.scope_of(node)
@@ -109,10 +110,12 @@ def rule(
     return enter
 
 
-def promise_rule(number: str, name: str, severity: Severity = "error") -> Callable[[PromiseCheck], PromiseCheck]:
+def expectation_rule(
+    number: str, name: str, severity: Severity = "error"
+) -> Callable[[ExpectationCheck], ExpectationCheck]:
     """Register a rule that compares a run's graph with `scales.json` and `attention.json`."""
 
-    def enter(check: PromiseCheck) -> PromiseCheck:
+    def enter(check: ExpectationCheck) -> ExpectationCheck:
         _enter(Rule(number, name, severity, check, "promised"))
         return check
 

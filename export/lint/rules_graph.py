@@ -6,8 +6,7 @@ from onnx import IR_VERSION, GraphProto, helper
 from onnx import __version__ as onnx_version
 
 from ...core.findings import Broken
-from ..onnx_file.bodies import branches, has_body, made_in
-from ..onnx_file.indexed import Indexed
+from ..onnx_file.indexed import Indexed, branches, has_body, made_in
 from ..onnx_file.schemas import STANDARD, schema_of
 from .rules import rule
 from .rules_codes import distinct_scales

@@ -9,11 +9,12 @@ from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array, attribute, type_name
 from ..onnx_file.weight_scales import weight_of
-from .rules import Promise, promise_rule
-from .rules_products import activation_of, quantize_of
+from .rules import Expectation, expectation_rule
+from .rules_gemms import activation_of, quantize_of
 from .rules_terms import end_of
 
-#: Input -> its dimensions. Each layer has a key and a value of `PAST` dimensions, and answers with one of `NEW`.
+#: Input -> its dimensions. Each layer has a key and a value of the past, in blocks (`past_in_blocks`) or, in older
+#: graphs, of `PAST` dimensions, and answers with one of `NEW`.
 INPUTS = {
     "input_ids": ("batch", "seq"),
     "attention_mask": ("batch", "capacity + seq"),
@@ -28,15 +29,22 @@ NEW = ("batch", int, "seq", int)
 HEADS = 1
 
 
-@promise_rule("F305", "module-names")
-def module_names(graph: Indexed, promise: Promise) -> Broken:
+def past_in_blocks(heads: int | str) -> tuple[object, ...]:
+    """The dimensions of the past of a tensor with so many heads: blocks of slots, which a decode step reads where they
+    lie.
+    """
+    return (f"{heads}*batch*blocks", names.BLOCK, int)
+
+
+@expectation_rule("F305", "module-names")
+def module_names(graph: Indexed, expected: Expectation) -> Broken:
     """Nodes are named after their module (`names`): `M.matmul`, `M.bias_add`, `M.weight.dequantize`, and
     `G.input.quantize` after the first of a group.
 
     A name that says something else than what the node is would make every later tool, and the proof, speak of the wrong
     module.
     """
-    ends = {product.node.name: end_of(graph, product) for product in graph.products}
+    ends = {gemm.node.name: end_of(graph, gemm) for gemm in graph.gemms}
     for node in graph.nodes:
         module = names.module_of(node.name) or ""
         if node.name == names.matmul(module) and node.op_type not in ("MatMul", "Gemm"):
@@ -46,11 +54,11 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
             if node.op_type != "Add" or last is None or last.output[0] not in node.input:
                 added = names.matmul(module) if last is None else last.name
                 yield node.name, f"bears the name of a bias, and does not add to {added}; rename it"
-    for product in graph.products:
-        module = names.module_of(product.node.name) or ""
-        weight, activation = weight_of(graph, product), activation_of(graph, product)
+    for gemm in graph.gemms:
+        module = names.module_of(gemm.node.name) or ""
+        weight, activation = weight_of(graph, gemm), activation_of(graph, gemm)
         if (
-            module not in promise.input_scales
+            module not in expected.input_scales
             or weight is None
             or activation is None
             or weight.dequantize is None
@@ -63,7 +71,7 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
                 f"dequantizes the weight of {module}; name it {names.weight_dequantize(module)}",
             )
         first, quantize = names.module_of(activation.dequantize.name) or "", quantize_of(graph, activation)
-        if first not in promise.input_scales or activation.dequantize.name != names.input_pair(first).dequantize:
+        if first not in expected.input_scales or activation.dequantize.name != names.input_pair(first).dequantize:
             yield (
                 activation.dequantize.name,
                 f"dequantizes the input of {module}; name it after the first module that reads it",
@@ -72,8 +80,8 @@ def module_names(graph: Indexed, promise: Promise) -> Broken:
             yield quantize.name, f"quantizes the input of {module}; name it {names.input_pair(first).quantize}"
 
 
-@promise_rule("F306", "interface")
-def interface(graph: Indexed, promise: Promise) -> Broken:
+@expectation_rule("F306", "interface")
+def interface(graph: Indexed, expected: Expectation) -> Broken:
     """Inputs and outputs are those of the contract: three of int64, and a fourth where logits are asked for; a past
     key and value a layer, logits, a new key and value a layer of the past's type.
     """
@@ -117,24 +125,25 @@ def interface(graph: Indexed, promise: Promise) -> Broken:
             yield "", f"{name} is no input or output of the contract; run `fp8q export` again"
 
 
-@promise_rule("F318", "cache-scale")
-def cache_scale(graph: Indexed, promise: Promise) -> Broken:
+@expectation_rule("F318", "cache-scale")
+def cache_scale(graph: Indexed, expected: Expectation) -> Broken:
     """Keys and values are quantized, and dequantized, by the scales in `scales.json`: one for a layer, or one for each
-    head along the axis of the heads.
+    head along the axis of the heads. A decode step applies those of heads to its products, and not to the past.
     """
     nodes = {node.name: node for node in graph.nodes}
-    for tensor, expected in promise.cache.items():
+    for tensor, run_scales in expected.cache.items():
         owner = tensor.rsplit(".", 1)
-        for name in (*names.cache_pair(*owner), names.cache_dequantize_past(*owner)):
+        step = names.cache_dequantize_step(*owner) if run_scales is not None and run_scales.size == 1 else ""
+        for name in (*names.cache_pair(*owner), names.cache_dequantize_past(*owner), step):
             scale = graph.constant(nodes[name].input[1]) if name in nodes else None
-            if expected is None or scale is None:  # a node that is not there is F306's, by the type of its codes
+            if run_scales is None or scale is None:  # a node that is not there is F306's, by the type of its codes
                 continue
-            if scale.size != expected.size or (scale.ravel() != expected.ravel()).any():
+            if scale.size != run_scales.size or (scale.ravel() != run_scales.ravel()).any():
                 yield (
                     name,
-                    f"scales are {_listed(scale)}, and scales.json has {_listed(expected)}; run `fp8q export` again",
+                    f"scales are {_listed(scale)}, and scales.json has {_listed(run_scales)}; run `fp8q export` again",
                 )
-            elif expected.size > 1 and attribute(nodes[name], "axis", 1) != HEADS:
+            elif run_scales.size > 1 and attribute(nodes[name], "axis", 1) != HEADS:
                 yield (
                     name,
                     f"has a scale for each index of axis {attribute(nodes[name], 'axis', 1)}; heads are axis {HEADS}",
@@ -156,19 +165,20 @@ def _kind(value: ValueInfoProto) -> int:
     return value.type.tensor_type.elem_type
 
 
-@promise_rule("F307", "dynamic-axes")
-def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
-    """Batch, seq and capacity are dynamic, and scored where logits are asked for, under these names, and all else is
-    static: profiles and serving find the sizes by the names.
+@expectation_rule("F307", "dynamic-axes")
+def dynamic_axes(graph: Indexed, expected: Expectation) -> Broken:
+    """Batch, seq, capacity and its blocks are dynamic, and scored where logits are asked for, under these names, and
+    all else is static: profiles and serving find the sizes by the names.
     """
     tokens = _token_inputs(graph)
     logits = ASKED_LOGITS if names.LOGITS_INDICES in tokens else LOGITS
     for name, value in [*graph.inputs.items(), *graph.outputs.items()]:
         past = re.fullmatch(r"(past|new)_key_values\.\d+\.(key|value)", name)
-        wanted: tuple[object, ...] | None = (
-            (PAST if past[1] == "past" else NEW) if past else logits if name == "logits" else tokens.get(name)
-        )
-        sizes = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        sizes = _sizes(value)
+        wanted: tuple[object, ...] | None = logits if name == "logits" else tokens.get(name)
+        if past:
+            new = graph.outputs.get(re.sub("^past_", "new_", name))
+            wanted = NEW if past[1] == "new" else PAST if len(sizes) == len(PAST) else _past_of(new)
         if wanted is None or (past and past[1] == "new" and _holds_past(sizes)):
             continue
         if len(sizes) != len(wanted) or not all(
@@ -178,8 +188,18 @@ def dynamic_axes(graph: Indexed, promise: Promise) -> Broken:
             yield "", f"{name} is [{', '.join(map(str, sizes))}]; give it the contract's [{text}]"
 
 
-@promise_rule("F308", "new-keys-alone")
-def new_keys_alone(graph: Indexed, promise: Promise) -> Broken:
+def _sizes(value: ValueInfoProto) -> list[str | int]:
+    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+
+def _past_of(new: ValueInfoProto | None) -> tuple[object, ...]:
+    """The dimensions of the past in blocks, whose heads the output `new` tells."""
+    sizes = _sizes(new) if new is not None else []
+    return past_in_blocks(sizes[HEADS] if len(sizes) == len(NEW) else "heads")
+
+
+@expectation_rule("F308", "new-keys-alone")
+def new_keys_alone(graph: Indexed, expected: Expectation) -> Broken:
     """Only this step's keys and values leave the graph: with the past among them, each step would copy the whole
     cache.
     """

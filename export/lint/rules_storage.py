@@ -21,7 +21,7 @@ from .rules import rule
 
 AGAIN = "export the graph again"
 #: Types whose numbers lie one by one in a tensor's own field, where they do not lie there as bytes.
-ONE_EACH = (
+ONE_BY_ONE = (
     TensorProto.FLOAT,
     TensorProto.DOUBLE,
     TensorProto.FLOAT16,
@@ -166,7 +166,7 @@ def inline_size(graph: Indexed) -> Broken:
         if tensor.HasField("raw_data"):
             if len(tensor.raw_data) != bytes_of(tensor):
                 yield name, f"its data are {len(tensor.raw_data)} bytes, and {kind} takes {bytes_of(tensor)}; {AGAIN}"
-        elif tensor.data_type in ONE_EACH:
+        elif tensor.data_type in ONE_BY_ONE:
             count = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
             if count != elements_of(tensor):
                 yield name, f"it holds {count} numbers, and {kind} takes {elements_of(tensor)}; {AGAIN}"

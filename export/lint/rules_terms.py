@@ -27,11 +27,11 @@ from onnx import NodeProto, TensorProto
 from ...core.findings import Broken
 from ...quantize.codes.formats import TWO_TERMS
 from ..onnx_file import names
-from ..onnx_file.indexed import Indexed, Product
+from ..onnx_file.indexed import GraphGemm, Indexed
 from ..onnx_file.tensors import attribute, type_name
 from ..onnx_file.weight_scales import behind
-from .rules import Promise, promise_rule
-from .rules_products import activation_of, quantize_of
+from .rules import Expectation, expectation_rule
+from .rules_gemms import activation_of, quantize_of
 
 _AGAIN = "run `fp8q export` again"
 _HALVES = 2
@@ -90,31 +90,29 @@ class Slices:
         return name if stored is None or stored.size != 1 else int(stored.ravel()[0])
 
 
-@promise_rule("F214", "two-terms")
-def two_terms(graph: Indexed, promise: Promise) -> Broken:
+@expectation_rule("F214", "two-terms")
+def two_terms(graph: Indexed, expected: Expectation) -> Broken:
     """An input that `scales.json` promises in two terms goes through one product in both, and no other does: without
     the second it is as rounded as one term's, and what is added to the wrong share is another value. With a tail, the
     second terms are of the last positions of a call alone, and are added to these.
     """
-    for product in graph.products if promise.two_terms is not None else ():
-        attends = product.node.name in promise.attention
-        name = product.node.name if attends else names.module_of(product.node.name) or ""
-        side = product.operands[0] if attends else activation_of(graph, product)
+    for gemm in graph.gemms if expected.two_terms is not None else ():
+        attends = gemm.node.name in expected.attention
+        name = gemm.node.name if attends else names.module_of(gemm.node.name) or ""
+        side = gemm.operands[0] if attends else activation_of(graph, gemm)
         quantize = quantize_of(graph, side) if side is not None else None
-        if promise.two_terms is None or quantize is None or not (attends or name in promise.input_scales):
+        if expected.two_terms is None or quantize is None or not (attends or name in expected.input_scales):
             continue
         joined = concat_of(graph, quantize)
-        if joined is None and name in promise.two_terms:
-            yield product.node.name, f"is promised in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
-        elif joined is not None and name not in promise.two_terms:
-            yield product.node.name, f"takes two terms, and scales.json promises one; {_AGAIN}"
-        elif joined is not None and (
-            reason := terms_fault(graph, product, (joined, quantize), promise.tails.get(name))
-        ):
-            yield product.node.name, f"is promised in two terms: {reason}; {_AGAIN}"
+        if joined is None and name in expected.two_terms:
+            yield gemm.node.name, f"is promised in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
+        elif joined is not None and name not in expected.two_terms:
+            yield gemm.node.name, f"takes two terms, and scales.json promises one; {_AGAIN}"
+        elif joined is not None and (reason := terms_fault(graph, gemm, (joined, quantize), expected.tails.get(name))):
+            yield gemm.node.name, f"is promised in two terms: {reason}; {_AGAIN}"
 
 
-def terms_fault(graph: Indexed, product: Product, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
+def terms_fault(graph: Indexed, gemm: GraphGemm, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
     """Describe the first fault of a GEMM in two terms; None if there is none.
 
     `made`: the Concat of both and its QuantizeLinear; `tail`: the last positions that alone have the second (None:
@@ -122,11 +120,11 @@ def terms_fault(graph: Indexed, product: Product, made: tuple[NodeProto, NodePro
     """
     joined, _ = made
     slices = Slices(graph, attribute(joined, "axis", 0))
-    if reason := second_fault(graph, slices, made, tail) or narrow_fault(product):
+    if reason := second_fault(graph, slices, made, tail) or narrow_fault(gemm):
         return reason
     if tail is None:
-        return halves_fault(graph, product, joined)
-    return tail_fault(slices, result_of(graph, product), joined, tail)
+        return halves_fault(graph, gemm, joined)
+    return tail_fault(slices, result_of(graph, gemm), joined, tail)
 
 
 def concat_of(graph: Indexed, quantize: NodeProto) -> NodeProto | None:
@@ -163,23 +161,23 @@ def second_fault(graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProt
     return None
 
 
-def result_of(graph: Indexed, product: Product) -> str:
+def result_of(graph: Indexed, gemm: GraphGemm) -> str:
     """The product of the codes with all scales applied, before the terms are added."""
-    result: str = [product.node, *behind(graph, product)][-1].output[0]
+    result: str = [gemm.node, *behind(graph, gemm)][-1].output[0]
     return result
 
 
-def narrow_fault(product: Product) -> str | None:
-    """Name a side of a product of two terms that is not FP32; None where none is."""
-    for dequantize in (side.dequantize for side in product.operands if side.dequantize is not None):
+def narrow_fault(gemm: GraphGemm) -> str | None:
+    """Name a side of a GEMM of two terms that is not FP32; None where none is."""
+    for dequantize in (side.dequantize for side in gemm.operands if side.dequantize is not None):
         if (kind := attribute(dequantize, "output_dtype", 0)) not in (0, TensorProto.FLOAT):
             return f"{dequantize.name} answers in {type_name(kind)}, and the halves are added in FLOAT"
     return None
 
 
-def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | None:
+def halves_fault(graph: Indexed, gemm: GraphGemm, joined: NodeProto) -> str | None:
     """Describe the fault in the nodes that split a GEMM in two terms and add its halves; None if there is none."""
-    readers = [node for node, _ in graph.readers.get(result_of(graph, product), ())]
+    readers = [node for node, _ in graph.readers.get(result_of(graph, gemm), ())]
     if len(readers) != 1 or readers[0].op_type != "Split" or len(readers[0].output) != _HALVES:
         return "no Split alone reads its product"
     (split,) = readers
@@ -193,9 +191,9 @@ def halves_fault(graph: Indexed, product: Product, joined: NodeProto) -> str | N
     return None
 
 
-def end_of(graph: Indexed, product: Product) -> NodeProto:
-    """The node that makes the result of a product: its own, the last of the form `mul`, or the sum of two terms."""
-    last = [product.node, *behind(graph, product)][-1]
+def end_of(graph: Indexed, gemm: GraphGemm) -> NodeProto:
+    """The node that makes the result of a GEMM: its own, the last of the form `mul`, or the sum of two terms."""
+    last = [gemm.node, *behind(graph, gemm)][-1]
     split = next((node for node, _ in graph.readers.get(last.output[0], ()) if node.op_type == "Split"), None)
     added = _sum_of(graph, split) if split is not None and len(split.output) == _HALVES else None
     return added or end_of_tail(graph, last.output[0]) or last
@@ -210,14 +208,14 @@ def _sum_of(graph: Indexed, split: NodeProto) -> NodeProto | None:
     return None
 
 
-def tail_fault(slices: Slices, product: str, joined: NodeProto, tail: int) -> str | None:
+def tail_fault(slices: Slices, gemm: str, joined: NodeProto, tail: int) -> str | None:
     """Describe the fault in the nodes that split a GEMM with a tail and add its second terms; None if there is none.
 
     `joined`: the Concat of x and the second terms of its last `tail` positions.
     """
     graph, x = slices.graph, joined.input[0]
-    parts = [node.output[0] for node, _ in graph.readers.get(product, ())]
-    bounds = {value: slices.bounds(value, product) for value in parts}
+    parts = [node.output[0] for node, _ in graph.readers.get(gemm, ())]
+    bounds = {value: slices.bounds(value, gemm) for value in parts}
     first = next(
         (value for value, bound in bounds.items() if bound and bound[0] == 0 and slices.counts(bound[1], x)), None
     )
@@ -248,9 +246,9 @@ def _joins(slices: Slices, added: NodeProto, first: str, tail: int) -> bool:
     return False
 
 
-def end_of_tail(graph: Indexed, product: str) -> NodeProto | None:
-    """The Concat that makes the result of a `product` with a tail; None for other products."""
-    for part, _ in graph.readers.get(product, ()):
+def end_of_tail(graph: Indexed, gemm: str) -> NodeProto | None:
+    """The Concat that makes the result of a `gemm` with a tail; None for other GEMMs."""
+    for part, _ in graph.readers.get(gemm, ()):
         for last, _ in graph.readers.get(part.output[0], ()) if part.op_type == "Slice" else ():
             for added, _ in graph.readers.get(last.output[0], ()) if last.op_type in ("Slice", "Mul") else ():
                 ends = [node for node, _ in graph.readers.get(added.output[0], ()) if node.op_type == "Concat"]

@@ -7,7 +7,7 @@ The cache's past, of fixed capacity, is an input of the graph, and only the new 
 or codes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,34 +19,69 @@ from transformers.cache_utils import DynamicLayer
 
 from ...quantize.codes.encoding import CODE
 from . import operators
-from .layer_kinds import OwnIndex
+from .cached_attention import StepForm, StepTensors, attend, heads_of_blocks, of_prompt
+from .layer_kinds import LayerIndex
 
 _MATRIX = 2
-_mask: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+_calls: list["GraphCall"] = []
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys that queries may see: their `positions` [batch, length], whether they are `filled` [batch, length], and the
+    `bias` of their scores, float32 [batch, heads, 1, length].
+    """
+
+    positions: torch.Tensor
+    filled: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def allowed(self, queries: torch.Tensor, window: int | None) -> torch.Tensor:
+        """The keys that each of `queries` [batch, seq] sees, bool [batch, seq, length]: no later one, and none of a
+        window and more before it.
+        """
+        keys, positions = self.positions[:, None, :], queries[:, :, None]
+        allowed = (keys <= positions) & (self.filled != 0)[:, None, :]
+        return allowed if window is None else allowed & (positions - keys < window)
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """A call of the graph: the positions of its tokens, int64 [batch, seq], and its mask [batch, capacity + seq].
+
+    `past`: the slots; `every`: the slots and the new keys; `prompt`: the same of a call of several tokens, and of one
+    token itself alone. `layers`: the caches of the attention modules.
+    """
+
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    past: Keys
+    every: Keys
+    prompt: Keys
+    layers: Collection["GraphLayer"]
 
 
 @contextmanager
-def attending(
-    queries: torch.Tensor, keys: torch.Tensor, filled: torch.Tensor, bias: torch.Tensor | None = None
-) -> Iterator[None]:
-    """Set the inputs of `attention` in this block: positions of queries [batch, seq] and of keys [batch, capacity +
-    seq], the filled keys, and a bias of the scores, float32 [batch, heads, 1, capacity + seq].
-    """
-    _mask.append((queries[:, None, :, None], keys[:, None, None, :], filled[:, None, None, :] != 0, bias))
+def attending(call: GraphCall) -> Iterator[None]:
+    """Make `attention` compute for this call in this block; attention modules find their cache as `fp8q_cache`."""
+    _calls.append(call)
+    for layer in call.layers:
+        vars(layer.attention)["fp8q_cache"] = layer
     try:
         yield
     finally:
-        _mask.pop()
+        _calls.pop()
+        for layer in call.layers:
+            del vars(layer.attention)["fp8q_cache"]
 
 
 def as_sequences(x: torch.Tensor) -> torch.Tensor:
     """Make `x` [tokens, width] the sequences [batch, seq, width] of the call; a tensor of these stays as it is."""
-    queries = _mask[-1][0]
-    return x.unflatten(0, (queries.shape[0], queries.shape[2])) if x.dim() == _MATRIX else x
+    return x.unflatten(0, tuple(_calls[-1].tokens.shape)) if x.dim() == _MATRIX else x
 
 
 def attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -56,31 +91,37 @@ def attention(
     """Grouped-query attention over [batch, heads, length, size] as ONNX's Attention operator; causal by position, not
     by slot.
 
-    It is plain products and a softmax in FP32 where TensorRT has no fused kernel or finds none
+    It is plain GEMMs and a softmax in FP32 where TensorRT has no fused kernel or finds none
     (`graph_model.MIXED_LAYERS`), for capped logits, whose `softcap` it does not parse, for scores with a bias, and for
     values of another size than the keys.
     """
     scaling, window, softcap = (options.get(name) for name in ("scaling", "sliding_window", "softcap"))
-    queries, keys, filled, bias = _mask[-1]
-    allowed = (keys <= queries) & filled
-    if window is not None:
-        allowed = allowed & (queries - keys < window)
+    call = _calls[-1]
+    cache: GraphLayer = module.fp8q_cache
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if (quantized := getattr(module, "fp8q_attention", None)) is not None:
-        assert bias is None, "queries of an attention with ALiBi are not measured"
-        output = quantized(query, key, value, allowed, scale, softcap)
+    quantized = getattr(module, "fp8q_attention", None)
+    apart = cache.in_blocks and quantized is None
+    seen = call.prompt if apart else call.every
+    keys, values = cache.with_new((key, value), call, prompt=apart)
+    allowed = seen.allowed(call.tokens, window)[:, None]
+    if quantized is not None:
+        assert seen.bias is None, "queries of an attention with ALiBi are not measured"
+        output = quantized(query, keys, values, allowed, scale, softcap)
     elif (
         softcap is not None
-        or bias is not None
+        or seen.bias is not None
         or key.shape[-1] != value.shape[-1]
         or getattr(module, "fp8q_plain", False)
         or not has_fused_kernel(*query.shape[1::2])
     ):
-        output = plain_attention(query, key, value, Scoring(allowed, scale, softcap, bias))
+        output = plain_attention(query, keys, values, Scoring(allowed, scale, softcap, seen.bias))
     else:
         output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            query, keys, values, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
+    if apart:
+        of_step = Scoring(call.past.allowed(call.tokens[:, :1], window)[:, 0], scale, softcap, call.every.bias)
+        output = module.fp8q_step(output, query, (key, value), cache, call, of_step)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -93,7 +134,7 @@ def has_fused_kernel(heads: int, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Scoring:
-    """The way from products of queries and keys to scores: multiply by `scale`, add `bias`, cap, mask by `allowed`."""
+    """The way from GEMMs of queries and keys to scores: multiply by `scale`, add `bias`, cap, mask by `allowed`."""
 
     allowed: torch.Tensor
     scale: float
@@ -102,7 +143,7 @@ class Scoring:
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Attention [batch, heads, length, size] as two products and a softmax in FP32."""
+    """Attention [batch, heads, length, size] as two GEMMs and a softmax in FP32."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
     scores = torch.matmul(query, key.transpose(-1, -2)).float() * scoring.scale
@@ -121,6 +162,21 @@ def weights_of(scores: torch.Tensor, allowed: torch.Tensor, softcap: float | Non
 
 #: The axis of the heads in keys and values.
 HEADS = 1
+#: The dimensions of a past in blocks (`cached_attention`); otherwise it is [batch, heads, capacity, size].
+IN_BLOCKS = 3
+
+
+class Dequantize(nn.Module):
+    """The values of a layer's past keys (or values), as a module, so that its node gets a name."""
+
+    def __init__(self, dtype: torch.dtype, axis: int = 0):
+        super().__init__()
+        self.dtype, self.axis = dtype, axis
+
+    def forward(self, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Dequantize `codes`, with the scales of heads along `axis`."""
+        values: torch.Tensor = operators.dequantize(codes, scale, self.dtype, self.axis)
+        return values
 
 
 class QuantizedCache(nn.Module):
@@ -128,30 +184,94 @@ class QuantizedCache(nn.Module):
     codes.
     """
 
-    def __init__(self, dtype: torch.dtype, heads: int | None = None):
-        """Dequantize to `dtype`, by one scale, or by one for each of so many `heads`."""
+    def __init__(self, dtype: torch.dtype, heads: int | None = None, step_dtype: torch.dtype | None = None):
+        """Dequantize to `dtype`, by one scale, or by one for each of so many `heads`; for a step's GEMM to
+        `step_dtype` (None: to `dtype`).
+        """
         super().__init__()
         self.dtype = dtype
         self.axis, shape = (0, ()) if heads is None else (HEADS, (heads,))
         self.register_buffer("scale", torch.empty(shape, dtype=torch.float32, device="meta"))
+        self.past = Dequantize(dtype, self.axis)
+        # no second name for one module, by which torch's exporter would call it
+        self.step = Dequantize(step_dtype) if step_dtype not in (None, dtype) and heads is None else None
 
     scale: torch.Tensor
 
-    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all values and the new codes, from `past` codes [batch, heads, capacity, size] and `new` values
-        [batch, heads, seq, size].
-        """
+    def forward(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new values [batch, heads, seq, size] as attention sees them, and as they are stored."""
         codes = operators.quantize(new, self.scale, CODE, self.axis)
-        values = [operators.dequantize(part, self.scale, self.dtype, self.axis) for part in (past, codes)]
-        return torch.cat(values, dim=-2), codes
+        return operators.dequantize(codes, self.scale, self.dtype, self.axis), codes
+
+    def slots(self, past: torch.Tensor, heads: int, call: GraphCall) -> torch.Tensor:
+        """The past values [batch, heads, capacity, size], of `past` codes [batch · heads · blocks, 64, size]."""
+        sizes = [heads, past.shape[-1]]
+        if past.dim() != IN_BLOCKS:
+            as_it_is: torch.Tensor = self.past(past, self.scale)
+            return as_it_is
+        if self.axis:
+            by_head: torch.Tensor = self.past(heads_of_blocks(past, call.mask, call.tokens, sizes), self.scale)
+            return by_head
+        values: torch.Tensor = heads_of_blocks(self.past(past, self.scale), call.mask, call.tokens, sizes)
+        return values
+
+    def of_step(self, past: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The past as a step's GEMM reads it, and the scales of its heads that are still to be applied."""
+        if self.axis:
+            return past, self.scale
+        return (self.past if self.step is None else self.step)(past, self.scale), None
 
 
 class PlainCache(nn.Module):
     """Keys (or values) of one layer in the compute type."""
 
-    def forward(self, past: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all values, and the new ones."""
-        return torch.cat([past, new], dim=-2), new
+    def forward(self, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new values twice: as attention sees them, and as they are stored."""
+        return new, new
+
+    def slots(self, past: torch.Tensor, heads: int, call: GraphCall) -> torch.Tensor:
+        """The past values [batch, heads, capacity, size]."""
+        if past.dim() != IN_BLOCKS:
+            return past
+        values: torch.Tensor = heads_of_blocks(past, call.mask, call.tokens, [heads, past.shape[-1]])
+        return values
+
+    def of_step(self, past: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The past as it is."""
+        return past, None
+
+
+class StepAttention(nn.Module):
+    """The attention of a call of one token a row, beside that of several (`cached_attention`)."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(
+        self,
+        prompt: torch.Tensor,
+        query: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cache: "GraphLayer",
+        call: GraphCall,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Return `prompt`, the attention of several tokens, or that of one; `new`: its key and value. `scoring.allowed`
+        [batch, capacity]: the slots that it sees.
+        """
+        key, value = new
+        (past_key, key_scale), (past_value, value_scale) = (
+            part.of_step(past) for part, past in zip(cache.parts, cache.past, strict=True)
+        )
+        form = StepForm(
+            query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], scoring.scale, scoring.softcap, self.dtype
+        )
+        step = StepTensors(
+            query, key, value, past_key, past_value, scoring.allowed, call.mask, call.tokens, scoring.bias, key_scale,
+            value_scale,
+        )  # fmt: skip
+        return attend(prompt, step, form)
 
 
 class GraphLayer(DynamicLayer):
@@ -159,19 +279,29 @@ class GraphLayer(DynamicLayer):
 
     def __init__(self, attention: nn.Module, past: tuple[torch.Tensor, torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
-        self.parts = tuple(attention.get_submodule(name) for name in ("fp8q_k", "fp8q_v"))
-        self.past = past
+        self.attention = attention
+        self.parts: tuple[Any, ...] = tuple(attention.get_submodule(name) for name in ("fp8q_k", "fp8q_v"))
+        self.past, self.in_blocks = past, past[0].dim() == IN_BLOCKS
         self.new: tuple[torch.Tensor, ...] = ()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values [batch, heads, seq, size] to the past; return both together."""
-        pairs = [
-            part(past, new) for part, past, new in zip(self.parts, self.past, (key_states, value_states), strict=True)
-        ]
+        """Keep keys and values [batch, heads, seq, size]; return them as attention sees them, without the past."""
+        pairs = [part(new) for part, new in zip(self.parts, (key_states, value_states), strict=True)]
         self.new = tuple(stored for _, stored in pairs)
         return pairs[0][0], pairs[1][0]
+
+    def with_new(self, new: tuple[torch.Tensor, torch.Tensor], call: GraphCall, prompt: bool) -> list[torch.Tensor]:
+        """Keys, and values, of the past and the `new` ones behind each other [batch, heads, length, size]; with
+        `prompt` the past is left out of a call of one token.
+        """
+        both = []
+        for part, past, states in zip(self.parts, self.past, new, strict=True):
+            slots = part.slots(past, states.shape[HEADS], call)
+            slots = of_prompt(slots, call.tokens, 2) if prompt else slots
+            both.append(torch.cat([slots, states], dim=2))
+        return both
 
 
 class GraphCache(DynamicCache):
@@ -183,8 +313,13 @@ class GraphCache(DynamicCache):
         self.of = dict(layers)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int | OwnIndex, *args: Any, **kwargs: Any
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int | LayerIndex,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values of a layer to its past; return both together."""
-        index = layer_idx.number if isinstance(layer_idx, OwnIndex) else layer_idx
+        """Keep the new keys and values of a layer; return them as attention sees them."""
+        index = layer_idx.number if isinstance(layer_idx, LayerIndex) else layer_idx
         return self.of[index].update(key_states, value_states, *args, **kwargs)

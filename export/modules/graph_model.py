@@ -20,21 +20,26 @@ from transformers.pytorch_utils import Conv1D
 
 from ...calibrate.model.classes import nested
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules, output_channel_axis
+from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...quantize.codes.encoding import CODE
 from ...quantize.codes.formats import TWO_TERMS
 from ...quantize.reference.linear import replace_linears
 from . import operators
 from .attention import (
+    IN_BLOCKS,
     GraphCache,
+    GraphCall,
     GraphLayer,
+    Keys,
     PlainCache,
     QuantizedCache,
+    StepAttention,
     as_sequences,
     attending,
     attention,
     weights_of,
 )
+from .cached_attention import capacity_of, of_prompt
 from .replaced_attention import alibi_slopes, bias, fix_frequencies
 from .replaced_attention import replace as replace_attention
 from .traced_experts import GraphExperts, groups_by_expert
@@ -54,9 +59,12 @@ class GraphPlan:
     `<attention>.k` or `.v`; `cache_heads`: those among them with a scale for each head -> the number of heads. `dtype`:
     the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the modules
     whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
-    `bf16_inputs`: the modules of which the weight alone is codes. `attention`: codes for each query or probability, 0
-    for attention without codes. `adapter`: the name of the adapter beside the products.
+    `bf16_inputs`: the modules of which the weight alone is codes; `tensor_weights`: those whose whole weight has one
+    scale. `attention`: codes for each query or probability, 0
+    for attention without codes. `adapter`: the name of the adapter beside the GEMMs.
     `asked_logits`: the graph has an input that says which positions' logits it gives, and gives no others.
+    `in_blocks`: the past is in blocks, which a decode step reads where they lie (`cached_attention`); otherwise past
+    and new keys are concatenated in every call.
     """
 
     groups: Mapping[str, list[str]]
@@ -66,17 +74,19 @@ class GraphPlan:
     two_terms: frozenset[str] = frozenset()
     tails: Mapping[str, int] = field(default_factory=dict)
     bf16_inputs: frozenset[str] = frozenset()
+    tensor_weights: frozenset[str] = frozenset()
     cache_heads: Mapping[str, int] = field(default_factory=dict)
     attention: int = 0
     adapter: str | None = None
     asked_logits: bool = True
+    in_blocks: bool = False
 
 
 class QuantizedInput(nn.Module):
     """The input of a group of modules: all of them receive one tensor, which is quantized once.
 
     In two `terms` it has twice the rows along `axis` (`FirstTerm`), or with a `tail` more positions
-    (`FirstTermOfTail`). Its product is FP32 then, so that the sum of both terms is rounded once (docs/two-terms.md).
+    (`FirstTermOfTail`). Its GEMM is FP32 then, so that the sum of both terms is rounded once (docs/two-terms.md).
     """
 
     def __init__(self, plan: GraphPlan, terms: int = 1, axis: int = 0, tail: int | None = None):
@@ -92,7 +102,7 @@ class QuantizedInput(nn.Module):
     scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize `x`, to the type of the product; `rows` is `x` as the product has its rows."""
+        """Quantize and dequantize `x`, to the type of the GEMM; `rows` is `x` as the GEMM has its rows."""
         if self._last is None or self._last[0] is not x:
             self.rows = x if self.tail is None else as_sequences(x)
             terms = self.rows if self.first is None else self.first(self.rows, self.scale)
@@ -100,7 +110,7 @@ class QuantizedInput(nn.Module):
         return self._last[1]
 
     def halves(self) -> "Halves | HalvesOfTail | None":
-        """The module that adds both terms of a product; None for one term."""
+        """The module that adds both terms of a GEMM; None for one term."""
         if self.first is None:
             return None
         return Halves(self.axis) if self.tail is None else HalvesOfTail(self.tail)
@@ -159,7 +169,7 @@ class FirstTermOfTail(nn.Module):
 
 
 class Halves(nn.Module):
-    """Add the halves of a product in two terms: the first, and a sixteenth of the second, behind each other along
+    """Add the halves of a GEMM in two terms: the first, and a sixteenth of the second, behind each other along
     `axis`.
     """
 
@@ -167,26 +177,26 @@ class Halves(nn.Module):
         super().__init__()
         self.axis = axis
 
-    def forward(self, product: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
-        """`product` float32 [2 batch, …, out] to [batch, …, out]."""
-        first, second = operators.halves(product, self.axis)
+    def forward(self, sums: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
+        """`sums` float32 [2 batch, …, out] to [batch, …, out]."""
+        first, second = operators.halves(sums, self.axis)
         both: torch.Tensor = first + second * (1 / TWO_TERMS.divisor)
         return both
 
 
 class HalvesOfTail(nn.Module):
-    """Add a sixteenth of the product of a tail's second terms to that of the last `length` positions."""
+    """Add a sixteenth of the GEMM of a tail's second terms to that of the last `length` positions."""
 
     def __init__(self, length: int):
         super().__init__()
         self.length = length
 
-    def forward(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`product` float32 [batch, seq + tail, out] of `x` [batch, seq, in] to [batch, seq, out]."""
-        first, second = operators.part_behind(product, x)
+    def forward(self, sums: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`sums` float32 [batch, seq + tail, out] of `x` [batch, seq, in] to [batch, seq, out]."""
+        first, second = operators.part_behind(sums, x)
         tail = operators.last_positions(first, self.length) + second * (1 / TWO_TERMS.divisor)
         rows = torch.cat([operators.first_positions(first, self.length), tail], dim=1)
-        both: torch.Tensor = operators.positions_of(rows, x, product.shape[-1])
+        both: torch.Tensor = operators.positions_of(rows, x, sums.shape[-1])
         return both
 
 
@@ -198,16 +208,18 @@ class GraphLinear(nn.Module):
     """
 
     def __init__(
-        self, linear: nn.Linear | Conv1D, quantized: QuantizedInput | InputAsItIs, first: bool, plan: GraphPlan
-    ):
-        """Replace `linear`, whose group shares `quantized`; the `first` of the group gives it its name."""
+        self, linear: nn.Linear | Conv1D, quantized: QuantizedInput | InputAsItIs, first: bool, plan: GraphPlan,
+        one_scale: bool = False,
+    ):  # fmt: skip
+        """Replace `linear`, whose group shares `quantized`; the `first` of the group gives it its name. `one_scale`:
+        its weight has one.
+        """
         super().__init__()
         self.dtype, self.axis = plan.dtype, output_channel_axis(linear)
         self.halves, self.tail = quantized.halves(), quantized.tail
         self.register_buffer("weight", torch.empty(linear.weight.shape, dtype=plan.code, device="meta"))
-        self.register_buffer(
-            "weight_scale", torch.empty(linear.weight.shape[self.axis], dtype=torch.float32, device="meta")
-        )
+        scales = () if one_scale else (linear.weight.shape[self.axis],)
+        self.register_buffer("weight_scale", torch.empty(scales, dtype=torch.float32, device="meta"))
         self.bias = linear.bias
         self.quantized = [quantized]  # in a list, so that only the first registers it
         if first:
@@ -253,22 +265,37 @@ class Graph(nn.Module):
         With `logits_indices` int64 [batch, scored] the logits are those of these positions of the call alone, [batch,
         scored, vocabulary].
         """
-        capacity = past[0][0].shape[2]
-        slots = attention_mask[:, :capacity].cumsum(1) - 1  # so a slot that is not filled has no position of its own
-        keys = torch.cat([slots, position_ids], dim=1)
         layers = {
             i: GraphLayer(self.model.get_submodule(self.attention[i]), pair)
             for i, pair in zip(sorted(self.attention), past, strict=True)
         }
         cache = GraphCache(layers)
         inputs = text_input(self.model, input_ids) | ({"position_ids": position_ids} if self.positions else {})
-        added = bias(self.model, self.slopes, keys)
-        if added is not None:  # positions are its attention's alone, and nothing tells the exporter how many there are
+        call = self.call(attention_mask, position_ids, [*layers.values()])
+        if self.slopes:  # positions are its attention's alone, and nothing tells the exporter how many there are
             for axis in (0, 1):
                 torch._check(position_ids.shape[axis] == input_ids.shape[axis])
-        with attending(position_ids, keys, attention_mask, added), at_positions(self.model, logits_indices):
+        with attending(call), at_positions(self.model, logits_indices):
             logits = self.model(**inputs, past_key_values=cache, use_cache=True).logits
         return (logits, *(new for layer in layers.values() for new in layer.new))
+
+    def call(self, mask: torch.Tensor, positions: torch.Tensor, layers: Collection[GraphLayer]) -> GraphCall:
+        """The keys of a call with this `mask` [batch, capacity + seq] of tokens at `positions` [batch, seq]."""
+        past_keys = next(iter(layers)).past[0]
+        capacity = capacity_of(mask, positions) if past_keys.dim() == IN_BLOCKS else past_keys.shape[2]
+        filled = mask[:, :capacity]
+        past = Keys(filled.cumsum(1) - 1, filled)  # so a slot that is not filled has no position of its own
+
+        def joined(slots: torch.Tensor, seen: torch.Tensor) -> Keys:
+            keys = torch.cat([slots, positions], dim=1)
+            return Keys(keys, seen, bias(self.model, self.slopes, keys))
+
+        every = joined(past.positions, mask)
+        if past_keys.dim() != IN_BLOCKS:
+            return GraphCall(positions, mask, past, every, every, layers)
+        slots, seen = (of_prompt(part, positions, 1) for part in (past.positions, filled))
+        prompt = joined(slots, torch.cat([seen, mask[:, capacity:]], dim=1))
+        return GraphCall(positions, mask, past, every, prompt, layers)
 
 
 @contextmanager
@@ -302,7 +329,7 @@ def text_input(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, tor
 
 
 class MatMul(nn.Module):
-    """A matrix product as a module, so that its node gets a name."""
+    """A GEMM as a module, so that its node gets a name."""
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Multiply `a` [..., n, k] by `b` [..., k, m]."""
@@ -340,10 +367,10 @@ class QuantizedAttention(nn.Module):
         batch, heads, seq, size = query.shape
         kv_heads, length = key.shape[1:3]
         grouped = query.reshape(batch, kv_heads, heads // kv_heads * seq, size)
-        products = self.scores(self.q(grouped), self.k(key).transpose(-1, -2))
+        raw_scores = self.scores(self.q(grouped), self.k(key).transpose(-1, -2))
         if self.scores_halves is not None:
-            products = self.scores_halves(products)
-        scores = products.float().reshape(batch, heads, seq, length) * scale
+            raw_scores = self.scores_halves(raw_scores)
+        scores = raw_scores.float().reshape(batch, heads, seq, length) * scale
         weights = weights_of(scores, allowed, softcap).reshape((*grouped.shape[:3], length))
         output: torch.Tensor = self.values(self.p(weights), self.v(value))
         if self.values_halves is not None:
@@ -373,7 +400,7 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
-            layers[name] = GraphLinear(linear, quantized, name == members[0], plan)
+            layers[name] = GraphLinear(linear, quantized, name == members[0], plan, name in plan.tensor_weights)
     replace_linears(model, layers)
     for name, experts in places.items():
         model.set_submodule(name, GraphExperts(experts))
@@ -383,7 +410,10 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
             module.fp8q_attention = QuantizedAttention(plan)
         vars(module)["fp8q_plain"] = len(places) > MIXED_LAYERS or (bool(places) and _parallel(model, name))
         module.fp8q_k, module.fp8q_v = (
-            QuantizedCache(plan.dtype, plan.cache_heads.get(tensor)) if tensor in plan.cache else PlainCache()
-            for tensor in (f"{name}.k", f"{name}.v")
+            QuantizedCache(plan.dtype, plan.cache_heads.get(f"{name}.{part}"), torch.float32 if part == "k" else None)
+            if f"{name}.{part}" in plan.cache
+            else PlainCache()
+            for part in "kv"
         )
+        module.fp8q_step = StepAttention(plan.dtype)
     return Graph(model.eval())

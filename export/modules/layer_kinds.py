@@ -23,7 +23,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from ...calibrate.model.products import attention_modules
+from ...calibrate.model.gemms import attention_modules
 from . import operators
 
 #: So many layers of a kind are traced: first, second, last.
@@ -132,7 +132,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class OwnIndex:
+class LayerIndex:
     """Replaces a layer's index during tracing: only the cache may use the number."""
 
     number: int
@@ -182,7 +182,7 @@ def skip(model: nn.Module, prefix: str, kinds: Sequence[Kind]) -> None:
             _watch(layer, call)
             for module in layer.modules():
                 if getattr(module, "layer_idx", None) == index:
-                    vars(module)["layer_idx"] = OwnIndex(index)
+                    vars(module)["layer_idx"] = LayerIndex(index)
         for index in kind.skipped:
             layer = model.get_submodule(f"{prefix}{index}")
             SkippedLayer.strip(layer)

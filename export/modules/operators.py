@@ -13,6 +13,7 @@ import onnx
 import torch
 
 from ...quantize.codes.encoding import CODE, encode, encode_int8
+from . import cached_attention
 
 if TYPE_CHECKING:
     from onnxscript.values import Op
@@ -195,7 +196,7 @@ def mark(
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """The ONNX form of the operators, for `torch.onnx.export(custom_translation_table=…)`."""
-    return {**_of_codes(), **_of_positions(), **_of_marks()}
+    return {**_of_codes(), **_of_positions(), **_of_marks(), **cached_attention.onnx_forms()}
 
 
 # what is inside of these functions is traced by onnxscript, whose values have no public type

@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...calibrate.model.products import attention_modules
+from ...calibrate.model.gemms import attention_modules
 
 
 def replaceable(model: PreTrainedModel) -> bool:
@@ -98,7 +98,7 @@ def _attended(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
 
 
 def _heads(qkv: torch.Tensor, kv_heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values [batch, heads, length, size] of a fused product with the layout: queries of a key head,
+    """Queries, keys and values [batch, heads, length, size] of a fused GEMM with the layout: queries of a key head,
     key, value.
 
     Heads are made first and separated behind the transposition; otherwise TensorRT-RTX cuts the weight and multiplies

@@ -18,9 +18,10 @@ from transformers import AttentionInterface, DynamicCache
 
 from ...calibrate.input.untrusted import error_text
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.model.caches import keeps_states, new_cache
 from ...calibrate.model.classes import code_of
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules, cache_shapes
+from ...calibrate.model.gemms import attention_modules, cache_shapes
 from .graph_model import text_input
 from .replaced_attention import fix_frequencies, replace, replaceable, restore
 
@@ -55,17 +56,19 @@ def unsupported(model: "PreTrainedModel") -> str | None:
     """Name the feature of `model` (on the meta device or not) that prevents a graph, with the architecture's name; None
     where there is none.
 
-    1. More experts than are worth a branch each. 2. Attention outside transformers' interface that cannot be replaced
-    (`replaced_attention`). 3. Positions that are counted from the cache, whose length here is its capacity, or from the
-    padding token: the graph's begin at 0. 4. A graph at which the builder crashes. 5. A cache written by modules
-    without a layer index. 6. An attention that does more than the graph's, or a cache of other shapes
-    (`seen_in_a_pass`).
+    0. A cache that holds something else than keys and values. 1. More experts than are worth a branch each. 2.
+    Attention outside transformers' interface that cannot be replaced (`replaced_attention`). 3. Positions that are
+    counted from the cache, whose length here is its capacity, or from the padding token: the graph's begin at 0. 4. A
+    graph at which the builder crashes. 5. A cache written by modules without a layer index. 6. An attention that does
+    more than the graph's, or a cache of other shapes (`seen_in_a_pass`).
     """
     reason = _unsupported(model, model.config.get_text_config())
     return f"{type(model).__name__} {reason}" if reason else None
 
 
 def _unsupported(model: "PreTrainedModel", text: "PreTrainedConfig") -> str | None:
+    if keeps_states(text):
+        return "keeps more than keys and values (a recurrent state, or an indexer's keys), which the graph does not"
     if (number := sum(len(experts.experts) for experts in experts_of(model).values())) > MOST_BRANCHES:
         return (
             f"has {number:,} experts in its layers, each a branch of the graph, and engines of more than "
@@ -117,7 +120,7 @@ class Looked:
             )
         return query.new_empty(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
 
-    def cache(self, layers: Mapping[int, str]) -> DynamicCache:
+    def cache(self, model: "PreTrainedModel", layers: Mapping[int, str]) -> DynamicCache:
         """Make a cache whose layers record the shapes that they receive."""
 
         def note(layer: int) -> ObservedLayer:
@@ -126,9 +129,7 @@ class Looked:
 
             return ObservedLayer(see)
 
-        cache = DynamicCache()
-        cache.layers = [note(layer) for layer in sorted(layers)]
-        return cache
+        return new_cache(model, {layer: note(layer) for layer in layers})
 
 
 def seen_in_a_pass(
@@ -144,7 +145,7 @@ def seen_in_a_pass(
     ids = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:
         with attending_with(model, looked), torch.inference_mode():
-            model(**text_input(model, ids), past_key_values=looked.cache(layers), use_cache=True)
+            model(**text_input(model, ids), past_key_values=looked.cache(model, layers), use_cache=True)
     except Exception as error:  # noqa: BLE001  # whatever a model's own code raises
         return f"cannot be run on shapes alone ({error_text(error)})"
     if looked.reasons:

@@ -1,33 +1,78 @@
 """Index an ONNX graph for the rules: producers and readers of values, values on FP8 codes, and the operands of each
-matrix product.
+GEMM.
 
 Graphs have 100,000 nodes, and chains of any length. So properties of values are computed once for all values, in the
-order of the nodes, from the properties of a node's inputs: no rule walks back from each product.
+order of the nodes, from the properties of a node's inputs: no rule walks back from each GEMM.
 
 ONNX asks for nodes in topological order (F313), and most files have it; a file that does not is sorted and checked all
 the same (`in_order`).
 
 No weight is read. Constants are read one at a time, and only scales and zero points.
+
+The branches of an `If` count as parts of the graph around it: fp8q writes each expert as a branch, with its GEMMs. A
+branch may read values from before it, and nothing outside reads its values. So its nodes are checked as if they stood
+in front of the `If`, as long as no name in the file stands for two values. The bodies of loops are not checked: their
+nodes run several times, on other values.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import onnx
-from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, ValueInfoProto
 
 from . import names
-from .bodies import graph_and_branches, nodes_of, one_value_a_name
 from .constants import Constants, Numbers
 from .external import Storage
 from .tensors import attribute, constant_of, every_tensor
 
+_BODIES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+
+def branches(node: NodeProto) -> list[GraphProto]:
+    """The branches of an If; none for any other node."""
+    return [entry.g for entry in node.attribute if entry.type == AttributeProto.GRAPH] if node.op_type == "If" else []
+
+
+def has_body(node: NodeProto) -> bool:
+    """Tell whether a node has a body of any kind."""
+    return any(entry.type in _BODIES for entry in node.attribute)
+
+
+def graph_and_branches(graph: GraphProto) -> Iterator[GraphProto]:
+    """Return `graph` and all branches in it, inner branches first."""
+    for node in graph.node:
+        for branch in branches(node):
+            yield from graph_and_branches(branch)
+    yield graph
+
+
+def nodes_of(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of `graph` and of all branches in it; those of a branch come before its If."""
+    for node in graph.node:
+        for branch in branches(node):
+            yield from nodes_of(branch)
+        yield node
+
+
+def made_in(graph: GraphProto) -> list[str]:
+    """The names of all values and tensors of `graph` and its branches, with repetitions."""
+    stored = [tensor.name for part in graph_and_branches(graph) for tensor in part.initializer]
+    return [*stored, *(name for node in nodes_of(graph) for name in node.output if name)]
+
+
+def one_value_a_name(graph: GraphProto) -> bool:
+    """Tell whether every value and tensor in the graph and its branches has a name of its own."""
+    inside = {name for node in graph.node for branch in branches(node) for name in made_in(branch)}
+    return all(count == 1 for name, count in Counter(made_in(graph)).items() if name in inside) if inside else True
+
+
 #: The FP8 element types of ONNX.
 FP8_TYPES = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ)
-PRODUCTS = ("MatMul", "Gemm", "Conv")
+GEMM_OPS = ("MatMul", "Gemm", "Conv")
 #: Operators that only move values or change their type. These, and arithmetic with a constant, may stand between a GEMM
 #: and the DequantizeLinear of its operand.
 _MOVING = frozenset(
@@ -49,7 +94,7 @@ _MOVING = frozenset(
 _CARRYING = _MOVING - {"Cast"} | {"Concat", "TensorScatter"}
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub")
 #: Operators whose inputs are checked in any domain.
-READ = (*PRODUCTS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Constant")
+READ = (*GEMM_OPS, "QuantizeLinear", "DequantizeLinear", "Cast", "Identity", "Constant")
 
 
 @dataclass(frozen=True)
@@ -72,8 +117,8 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product and its two operands, in order."""
+class GraphGemm:
+    """A GEMM and its two operands, in order."""
 
     node: NodeProto
     operands: tuple[Operand, Operand]
@@ -195,16 +240,16 @@ class Indexed:
         ]
 
     @cached_property
-    def products(self) -> list[Product]:
-        """Every matrix product of the graph, quantized or not."""
+    def gemms(self) -> list[GraphGemm]:
+        """Every GEMM of the graph, quantized or not."""
         return [
-            Product(node, (self.operand(node.input[0]), self.operand(node.input[1])))
+            GraphGemm(node, (self.operand(node.input[0]), self.operand(node.input[1])))
             for node in self.nodes
-            if node.op_type in PRODUCTS
+            if node.op_type in GEMM_OPS
         ]
 
     def operand(self, value: str) -> Operand:
-        """The operand of a product behind one of its inputs."""
+        """The operand of a GEMM behind one of its inputs."""
         return self._operands.get(value, Operand())
 
     @cached_property
@@ -248,7 +293,7 @@ class Indexed:
         return constants
 
     def behind(self, value: str) -> NodeProto | None:
-        """The only DequantizeLinear of FP8 codes that a value is computed from, by any operators but products; None
+        """The only DequantizeLinear of FP8 codes that a value is computed from, by any operators but GEMMs; None
         where there is none or several.
         """
         return self._behind.get(value)
@@ -257,7 +302,7 @@ class Indexed:
     def _behind(self) -> Mapping[str, NodeProto]:
         sources: dict[str, NodeProto] = {}
         for node in self.ordered:
-            if node.op_type in PRODUCTS:
+            if node.op_type in GEMM_OPS:
                 continue
             if node.op_type == "DequantizeLinear" and node.input[0] in self.codes:
                 sources |= dict.fromkeys(node.output, node)

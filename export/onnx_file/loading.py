@@ -16,7 +16,7 @@ from ...core.errors import InputError
 from ...core.files import regular_file
 from .indexed import Indexed
 
-#: How many nodes, attributes, tensors and so on a graph may have: twice those of 45,000 products written one by one,
+#: How many nodes, attributes, tensors and so on a graph may have: twice those of 45,000 GEMMs written one by one,
 #: the experts of the largest open models. A file of a few bytes for each could keep a reader busy for days.
 MOST_MESSAGES = 2_000_000
 #: Protobuf's limit for one message, and so for an ONNX file, in bytes.

@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 #: The input that says which positions' logits are asked for.
 LOGITS_INDICES = "logits_indices"
+#: Slots of a block of the cache: `serve.loop.cache.BLOCK`, which is copied to where this is not. A test holds them
+#: equal.
+BLOCK = 64
 #: The results of attention's two matmuls, in order.
-ATTENTION_PRODUCTS = ("scores", "values")
+ATTENTION_GEMMS = ("scores", "values")
 _MODULE = re.compile(
     r"(?P<module>.+)\.(?:matmul(?:\.rescale(?:_cast)?)?|bias_add|attention|weight\.dequantize"
     r"|input\.(?:first\.)?(?:de)?quantize|halves|terms_add|narrow"
     r"|[qp]\.attention_first_(?:de)?quantize|attention_(?:scores|values)_(?:halves|terms_add)"
-    r"|[kv]\.(?:quantize|dequantize|dequantize_past)"
+    r"|[kv]\.(?:quantize|dequantize|dequantize_past|dequantize_step)|step_(?:scores|values)"
     r"|[qkvp]\.attention_(?:de)?quantize|attention_(?:scores|values))"
 )
 
@@ -28,25 +31,25 @@ class Pair(NamedTuple):
 
 
 class TwoTermNodes(NamedTuple):
-    """The Split of a product in two terms, and the Add of its halves."""
+    """The Split of a GEMM in two terms, and the Add of its halves."""
 
     split: str
     add: str
 
 
 def matmul(module: str) -> str:
-    """The product of module M."""
+    """The GEMM of module M."""
     return f"{module}.matmul"
 
 
-def rescale(product: str) -> str:
-    """The Mul that applies the scales of a weight behind a product."""
-    return f"{product}.rescale"
+def rescale(gemm: str) -> str:
+    """The Mul that applies the scales of a weight behind a GEMM."""
+    return f"{gemm}.rescale"
 
 
-def rescale_cast(product: str) -> str:
+def rescale_cast(gemm: str) -> str:
     """The Cast behind that Mul, to the compute type of the graph."""
-    return f"{product}.rescale_cast"
+    return f"{gemm}.rescale_cast"
 
 
 def bias_add(module: str) -> str:
@@ -75,12 +78,12 @@ def first_pair(module: str) -> Pair:
 
 
 def two_term_nodes(module: str) -> TwoTermNodes:
-    """Name the nodes behind M's product in two terms."""
+    """Name the nodes behind M's GEMM in two terms."""
     return TwoTermNodes(f"{module}.halves", f"{module}.terms_add")
 
 
 def narrow(module: str) -> str:
-    """The Cast behind M's product in two terms, from FP32 to the compute type."""
+    """The Cast behind M's GEMM in two terms, from FP32 to the compute type."""
     return f"{module}.narrow"
 
 
@@ -94,14 +97,29 @@ def cache_dequantize_past(module: str, part: str) -> str:
     return f"{module}.{part}.dequantize_past"
 
 
+def cache_dequantize_step(module: str, part: str) -> str:
+    """DequantizeLinear of A's past keys or values for the GEMMs of a call of one token, where it is another one."""
+    return f"{module}.{part}.dequantize_step"
+
+
+def step_gemm(module: str, gemm: str) -> str:
+    """The GEMM of A's attention for `scores` or `values` in a call of one token, over the past as it lies."""
+    return f"{module}.step_{gemm}"
+
+
+def is_step_gemm(node: str) -> bool:
+    """Tell whether a node is a `step_gemm`."""
+    return node.endswith(tuple(f".step_{gemm}" for gemm in ATTENTION_GEMMS))
+
+
 def attention_pair(module: str, part: str) -> Pair:
-    """Q and DQ in front of a product of A's attention; parts q, k, v, and p for probabilities."""
+    """Q and DQ in front of a GEMM of A's attention; parts q, k, v, and p for probabilities."""
     return Pair(f"{module}.{part}.attention_quantize", f"{module}.{part}.attention_dequantize")
 
 
-def attention_product(module: str, product: str) -> str:
-    """The product of A's attention for `scores` or `values`."""
-    return f"{module}.attention_{product}"
+def attention_gemm(module: str, gemm: str) -> str:
+    """The GEMM of A's attention for `scores` or `values`."""
+    return f"{module}.attention_{gemm}"
 
 
 def attention_first_pair(module: str, part: str) -> Pair:
@@ -109,13 +127,13 @@ def attention_first_pair(module: str, part: str) -> Pair:
     return Pair(f"{module}.{part}.attention_first_quantize", f"{module}.{part}.attention_first_dequantize")
 
 
-def attention_halves(module: str, product: str) -> TwoTermNodes:
-    """Name the nodes behind a product of A's attention in two terms."""
-    return TwoTermNodes(f"{module}.attention_{product}_halves", f"{module}.attention_{product}_terms_add")
+def attention_halves(module: str, gemm: str) -> TwoTermNodes:
+    """Name the nodes behind a GEMM of A's attention in two terms."""
+    return TwoTermNodes(f"{module}.attention_{gemm}_halves", f"{module}.attention_{gemm}_terms_add")
 
 
-def product_of(node: str) -> str:
-    """The name of a product in tables: its module, or the node where a module has several products (attention) or there
+def gemm_name(node: str) -> str:
+    """The name of a GEMM in tables: its module, or the node where a module has several GEMMs (attention) or there
     is none.
     """
     module = module_of(node) or ""

@@ -16,11 +16,11 @@ from typing import Literal
 
 from torch import nn
 
-from ...calibrate.model.classes import non_text_modules, own_attention
+from ...calibrate.model.classes import needed_attention, non_text_modules
 from ...calibrate.model.expert_modules import experts_of
-from ...calibrate.model.products import attention_modules, output_channel_axis
+from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
-from ..reading.quantization_config import OWN_FORM
+from ..reading.quantization_config import FP8Q_FORM
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
 from ..scales.policy import mixed_experts_warning
@@ -28,7 +28,7 @@ from ..scales.policy import mixed_experts_warning
 #: The `quantization_config` of a checkpoint that Hugging Face's loaders cannot load: it names no `quant_method`, at
 #: which transformers stops with a ValueError.
 UNLOADABLE = {
-    "format": OWN_FORM,
+    "format": FP8Q_FORM,
     "reason": (
         "FP8 codes in Conv1D modules, for which compressed-tensors has no form; fp8q and the graphs that it exports "
         "serve this checkpoint, transformers and vLLM cannot"
@@ -36,7 +36,7 @@ UNLOADABLE = {
 }
 #: The `quantization_config` of the INT8 weights that FP8 is compared with.
 INTEGERS = {
-    "format": OWN_FORM,
+    "format": FP8Q_FORM,
     "reason": (
         "INT8 codes for the ONNX graphs beside them; transformers and vLLM cannot load this, `model/` in the "
         "run is for them"
@@ -62,13 +62,13 @@ class HfLayout:
     - `modules`: the quantized modules.
     - `loadable`: whether transformers and vLLM can load them.
     - `cache`: whether the checkpoint has scales of a cache that they read.
-    - `wide_cache`: layer index -> attention module, of the layers that stay wide where the cache is in FP8.
+    - `bf16_cache`: layer index -> attention module, of the layers that stay in BF16 where the cache is in FP8.
     - `no_graph`: why no ONNX graph can be made of the model.
     - `attention`: the implementation that transformers must be told to use, where its default computes another result.
     - `non_text`: the modules that text does not reach, which are not quantized.
     - `positions`: the number of positions that a graph serves, where that is fewer than the model's.
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
-    - `experts`: the products of experts.
+    - `experts`: the GEMMs of experts.
     - `layers`: the modules that each hold the experts of one layer.
     - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `mtp_from_codes`:
       whether the source has codes of them.
@@ -84,7 +84,7 @@ class HfLayout:
     stored: Mapping[str, str] = field(default_factory=dict)
     experts: frozenset[str] = frozenset()
     layers: tuple[str, ...] = ()
-    wide_cache: Mapping[int, str] = field(default_factory=dict)
+    bf16_cache: Mapping[int, str] = field(default_factory=dict)
     mtp: tuple[str, ...] = ()
     mtp_from_codes: bool = False
 
@@ -144,8 +144,8 @@ class HfLayout:
 
     @property
     def vllm_skips(self) -> str:
-        """The arguments by which vLLM leaves the same layers wide; empty where there are none."""
-        return f"{SKIP_LAYERS} {' '.join(map(str, self.wide_cache))}" if self.cache and self.wide_cache else ""
+        """The arguments by which vLLM leaves the same layers in BF16; empty where there are none."""
+        return f"{SKIP_LAYERS} {' '.join(map(str, self.bf16_cache))}" if self.cache and self.bf16_cache else ""
 
     @property
     def limit(self) -> str | None:
@@ -223,7 +223,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
-        attention=own_attention(source.config),
+        attention=needed_attention(source.config),
         non_text=non_text_modules(model),
         positions=source.served_positions if fewer else None,
         stored=stored,
@@ -231,7 +231,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         layers=tuple(layers),
         mtp=source.mtp,
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
-        wide_cache={
+        bf16_cache={
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },
     )

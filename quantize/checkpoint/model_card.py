@@ -23,7 +23,7 @@ CARD = """\
 
 # {name}, FP8
 
-{architecture} quantized by fp8q: E4M3 weights with one scale per output channel, {activations}, {cache}.
+{architecture} quantized by fp8q: E4M3 weights with one scale per {unit}, {activations}, {cache}.
 {terms}{given}{adapters}{quantized}; embeddings, norms and {skipped} \
 stay in BF16.
 
@@ -94,9 +94,17 @@ DYNAMIC = """\
 config.json says so in compressed-tensors' form, which vLLM, SGLang, TensorRT-LLM and transformers read.
 
 """
+#: The paragraph on GEMMs in block form.
+BLOCKS = """\
+**In blocks**: the weights of {modules} have a scale for each block of 128 x 128, and their inputs one for each
+128 values of a token, amax / 448, which is computed where it is served. config.json says so in compressed-tensors'
+form, which vLLM, SGLang and TensorRT-LLM read.
+
+"""
 #: The activations, by what scales they have.
 STATIC = "E4M3 activations with one static\nscale per tensor"
 DYNAMIC_SCALES = "E4M3 activations with one\nscale per token"
+GROUP_SCALES = "E4M3 activations with one\nscale per 128 values of a token"
 IN_BF16 = "activations in BF16"
 #: The paragraph on an FP8 source checkpoint.
 FP8_SOURCE = """\
@@ -123,7 +131,7 @@ quantized: W + s · B A, rounded to BF16.
 
 """
 #: The paragraph on adapters beside the weights.
-BESIDE = """\
+UNMERGED_ADAPTERS = """\
 **With adapters beside it**: {names} in `adapters/`, as PEFT wrote them. The weights are the base's alone; the scales
 of activations were measured on the base and with each adapter on, and serve all of them. A graph `model.NAME.onnx` is
 the base with one adapter, in the compute type beside the FP8 products.
@@ -150,8 +158,8 @@ HOSTED = {
     "keep it as said.",
     "kv": "The layout is the one vLLM documents: `vllm serve path/to/this/directory --kv-cache-dtype fp8`.",
 }
-#: Used in place of `HOSTED` where the cache of some layers stays wide.
-HOSTED_WIDE = """\
+#: Used in place of `HOSTED` where the cache of some layers stays in BF16.
+HOSTED_BF16_LAYERS = """\
 The layout is the one vLLM documents, which has no field for layers whose cache stays wide. vLLM is told of them by
 their numbers:
 
@@ -187,7 +195,7 @@ compressed-tensors has no FP8 form. `from_pretrained` stops with an error about 
 ONNX run it."""
 
 #: Used in place of `HOSTED` where compressed-tensors takes no cache scales for the architecture.
-CACHE_BESIDE = f"""\
+CACHE_SCALES_APART = f"""\
 The layout is the one vLLM documents, but compressed-tensors does not know this architecture's attention:
 config.json names no scheme for the cache, the scales are in `{CACHE_FILE}`, and vLLM and transformers keep the cache
 in the compute type. fp8q's graphs and engines keep it as said."""
@@ -202,14 +210,15 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
     return CARD.format(
         name=markdown_text(name),
         architecture=markdown_text(architecture),
-        cache=CACHES[scales.cache_parts].format(per=scales.cache_unit) + _wide_layers(form),
+        cache=CACHES[scales.cache_parts].format(per=scales.cache_unit) + _bf16_cache_layers(form),
         terms=_terms(scales)
         + (HEADS if scales.per_head and form.cache else "")
         + (QUERIES if scales.queries and form.cache else ""),
         given=(_fp8_source(scales) if from_fp8 else "") + _towers(form) + _mtp(form),
         adapters=_adapters(source, form),
-        activations=STATIC if scales.static_inputs else DYNAMIC_SCALES if scales.activations else IN_BF16,
-        quantized=_products(scales),
+        unit=_unit(scales),
+        activations=_activations(scales),
+        quantized=_gemm_counts(scales),
         skipped=skipped or "nothing else",
         tags="library_name: transformers\ntags: [fp8, compressed-tensors]" if form.loadable else "tags: [fp8]",
         loading=_loading(markdown_text(architecture), scales, form),
@@ -219,12 +228,29 @@ def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = 
     )
 
 
-def _wide_layers(form: HfLayout) -> str:
-    """Name the layers whose cache stays wide beside others in FP8; empty where there are none."""
-    if not form.wide_cache:
+def _activations(scales: Scales) -> str:
+    """Name the scales of inputs that are codes."""
+    if scales.static_inputs or not scales.activations:
+        return STATIC if scales.static_inputs else IN_BF16
+    return DYNAMIC_SCALES if scales.dynamic_inputs else GROUP_SCALES
+
+
+def _unit(scales: Scales) -> str:
+    """Name the part of a weight that has one scale, and who shares it."""
+    if scales.block_inputs and len(scales.block_inputs) == len(scales.weights):
+        return "block of 128 x 128"
+    if not scales.tensor_weights:
+        return "output channel"
+    some = "" if len(scales.tensor_weights) == len(scales.weights) else " (of experts one per output channel)"
+    return f"tensor{some}, the same for those that servers join"
+
+
+def _bf16_cache_layers(form: HfLayout) -> str:
+    """Name the layers whose cache stays in BF16 beside others in FP8; empty where there are none."""
+    if not form.bf16_cache:
         return ""
-    several = len(form.wide_cache) > 1
-    return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.wide_cache))})"
+    several = len(form.bf16_cache) > 1
+    return f" (but not in layer{'s' if several else ''} {', '.join(map(str, form.bf16_cache))})"
 
 
 def _graphs(form: HfLayout) -> str:
@@ -243,19 +269,20 @@ def _terms(scales: Scales) -> str:
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
     text += ONE_TERM_COST.format(cost=NOT_MEASURED) if text else ""
     text += DYNAMIC.format(modules=_some(scales.dynamic_inputs, scales)) if scales.dynamic_inputs else ""
+    text += BLOCKS.format(modules=_some(scales.block_inputs, scales)) if scales.block_inputs else ""
     return text + (WEIGHTS_ALONE.format(modules=_some(scales.bf16_inputs, scales)) if scales.bf16_inputs else "")
 
 
-def _products(scales: Scales) -> str:
-    """Count the products by the sides that are codes."""
-    both, alone = len(scales.promised), len(scales.bf16_inputs)
+def _gemm_counts(scales: Scales) -> str:
+    """Count the GEMMs by the sides that are codes."""
+    both, alone = len(scales.fp8_gemms), len(scales.bf16_inputs)
     parts = [f"{both} matrix products run on FP8 codes on both sides"] if both else []
     parts += [f"{alone} {'others' if both else 'matrix products'} have FP8 weights alone"] if alone else []
     return ", ".join(parts)
 
 
 def _some(modules: list[str], scales: Scales) -> str:
-    """Name the first four of `modules`, or all of the FP8 products at once."""
+    """Name the first four of `modules`, or all of the FP8 GEMMs at once."""
     more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
     few = ", ".join(map(markdown_code, modules[:4])) + more
     return "every FP8 product" if len(modules) == len(scales.weights) else few
@@ -289,7 +316,7 @@ def _adapters(source: Source, form: HfLayout) -> str:
     names = [adapter.name for adapter in source.adapters]
     rank = max(part.rank for adapter in source.adapters for part in adapter.parts.values())
     hosted = HOSTED_ADAPTERS.format(first=names[0], rank=rank) if form.loadable else ""
-    return BESIDE.format(names=", ".join(map(markdown_code, names)), vllm=hosted)
+    return UNMERGED_ADAPTERS.format(names=", ".join(map(markdown_code, names)), vllm=hosted)
 
 
 def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
@@ -299,14 +326,14 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
-        dynamic = form.experts.issubset(scales.dynamic_inputs)
+        dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.bf16_inputs)
         static = "" if dynamic else STATIC_EXPERTS.format(file=EXPERT_FILE)
         vllm = PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS.format(static=static)
         alone = not remark and not form.experts.isdisjoint(scales.bf16_inputs)
         return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
-    hosted = CACHE_BESIDE if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]
+    hosted = CACHE_SCALES_APART if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]
     return LOADABLE.format(
         auto="AutoModelForMultimodalLM" if form.towers else "AutoModelForCausalLM",
         attention=f', attn_implementation="{form.attention}"' if form.attention else "",
-        hosted=HOSTED_WIDE.format(skips=form.vllm_skips) if form.vllm_skips else hosted,
+        hosted=HOSTED_BF16_LAYERS.format(skips=form.vllm_skips) if form.vllm_skips else hosted,
     )

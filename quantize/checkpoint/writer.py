@@ -1,6 +1,7 @@
 """Write the FP8 checkpoint: a Hugging Face directory in compressed-tensors "float-quantized" form.
 
-Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1], and `input_scale` F32 [1] unless
+Each quantized module has `weight` F8_E4M3 [out, in] and `weight_scale` F32 [out, 1] ([1] where all of the weight has
+one scale, [blocks, blocks] where each block of 128 x 128 has its own), and `input_scale` F32 [1] unless
 its input stays in BF16 or has a scale for each token; each attention module with an FP8 cache has `k_scale` and
 `v_scale` F32 [1], or [heads, 1, 1] where each head has a scale, and `q_scale` where that was asked for, which vLLM
 alone expects. transformers loads this layout, vLLM documents it, and the ONNX graph reads the same bytes. Tensors go
@@ -12,40 +13,126 @@ Parts that Hugging Face's loaders cannot load (`hf_layout`) are written for fp8q
 lie in `CACHE_FILE`. The static input scales of experts lie in `EXPERT_FILE`, since vLLM's experts with a scale for each
 channel scale each token. The index names neither file, so that other loaders ignore them. Experts keep their names in
 the source.
+
+Tokenizer and chat templates are written beside the weights, so that servers read texts as they were calibrated. fp8q's
+runtimes read tokenizer.json, vLLM what AutoTokenizer makes of the files. Where the two differ in the source,
+the chosen one is written so that both are it, as far as transformers allows: it builds the tokenizers of some model
+types (qwen2) by rules of its own, whatever the files say.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
+from ...calibrate.checkpoint.companions import GENERATION, TOKENIZER
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import INDEX
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
+from ...calibrate.model.tokenizer import auto_of, auto_tokenizer, companion_directory, difference
 from ...core.errors import InputError
 from ...core.reporter import Reporter
-from ...core.run import CARD
+from ...core.run_files import CARD
+from ..codes.blocks import SIDE
 from ..codes.formats import E4M3, INT8
 from ..reading.dequantized import fp8_source
-from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, OWN_CONFIG, OWN_POSITIONS, patterns_of
+from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, FP8Q_CONFIG, FP8Q_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
 from ..weights.channels import QuantizedWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
 from .narrowing import Narrowing
 from .ties import TIE, Ties, ties_of
-from .tokenizer_files import write_companions
+
+CONFIG = "tokenizer_config.json"
+#: The field of the tokens that end a text.
+END = "eos_token_id"
+#: The class of transformers that takes tokenizer.json as it is, by the name that all versions know.
+PLAIN = "PreTrainedTokenizerFast"
+#: Fields by which AutoTokenizer chooses another class, or changes what the file puts around a text.
+CHANGES = ("auto_map", "add_bos_token", "add_eos_token")
+
+
+def write_companions(source: Source, directory: Path) -> str | None:
+    """Copy what lies beside the weights of `source` to `directory`, which has its config.json, and let both tokenizers
+    there be the chosen one.
+
+    Returns a note where AutoTokenizer reads texts in another way all the same; None otherwise.
+    """
+    for name, file in source.companions.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, directory / name)
+    with companion_directory(source) as where:
+        auto = auto_tokenizer(source, where)
+        agree = not (where / TOKENIZER).is_file() or difference(where, auto) is None
+    if source.merged:
+        _end_as(directory, auto.eos_token_id)
+    if agree:
+        return None
+    if source.tokenizer == "auto":
+        if (made := getattr(auto, "backend_tokenizer", None)) is None:
+            return f"model/{TOKENIZER}: is not what AutoTokenizer makes of the files, which runs code of its own"
+        plain = Tokenizer.from_str(made.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+        plain.save(str(directory / TOKENIZER))
+    else:
+        _read_as_it_is(directory)
+    return _remaining(directory)
+
+
+def _end_as(directory: Path, end: int | None) -> None:
+    """Let a text end at the token `end` too, by generation_config.json in `directory`: the tokenizer of an adapter may
+    have another one than its base.
+    """
+    file = directory / GENERATION
+    fields = json.loads(file.read_bytes()) if file.is_file() else {}
+    config = json.loads((directory / "config.json").read_bytes())
+    end_ids = fields.get(END, (config.get("text_config", {}) | config).get(END))
+    known = end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids]
+    if end is not None and end not in known:
+        file.write_text(json.dumps(fields | {END: [*known, end]}, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_as_it_is(directory: Path) -> None:
+    """Let AutoTokenizer take the tokenizer.json in `directory` as it is, by tokenizer_config.json, if that can be."""
+    file = directory / CONFIG
+    before = file.read_bytes() if file.is_file() else None
+    fields = json.loads(before) if before else {}
+    plain = {key: value for key, value in fields.items() if key not in CHANGES} | {"tokenizer_class": PLAIN}
+    file.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if _remaining(directory) is None:
+        return
+    if before is None:
+        file.unlink()
+    else:
+        file.write_bytes(before)
+
+
+def _remaining(directory: Path) -> str | None:
+    """Describe how the tokenizers in `directory` differ; None where they agree."""
+    mismatch: str | None = "AutoTokenizer does not load it"
+    with suppress(OSError, ValueError, ImportError):
+        mismatch = difference(directory, auto_of(directory))
+    return mismatch and (
+        f"model/{TOKENIZER}: {mismatch}; transformers has rules of its own for this type of model, so that vLLM reads "
+        "other tokens than were calibrated: send it token ids, or calibrate with --tokenizer auto"
+    )
+
 
 SHARD_BYTES = 512 << 20
-#: The products of experts, as a pattern of compressed-tensors.
+#: The GEMMs of experts, as a pattern of compressed-tensors.
 EXPERTS = r"re:.*\.experts\.\d+\..*"
 
 
@@ -176,7 +263,8 @@ class ModuleQuantizer:
         """
         axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
         # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
-        inherits = self.rounding.learned is None and inherited is not None and axis == 0
+        scaling = self.rounding.scaling
+        inherits = self.rounding.learned is None and axis == 0 and module not in scaling.blocks
         quantized: QuantizedWeight | Skipped | None = inherited.get(module) if inherits and inherited else None
         if quantized is None:
             rows = weight().movedim(axis, 0).contiguous()
@@ -184,13 +272,13 @@ class ModuleQuantizer:
         if isinstance(quantized, Skipped):
             return quantized
         method = f"{quantized.summary.method}{inherited.blocks(module) if inherited else ''}"
-        tensors = {
-            f"{name}.weight": quantized.codes.movedim(0, axis),
-            f"{name}.weight_scale": quantized.scale[:, None].movedim(0, axis),
-        }
+        in_one, scale = module in scaling.tensor_scales, quantized.scale
+        stored = scale[:1] if in_one else scale if scale.dim() == 2 else scale[:, None].movedim(0, axis)
+        tensors = {f"{name}.weight": quantized.codes.movedim(0, axis), f"{name}.weight_scale": stored}
         if (activation := self.scales.static_inputs.get(module)) is not None:
             tensors[f"{name}.input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
-        return quantized.summary.model_copy(update={"axis": axis, "method": method}), tensors
+        fields = {"axis": axis, "method": method} | ({"granularity": "tensor"} if in_one else {})
+        return quantized.summary.model_copy(update=fields), tensors
 
 
 class ShardWriter:
@@ -234,38 +322,76 @@ class ShardWriter:
         self.pending = {}
 
 
+@dataclass(frozen=True)
+class DeclaredInputs:
+    """The modules whose inputs are not quantized (`bf16`), have a scale for each token (`dynamic`), or for each 128
+    values of a token, with weights in blocks (`block`); None: all modules that the others do not name.
+    """
+
+    bf16: Sequence[str] | None = ()
+    dynamic: Sequence[str] | None = ()
+    block: Sequence[str] | None = ()
+
+
+def declared_inputs(scales: Scales, form: HfLayout) -> DeclaredInputs:
+    """Name the modules of each form in `scales` as the files do."""
+    bf16, dynamic, block = (
+        sorted(map(form.in_files, modules))
+        for modules in (scales.bf16_inputs, scales.dynamic_inputs, scales.block_inputs)
+    )
+    if scales.static_inputs:
+        return DeclaredInputs(bf16, dynamic, block)
+    if dynamic:
+        return DeclaredInputs(bf16, None, block)
+    return DeclaredInputs(bf16, (), None) if block else DeclaredInputs(None)
+
+
 def quantization_config(
     ignore: Sequence[str],
     cache: Literal["tensor", "attn_head"] | None,
     experts: bool = False,
-    bf16_inputs: Sequence[str] | None = (),
-    dynamic_inputs: Sequence[str] | None = (),
+    named: DeclaredInputs = DeclaredInputs(),
+    tensor_weights: bool = False,
 ) -> dict[str, object]:
     """Make the `quantization_config` of config.json by compressed-tensors' own schema.
 
     `ignore`: the modules that stay in BF16; `cache`: whose values share a scale of the cache, None where it has none;
     `experts`: whether the model has
     any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
-    `bf16_inputs`: the modules with FP8 weights whose inputs are not quantized, None for all. `dynamic_inputs`: those
-    whose inputs have a scale for each token, None for all others. Both are named one by one, since loaders take the
-    scheme of a name before that of a class.
+    `named`: the modules whose inputs are not static, one by one, since loaders take the scheme of a name before that of
+    a class. `tensor_weights`: weights but those of experts have one scale each.
     """
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
     def args(strategy: str, dynamic: bool = False) -> QuantizationArgs:
-        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic)
+        sizes: dict[str, dict[str, Any]] = {"block": {"block_structure": [SIDE, SIDE]}, "group": {"group_size": SIDE}}
+        size = sizes.get(strategy, {})
+        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic, **size)
 
-    tokens = args("token", dynamic=True)
-    inputs = None if bf16_inputs is None else tokens if dynamic_inputs is None else args("tensor")
-    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args("channel"), input_activations=inputs)}
-    if bf16_inputs:
-        groups["weights_alone"] = QuantizationScheme(targets=[*bf16_inputs], weights=args("channel"))
-    if dynamic_inputs:
-        groups["dynamic"] = QuantizationScheme(
-            targets=[*dynamic_inputs], weights=args("channel"), input_activations=tokens
-        )
-    if experts and bf16_inputs is not None:
-        groups["group_1"] = QuantizationScheme(targets=[EXPERTS], weights=args("channel"), input_activations=tokens)
+    tokens, in_groups = args("token", dynamic=True), args("group", dynamic=True)
+    inputs = None if named.bf16 is None else tokens if named.dynamic is None else args("tensor")
+    groups: dict[str, QuantizationScheme] = {}
+
+    def add(name: str, targets: Sequence[str], inputs: QuantizationArgs | None, strategy: str) -> None:
+        if targets:
+            scheme = QuantizationScheme(targets=[*targets], weights=args(strategy), input_activations=inputs)
+            groups[name] = scheme
+
+    def dense(names: Sequence[str] | None) -> list[str]:
+        return [name for name in names or () if not re.fullmatch(EXPERTS.removeprefix("re:"), name)]
+
+    strategy = "tensor" if tensor_weights else "channel"
+    if named.block is None:
+        add("group_0", ["Linear"], in_groups, "block")
+    else:
+        add("group_0", ["Linear"], inputs, strategy)
+    add("weights_alone", dense(named.bf16) if tensor_weights else named.bf16 or (), None, strategy)
+    if tensor_weights:
+        add("experts_alone", [name for name in named.bf16 or () if name not in dense(named.bf16)], None, "channel")
+    add("dynamic", dense(named.dynamic) if tensor_weights else named.dynamic or (), tokens, strategy)
+    add("block", named.block or (), in_groups, "block")
+    if experts and named.block is not None and (named.bf16 is not None or tensor_weights):
+        add("group_1", [EXPERTS], None if named.bf16 is None else tokens, "channel")
     config = QuantizationConfig(
         config_groups=groups,
         format="float-quantized",
@@ -285,7 +411,7 @@ def write_config(
     """
     config = read_json(source.path / "config.json")
     # the type is written below, and the others describe files that are not copied
-    for key in ("torch_dtype", "transformers_weights", OWN_CONFIG, *QUANTIZATION_KEYS):
+    for key in ("torch_dtype", "transformers_weights", FP8Q_CONFIG, *QUANTIZATION_KEYS):
         config.pop(key, None)
     if source.max_positions is not None:
         # under one name for readers without transformers, which knows the other names and the defaults of classes
@@ -306,15 +432,17 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         fields["tails"] = scales.tails
     if scales.dynamic_inputs:
         fields["dynamic_inputs"] = scales.dynamic_inputs
+    if scales.block_inputs:
+        fields["block_inputs"] = scales.block_inputs
     if scales.bf16_inputs:
         fields["bf16_inputs"] = scales.bf16_inputs
-    if form.wide_cache:
-        fields["wide_cache"] = [*form.wide_cache.values()]
+    if form.bf16_cache:
+        fields["wide_cache"] = [*form.bf16_cache.values()]
     if patterns := patterns_of(form.stored):
         fields["stored"] = patterns
     if form.positions is not None:
-        fields[OWN_POSITIONS] = form.positions
-    more: dict[str, object] = {OWN_CONFIG: fields} if fields else {}
+        fields[FP8Q_POSITIONS] = form.positions
+    more: dict[str, object] = {FP8Q_CONFIG: fields} if fields else {}
     if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(
@@ -324,8 +452,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
             sorted([*map(form.in_files, scales.skipped), *form.ignored]),
             form.cache_strategy(scales),
             bool(form.experts),
-            sorted(map(form.in_files, scales.bf16_inputs)) if scales.activations else None,
-            sorted(map(form.in_files, scales.dynamic_inputs)) if scales.static_inputs else None,
+            declared_inputs(scales, form),
+            bool(scales.tensor_weights),
         )
         if form.loadable
         else UNLOADABLE,

@@ -1,4 +1,4 @@
-"""Encode an activation in one pass over it, and scale the sums of its products in another, by Triton kernels.
+"""Encode an activation in one pass over it, and scale the sums of its GEMMs in another, by Triton kernels.
 
 `encoding.encode` is a chain of torch operations, each of which reads and writes the whole tensor in FP32; two terms
 double the chain. Here a value is read once, in its own type, and each term is written once: 3 bytes for each BF16 value
@@ -153,9 +153,9 @@ def _scale(
 
 
 def triton_scale(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype) -> torch.Tensor:
-    """Scale the `sums` of products of codes by one kernel, to `dtype` [rows, out]: what `products.scale_sums` computes.
+    """Scale the `sums` of products of codes by one kernel, to `dtype` [rows, out]: what `gemm.scale_sums` computes.
 
-    `sums` float32 [terms · rows, out] is read once, and the result is written once. A product and the sum after it are
+    `sums` float32 [terms · rows, out] is read once, and the result is written once. A GEMM and the sum after it are
     rounded one by one (`enable_fp_fusion`), as torch's operations are.
     """
     rows, outputs = sums.shape[0] // terms, sums.shape[1]

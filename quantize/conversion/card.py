@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...core.files import replacing
-from ...core.run import CARD
-from .coding import SIDE, Errors
+from ...core.run_files import CARD
+from ..codes.blocks import SIDE
+from .coding import Errors
 from .plan import CheckpointPlan
 from .rules import WEIGHT
 
@@ -39,10 +40,10 @@ FORMS = {
 LISTED = 4
 
 
-def kept_by_reason(kept: Mapping[str, str]) -> dict[str, list[str]]:
+def unquantized_by_reason(unquantized: Mapping[str, str]) -> dict[str, list[str]]:
     """Reason -> the modules that are kept for it, in the order of the files."""
     modules_by_reason: dict[str, list[str]] = defaultdict(list)
-    for name, reason in kept.items():
+    for name, reason in unquantized.items():
         modules_by_reason[reason].append(name.removesuffix(WEIGHT))
     return dict(modules_by_reason)
 
@@ -50,7 +51,7 @@ def kept_by_reason(kept: Mapping[str, str]) -> dict[str, list[str]]:
 def write_card(plan: CheckpointPlan, name: str, errors: Errors, directory: Path) -> None:
     """Write the card of the checkpoint `name` into `directory`."""
     lines = []
-    for reason, modules in kept_by_reason(plan.kept).items():
+    for reason, modules in unquantized_by_reason(plan.unquantized).items():
         more = f" and {len(modules) - LISTED:,} more" if len(modules) > LISTED else ""
         lines.append(f"- {', '.join(f'`{module}`' for module in modules[:LISTED])}{more}: {reason}")
     lines.append("- whatever is no matrix: norms, biases, convolutions, states")

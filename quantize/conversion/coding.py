@@ -17,6 +17,7 @@ import torch
 
 from ...calibrate.measure.histogram import INFINITY, magnitudes
 from ...core.errors import InputError
+from ..codes.blocks import SIDE
 from ..codes.encoding import CODE, round_quotients
 from ..codes.formats import E4M3
 from ..scales.clip import scale_of
@@ -24,8 +25,6 @@ from ..scales.decisions import SMALLEST_SCALE
 
 Float32s = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-#: Rows and columns of a block.
-SIDE = 128
 #: Values that are encoded and proven at a time: what of them is in FP32 fits into a processor's cache.
 CHUNK = 1 << 17
 #: A code's step in the bits of an FP32 number, and the bits of a factor of 2^8.
@@ -102,10 +101,10 @@ def part_scales(name: str, values: torch.Tensor, blocks: bool) -> Float32s:
 def _chunks(rows: int, columns: int, blocks: bool) -> Iterator[tuple[slice, slice]]:
     """Cut a part of a matrix into pieces of about `CHUNK` values: of whole rows, or of one row of blocks."""
     high = SIDE if blocks else max(1, CHUNK // columns)
-    wide = CHUNK // SIDE if blocks else columns
+    width = CHUNK // SIDE if blocks else columns
     for top in range(0, rows, high):
-        for left in range(0, columns, wide):
-            yield slice(top, min(top + high, rows)), slice(left, min(left + wide, columns))
+        for left in range(0, columns, width):
+            yield slice(top, min(top + high, rows)), slice(left, min(left + width, columns))
 
 
 def _spread(scales: Float32s, chunk: tuple[slice, slice], blocks: bool) -> torch.Tensor:

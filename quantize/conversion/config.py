@@ -15,8 +15,8 @@ from typing import Any
 
 from ...calibrate.checkpoint.weights import INDEX
 from ...core.files import replacing
+from ..codes.blocks import SIDE
 from ..reading.quantization_config import CONFIG
-from .coding import SIDE
 from .plan import CheckpointPlan
 from .rules import WEIGHT
 
@@ -26,11 +26,11 @@ HEAD = "lm_head"
 _OTHER_FILES = ("transformers_weights",)
 
 
-def kept_modules(plan: CheckpointPlan) -> list[str]:
+def unquantized_modules(plan: CheckpointPlan) -> list[str]:
     """The modules that loaders must not take for FP8, sorted; of a stack of experts the module that holds it."""
     named = {
         name.removesuffix(WEIGHT) if name.endswith(WEIGHT) else name.rpartition(".")[0]
-        for name, reason in plan.kept.items()
+        for name, reason in plan.unquantized.items()
         if not reason.startswith("embedding")
     }
     return sorted({HEAD, *named})
@@ -38,14 +38,14 @@ def kept_modules(plan: CheckpointPlan) -> list[str]:
 
 def quantization_fields(plan: CheckpointPlan) -> dict[str, object]:
     """The field `quantization_config` of config.json."""
-    kept = kept_modules(plan)
+    unquantized = unquantized_modules(plan)
     if plan.layout == "fp8":
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [SIDE, SIDE],
-            "modules_to_not_convert": kept,
+            "modules_to_not_convert": unquantized,
         }
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     if plan.form == "block":
@@ -59,7 +59,7 @@ def quantization_fields(plan: CheckpointPlan) -> dict[str, object]:
         "format": "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": kept,
+        "ignore": unquantized,
     }
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from ...calibrate.checkpoint.weights import TensorHeader
 from ...core.headers import StoredTensor, make_header, read_header
 from ...options import ConvertForm, ConvertLayout
+from ..codes.blocks import SIDE
 from ..codes.formats import CODE_DTYPE
-from .coding import SIDE
 from .rules import WEIGHT, Rules, Selection, stack_split
 
 #: The bytes of a value, by the type as safetensors spells it, where it has a power of two of them.
@@ -81,7 +81,7 @@ class CheckpointPlan:
     form: ConvertForm
     layout: ConvertLayout
     shards: tuple[ShardPlan, ...]
-    kept: Mapping[str, str]
+    unquantized: Mapping[str, str]
     cast: str | None = None
 
     @property
@@ -108,21 +108,21 @@ def plan_checkpoint(
     for name in (*selection.matrices, *selection.stacks):
         types[headers[name].dtype] += prod(headers[name].shape)
     usual = types.most_common(1)[0][0]
-    planner = _Planner(form, config, rules, selection, None if usual == "BF16" else usual, dict(selection.kept))
+    planner = _Planner(form, config, rules, selection, None if usual == "BF16" else usual, dict(selection.unquantized))
     shards = tuple(planner.shard(file) for file in files)
-    return CheckpointPlan(*form, shards, planner.kept, planner.cast)
+    return CheckpointPlan(*form, shards, planner.unquantized, planner.cast)
 
 
 @dataclass
 class _Planner:
-    """Plans one file after the other, and adds to `kept` the stacks that cannot be split."""
+    """Plans one file after the other, and adds to `unquantized` the stacks that cannot be split."""
 
     form: tuple[ConvertForm, ConvertLayout]
     config: Mapping[str, Any]
     rules: Rules
     selection: Selection
     cast: str | None
-    kept: dict[str, str]
+    unquantized: dict[str, str]
     _written: dict[str, Written] = field(default_factory=dict)
 
     def shard(self, file: Path) -> ShardPlan:
@@ -146,7 +146,7 @@ class _Planner:
         count, rows, columns = stored.shape
         parts = stack_split(self.rules, self.config, name, stored.shape)
         if isinstance(parts, str):
-            self.kept[name] = parts
+            self.unquantized[name] = parts
             return
         high, stem, size = rows // len(parts), name.rpartition(".")[0], _SIZES[stored.dtype] * columns
         for index in range(count):

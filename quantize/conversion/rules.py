@@ -5,7 +5,7 @@ is called gate, a tower visual. What no entry knows is quantized, if it is a mat
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,12 +16,11 @@ from pydantic import Field, ValidationError
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...calibrate.checkpoint.weights import TensorHeader
 from ...core.errors import InputError
-from ...core.field_errors import plain_text
-from ...core.files import Strict, regular_file
+from ...core.files import Strict, plain_text, regular_file
 
 RULES = Path(__file__).with_name("rules.toml")
 #: The types that are quantized, as safetensors spells them.
-WIDE = ("BF16", "F16", "F32")
+FLOAT_TYPES = ("BF16", "F16", "F32")
 WEIGHT = ".weight"
 
 
@@ -34,6 +33,7 @@ class Keep(Strict):
     names: tuple[str, ...] = ()
     mtp: bool = False
     model_types: tuple[str, ...] = ()
+    calibrate: bool = False
 
     def matches(self, module: str) -> bool:
         """Tell whether a pattern of this entry matches the name of a module."""
@@ -78,13 +78,13 @@ def load_rules(file: Path | None = None) -> Rules:
 
 @dataclass(frozen=True)
 class Selection:
-    """The tensors to quantize, `matrices` and `stacks` by name, and those `kept` although they are matrices: the reason
-    of each, by the name of its tensor.
+    """The tensors to quantize, `matrices` and `stacks` by name, and those `unquantized` although they are matrices: the
+    reason of each, by the name of its tensor.
     """
 
     matrices: tuple[str, ...]
     stacks: tuple[str, ...]
-    kept: Mapping[str, str]
+    unquantized: Mapping[str, str]
 
 
 def select_tensors(
@@ -99,14 +99,18 @@ def select_tensors(
     `mtp`: quantize the layers of multi-token prediction too. Raises InputError for a pattern that matches no matrix,
     and where nothing is left to quantize.
     """
-    matrices, stacks, kept = list[str](), list[str](), dict[str, str]()
+    matrices, stacks, unquantized = list[str](), list[str](), dict[str, str]()
     drafts = () if mtp else mtp_prefixes(config, headers)
     types = _model_types(config)
-    entries = [each for each in rules.keep if not each.model_types or types.intersection(each.model_types)]
+    entries = [
+        rule_entry
+        for rule_entry in rules.keep
+        if not rule_entry.model_types or types.intersection(rule_entry.model_types)
+    ]
     used: set[str] = set()
     for name, header in headers.items():
         is_stack = len(header.shape) == 3 and any(fnmatchcase(name, pattern) for pattern in rules.stacks.modules)
-        if header.dtype not in WIDE or not (is_stack or (len(header.shape) == 2 and name.endswith(WEIGHT))):
+        if header.dtype not in FLOAT_TYPES or not (is_stack or (len(header.shape) == 2 and name.endswith(WEIGHT))):
             continue
         module = name.removesuffix(WEIGHT)
         asked = next((pattern for pattern in skip if fnmatchcase(module, pattern)), None)
@@ -115,7 +119,7 @@ def select_tensors(
         if reason is None and min(header.shape[-2:]) < rules.least_side:
             reason = f"a side of {min(header.shape[-2:])}, smaller than {rules.least_side}"
         if reason is not None:
-            kept[name] = reason
+            unquantized[name] = reason
         elif is_stack:
             stacks.append(name)
         else:
@@ -126,10 +130,17 @@ def select_tensors(
     if not matrices and not stacks:
         raise InputError(
             "",
-            f"all {len(kept)} matrices of the checkpoint stay as they are, so there is nothing to quantize",
+            f"all {len(unquantized)} matrices of the checkpoint stay as they are, so there is nothing to quantize",
             f"skip fewer with --skip, or change a copy of {RULES} and give it with --rules",
         )
-    return Selection(tuple(matrices), tuple(stacks), kept)
+    return Selection(tuple(matrices), tuple(stacks), unquantized)
+
+
+def state_modules(modules: Iterable[str]) -> dict[str, str]:
+    """Map those of `modules` that compute a state which layers keep, by their names, to the reason why they stay."""
+    entries = [entry for entry in load_rules().keep if entry.calibrate]
+    reasons = {module: _reason(entries, module, ()) for module in modules}
+    return {module: reason for module, reason in reasons.items() if reason is not None}
 
 
 def _reason(entries: Sequence[Keep], module: str, drafts: tuple[str, ...]) -> str | None:

@@ -22,7 +22,8 @@ import torch
 from ...core.errors import BackendError, InputError
 from ...core.files import PARTIAL, disk_errors
 from ...core.headers import StoredTensor, damaged, header_bytes
-from .coding import SIDE, Errors, encode_part
+from ..codes.blocks import SIDE
+from .coding import Errors, encode_part
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan, placed
 
 #: Values of a matrix, and bytes of a tensor that is copied, in one part; blocks may make the least part larger.
@@ -156,7 +157,7 @@ class CheckpointWriter:
 
     def write(self) -> None:
         """Write or check every file; raises InputError for the disk's errors and for weights that are not finite."""
-        with _one_thread_each(), ExitStack() as pools:
+        with _single_threaded_torch(), ExitStack() as pools:
             pool = pools.enter_context(_pool(self.threads))
             flusher = pools.enter_context(_pool(1))
             flushing: Future[None] | None = None
@@ -235,7 +236,7 @@ def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _single_threaded_torch() -> Iterator[None]:
     """Let each torch operation run in the thread that calls it: parts are what runs in parallel."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
-from .linear import learned_layers
-from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
+from .linear import ATTEMPTS, SMALLER, WARM_UP, learned_layers, weight_steps
 
 #: Codes float8_e4m3fn [out, in] and scale float32 [out].
 Learned = tuple[torch.Tensor, torch.Tensor]
@@ -31,7 +30,7 @@ EVALUATIONS = 5
 @dataclass(frozen=True)
 class BlockSchedule:
     """Say how long, and how fast, each layer learns: `steps` of a batch each, the peak `learning_rate` as a share of a
-    product's root mean square, and the `seed` of the order of batches. `scales`: weight scales learn too.
+    GEMM's root mean square, and the `seed` of the order of batches. `scales`: weight scales learn too.
     """
 
     steps: int
@@ -49,7 +48,7 @@ class BlockSchedule:
 
 @dataclass(frozen=True)
 class LearningBlock:
-    """A decoder layer with learned products.
+    """A decoder layer with learned GEMMs.
 
     `output` computes its output on a batch, `target` reads that of the float layer, both float32
     [windows, seq_len, width].
@@ -89,7 +88,7 @@ def learn_block(
     schedule: BlockSchedule,
     advance: Callable[[int], None],
 ) -> tuple[BlockResult, dict[str, Learned]]:
-    """Train the learned products of `block`; return its losses and the codes and scales of its best moment, by product.
+    """Train the learned GEMMs of `block`; return its losses and the codes and scales of its best moment, by GEMM.
 
     `batches`: the numbers of those to train on, and of those held out. `advance` is told of each step. A training that
     made the layer worse begins anew with smaller steps. A loss that is not finite ends it; the best moment before that

@@ -27,12 +27,12 @@ from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map_only
-from transformers import DynamicCache
 
+from ...calibrate.measure.chain import Chain
 from ...calibrate.measure.hidden_states import HiddenStates
-from ...calibrate.measure.stream import Chain, check_space, going_on
+from ...calibrate.measure.stream import check_space, going_on
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall
-from ...calibrate.model.products import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.files import Strict, read_document, replacing, write_document
 from ...core.memory import release_memory
@@ -91,7 +91,7 @@ class BlockLearning(Chain):
     ):
         """Prepare to learn the codes of `stored`, whose device is used, on `text`.
 
-        `activations`: product -> the scale of its input; products without one get their input as it is. `folder`, which
+        `activations`: GEMM -> the scale of its input; GEMMs without one get their input as it is. `folder`, which
         exists, holds the hidden states and the layers that have learned. A killed call goes on from what it left there,
         so its arguments must have been the same.
 
@@ -151,7 +151,7 @@ class BlockLearning(Chain):
         return sums[0] / tokens, sums[1] / tokens
 
     def outside_codes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The codes and scales of the products outside the layers, as they were."""
+        """The codes and scales of the GEMMs outside the layers, as they were."""
         return {name: self._codes(name) for name in self.stored.modules if self.layers.index(name) is None}
 
     def _calls(self) -> Calls:
@@ -192,7 +192,7 @@ class BlockLearning(Chain):
 
         def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
             shape = tuple(states.shapes[batch][:2])
-            return calls[shape][index].run(layer, states.read(batch, self.device), DynamicCache())
+            return calls[shape][index].run(layer, states.read(batch, self.device), new_cache(self.model))
 
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             for batch in self.text.batches:
@@ -207,8 +207,8 @@ class BlockLearning(Chain):
                 partial(run_layer, self.learned[before]),
                 lambda batch: self.float[after].read(batch, self.device),
             )
-            result, by_product = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
-            learned = {name: by_product[name.removeprefix(prefix)] for name in layers}
+            result, by_module = learn_block(block, ([*self.text.train], [*self.text.held_out]), schedule, advance)
+            learned = {name: by_module[name.removeprefix(prefix)] for name in layers}
             changed = sum(linear.settle(*learned[name]) for name, linear in layers.items())
             with torch.inference_mode():
                 for batch in self.text.batches:
@@ -230,11 +230,11 @@ class BlockLearning(Chain):
 
     @contextmanager
     def _learning(self, index: int, scales: bool) -> Iterator[dict[str, LearnedLinear]]:
-        """Fill a layer in this block, with learned products of the stored codes, whose `scales` may learn too; yield
-        the products by name.
+        """Fill a layer in this block, with learned GEMMs of the stored codes, whose `scales` may learn too; yield
+        the GEMMs by name.
         """
         names = [name for name in self.stored.modules if self.layers.index(name) == index]
-        products = {name: self.model.get_submodule(name) for name in names}
+        modules = {name: self.model.get_submodule(name) for name in names}
         layers = {}
         for name in names:
             bias = self.stored.read(f"{name}.bias") if self.stored.has(f"{name}.bias") else None
@@ -244,13 +244,12 @@ class BlockLearning(Chain):
             try:
                 yield layers
             finally:
-                replace_linears(self.model, products)
+                replace_linears(self.model, modules)
 
     def _codes(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes float8_e4m3fn [out, in] and the scale float32 [out] of a product in the checkpoint."""
-        axis = output_channel_axis(self.stored.model.get_submodule(name))
-        codes = self.stored.read(f"{name}.weight").movedim(axis, 0).contiguous()
-        return codes.to(CODE), self.stored.read(f"{name}.weight_scale").movedim(axis, 0)[:, 0]
+        """The codes float8_e4m3fn [out, in] and the scale float32 [out] of a GEMM in the checkpoint."""
+        codes, scale = self.stored.weight(name)
+        return codes.to(CODE), scale
 
 
 Coded = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -287,13 +286,13 @@ class LearnedBlocks:
         write_document(self._progress, BlockLosses())
 
     def end(self, loss: BlockLoss, codes: Coded) -> None:
-        """Store the codes float8_e4m3fn [out, in] and scales float32 [out] of a layer by product, then its loss."""
+        """Store the codes float8_e4m3fn [out, in] and scales float32 [out] of a layer by GEMM, then its loss."""
         with replacing(self._file(len(self.losses))) as partial:
             _save(codes, partial)
         write_document(self._progress, BlockLosses(blocks=[*self.losses, loss]))
 
     def save(self, file: Path, others: Coded) -> None:
-        """Write the codes of all layers, and those of products outside of them, to one `file`.
+        """Write the codes of all layers, and those of GEMMs outside of them, to one `file`.
 
         The codes of layers are mapped from their files and take no memory.
         """

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...calibrate.model.products import language_modules
+from ...calibrate.model.gemms import language_modules
 from ...calibrate.ranks.world import World
 from .linear import learned_layers
 

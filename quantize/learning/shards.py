@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def gathered_whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor of which this rank may have a part; all ranks call it then."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this rank has, which is a view of it; the tensor itself where it is not shared."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -28,12 +28,12 @@ def part_of(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of `optimizer` with the parts that this rank has in the place of shared tensors."""
     state = optimizer.state_dict()
     parts = {
         index: {
-            name: own_part(value) if isinstance(value, torch.Tensor) else value
+            name: local_part(value) if isinstance(value, torch.Tensor) else value
             for name, value in parameter_state.items()
         }
         for index, parameter_state in state["state"].items()
@@ -41,8 +41,8 @@ def own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state | {"state": parts}
 
 
-def load_own_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `own_state` had on this rank into an `optimizer` of the same parameters."""
+def load_local_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load what `local_state` had on this rank into an `optimizer` of the same parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     shared = {
         index: {name: _shared_like(value, parameters[index]) for name, value in parameter_state.items()}

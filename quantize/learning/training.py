@@ -30,12 +30,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...calibrate.model.products import routers
+from ...calibrate.model.gemms import routers
 from ...calibrate.ranks.world import World
 from ...core.memory import release_memory
 from ...options import LearningGradients
 from .document import Moment
-from .linear import learned_layers, round_gradients
+from .linear import ATTEMPTS, SMALLER, WARM_UP, learned_layers, round_gradients, weight_steps
 from .progress import (
     METRIC,
     EndWhereItRises,
@@ -48,8 +48,7 @@ from .progress import (
     moments_of,
 )
 from .sharded_model import ShardedModel, is_sharded
-from .shards import load_own_state, own_part, own_state
-from .steps import ATTEMPTS, SMALLER, WARM_UP, weight_steps
+from .shards import load_local_state, local_part, local_state
 
 #: How often the held-out windows are scored, and the state is saved, over the whole training.
 EVALUATIONS = 10
@@ -205,7 +204,7 @@ class DistillationTrainer(Trainer):
             return
         assert self.optimizer is not None, "it is there while the model is trained"
         assert self.lr_scheduler is not None, "it is there while the model is trained"
-        torch.save(own_state(self.optimizer), Path(output_dir) / self._file(OPTIMIZER_NAME))
+        torch.save(local_state(self.optimizer), Path(output_dir) / self._file(OPTIMIZER_NAME))
         torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / self._file(SCHEDULER_NAME))
         self.world.gathered({})  # the state that rank 0 writes last says that the checkpoint is whole
 
@@ -219,7 +218,7 @@ class DistillationTrainer(Trainer):
             torch.load(Path(checkpoint) / self._file(name), map_location="cpu", weights_only=True)
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
         )
-        load_own_state(self.optimizer, moved)
+        load_local_state(self.optimizer, moved)
         self.lr_scheduler.load_state_dict(rates)
 
     def load_steps(self, checkpoint: Path) -> None:
@@ -242,7 +241,7 @@ def steps_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     histories = {name: tensor for name, tensor in model.named_buffers() if name.endswith("of_gradient.amax")}
     return histories | {
-        name: own_part(tensor.detach()).contiguous()
+        name: local_part(tensor.detach()).contiguous()
         for name, tensor in model.named_parameters()
         if tensor.requires_grad
     }
@@ -253,7 +252,7 @@ def load_steps(model: torch.nn.Module, file: Path) -> None:
     stored, model_tensors = load_file(file), dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in stored.items():
-            own_part(model_tensors[name]).copy_(tensor)
+            local_part(model_tensors[name]).copy_(tensor)
 
 
 def learn(

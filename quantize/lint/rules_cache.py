@@ -8,7 +8,7 @@ import numpy as np
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import CONFIG
-from ..reading.run_checkpoint import CACHE_FILE, OWN_CONFIG
+from ..reading.run_checkpoint import CACHE_FILE, FP8Q_CONFIG
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import readable
 
@@ -80,10 +80,10 @@ def cache_unread(checkpoint: Checkpoint) -> Broken:
             CACHE_FILE,
             "is named by no index: vLLM and transformers keep this cache in BF16; take fp8q's graphs for it",
         )
-    if wide := _wide_layers(checkpoint):
-        layers = f"{len(wide)} layer{'s' if len(wide) > 1 else ''}"
+    if in_bf16 := _bf16_cache_layers(checkpoint):
+        layers = f"{len(in_bf16)} layer{'s' if len(in_bf16) > 1 else ''}"
         fault = f"has {layers} whose cache stays in BF16, and other loaders store it in FP8"
-        yield CONFIG, f"{fault}; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, wide))}"
+        yield CONFIG, f"{fault}; give vLLM --kv-cache-dtype-skip-layers {' '.join(map(str, in_bf16))}"
 
 
 @checkpoint_rule("C127", "cache-heads", "warning")
@@ -99,9 +99,9 @@ def scales_of_heads(checkpoint: Checkpoint) -> Broken:
         yield CONFIG, f"{said}: other GPUs end with an error, a CPU takes a layer's largest; give one a layer for those"
 
 
-def _wide_layers(checkpoint: Checkpoint) -> list[int]:
+def _bf16_cache_layers(checkpoint: Checkpoint) -> list[int]:
     """The layers that fp8q's own field of config.json leaves out of an FP8 cache that servers know of."""
-    fields = checkpoint.config.get(OWN_CONFIG)
+    fields = checkpoint.config.get(FP8Q_CONFIG)
     named = fields.get("wide_cache") if isinstance(fields, dict) and checkpoint.declared.cache else None
     numbers = (re.search(r"\.(\d{1,6})\.", str(name)) for name in (named if isinstance(named, list) else []))
     return [int(number[1]) for number in numbers if number]

@@ -12,10 +12,10 @@ from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import CONFIG, DeclaredQuantization
 from .rules import AGAIN, checkpoint_rule
-from .rules_scales import WIDE, readable
+from .rules_scales import FLOAT_TYPES, readable
 from .rules_values import EXPERT
 
-#: The modules that loaders join into one product, since they have one input.
+#: The modules that loaders join into one GEMM, since they have one input.
 JOINED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -26,7 +26,7 @@ HEADS = ("lm_head", "embed_out", "output")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 
 
-def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
+def joined_modules(checkpoint: Checkpoint) -> Iterator[list[str]]:
     """The groups of modules that loaders join, if at least two of them exist and one is in codes."""
     joined = {name: group[0] for group in JOINED for name in group}
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -39,7 +39,7 @@ def _joined(checkpoint: Checkpoint) -> Iterator[list[str]]:
 
 
 def _layers(checkpoint: Checkpoint) -> Iterator[list[str]]:
-    """The products of all experts of each layer, if one of them is in codes."""
+    """The GEMMs of all experts of each layer, if one of them is in codes."""
     layers: dict[str, list[str]] = defaultdict(list)
     for name in sorted(checkpoint.tensors):
         if (match := EXPERT.fullmatch(name)) and name.endswith(".weight"):
@@ -53,7 +53,7 @@ def split_projections(checkpoint: Checkpoint) -> Broken:
     them, and refuses shards of which some are quantized and some are not, or in another way. So are all products of a
     layer's experts: vLLM takes them to be stored as those of expert 0 are, and reads others wrong in silence.
     """
-    for group in _joined(checkpoint):
+    for group in joined_modules(checkpoint):
         kinds = {module: _kind(checkpoint, module) for module in group}
         first = kinds[group[0]]
         for module, kind in kinds.items():
@@ -84,7 +84,7 @@ def shared_input_scale(checkpoint: Checkpoint) -> Broken:
     """Query, key and value projections have one input, and so one static scale of it, as gate and up projections have.
     Where they differ, vLLM takes the largest of them for all, and transformers each its own.
     """
-    for group in _joined(checkpoint):
+    for group in joined_modules(checkpoint):
         named = [checkpoint.codes[module].input_scale for module in group if module in checkpoint.codes]
         values = {
             name: float(checkpoint.values(name).reshape(-1)[0])
@@ -112,20 +112,20 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
 
 
 @checkpoint_rule("C129", "head-beside-tie")
-def head_beside_tie(checkpoint: Checkpoint) -> Broken:
+def head_of_tied_embedding(checkpoint: Checkpoint) -> Broken:
     """A head that config.json ties to the embedding is left out, or has the embedding's values. transformers takes a
     head of other values as it is, and vLLM takes the embedding for both; of a head without an embedding transformers
     makes the embedding, and vLLM reads neither.
     """
     if not _setting(checkpoint.config, "tie_word_embeddings"):
         return
-    wide = {
+    in_float = {
         name.removesuffix(".weight").rpartition(".")[2]: name
         for name, tensor in checkpoint.tensors.items()
-        if name.endswith(".weight") and tensor.dtype in WIDE
+        if name.endswith(".weight") and tensor.dtype in FLOAT_TYPES
     }
-    head = next((wide[name] for name in HEADS if name in wide), None)
-    embedding = next((wide[name] for name in EMBEDDINGS if name in wide), None)
+    head = next((in_float[name] for name in HEADS if name in in_float), None)
+    embedding = next((in_float[name] for name in EMBEDDINGS if name in in_float), None)
     if head is None:
         return
     if embedding is None:
@@ -155,7 +155,7 @@ def ignored_codes(checkpoint: Checkpoint) -> Broken:
 
 
 @checkpoint_rule("C122", "wide-module")
-def wide_module(checkpoint: Checkpoint) -> Broken:
+def float_module(checkpoint: Checkpoint) -> Broken:
     """A module in BF16 is left out by the configuration where its like in other layers is in codes: loaders make an FP8
     module of it, and look for a scale that is not there.
     """
@@ -163,7 +163,7 @@ def wide_module(checkpoint: Checkpoint) -> Broken:
     for name, tensor in checkpoint.tensors.items():
         module = name.removesuffix(".weight")
         is_like = module != name and len(tensor.shape) == 2 and module.rpartition(".")[2] in in_codes
-        if is_like and tensor.dtype in WIDE and checkpoint.declared.scheme(module) is not None:
+        if is_like and tensor.dtype in FLOAT_TYPES and checkpoint.declared.scheme(module) is not None:
             source = _source(checkpoint.declared)
             yield name, f"is {tensor.dtype}, and {source} does not leave {module} out; name it there, or {AGAIN}"
 

@@ -12,7 +12,7 @@ from .rules import AGAIN, checkpoint_rule
 MOST_NUMBERS = 4_194_304
 #: Further scale names that loaders know: those of a cache, and vLLM's older names of these.
 OF_CACHES = (*CACHE_SCALES, "q_scale", "kv_scale", "output_scale")
-WIDE = ("F32", "BF16", "F16")
+FLOAT_TYPES = ("F32", "BF16", "F16")
 
 
 class Scale(NamedTuple):
@@ -95,7 +95,7 @@ def checkpoint_scale_type(checkpoint: Checkpoint) -> Broken:
     """Scales are FP32, BF16 or FP16, in the form fp8 also E8M0. vLLM copies any other type into an FP32 parameter as
     the numbers it holds, and transformers takes bytes for exponents.
     """
-    taken = (*WIDE, "F8_E8M0") if checkpoint.declared.form == "fp8" else WIDE
+    taken = (*FLOAT_TYPES, "F8_E8M0") if checkpoint.declared.form == "fp8" else FLOAT_TYPES
     for name, _ in form_scales(checkpoint):
         if (dtype := checkpoint.tensors[name].dtype) not in taken:
             yield name, f"is {dtype}; store it as F32"

@@ -221,23 +221,32 @@ def open_checkpoint(directory: Path) -> Checkpoint | None:
     declared = declared_form(directory)
     if declared is None:
         return None
-    promised = _promised(directory)
+    tensors, problems = located_tensors(directory)
+    return Checkpoint(directory, read_json(directory / CONFIG), declared, tensors, problems)
+
+
+def located_tensors(directory: Path) -> tuple[Mapping[str, Located], tuple[tuple[str, str], ...]]:
+    """Read the headers of the safetensors in `directory`: name -> tensor, and the faults of files (file, fault).
+
+    Raises InputError for an index that does not parse, and for a folder without safetensors.
+    """
+    weight_map = _weight_map(directory)
     tensors: dict[str, Located] = {}
     problems: list[tuple[str, str]] = []
-    for file in sorted(set(promised.values())) if promised is not None else [SINGLE]:
+    for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
         for name, tensor in sound_tensors(directory / file, problems):
             if name in tensors:
                 problems.append((file, f"holds {name}, and so does {tensors[name].file.name}"))
             else:
                 tensors[name] = tensor
     damaged = {file for file, _ in problems}
-    for name, file in (promised or {}).items():
+    for name, file in (weight_map or {}).items():
         if file not in damaged and (name not in tensors or tensors[name].file.name != file):
             problems.append((INDEX, f"promises {name} in {file}, which does not hold it"))
-    return Checkpoint(directory, read_json(directory / CONFIG), declared, tensors, tuple(problems))
+    return tensors, tuple(problems)
 
 
-def _promised(directory: Path) -> dict[str, str] | None:
+def _weight_map(directory: Path) -> dict[str, str] | None:
     """Read `weight_map` of the index; None where one file holds all tensors, which transformers looks for first."""
     if exists(directory / SINGLE):
         return None

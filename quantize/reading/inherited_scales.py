@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.measure.coverage import coverage
 from ...calibrate.measure.histogram import Histogram
-from ...calibrate.measure.statistics import Statistics
-from ...calibrate.model.products import attention_heads
+from ...calibrate.measure.statistics import Statistics, coverage
+from ...calibrate.model.gemms import attention_heads
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...options import Clipping, ScaleOptions
-from ...options.declare import first_given
+from ...options.declare import first_changed
 from ..codes.formats import E4M3
 from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit
 from .dequantized import FP8Source, InheritedCodes, fp8_source
@@ -77,7 +76,7 @@ def inherited_activations(
     """The inherited input scales of `modules`, and the modules whose input, as measured, can have no scale."""
     fp8, first = source_to_inherit(source), group_of(statistics.record.groups)
     stored = {module: fp8.input_scale(source.stored(f"{module}.weight")) or 0.0 for module in modules}
-    experts = {name for layer in coverage(statistics) for name in layer.products}
+    experts = {name for layer in coverage(statistics) for name in layer.gemms}
     largest: dict[str, float] = {}
     for module, scale in stored.items():
         group = first.get(module, module)
@@ -110,10 +109,10 @@ def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[
 def inherited_codes(source: Source, options: ScaleOptions) -> InheritedCodes | None:
     """The FP8 weights of `source`, None where it is no FP8 checkpoint.
 
-    Their codes are kept unless `options` name a weight method or a rounding.
+    Their codes are kept unless `options` name a weight method, one scale for a whole weight, or a rounding.
     """
     fp8 = fp8_source(source)
-    changed_option = first_given(options, ("weight_method", "weight_rounding"))
+    changed_option = first_changed(options, ("weight_method", "weight_scale", "weight_rounding"))
     return InheritedCodes(source, fp8, keep_codes=changed_option is None) if fp8 else None
 
 
@@ -125,11 +124,11 @@ def inherited_remarks(
     if fp8 is None:
         return
     yield codes_summary(scales)
-    wide = [module for module in scales.weights if source.stored(f"{module}.weight") not in fp8.weights]
-    if wide:
+    uncoded = [module for module in scales.weights if source.stored(f"{module}.weight") not in fp8.weights]
+    if uncoded:
         yield (
-            f"--only: {wide[0]}{f' and {len(wide) - 1} more' if len(wide) > 1 else ''} had no FP8 codes in "
-            f"{source.name}, and {'have' if len(wide) > 1 else 'has'} now"
+            f"--only: {uncoded[0]}{f' and {len(uncoded) - 1} more' if len(uncoded) > 1 else ''} had no FP8 codes in "
+            f"{source.name}, and {'have' if len(uncoded) > 1 else 'has'} now"
         )
     if options.inherit and fp8.cache_scales and not scales.kv_cache:
         parts = "fp8" if any(name.endswith(".k") for name in fp8.cache_scales) else "v"

@@ -73,10 +73,10 @@ READ = (
 )
 ORIGINAL = "give the checkpoint it was made from, in BF16"
 #: The format of fp8q's checkpoints that no other loader has a form for; they name no `quant_method`.
-OWN_FORM = "fp8q"
+FP8Q_FORM = "fp8q"
 #: Formats other than FP8: a part of the method or format, the name, and the remedy. The first that matches counts.
 OTHERS = (
-    (OWN_FORM, "fp8q's own form, of Conv1D or INT8", ORIGINAL),
+    (FP8Q_FORM, "fp8q's own form, of Conv1D or INT8", ORIGINAL),
     (
         "mxfp4",
         "MXFP4",
@@ -175,7 +175,7 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
     forms that are read, and a remedy.
     """
     config = _object(directory / CONFIG)
-    method = str((_stated(config, directory / CONFIG) or {}).get("quant_method") or "")
+    method = str((stated_quantization(config, directory / CONFIG) or {}).get("quant_method") or "")
     if exists(directory / MODELOPT_CONFIG) and (not method or method.startswith("modelopt")):
         return _modelopt(directory / MODELOPT_CONFIG, _object(directory / MODELOPT_CONFIG).get("quantization"))
     return declared_in(config, directory / CONFIG)
@@ -183,7 +183,7 @@ def declared_form(directory: Path) -> DeclaredQuantization | None:
 
 def declared_in(config: Mapping[str, Any], source: Path) -> DeclaredQuantization | None:
     """Read the quantization that `config`, the content of the file `source`, declares; as `declared_form` does."""
-    said = _stated(config, source)
+    said = stated_quantization(config, source)
     if not said:
         return None
     method = str(said.get("quant_method") or "")
@@ -196,7 +196,11 @@ def declared_in(config: Mapping[str, Any], source: Path) -> DeclaredQuantization
     raise refused(source, f"quant_method is {method!r}", f"{method} {said.get('format', '')}")
 
 
-def _stated(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
+def stated_quantization(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
+    """Return the quantization configuration in `config`, the content of the file `source`; None where it has none.
+
+    Raises InputError for one that is no object.
+    """
     text_config = config.get("text_config")
     inner = text_config.get("quantization_config") if isinstance(text_config, dict) else None
     said = config.get("quantization_config") or config.get("compression_config") or inner
@@ -208,14 +212,14 @@ def _stated(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
 def read_by_fp8q_alone(directory: Path) -> bool:
     """Tell whether config.json in `directory` states the form that only fp8q and its graphs read."""
     said = _object(directory / CONFIG).get("quantization_config")
-    return isinstance(said, dict) and said.get("format") == OWN_FORM
+    return isinstance(said, dict) and said.get("format") == FP8Q_FORM
 
 
 def refused(source: Path, fault: str, form: str = "") -> InputError:
     """Make the error for an unknown form; `fault` says where it is named, `form` contains its name."""
-    for part, name, way_round in OTHERS:
+    for part, name, remedy in OTHERS:
         if part in form.lower():
-            return InputError(source, f"{fault} ({name}), and what is read is {READ}", way_round)
+            return InputError(source, f"{fault} ({name}), and what is read is {READ}", remedy)
     return InputError(source, f"{fault}, and what is read is {READ}", ORIGINAL)
 
 

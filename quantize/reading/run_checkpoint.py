@@ -30,12 +30,13 @@ LEARNED = "learned"
 #: The key of config.json for fields that only fp8q reads: `two_terms`, the modules whose input is two codes a value,
 #: which other loaders take for one; `tails`, those among them with second codes in so many last positions of a call
 #: alone; `dynamic_inputs`, the modules whose input has a scale for each token, as config.json's groups say too;
+#: `block_inputs`, those whose weight has a scale for each block, and their input one for each 128 values of a token;
 #: `bf16_inputs`, the modules of which the weight alone is codes; `wide_cache`, the attention modules whose cache
-#: stays wide although the files have its scales; `stored`, patterns of the products' names in the files where the model
+#: stays in BF16 although the files have its scales; `stored`, patterns of the GEMMs' names in the files where the model
 #: calls them otherwise, with `{}` for each number.
-OWN_CONFIG = "fp8q"
+FP8Q_CONFIG = "fp8q"
 #: The field under that key for the number of positions that a graph serves, where that is fewer than the model's.
-OWN_POSITIONS = "positions"
+FP8Q_POSITIONS = "positions"
 
 
 def checkpoint_of(run: Run, precision: str) -> Path:
@@ -96,7 +97,7 @@ def stored_patterns(directory: Path) -> dict[str, str]:
     return read_document(path, Configured).fp8q.stored if path.is_file() else {}
 
 
-class Own(BaseModel):
+class FP8QFields(BaseModel):
     """The fields of config.json that fp8q wrote."""
 
     stored: dict[str, str] = {}
@@ -105,7 +106,7 @@ class Own(BaseModel):
 class Configured(BaseModel):
     """The fields of config.json that are read."""
 
-    fp8q: Own = Own()
+    fp8q: FP8QFields = FP8QFields()
 
 
 def stored_scales(directory: Path, modules: Collection[str]) -> dict[str, npt.NDArray[np.float32]]:

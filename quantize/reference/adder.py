@@ -33,7 +33,7 @@ import torch
 from ...options import Accumulator
 
 #: Fraction bits of FP32 and of the tensor core's accumulator, and the bias of FP32's exponent.
-FP32_BITS, KEPT_BITS, BIAS = 23, 13, 127
+FP32_BITS, ACCUMULATOR_BITS, BIAS = 23, 13, 127
 LEAST_EXPONENT = -6
 #: The exponent of a zero code, which is never the largest, even doubled, in int8; and the least exponent of a sum.
 NO_EXPONENT, OF_NOTHING = -60, -64
@@ -52,7 +52,7 @@ class Adder:
 ADDERS = {"fp22": Adder(), "two-level": Adder(promotion=128)}
 
 
-def add_products(x: torch.Tensor, weight: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
+def accumulated_gemm(x: torch.Tensor, weight: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
     """Multiply codes `x` [..., in] by `weight` [out, in], both of any float type; sum them in `accumulator`, float32
     [..., out].
     """
@@ -111,10 +111,10 @@ def _instruction(products: torch.Tensor, largest: torch.Tensor, sum_: torch.Tens
     """
     sum_exponent = (sum_.view(torch.int32) >> FP32_BITS & 0xFF) - BIAS  # of zero: -127
     exponent = torch.maximum(largest.int(), sum_exponent).clamp_min(OF_NOTHING)
-    unit = _power_of_two(exponent - KEPT_BITS)
-    inverse_unit = _power_of_two(KEPT_BITS - exponent)
+    unit = _power_of_two(exponent - ACCUMULATOR_BITS)
+    inverse_unit = _power_of_two(ACCUMULATOR_BITS - exponent)
     aligned = products.mul_(inverse_unit).trunc_().sum(0) + (sum_ * inverse_unit).trunc_()
-    bits = (aligned * unit).view(torch.int32) & -(1 << FP32_BITS - KEPT_BITS)
+    bits = (aligned * unit).view(torch.int32) & -(1 << FP32_BITS - ACCUMULATOR_BITS)
     return bits.view(torch.float32) + 0.0  # which makes +0 of -0
 
 
@@ -129,12 +129,12 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return (exponent + BIAS << FP32_BITS).view(torch.float32)
 
 
-def seconds_a_product(accumulator: Accumulator, device: str) -> float:
+def seconds_per_multiply_add(accumulator: Accumulator, device: str) -> float:
     """Measure the seconds that adding one product takes on `device`: two million are timed."""
     x, weight = torch.ones(32, 256, device=device), torch.ones(256, 256, device=device)
     best = float("inf")
     for _ in range(3):  # the first is slower
         start = time.perf_counter()
-        add_products(x, weight, accumulator).sum().item()
+        accumulated_gemm(x, weight, accumulator).sum().item()
         best = min(best, time.perf_counter() - start)
     return best / (len(x) * weight.numel())

@@ -1,4 +1,4 @@
-"""Attention in FP8: both of its products take E4M3 codes on both sides, queries by keys and probabilities by values.
+"""Attention in FP8: both of its GEMMs take E4M3 codes on both sides, queries by keys and probabilities by values.
 
     scores = (Σ q·k) · (s_q · s_k · scaling)        out = (Σ p·v) · (s_p · s_v)
 
@@ -7,7 +7,7 @@ for any text, so their scale is that of a clip of 1, and they are not measured. 
 the same scale there and become the same codes again. Queries and probabilities may take two codes each (`linear`), so
 that attention loses only what keys and values lose.
 
-The second product is the long one: as many terms as the text has tokens, all of one sign where values are. Its sums may
+The second GEMM is the long one: as many terms as the text has tokens, all of one sign where values are. Its sums may
 be those of a tensor core (`adder`), in the order of the tokens, of probabilities that are normalized before, as the
 exported graph has them. A fused kernel rescales its sums as it goes, and is not modelled.
 """
@@ -29,7 +29,7 @@ from ...options import Accumulator, ScaleOptions
 from ..codes.encoding import code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import GRIDS, PROBABILITY_SCALES, AttentionScales, TensorScale, tensor_scale, unfit
-from .adder import add_products
+from .adder import accumulated_gemm
 
 #: The name under which transformers knows this attention.
 CODES = "fp8q_codes"
@@ -92,7 +92,7 @@ def attend_in_codes(model: PreTrainedModel, path: Path) -> None:
 
 
 def sum_values_in(model: PreTrainedModel, accumulator: Accumulator) -> None:
-    """Let attention on codes (`attend_in_codes`) sum its second product as `accumulator` has it, from now on."""
+    """Let attention on codes (`attend_in_codes`) sum its second GEMM as `accumulator` has it, from now on."""
     for module in model.modules():
         if "fp8q_scales" in vars(module):
             object.__setattr__(module, "fp8q_accumulator", accumulator)
@@ -116,16 +116,16 @@ def attention_on_codes(
     two = vars(module)["fp8q_two_terms"]
     k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
     factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = _product(query, scales["q"], k.transpose(-1, -2), two) * factor
+    scores = _gemm(query, scales["q"], k.transpose(-1, -2), two) * factor
     if (softcap := options.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
     scores = scores + attention_mask.float()
     accumulator: Accumulator = vars(module).get("fp8q_accumulator", "fp32")
-    output = _product(scores.softmax(-1), scales["p"], v, two, accumulator) * (scales["p"] * scales["v"])
+    output = _gemm(scores.softmax(-1), scales["p"], v, two, accumulator) * (scales["p"] * scales["v"])
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _product(
+def _gemm(
     x: torch.Tensor, scale: torch.Tensor, codes: torch.Tensor, two: bool, accumulator: Accumulator = "fp32"
 ) -> torch.Tensor:
     """Multiply the codes of `x` [batch, heads, n, k] under `scale`, `two` or one a value, by `codes` [batch, heads, k,
@@ -138,9 +138,9 @@ def _product(
 
 
 def _sum(x: torch.Tensor, codes: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
-    """The product of `x` [batch, heads, n, k] and `codes` [batch, heads, k, m], each head by itself."""
+    """The GEMM of `x` [batch, heads, n, k] and `codes` [batch, heads, k, m], each head by itself."""
     if accumulator == "fp32":
-        product: torch.Tensor = x @ codes
-        return product
-    sums = [add_products(*pair, accumulator) for pair in zip(x.flatten(0, 1), codes.mT.flatten(0, 1), strict=True)]
+        total: torch.Tensor = x @ codes
+        return total
+    sums = [accumulated_gemm(*pair, accumulator) for pair in zip(x.flatten(0, 1), codes.mT.flatten(0, 1), strict=True)]
     return torch.stack(sums).view(*x.shape[:-1], codes.shape[-1])

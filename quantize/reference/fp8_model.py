@@ -2,9 +2,14 @@
 
 It is built from the checkpoint's files, the same bytes that transformers, vLLM and the ONNX graph read, and not from
 scales in memory. So it tests the files too.
+
+The FP8 KV cache is quantized when it is written. Keys are quantized after the rotary embedding, where the cache is
+written. Attention reads code × scale, for the tokens of the present step too, since later steps read nothing else. Keys
+and values of a layer have one scale each, [1], or one for each head, [heads, 1, 1]. A part without a scale is not
+quantized: FP8 values alone cost next to nothing, FP8 keys may cost more (docs/kv-cache.md).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,19 +19,63 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ...calibrate.checkpoint.adapter import open_adapter
 from ...calibrate.model.adapter_addition import attach_adapter
-from ...calibrate.model.bf16_products import widen_products
+from ...calibrate.model.bf16_gemms import compute_gemms_in_fp32
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import Experts
+from ...calibrate.model.expert_names import Conversions
+from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.load import renamed_in
-from ...calibrate.model.products import attention_modules, output_channel_axis
 from ...calibrate.model.skeleton import skeleton
+from ...core.errors import InputError
+from ...core.files import reading
 from ...options import Accumulator
-from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, OWN_CONFIG, tensor_files
+from ..codes.encoding import code_values
+from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, FP8Q_CONFIG, tensor_files
 from .attention import attend_in_codes, sum_values_in
-from .kv_cache import FP8Cache
-from .linear import CallPositions, FP8Linear, Mode, Tail, replace_linears
+from .linear import BlockLinear, CallPositions, FP8Linear, Mode, Tail, replace_linears
+
+#: What a run's checkpoint is to whoever reads it.
+RUN_CHECKPOINT = "the checkpoint that `fp8q calibrate` writes"
+
+
+def round_to_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantize x to E4M3 under `scale` and dequantize it in FP32, to x's type and shape.
+
+    `x` [batch, heads, seq, head_size]; `scale` float32 [1] or [heads, 1, 1], on x's device.
+    """
+    return code_values(x, scale).mul_(scale).to(x.dtype)
+
+
+class FP8Layer(DynamicLayer):
+    """One layer of the cache, holding dequantized codes."""
+
+    def __init__(self, key_scale: torch.Tensor | None, value_scale: torch.Tensor | None):
+        """Take the scales of keys and values (real value = code × scale); None leaves that part unquantized."""
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
+        self.scales = (key_scale, value_scale)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize and append keys and values [batch, heads, seq, head_size]; return the whole cache."""
+        new_keys, new_values = (
+            x if scale is None else round_to_codes(x, scale)
+            for x, scale in zip((key_states, value_states), self.scales, strict=True)
+        )
+        keys, values = super().update(new_keys, new_values, *args, **kwargs)
+        return keys, values
+
+
+def fp8_cache(scales: Mapping[str, torch.Tensor], model: PreTrainedModel) -> DynamicCache:
+    """Make an empty cache whose layers with attention hold codes, by the `scales` of `<module>.k` and `<module>.v`."""
+    modules = attention_modules(model)
+    return new_cache(
+        model, {n: FP8Layer(scales.get(f"{name}.k"), scales.get(f"{name}.v")) for n, name in modules.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -39,7 +88,7 @@ class Reference:
 
     def new_cache(self) -> DynamicCache:
         """An empty KV cache in the type that the model is served with."""
-        return FP8Cache(self.cache_scales, attention_modules(self.model)) if self.cache_scales else DynamicCache()
+        return fp8_cache(self.cache_scales, self.model) if self.cache_scales else new_cache(self.model)
 
     @property
     def tail(self) -> int:
@@ -66,7 +115,13 @@ class Reference:
         """Sum products of codes as `accumulator` has it from now on: those of all layers that compute in the mode
         `exact`, and those of probabilities and values where attention is on codes.
         """
-        for layer in self.model.modules():
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, BlockLinear):
+                raise InputError(
+                    f"--accumulator {accumulator}",
+                    f"{name} has scales for blocks, whose sums are added in FP32 outside the tensor cores",
+                    "leave it out",
+                )
             if isinstance(layer, FP8Linear):
                 layer.accumulator = accumulator
         sum_values_in(self.model, accumulator)
@@ -83,12 +138,13 @@ class StoredCodes:
 
     def __init__(self, directory: Path, config: PreTrainedConfig, model: PreTrainedModel, mode: Mode, device: str):
         """Open the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` in `mode`."""
-        self.model, self.mode, self.device = model, mode, device
-        fields = getattr(config, OWN_CONFIG, {})
+        self.model, self.config, self.mode, self.device = model, config, mode, device
+        fields = getattr(config, FP8Q_CONFIG, {})
         self.two_terms, self.tails = frozenset(fields.get("two_terms", ())), fields.get("tails", {})
         self.bf16_inputs = frozenset(fields.get("bf16_inputs", ()))
         self.dynamic_inputs = frozenset(fields.get("dynamic_inputs", ()))
-        self.wide_cache = frozenset(fields.get("wide_cache", ()))
+        self.block_inputs = frozenset(fields.get("block_inputs", ()))
+        self.bf16_cache = frozenset(fields.get("wide_cache", ()))
         self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
@@ -97,7 +153,7 @@ class StoredCodes:
 
     @property
     def modules(self) -> list[str]:
-        """The names of the products whose weights are codes."""
+        """The names of the GEMMs whose weights are codes."""
         model_names = {under: name for name, under in self._renamed.items()}
         return [
             model_names.get(name, name).removesuffix(".weight_scale")
@@ -108,12 +164,12 @@ class StoredCodes:
     @property
     def cache_scales(self) -> dict[str, torch.Tensor]:
         """The scales of the FP8 caches, float32 [1] or [heads, 1, 1] each, by `<module>.k` and `<module>.v`, without
-        the layers that stay wide.
+        the layers that stay in BF16.
         """
         names = [
             name
             for name in self.where
-            if name.endswith((".k_scale", ".v_scale")) and name.rpartition(".")[0] not in self.wide_cache
+            if name.endswith((".k_scale", ".v_scale")) and name.rpartition(".")[0] not in self.bf16_cache
         ]
         return {name.removesuffix("_scale"): self.read(name) for name in names}
 
@@ -127,21 +183,42 @@ class StoredCodes:
         tensor: torch.Tensor = self._shards[self.where[under]].get_tensor(under).to(self.device)
         return tensor
 
-    def layer(self, module: str) -> FP8Linear:
-        """Make the FP8 layer for the product `module`."""
+    def converted(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Those of the model's tensors `names` that are several stored ones in a row, as `dtype` on the device."""
+        parts = Conversions(self.model, dense=True).merged(self.where)
+        return {
+            name: torch.cat([self.read(part) for part in parts[name][0]], parts[name][1]).to(dtype)
+            for name in names
+            if name in parts
+        }
+
+    def weight(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read the codes float8_e4m3fn [out, in] of the GEMM `module` and the scales float32 [out] of its output
+        channels, which are equal where the files have one for all.
+        """
         axis = output_channel_axis(self.model.get_submodule(module))
-        codes, scale = (
-            self.read(f"{module}.{part}").movedim(axis, 0).contiguous() for part in ("weight", "weight_scale")
-        )
+        codes, scale = self.read(f"{module}.weight").movedim(axis, 0).contiguous(), self.read(f"{module}.weight_scale")
+        return codes, scale.flatten().expand(len(codes)).contiguous()
+
+    def layer(self, module: str) -> FP8Linear:
+        """Make the FP8 layer for the GEMM `module`."""
+        if module in self.block_inputs:
+            return self.block_layer(module)
+        codes, scale = self.weight(module)
         terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
         static = module not in self.bf16_inputs | self.dynamic_inputs
         input_scale = self.read(f"{module}.input_scale")[0] if static else None
-        layer = FP8Linear(codes, scale[:, 0], input_scale, bias, self.mode, terms)
+        layer = FP8Linear(codes, scale, input_scale, bias, self.mode, terms)
         layer.dynamic = module in self.dynamic_inputs
         if module in self.tails:
             layer.tail = Tail(self.tails[module], self.call, experts_around(self.model, module))
         return layer
+
+    def block_layer(self, module: str) -> BlockLinear:
+        """Make the layer of the GEMM `module`, whose weight has a scale for each block."""
+        bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
+        return BlockLinear(self.read(f"{module}.weight"), self.read(f"{module}.weight_scale"), bias, self.mode)
 
 
 def experts_around(model: torch.nn.Module, module: str) -> Experts | None:
@@ -151,10 +228,14 @@ def experts_around(model: torch.nn.Module, module: str) -> Experts | None:
 
 
 def open_codes(directory: Path, mode: Mode, dtype: torch.dtype, device: str = "cpu") -> StoredCodes:
-    """Open the FP8 layers of the checkpoint in `directory`, with a model in `dtype` that has no weights yet."""
-    config = AutoConfig.from_pretrained(directory)
-    del config.quantization_config
-    return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
+    """Open the FP8 layers of the checkpoint in `directory`, with a model in `dtype` that has no weights yet.
+
+    Raises InputError for files that are damaged.
+    """
+    with reading(directory, RUN_CHECKPOINT):
+        config = AutoConfig.from_pretrained(directory)
+        del config.quantization_config
+        return StoredCodes(directory, config, skeleton(config, dtype), mode, device)
 
 
 def load_reference(
@@ -163,25 +244,34 @@ def load_reference(
     """Load the checkpoint in `directory` as a torch module, with an `adapter` on: that of a name, or in a directory of
     its own.
 
-    FP8 products compute in `mode` (see `linear`), all else in `dtype`, or in FP32 where transformers keeps it so.
+    FP8 GEMMs compute in `mode` (see `linear`), all else in `dtype`, or in FP32 where transformers keeps it so.
+    Raises InputError for files that are damaged.
     """
-    codes = open_codes(directory, mode, dtype, device)
-    model = codes.model
-    replace_linears(model, {module: codes.layer(module) for module in codes.modules})
-    wide = {name: codes.read(name).to(held.dtype) for name, held in model.state_dict().items() if codes.has(name)}
-    model.load_state_dict(wide, strict=False, assign=True)
-    model.tie_weights()
-    unset = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    assert not unset, f"the checkpoint has no {unset[0]}"
-    torch.nn.Module.to(model, device)
-    widen_products(model, dtype, device)
-    model.register_forward_pre_hook(partial(begin_call, codes.call), with_kwargs=True)
-    if (directory / ATTENTION_SCALES).is_file():
-        attend_in_codes(model, directory / ATTENTION_SCALES)
-    if adapter is not None:
-        where = directory / ADAPTERS / adapter if isinstance(adapter, str) else adapter
-        attach_adapter(model, open_adapter(where), dtype, device)
-    return Reference(model, codes.cache_scales, codes.call)
+    with reading(directory, RUN_CHECKPOINT):
+        codes = open_codes(directory, mode, dtype, device)
+        model = codes.model
+        replace_linears(model, {module: codes.layer(module) for module in codes.modules})
+        stored = {name: codes.read(name).to(held.dtype) for name, held in model.state_dict().items() if codes.has(name)}
+        model.load_state_dict(stored, strict=False, assign=True)
+        model.tie_weights()
+        if unset := unset_parameters(model):
+            model.load_state_dict(codes.converted(unset, dtype), strict=False, assign=True)
+            unset = unset_parameters(model)
+        assert not unset, f"the checkpoint has no {unset[0]}"
+        torch.nn.Module.to(model, device)
+        compute_gemms_in_fp32(model, dtype, device)
+        model.register_forward_pre_hook(partial(begin_call, codes.call), with_kwargs=True)
+        if (directory / ATTENTION_SCALES).is_file():
+            attend_in_codes(model, directory / ATTENTION_SCALES)
+        if adapter is not None:
+            where = directory / ADAPTERS / adapter if isinstance(adapter, str) else adapter
+            attach_adapter(model, open_adapter(where), dtype, device)
+        return Reference(model, codes.cache_scales, codes.call)
+
+
+def unset_parameters(model: torch.nn.Module) -> list[str]:
+    """The names of the parameters of `model` that have no values yet."""
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
 
 
 def begin_call(call: CallPositions, model: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The reference as a model for tools that call Hugging Face models: `generate`, lm-eval, PEFT, notebooks.
 
-Products in two terms need nothing of the caller. Two forms depend on the call, and `CallForms` sees to them:
+GEMMs in two terms need nothing of the caller. Two forms depend on the call, and `CallForms` sees to them:
 
 - **An FP8 cache.** Keys and values are rounded where a cache is written, so a call without one gets one, even where
   `use_cache` is off, and an empty `DynamicCache`, such as `generate` makes, gets layers that round. Another kind of
@@ -27,8 +27,7 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ...core.errors import InputError
-from .fp8_model import Reference, begin_call
-from .kv_cache import FP8Layer
+from .fp8_model import FP8Layer, Reference, begin_call
 from .linear import FP8Linear, replace_linears
 
 
@@ -133,18 +132,18 @@ class LinearOnCodes(nn.Linear):
         """Hold `layer`; `dtype`: of the numbers that it is called with."""
         nn.Module.__init__(self)  # and not Linear's own, which makes a weight
         self.out_features, self.in_features = layer.codes.shape
-        self.product, self.dtype = layer, dtype
+        self.layer, self.dtype = layer, dtype
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """A tensor [out, in] without numbers, on the device of the codes."""
-        empty = torch.zeros((), dtype=self.dtype, device=self.product.codes.device)
+        empty = torch.zeros((), dtype=self.dtype, device=self.layer.codes.device)
         return empty.expand(self.out_features, self.in_features).as_subclass(WeightOfCodes)
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """The bias [out] of the layer, float32, or None."""
-        return self.product.bias
+        return self.layer.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input` [..., in] to [..., out], in its type.
@@ -155,5 +154,5 @@ class LinearOnCodes(nn.Linear):
             raise InputError(
                 "", "an FP8 layer passes no gradient on", "`fp8q distill` learns weights or an adapter of an FP8 model"
             )
-        out: torch.Tensor = self.product(input)
+        out: torch.Tensor = self.layer(input)
         return out

@@ -5,14 +5,14 @@
 Codes are small integers times a power of two, so products of codes are exact in BF16's eight bits of factor and FP32's
 sum; the sum is accumulated in FP32, scaled once in FP32 and cast once. Simulating FP8 by rounding to the grid and
 multiplying dequantized BF16 values ("fake quantization") instead rounds s_x·code_x and s_w·code_w to BF16 before the
-product: another number, and not the engine's.
+GEMM: another number, and not the engine's.
 
 `exact` computes just this. `fast` multiplies BF16 matrices, which rounds the sum to BF16 once more (the CPU has no BF16
-product with an FP32 result); perplexity uses it. Where the processor has no BF16 units, that product is computed in
-FP32 (`calibrate.model.bf16_products`). On a GPU with FP8 units (compute capability 8.9 and up) both modes call
+GEMM with an FP32 result); perplexity uses it. Where the processor has no BF16 units, that GEMM is computed in
+FP32 (`calibrate.model.bf16_gemms`). On a GPU with FP8 units (compute capability 8.9 and up) both modes call
 `torch._scaled_mm` on the codes, which one kernel makes where Triton is installed (`codes.kernels`). An `accumulator`
 replaces the sum by that of `adder`. With two terms the input is s·(a + b/16), where b is the code of sixteen times the
-error of a (`codes.formats.TwoTerms`); a and b are rows of one product:
+error of a (`codes.formats.TwoTerms`); a and b are rows of one GEMM:
 
     y = cast( (Σ a·code_w + (Σ b·code_w) / 16) · (s_x · s_w[n]) + bias[n] )
 
@@ -31,15 +31,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ...calibrate.model.bf16_products import widened_products
+from ...calibrate.model.bf16_gemms import gemms_in_fp32
 from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.launching import launched
 from ...options import Accumulator
+from ..codes.blocks import block_values, group_values
 from ..codes.encoding import CODE, code_tables, code_values, encode, encode_terms, token_scales, two_code_values
 from ..codes.epilogue import Epilogue
 from ..codes.formats import TWO_TERMS
-from ..codes.products import scale_sums, scaled_product
-from .adder import add_products
+from ..codes.gemm import scale_sums, scaled_gemm
+from .adder import accumulated_gemm
 
 Mode = Literal["exact", "fast"]
 
@@ -141,7 +142,7 @@ class FP8Linear(nn.Module):
         rows = x.flatten(0, -2)
         if self.dynamic:
             scales = token_scales(rows)
-            sums = self._product(encode(rows, scales).to(self.codes.dtype))
+            sums = self._gemm(encode(rows, scales).to(self.codes.dtype))
             y = Epilogue(scales, self.weight_scale, self.bias).of_sums(sums, x.dtype)
         elif self.terms:
             sums, terms = self._sums(rows)
@@ -149,7 +150,7 @@ class FP8Linear(nn.Module):
             y = scale_sums(sums, epilogue, terms, x.dtype, launched)
         else:
             held = x.dtype if self.codes.dtype == CODE else self.codes.dtype
-            with widened_products():
+            with gemms_in_fp32():
                 sums = torch.nn.functional.linear(rows.to(held), self.codes.to(held)).float()
             y = sums * self.weight_scale
             y = (y if self.bias is None else y + self.bias).to(x.dtype)
@@ -161,20 +162,41 @@ class FP8Linear(nn.Module):
         """
         rows = None if self.tail is None else self.tail.rows(x)
         if rows is None:
-            return self._product(self.input_codes(x)).flatten(0, 1), self.terms
+            return self._gemm(self.input_codes(x)).flatten(0, 1), self.terms
         second = self.input_codes(x[rows])[1]
-        total = self._product(torch.cat([self.input_codes(x, 1)[0], second]))
+        total = self._gemm(torch.cat([self.input_codes(x, 1)[0], second]))
         return total[: len(x)].index_add_(0, rows, total[len(x) :] / TWO_TERMS.divisor), 1
 
-    def _product(self, codes: torch.Tensor) -> torch.Tensor:
+    def _gemm(self, codes: torch.Tensor) -> torch.Tensor:
         """The sums of products of `codes` [..., in] and the weight's, float32 [..., out]."""
         if self.accumulator:
-            return add_products(codes, self.codes, self.accumulator)
+            return accumulated_gemm(codes, self.codes, self.accumulator)
         if self.codes.dtype == CODE:
-            sums = scaled_product(codes.flatten(0, -2), self.codes, one=self.one)
+            sums = scaled_gemm(codes.flatten(0, -2), self.codes, one=self.one)
             return sums.view(*codes.shape[:-1], len(self.codes))
-        with widened_products():
+        with gemms_in_fp32():
             return torch.nn.functional.linear(codes, self.codes).float()
+
+
+class BlockLinear(FP8Linear):
+    """A linear layer on E4M3 codes, with a scale for each block of 128 x 128 of its weight and for each 128 values of a
+    token.
+
+    Servers sum the codes of 128 values, and add these sums under both scales in FP32. Code × scale is exact enough in
+    FP32 to stand for that, so the layer multiplies such numbers in FP32, in both modes.
+
+    Invariant: `codes` holds code × scale, and `weight_scale` is one.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, mode: Mode):
+        """Hold `codes` float8_e4m3fn [out, in] under `scale` float32 [blocks, blocks], and `bias` [out] or None."""
+        super().__init__(codes[:, :0], torch.ones(len(codes), device=codes.device), None, bias, mode)
+        self.codes = block_values(codes, scale.float())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [..., in] to [..., out] in x's type."""
+        y = torch.nn.functional.linear(group_values(x), self.codes, self.bias)
+        return y.to(x.dtype)
 
 
 def replace_linears(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:

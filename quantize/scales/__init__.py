@@ -1,1 +1,1 @@
-"""The choice of scales: where to clip, which products run in FP8, and what `scales.json` says of each tensor."""
+"""The choice of scales: where to clip, which GEMMs run in FP8, and what `scales.json` says of each tensor."""

@@ -1,8 +1,8 @@
 """Choose the scales of the KV cache, and the layers whose cache stays in the compute type (`--kv-skip`).
 
-A layer that stays wide has scales all the same: vLLM is told of such layers on its command line alone, and transformers
-not at all, and without a scale in the checkpoint they would store this layer's cache under 1.0, or under a number that
-nobody wrote.
+A layer that stays in BF16 has scales all the same: vLLM is told of such layers on its command line alone, and
+transformers not at all, and without a scale in the checkpoint they would store this layer's cache under 1.0, or under a
+number that nobody wrote.
 
 Heads with scales of their own (`--kv-scale head`) need no further statistics: the amax of a head is that of its
 channels. A clip of the whole tensor, which the other methods choose from a histogram that does not tell heads apart,
@@ -23,7 +23,7 @@ from .clip import scale_of
 from .decisions import SMALLEST_SCALE, TensorScale, described, scale_with_margin, tensor_scale, unfit
 
 
-def wide_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[str]:
+def bf16_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[str]:
     """The modules among `attentions`, those that write the cache, which a pattern of `--kv-skip` matches.
 
     Raises InputError for a pattern that matches none of them, and when all of them match.
@@ -36,14 +36,14 @@ def wide_attentions(patterns: Sequence[str], attentions: Iterable[str]) -> list[
                 "matches no attention module",
                 f"names are like {', '.join(names[:2]) or 'none'}",
             )
-    wide = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if names and len(wide) == len(names):
+    in_bf16 = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if names and len(in_bf16) == len(names):
         raise InputError(
             f"--kv-skip {' '.join(patterns)}",
             f"matches the cache of all {len(names)} layers",
             "give --kv-cache off, or skip fewer",
         )
-    return wide
+    return in_bf16
 
 
 def attentions_of(statistics: Statistics) -> list[str]:
@@ -55,14 +55,14 @@ def kv_cache_scales(
     statistics: Statistics,
     clipping: Clipping,
     parts: str = "kv",
-    wide: Collection[str] = (),
+    in_bf16: Collection[str] = (),
     heads: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, TensorScale]:
     """Choose the scales of all caches of keys (`k` in `parts`) and of values (`v`); no scales for no parts.
 
-    `wide`: the attention modules whose cache stays in the compute type. `heads`: the heads of keys (`k`) and of values
-    (`v`), each of which gets a scale; empty: one scale for each tensor. Raises InputError naming the first tensor of
-    another module that has no scale, and a tensor that is not of so many heads.
+    `in_bf16`: the attention modules whose cache stays in the compute type. `heads`: the heads of keys (`k`) and of
+    values (`v`), each of which gets a scale; empty: one scale for each tensor. Raises InputError naming the first
+    tensor of another module that has no scale, and a tensor that is not of so many heads.
     """
     scales: dict[str, TensorScale] = {}
     if not parts:
@@ -73,7 +73,7 @@ def kv_cache_scales(
         module = name.rpartition(".")[0]
         if (reason := unfit(tensor.histogram)) is None:
             scales[name] = scaled_by_head(name, tensor, clipping, heads.get(name[-1]))
-        elif module not in wide:
+        elif module not in in_bf16:
             raise InputError(
                 name, reason.reason, f"an FP8 cache has no scale for it, use --kv-skip '{module}' or --kv-cache off"
             )
@@ -121,8 +121,8 @@ def query_scales(
 
 
 def split_by_layer(
-    cache: Mapping[str, TensorScale], wide: Collection[str]
+    cache: Mapping[str, TensorScale], in_bf16: Collection[str]
 ) -> tuple[dict[str, TensorScale], dict[str, TensorScale]]:
-    """Split the scales of the `cache` into those of codes, and those of the modules `wide`."""
-    left = {name: scale for name, scale in cache.items() if name.rpartition(".")[0] in wide}
+    """Split the scales of the `cache` into those of codes, and those of the modules `in_bf16`."""
+    left = {name: scale for name, scale in cache.items() if name.rpartition(".")[0] in in_bf16}
     return {name: scale for name, scale in cache.items() if name not in left}, left

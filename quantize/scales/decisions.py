@@ -17,7 +17,7 @@ from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import BF16, DYNAMIC, ONE, TWO, Clipping, Form, KvCache
+from ...options import BF16, BLOCK, DYNAMIC, ONE, TWO, Clipping, Form, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid, Grid
 from .clip import (
     FROM_BATCHES,
@@ -59,22 +59,56 @@ class Lossy(Strict):
         return {"sqnr_db": None} | written
 
 
+class HeldOutError(Strict):
+    """The error of an expert's GEMM on tokens that were held out of the second moments its codes were fitted to."""
+
+    tokens: int = Field(description="the expert's own tokens in the held-out batches, as many as were stored")
+    over_nearest: float | None = Field(
+        default=None,
+        description="the squared error with the compensated codes over that with each weight's nearest code; null: too "
+        "few tokens to judge by",
+    )
+    shrunk: Literal[True] | None = Field(
+        default=None, description="the compensated codes are those by second moments shrunk toward their diagonal"
+    )
+
+    @property
+    def beats_nearest(self) -> bool:
+        """Tell whether the compensated codes have less error than the nearest."""
+        return self.over_nearest is not None and self.over_nearest < 1
+
+
 class WeightScales(Lossy):
-    """One weight's per-channel scales; the scales themselves are in the checkpoint."""
+    """The scales of a weight's channels, or the one of all; the scales themselves are in the checkpoint."""
 
     method: str = Field(
         description="what chose them: `inherited` with its codes from an FP8 checkpoint, or `mse of 128x128 blocks`, "
         "chosen anew where that has scales of blocks: what this loses is `sqnr_db`"
     )
     rounding: Literal["nearest", "gptq", "sequential", "inherited", "learned"] = "nearest"
+    held_out: HeldOutError | None = Field(
+        default=None,
+        description="of an expert's compensated codes: unless `over_nearest` is below 1, the weight has the nearest",
+    )
     axis: int = Field(description="of the output channels")
     channels: int
+    granularity: Literal["tensor", "block"] | None = Field(
+        default=None,
+        description="tensor: the whole weight has one scale; block: each block of 128 x 128 has its own; null: each "
+        "output channel",
+    )
+    blocks: int | None = Field(default=None, description="of granularity block: how many there are")
     scale_min: float
     scale_max: float
     sqnr_db: float | None
     zero_channels: int | None = Field(
         default=None, description="all-zero channels: exact with any scale, they take scale_max"
     )
+
+    @property
+    def stored(self) -> int:
+        """The number of scales in the checkpoint."""
+        return 1 if self.granularity == "tensor" else self.blocks or self.channels
 
 
 class TensorScale(Lossy):
@@ -105,6 +139,9 @@ class TensorScale(Lossy):
         description="each token has a scale that is computed at run time; this scale, and all that is said of it, is "
         "what a static form would have",
     )
+    block: Literal[True] | None = Field(
+        default=None, description="of those that are `dynamic`: each 128 values of a token have a scale of their own"
+    )
     saturation: float
     underflow: float
     sqnr_db: float | None
@@ -126,7 +163,7 @@ class TensorScale(Lossy):
     def form(self) -> Form:
         """The form of the input of which this is the scale."""
         if self.dynamic:
-            return DYNAMIC
+            return BLOCK if self.block else DYNAMIC
         return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
 
     @property
@@ -149,7 +186,7 @@ class Skipped(Strict):
 class Scales(Strict):
     """`scales.json`.
 
-    Every matrix product of the model is in `weights` or in `skipped`; what `weights` has is in `activations` or in
+    Every GEMM of the model is in `weights` or in `skipped`; what `weights` has is in `activations` or in
     `bf16_inputs`.
     """
 
@@ -186,7 +223,12 @@ class Scales(Strict):
     @property
     def dynamic_inputs(self) -> list[str]:
         """The modules of `activations` whose input gets a scale for each token at run time."""
-        return [module for module, activation in self.activations.items() if activation.dynamic]
+        return [module for module, form in self.forms.items() if form == DYNAMIC]
+
+    @property
+    def block_inputs(self) -> list[str]:
+        """The modules whose weight has a scale for each block, and their input one for each 128 values of a token."""
+        return [module for module, form in self.forms.items() if form == BLOCK]
 
     @property
     def static_inputs(self) -> dict[str, TensorScale]:
@@ -194,9 +236,14 @@ class Scales(Strict):
         return {module: activation for module, activation in self.activations.items() if not activation.dynamic}
 
     @property
-    def promised(self) -> list[str]:
-        """The modules whose product runs on FP8 codes on both sides."""
+    def fp8_gemms(self) -> list[str]:
+        """The modules whose GEMM runs on FP8 codes on both sides."""
         return [module for module in self.weights if module in self.activations]
+
+    @property
+    def tensor_weights(self) -> list[str]:
+        """The modules whose whole weight has one scale."""
+        return [module for module, weight in self.weights.items() if weight.granularity == "tensor"]
 
     @property
     def two_terms(self) -> list[str]:
@@ -366,7 +413,8 @@ def activation_scales(
             form = forms.get(module, ONE)
             grid = TWO_TERMS if form.terms == 2 else format
             decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
-            form_fields = {"tail": form.tail, "dynamic": True if form == DYNAMIC else None}
+            at_run_time, in_groups = form in (DYNAMIC, BLOCK), form == BLOCK
+            form_fields = {"tail": form.tail, "dynamic": at_run_time or None, "block": in_groups or None}
             chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update=form_fields)
         decision = chosen[name]
         if isinstance(decision, Skipped):

@@ -1,15 +1,15 @@
-"""Choose the matrix products that run in FP8: all linear layers but the output head and those that the user leaves out.
+"""Choose the GEMMs that run in FP8: all linear layers but the output head and those that the user leaves out.
 
 The output head stays in BF16 because its error goes straight into the logits and it is a small share of the work.
-Embeddings and norms are no matrix products. What stays is listed with its reason; nothing is left out in silence.
+Embeddings and norms are no GEMMs. What stays is listed with its reason; nothing is left out in silence.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import DYNAMIC, Form, FormRule, ScaleOptions
+from ...options import BLOCK, DYNAMIC, Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
 
 #: Why a run in dynamic form has no graph.
@@ -17,87 +17,101 @@ DYNAMIC_GRAPH = (
     "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 product (`fp8q scales RUN "
     "--form one` takes the static scales, which the run has too)"
 )
+#: Why a run in block form has none.
+BLOCK_GRAPH = (
+    "--form block gives each 128 values of a token a scale at run time, and each block of a weight its own, for which "
+    "TensorRT has no FP8 product (`fp8q scales RUN --form one` takes static scales, which the run has too)"
+)
+
+
+def graph_refusal(forms: Collection[Form]) -> str | None:
+    """Give the reason why a run with modules in these `forms` has no graph; None where it may have one."""
+    return DYNAMIC_GRAPH if DYNAMIC in forms else BLOCK_GRAPH if BLOCK in forms else None
 
 
 @dataclass(frozen=True)
-class Products:
-    """The matrix products of a model.
+class ModelGemms:
+    """The GEMMs of a model.
 
-    `names`: all of them; `head`: the output head; `unknown`: products of a class that cannot be quantized -> the class;
-    `wide`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
-    `routers`: the products that choose among experts; `fp32`: those that transformers keeps in FP32.
+    `names`: all of them; `head`: the output head; `unknown`: GEMMs of a class that cannot be quantized -> the class;
+    `in_bf16`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
+    `routers`: the GEMMs that choose among experts; `fp32`: those that transformers keeps in FP32; `states`: those
+    that compute a recurrent state or an indexer's keys -> the reason why they stay.
     """
 
     names: tuple[str, ...]
     head: str | None
     unknown: dict[str, str]
-    wide: frozenset[str] = frozenset()
+    in_bf16: frozenset[str] = frozenset()
     no_graph: str | None = None
     routers: frozenset[str] = frozenset()
     fp32: frozenset[str] = frozenset()
+    states: Mapping[str, str] = field(default_factory=dict)
 
 
-def select(products: Products, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
-    """Split `products` into modules to quantize and modules that stay in BF16, with the reasons.
+def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:
+    """Split `gemms` into modules to quantize and modules that stay in BF16, with the reasons.
 
     `skip`, `only`: shell patterns over module names; without `only`, all modules but those that an FP8 source
     checkpoint has in BF16. Raises InputError for a pattern that matches nothing, and when nothing is left.
     """
     for option, pattern in [*(("--skip", pattern) for pattern in skip), *(("--only", pattern) for pattern in only)]:
-        if not any(fnmatchcase(name, pattern) for name in products.names):
-            raise _unmatched(f"{option} {pattern}", products.names)
+        if not any(fnmatchcase(name, pattern) for name in gemms.names):
+            raise _unmatched(f"{option} {pattern}", gemms.names)
     skipped: dict[str, Skipped] = {}
-    for name in products.names:
+    for name in gemms.names:
         matching = [pattern for pattern in skip if fnmatchcase(name, pattern)]
-        if name == products.head:
+        if name == gemms.head:
             skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
-        elif name in products.routers:
+        elif name in gemms.routers:
             skipped[name] = Skipped(reason="router: another choice of experts costs more than its product")
-        elif name in products.fp32:
+        elif name in gemms.states:
+            skipped[name] = Skipped(reason=gemms.states[name])
+        elif name in gemms.fp32:
             skipped[name] = Skipped(reason="kept in FP32 by transformers, which would read its codes as numbers")
-        elif name in products.unknown:
+        elif name in gemms.unknown:
             skipped[name] = Skipped(
-                reason=f"of class {products.unknown[name]}, which does not compute as a linear layer does"
+                reason=f"of class {gemms.unknown[name]}, which does not compute as a linear layer does"
             )
         elif matching:
             skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")
         elif only and not any(fnmatchcase(name, pattern) for pattern in only):
             skipped[name] = Skipped(reason=f"asked for: not in --only {' '.join(only)}")
-        elif name in products.wide and not only:
+        elif name in gemms.in_bf16 and not only:
             skipped[name] = Skipped(reason="as it was given: no FP8 codes in the source checkpoint")
-    chosen = [name for name in products.names if name not in skipped]
+    chosen = [name for name in gemms.names if name not in skipped]
     if not chosen:
         raise InputError(
             "",
-            f"all {len(products.names)} matrix products stay in BF16, so there is nothing to quantize",
+            f"all {len(gemms.names)} matrix products stay in BF16, so there is nothing to quantize",
             "skip fewer with --skip, or name more with --only",
         )
     return chosen, skipped
 
 
-def rule_modules(rule: FormRule, products: Products, chosen: Sequence[str]) -> list[str]:
+def rule_modules(rule: FormRule, gemms: ModelGemms, chosen: Sequence[str]) -> list[str]:
     """The modules among `chosen`, the quantized ones, to which a rule gives its form.
 
     Raises InputError for a pattern that matches none of them.
     """
     if rule.every:
         return [*chosen]
-    if not any(fnmatchcase(name, rule.pattern) for name in products.names):
-        raise _unmatched(rule.written, products.names)
+    if not any(fnmatchcase(name, rule.pattern) for name in gemms.names):
+        raise _unmatched(rule.written, gemms.names)
     matching = [name for name in chosen if fnmatchcase(name, rule.pattern)]
     if not matching:
         raise InputError(rule.written, "all that it matches stays in BF16", "name other modules")
     return matching
 
 
-def whole_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[str]:
+def complete_groups(named: Sequence[str], groups: Iterable[Sequence[str]]) -> list[str]:
     """The `named` modules and all that read the same tensors, since a tensor is quantized once for all its readers."""
     wanted = set(named)
     return [member for members in groups if not wanted.isdisjoint(members) for member in members]
 
 
 def module_forms(
-    options: ScaleOptions, products: Products, chosen: Sequence[str], groups: Iterable[Sequence[str]]
+    options: ScaleOptions, gemms: ModelGemms, chosen: Sequence[str], groups: Iterable[Sequence[str]]
 ) -> dict[str, Form]:
     """Resolve the form of the input of every module among `chosen`, the quantized ones.
 
@@ -106,27 +120,28 @@ def module_forms(
     """
     sharing, forms = [*groups], dict[str, Form]()
     for rule in options.form_rules:
-        named = rule_modules(rule, products, chosen)
-        forms |= dict.fromkeys(named if rule.every else whole_groups(named, sharing), rule.form)
+        named = rule_modules(rule, gemms, chosen)
+        forms |= dict.fromkeys(named if rule.every else complete_groups(named, sharing), rule.form)
     return {module: forms[module] for module in chosen}
 
 
-def check_patterns(options: ScaleOptions, products: Products) -> list[str]:
+def check_patterns(options: ScaleOptions, gemms: ModelGemms) -> list[str]:
     """The modules that are quantized under `options`; raises InputError for a pattern that matches nothing."""
-    chosen, _ = select(products, options.skip, options.only)
-    module_forms(options, products, chosen, ())
+    chosen, _ = select(gemms, options.skip, options.only)
+    module_forms(options, gemms, chosen, ())
     return chosen
 
 
-def check_dynamic(options: ScaleOptions, products: Products, chosen: Sequence[str], conv1d: Collection[str]) -> None:
-    """Raise InputError for the dynamic form of a model with quantized modules of class Conv1D, `conv1d`.
+def check_dynamic(options: ScaleOptions, gemms: ModelGemms, chosen: Sequence[str], conv1d: Collection[str]) -> None:
+    """Raise InputError for the form dynamic or block of a model with quantized modules of class Conv1D, `conv1d`.
 
     Loaders have no form of these, and a graph has static scales alone, so that nothing but the reference would run it.
     """
-    forms = module_forms(options, products, chosen, [[module] for module in chosen])
-    if (layer := next((module for module in chosen if module in conv1d), None)) and DYNAMIC in forms.values():
+    forms = module_forms(options, gemms, chosen, [[module] for module in chosen])
+    layer = next((module for module in chosen if module in conv1d), None)
+    if layer and (form := next((form for form in (DYNAMIC, BLOCK) if form in forms.values()), None)):
         raise InputError(
-            "--form dynamic",
+            f"--form {form}",
             f"{layer} is a Conv1D, of which transformers and vLLM load no FP8 weights, and graphs take static scales",
             "give --form one",
         )
@@ -187,34 +202,36 @@ def mixed_group_warning(groups: Iterable[Sequence[str]], scales: Scales, experts
     mixed = [family for family in families if 0 < sum(member in scales.skipped for member in family) < len(family)]
     if not mixed:
         return None
-    wide, fp8 = ([member for member in mixed[0] if (member in scales.skipped) == skipped] for skipped in (True, False))
+    in_bf16, fp8 = (
+        [member for member in mixed[0] if (member in scales.skipped) == skipped] for skipped in (True, False)
+    )
     others = f", and so in {len(mixed) - 1} more such groups" if len(mixed) > 1 else ""
     return (
-        f"{', '.join(wide)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
+        f"{', '.join(in_bf16)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
         "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
     )
 
 
 def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
-    """Warn of layers in which only some products of the experts run in FP8; None where there are none.
+    """Warn of layers in which only some GEMMs of the experts run in FP8; None where there are none.
 
     `experts`: the modules that hold the experts of a layer. vLLM holds them in one tensor, and takes all to be stored
-    as expert 0 is (0.32's compressed_tensors_moe.py, read): it refuses where the products of expert 0 differ, and
+    as expert 0 is (0.32's compressed_tensors_moe.py, read): it refuses where the GEMMs of expert 0 differ, and
     otherwise reads codes as values, or values as codes.
     """
     mixed: list[tuple[str, list[str], int]] = []
     for layer in experts:
         inside = [name for name in (*scales.modules, *scales.skipped) if name.startswith(f"{layer}.")]
-        wide = [name for name in inside if name in scales.skipped]
-        if 0 < len(wide) < len(inside):
-            mixed.append((layer, wide, len(inside)))
+        bf16 = [name for name in inside if name in scales.skipped]
+        if 0 < len(bf16) < len(inside):
+            mixed.append((layer, bf16, len(inside)))
     if not mixed:
         return None
-    layer, wide, count = mixed[0]
-    named = ", ".join(name.removeprefix(f"{layer}.") for name in wide[:3]) + (" …" if len(wide) > 3 else "")
+    layer, bf16, count = mixed[0]
+    named = ", ".join(name.removeprefix(f"{layer}.") for name in bf16[:3]) + (" …" if len(bf16) > 3 else "")
     others = f", and so in {len(mixed) - 1} more {'layers' if len(mixed) > 2 else 'layer'}" if len(mixed) > 1 else ""
     return (
-        f"{layer}: {len(wide)} of {count} products of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
+        f"{layer}: {len(bf16)} of {count} products of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
         "takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads it wrong in "
         "silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
     )

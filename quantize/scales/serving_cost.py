@@ -1,7 +1,7 @@
 """Compute the bytes and operations that serving a model takes under given scales, before anything is built.
 
-A decode step is bound by the bytes it reads: every product's weights once, and the cache of every position before. A
-prompt is bound by operations: a product of FP8 codes runs at twice the rate of one in BF16 on every GPU that has it,
+A decode step is bound by the bytes it reads: every GEMM's weights once, and the cache of every position before. A
+prompt is bound by operations: a GEMM of FP8 codes runs at twice the rate of one in BF16 on every GPU that has it,
 and two terms are twice the rows, of a tail alone where there is one. Norms, biases and embeddings are less than a
 hundredth of either, and are left out; where a mixture sends a token to some of its experts, all of them are counted.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from .decisions import Scales, TensorScale
 
 #: Bytes of a value that is no code, and of a weight's or channel's scale.
-WIDE_BYTES, SCALE_BYTES = 2, 4
+BF16_BYTES, SCALE_BYTES = 2, 4
 #: The cost of a multiplication in BF16, where one of FP8 codes costs 1.
-WIDE_OPERATIONS = 2
+BF16_OPERATIONS = 2
 #: The tokens of the prompt that operations are counted for, where they depend on its length.
 PROMPT = 2048
 
@@ -26,7 +26,7 @@ class Cost:
 
     `weight_bytes`: bytes of weights and their scales that every decode step reads, for any number of sequences.
     `cache_bytes`: bytes of KV cache for each position of a sequence, all of which every step reads.
-    `prefill_operations`: multiplications for each token of a prompt, one in BF16 counted as `WIDE_OPERATIONS` of FP8
+    `prefill_operations`: multiplications for each token of a prompt, one in BF16 counted as `BF16_OPERATIONS` of FP8
     codes.
     """
 
@@ -64,15 +64,15 @@ def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], sc
     `weights`: module -> shape of its weight; `cache`: cache tensor, `<module>.k` or `.v` -> its values a position.
     """
     terms = {name: prompt_terms(scale) for name, scale in scales.activations.items()} if scales else {}
-    terms |= dict.fromkeys(scales.bf16_inputs, WIDE_OPERATIONS) if scales else {}
+    terms |= dict.fromkeys(scales.bf16_inputs, BF16_OPERATIONS) if scales else {}
     codes = scales.kv_cache if scales else {}
-    channels = {name: scale.channels for name, scale in scales.weights.items()} if scales else {}
+    channels = {name: scale.stored for name, scale in scales.weights.items()} if scales else {}
     sizes = {module: math.prod(shape) for module, shape in weights.items()}
     return Cost(
         sum(
-            size + SCALE_BYTES * channels[module] if module in terms else WIDE_BYTES * size
+            size + SCALE_BYTES * channels[module] if module in terms else BF16_BYTES * size
             for module, size in sizes.items()
         ),
-        sum(values * (1 if name in codes else WIDE_BYTES) for name, values in cache.items()),
-        round(sum(size * terms.get(module, WIDE_OPERATIONS) for module, size in sizes.items())),
+        sum(values * (1 if name in codes else BF16_BYTES) for name, values in cache.items()),
+        round(sum(size * terms.get(module, BF16_OPERATIONS) for module, size in sizes.items())),
     )

@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat, ValidationError
 
 from ...calibrate.measure.histogram import Histogram
 from ...core.errors import InputError
-from ...core.files import Strict, replacing, unreadable
+from ...core.files import Strict, regular_file, replacing, unreadable
 from ...options import Clipping, Scaling, WatchOptions
 from ..codes.formats import E4M3, E5M2, Format
 from ..scales.clip import Float32s, amax_in_use, saturation, scale_of, underflow
@@ -125,6 +125,7 @@ def append_line(path: Path, line: Line) -> None:
 
 def read_lines(path: Path) -> tuple[Head, list[Line]]:
     """Read head and records of the log `path`. Raises InputError, naming the line, for what is no such log."""
+    regular_file(path)
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -138,7 +139,7 @@ def read_lines(path: Path) -> tuple[Head, list[Line]]:
         try:
             line = Line.model_validate_json(text)
         except ValidationError:
-            if number == len(texts) and not _whole(text):
+            if number == len(texts) and not _is_json(text):
                 break  # the run ended while it was written
             raise InputError(path, f"line {number} is no record of a training step") from None
         if len(line.rows) != len(head.tensors) or any(
@@ -153,7 +154,7 @@ def read_lines(path: Path) -> tuple[Head, list[Line]]:
     return head, records
 
 
-def _whole(text: str) -> bool:
+def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except ValueError:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ...calibrate.measure.counting import count_patterns
 from ...calibrate.measure.histogram import Histogram
-from ...calibrate.model.products import LINEAR, output_head
+from ...calibrate.model.gemms import LINEAR, output_head
 from ...core.errors import InputError
 from ...core.files import disk_errors
 from ...options import WatchOptions

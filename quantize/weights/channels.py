@@ -1,22 +1,25 @@
 """Choose the scales and codes of a weight matrix, one scale for each output channel.
 
 `amax` takes each channel's largest magnitude; `mse` takes the BF16 scale with the least squared error (`weights.mse`).
-With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`).
+With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`). A weight whose channels share one scale
+(`weights.tensor_scales`) is coded under it as under a scale for each channel, all of them equal.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
 
 from ...options import WeightRounding
+from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
 from ..scales.clip import ratio_db, scale_of
-from ..scales.decisions import INHERITED, SMALLEST_SCALE, Skipped, WeightScales
+from ..scales.decisions import INHERITED, SMALLEST_SCALE, HeldOutError, Skipped, WeightScales
 from .gptq import Compensation, Compensations, gptq_codes
+from .held_out import compared_with_nearest
 from .mse import mse_scales
 
 WeightMethod = Literal["amax", "mse"]
@@ -27,10 +30,10 @@ WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
 class RoundedCodes(Protocol):
-    """Codes and scales of modules that were rounded layer by layer, or learned."""
+    """Codes and scales of modules that were learned."""
 
     def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not learned."""
 
 
 class SourceCodes(Protocol):
@@ -43,39 +46,102 @@ class SourceCodes(Protocol):
         """Return a suffix for the method of a module that was stored with a scale for each block; empty for others."""
 
 
+#: Codes float8_e4m3fn [out, in] and scale float32 [out] of a module, and how an expert's were judged.
+JudgedCodes = tuple[torch.Tensor, torch.Tensor, HeldOutError | None]
+
+
+class SequentialCodes(Protocol):
+    """Codes of modules that were rounded layer by layer."""
+
+    def judged(self, module: str) -> JudgedCodes | None:
+        """The codes of `module`; None where it was not rounded."""
+
+
+class CompensatedCodes(Protocol):
+    """Codes that GPTQ has made of this run's second moments, in calls before."""
+
+    def of_input(self, module: str, lost: float) -> JudgedCodes | None:
+        """The codes of `module`, whose input loses that share of its energy; None where there are none."""
+
+    def keep(self, module: str, lost: float, weight: "QuantizedWeight") -> None:
+        """Store the codes and scale of `module`."""
+
+
+@dataclass(frozen=True)
+class WeightScaling:
+    """The choice of the scales of weights: by `method` for each output channel, but for modules whose whole weight has
+    the scale that `tensor_scales` maps them to, and for `blocks`, modules with a scale for each block of 128 x 128.
+    """
+
+    method: WeightMethod
+    tensor_scales: Mapping[str, float] = field(default_factory=dict)
+    blocks: frozenset[str] = frozenset()
+
+    def scale(self, module: str, weight: torch.Tensor, format: Grid = E4M3) -> torch.Tensor | None:
+        """Choose the scales of the `weight` [out, in] of `module`, float32 [out] or [blocks, blocks]; None for a weight
+        of zeros.
+        """
+        if module in self.blocks:
+            return block_scales(weight, self.method)
+        if module not in self.tensor_scales:
+            return channel_scales(weight, self.method, format)
+        return torch.full((len(weight),), self.tensor_scales[module]) if bool(weight.any()) else None
+
+
 @dataclass(frozen=True)
 class Rounding:
     """The method of weight quantization, with what it reads.
 
-    `method`: how scales are chosen. `compensations`: the Cholesky factors for GPTQ; None rounds to nearest.
+    `scaling`: how scales are chosen. `compensations`: the Cholesky factors for GPTQ; None rounds to nearest.
     `sequential`: the codes of `--weight-rounding sequential`. `inherited`: the codes of an FP8 source checkpoint.
-    `learned`: those of `fp8q distill`, which come before all others.
+    `learned`: those of `fp8q distill`, which come before all others. `codes`: of GPTQ, from calls before.
     """
 
-    method: WeightMethod
+    scaling: WeightScaling
     compensations: Compensations | None = None
-    sequential: RoundedCodes | None = None
+    sequential: SequentialCodes | None = None
     inherited: SourceCodes | None = None
     learned: RoundedCodes | None = None
+    codes: CompensatedCodes | None = None
 
     def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
-        """Quantize the `weight` [out, in] of `module`; a weight of zeros is skipped."""
+        """Quantize the `weight` [out, in] of `module`; a weight of zeros is skipped.
+
+        An expert's codes by GPTQ are kept where their error on held-out tokens is below that of the nearest codes.
+        """
+        method = self.scaling.method
         if self.learned and (codes := self.learned.get(module)):
-            return QuantizedWeight(*codes, weight_summary(weight, *codes, self.method, "learned"))
-        if self.sequential and (codes := self.sequential.get(module)):
-            return QuantizedWeight(*codes, weight_summary(weight, *codes, self.method, "sequential"))
-        return quantize_weight(
-            weight, self.method, self.compensations.get(module) if self.compensations else None, format
-        )
+            return QuantizedWeight(*codes, weight_summary(weight, *codes, method, "learned"))
+        if self.sequential and (stored := self.sequential.judged(module)):
+            return _of_stored(weight, stored, method, "sequential")
+        lost = self.compensations.lost[module] if self.compensations else 0.0
+        if self.codes and (stored := self.codes.of_input(module, lost)):
+            return _of_stored(weight, stored, method, "gptq")
+        compensation = self.compensations.get(module) if self.compensations else None
+        scale = self.scaling.scale(module, weight, format)
+        quantized = quantize_scaled(weight, scale, method, compensation, format)
+        if self.compensations and compensation and self.compensations.judges(module):
+            tokens, shrunk = self.compensations.held_out(module), self.compensations.shrunk(module)
+            quantized = judged(weight, quantized, method, tokens, shrunk, lost)
+        if self.codes and compensation and isinstance(quantized, QuantizedWeight):
+            self.codes.keep(module, lost, quantized)
+        return quantized
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Codes float8_e4m3fn (or int8) [out, in], scale float32 [out], and their entry in scales.json."""
+    """Codes float8_e4m3fn (or int8) [out, in], scale float32 [out] or [blocks, blocks], and their entry."""
 
     codes: torch.Tensor
     scale: torch.Tensor
     summary: WeightScales
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Code × scale, float32 [out, in]."""
+        return (
+            block_values(self.codes, self.scale) if self.scale.dim() == 2 else self.codes.float() * self.scale[:, None]
+        )
 
 
 def quantize_weight(
@@ -90,7 +156,20 @@ def quantize_weight(
     `compensation`: the Cholesky factor of its input, for GPTQ; without it weights are rounded to nearest. Both `mse`
     and `compensation` are for E4M3. `wanted` float32 [out, in]: the ridge target that GPTQ rounds in place of `weight`.
     """
-    scale = channel_scales(weight, method, format)
+    return quantize_scaled(weight, channel_scales(weight, method, format), method, compensation, format, wanted)
+
+
+def quantize_scaled(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    method: WeightMethod,
+    compensation: Compensation | None = None,
+    format: Grid = E4M3,
+    wanted: torch.Tensor | None = None,
+) -> QuantizedWeight | Skipped:
+    """Quantize as `quantize_weight` does under `scale` float32 [out] or [blocks, blocks], which `method` chose; None
+    skips the weight.
+    """
     if scale is None:
         return Skipped(
             reason="amax of the weight is 0: every value is zero or vanishes in BF16", value=0.0, samples=weight.numel()
@@ -104,6 +183,46 @@ def quantize_weight(
     )
 
 
+def judged(
+    weight: torch.Tensor,
+    compensated: QuantizedWeight | Skipped,
+    method: WeightMethod,
+    tokens: torch.Tensor | None,
+    shrunk: Compensation | None = None,
+    lost: float = 0.0,
+) -> QuantizedWeight | Skipped:
+    """Choose the codes of an expert's `weight` [out, in] that are best on the held-out `tokens` [tokens, in], any float
+    type: the `compensated` ones, those by `shrunk` moments where there are any, or the nearest.
+
+    `method` chose the scales; `lost`: the share of the input's energy that its quantization loses. Without enough
+    tokens the nearest are taken.
+    """
+    if isinstance(compensated, Skipped):
+        return compensated
+    scale = compensated.scale
+    nearest = nearest_codes(weight, scale)
+    near = QuantizedWeight(nearest, scale, compensated.summary).values
+    codes, error = compensated.codes, compared_with_nearest(weight, compensated.values, near, tokens, lost)
+    if shrunk is not None and error.over_nearest is not None:
+        other = QuantizedWeight(gptq_codes(weight, scale, shrunk), scale, compensated.summary)
+        by_shrunk = compared_with_nearest(weight, other.values, near, tokens, lost)
+        if by_shrunk.over_nearest is not None and by_shrunk.over_nearest < error.over_nearest:
+            codes, error = other.codes, by_shrunk.model_copy(update={"shrunk": True})
+    return _of_stored(weight, (codes if error.beats_nearest else nearest, scale, error), method, "gptq")
+
+
+def _of_stored(
+    weight: torch.Tensor, stored: JudgedCodes, method: WeightMethod, rounding: WeightRounding
+) -> QuantizedWeight:
+    """Describe codes of `weight` [out, in] by `rounding`; those that were judged no better than the nearest are the
+    nearest.
+    """
+    codes, scale, error = stored
+    by = rounding if error is None or error.beats_nearest else "nearest"
+    summary = weight_summary(weight, codes, scale, method, by)
+    return QuantizedWeight(codes, scale, summary.model_copy(update={"held_out": error}))
+
+
 def weight_summary(
     weight: torch.Tensor,
     codes: torch.Tensor,
@@ -111,12 +230,15 @@ def weight_summary(
     method: WeightMethod,
     rounding: WeightRounding | Literal["learned"],
 ) -> WeightScales:
-    """Describe the `codes` [out, in] of `weight` under `scale` float32 [out]."""
+    """Describe the `codes` [out, in] of `weight` under `scale` float32 [out] or [blocks, blocks]."""
+    in_blocks = scale.dim() == 2
     return WeightScales(
         method=method,
         rounding=rounding,
         axis=0,
-        channels=len(scale),
+        channels=len(weight),
+        granularity="block" if in_blocks else None,
+        blocks=scale.numel() if in_blocks else None,
         scale_min=float(scale.min()),
         scale_max=float(scale.max()),
         sqnr_db=_sqnr_db(weight, codes, scale),
@@ -145,12 +267,31 @@ def channel_scales(weight: torch.Tensor, method: WeightMethod, format: Grid = E4
     return torch.from_numpy(np.where(fit, scale, scale.max()).astype(np.float32))
 
 
+def block_scales(weight: torch.Tensor, method: WeightMethod) -> torch.Tensor | None:
+    """The scale of each block of 128 x 128 of a finite BF16 `weight` [out, in], float32 [blocks, blocks] on the BF16
+    grid; None where all are zero. A block of zeros has the smallest scale, as `fp8q convert` gives it.
+    """
+    blocks = weight_blocks(weight)
+    least = scale_of(_amax(blocks).float().numpy(), E4M3)
+    if not (least >= SMALLEST_SCALE).any():
+        return None
+    scale = np.where(least >= SMALLEST_SCALE, least if method == "amax" else mse_scales(blocks), SMALLEST_SCALE)
+    return torch.from_numpy(scale.astype(np.float32)).view(-(-len(weight) // SIDE), -1)
+
+
+def _of_rows(scale: torch.Tensor, rows: slice, columns: int) -> torch.Tensor:
+    """The scales of some `rows` of a weight with so many `columns`, to be broadcast over them."""
+    return spread_scales(scale, rows, columns) if scale.dim() == 2 else scale[rows, None]
+
+
 def nearest_codes(weight: torch.Tensor, scale: torch.Tensor, format: Grid = E4M3) -> torch.Tensor:
-    """Round `weight` [out, in] under `scale` float32 [out] to the nearest codes, float8_e4m3fn (or int8) [out, in]."""
+    """Round `weight` [out, in] under `scale` float32 [out] or [blocks, blocks] to the nearest codes, float8_e4m3fn (or
+    int8) [out, in].
+    """
     encode = ENCODERS[format.name]
-    codes = torch.empty(weight.shape, dtype=encode(weight[:0], scale[:0, None]).dtype)
+    codes = torch.empty(weight.shape, dtype=encode(weight[:0], torch.ones(1)).dtype)
     for rows in _blocks(weight):
-        codes[rows] = encode(weight[rows], scale[rows, None])
+        codes[rows] = encode(weight[rows], _of_rows(scale, rows, weight.shape[1]))
     return codes
 
 
@@ -162,7 +303,7 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
 def _blocks(weight: torch.Tensor) -> Iterator[slice]:
     """Split the rows of `weight` [out, in] into slices of at most `BLOCK_VALUES` values, or of one row."""
     rows = max(1, BLOCK_VALUES // weight.shape[1])
-    return (slice(start, start + rows) for start in range(0, len(weight), rows))
+    return (slice(start, min(start + rows, len(weight))) for start in range(0, len(weight), rows))
 
 
 def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> float | None:
@@ -170,6 +311,8 @@ def _sqnr_db(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> 
     noise = signal = 0.0
     for rows in _blocks(weight):
         exact = weight[rows].float()
-        noise += float((exact - codes[rows].float() * scale[rows, None]).square().sum(dtype=torch.float64))
+        noise += float(
+            (exact - codes[rows].float() * _of_rows(scale, rows, weight.shape[1])).square().sum(dtype=torch.float64)
+        )
         signal += float(exact.square().sum(dtype=torch.float64))
     return ratio_db(signal, noise)

@@ -1,6 +1,6 @@
 """Round weights by GPTQ on the E4M3 grid: input by input, each compensating the errors of those before it.
 
-Each code is then revised once all are known (`coordinate_descent`). GPTQ minimizes the squared error of the product.
+Each code is then revised once all are known by coordinate descent. GPTQ minimizes the squared error of the GEMM.
 For a channel w with codes c under scale s it is
 
     Σ_tokens ((w - s c) · x)² = (w - s c) H (w - s c)ᵀ,    H = Σ x xᵀ.
@@ -9,9 +9,9 @@ Rounding to nearest minimizes this only for uncorrelated inputs, where H is diag
 algorithm 1) fix one input at a time: once weight j is rounded with the error e, the best update of the weights that are
 not rounded yet is -e · U[j, j:] / U[j, j], with the upper Cholesky factor U of H^-1 = Uᵀ U; it raises the squared error
 by e² / U[j, j]². The grid is that of `encode`: floating-point codes here, integers in the paper. Columns are rounded in
-blocks, and the errors of a block reach the rest of the matrix as one product.
+blocks, and the errors of a block reach the rest of the matrix as one GEMM.
 
-Inputs are quantized too, and weights can compensate that as well. Let the product get x̂ = x + e, with e uncorrelated to
+Inputs are quantized too, and weights can compensate that as well. Let the GEMM get x̂ = x + e, with e uncorrelated to
 x and of second moments N. The best weights ŵ minimize
 
     Σ (w · x - ŵ · x̂)² = (ŵ - w*) (H + N) (ŵ - w*)ᵀ + a constant,    w* = w - w N (H + N)^-1.
@@ -31,6 +31,16 @@ energy of a wide input, and FP32 then rounds H to an indefinite matrix, whatever
 thousandth of its mean diagonal, a tenth of the paper's. With exact activations, ten times or a third of that give the
 same result; more of it hides N (`docs/decisions/0042`). So there is nothing to choose on held-out text. An input that
 is always zero is correlated with no other, and is rounded to nearest.
+
+Coordinate descent after GPTQ changes one code at a time as long as the squared error of the GEMM falls.
+
+Let R = w - s c be the rounding error and G = H R. Moving weight j by d changes the error R H Rᵀ by d² H[j, j] - 2 d
+G[j]: a parabola whose minimum is at d = G[j] / H[j, j], and on the grid at the code nearest to there. A pass goes over
+all inputs, for all channels at once; passes end when no change lowers the error, or a pass gains little. Inputs are
+taken in blocks: within a block G is updated with each change, and the rest of G by one GEMM for the block.
+
+GPTQ chooses each code when only those before it are known. Here each code is chosen when all others are known, so the
+error never grows. The price is a GEMM of H and the weights for each pass: twice the cost of GPTQ.
 """
 
 from collections.abc import Collection, Mapping
@@ -40,14 +50,72 @@ from pathlib import Path
 
 import torch
 
+from ...calibrate.measure.held_out import has_own_input, input_name, load_held_out
 from ...calibrate.measure.moments import load_moments
 from ...core.errors import InputError
+from ..codes.blocks import SIDE
 from ..codes.encoding import CODE, nearest_values
-from .coordinate_descent import descend
-from .workers import workers
+from .mse import workers
+
+#: Passes at most, and the share of the error that a pass must take off for another to follow.
+PASSES, WORTHWHILE = 8, 0.005
+#: Input channels that are changed before the rest of the gradient is updated; and before the rest of the block's is.
+BLOCK, RUN = 128, 16
+#: Share of the way to the minimum of a parabola that is left out, so that FP32 rounding decides no tie.
+MARGIN = 1e-3
+
+
+def descend(wanted: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, moments: torch.Tensor) -> None:
+    """Change `values` float32 [in, out], the values of E4M3 codes, in place until a pass lowers the error too little.
+
+    `wanted` float32 [in, out]: the weights to approximate; `scale` float32 [out]: of the codes; `moments` float32
+    [in, in]: H, whose diagonal is positive.
+    """
+    wanted = wanted / scale  # errors and gradients are in units of each channel's scale
+    lost, weights = wanted - values, scale.square()
+    gradient = moments @ lost
+    before = _total(lost, gradient, weights)
+    for _ in range(PASSES):
+        for start in range(0, len(values), BLOCK):
+            block = slice(start, start + BLOCK)
+            moved = _block(values[block], gradient[block], moments[block, block])
+            gradient[:start].addmm_(moments[:start, block], moved, alpha=-1)
+            gradient[start + BLOCK :].addmm_(moments[start + BLOCK :, block], moved, alpha=-1)
+        torch.sub(wanted, values, out=lost)
+        after = _total(lost, gradient, weights)
+        if after >= before * (1 - WORTHWHILE):
+            break
+        before = after
+    values.copysign_(torch.where(values == 0, wanted, values))  # zeros have the sign that nearest rounding gives them
+
+
+def _total(lost: torch.Tensor, gradient: torch.Tensor, weights: torch.Tensor) -> float:
+    """Add up the errors of all channels by their `weights` [out], in float64."""
+    return float((lost * gradient).sum(0, dtype=torch.float64) @ weights.double())
+
+
+def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+    """Change the `values` and the `gradient` of a block; return the change of each weight, float32 [block, out]."""
+    moved = torch.empty_like(values)
+    steps = ((1 - MARGIN) / moments.diagonal()).tolist()
+    olds, slopes, moves = values.unbind(), gradient.unbind(), moved.unbind()
+    for start in range(0, len(values), RUN):
+        run = slice(start, start + RUN)
+        run_gradient, columns = gradient[run], moments[run, run].unbind(1)
+        for j, column in enumerate(columns, start):
+            new = nearest_values(torch.add(olds[j], slopes[j], alpha=steps[j]))
+            torch.sub(new, olds[j], out=moves[j])
+            run_gradient.addr_(column, moves[j], alpha=-1)
+        values[run] += moved[run]  # exact: both are codes
+        gradient[:start].addmm_(moments[:start, run], moved[run], alpha=-1)
+        gradient[start + RUN :].addmm_(moments[start + RUN :, run], moved[run], alpha=-1)
+    return moved
+
 
 #: Share of H's mean diagonal that is added to its diagonal.
 DAMPING = 0.001
+#: Share of each correlation that is taken off where an expert's H is shrunk.
+SHRINKAGE = 0.3
 #: Input channels rounded before their errors are passed on to the rest of the matrix.
 BLOCK = 128
 #: Of these, inputs whose errors are passed on one by one: their weights stay in the processor's cache.
@@ -97,6 +165,15 @@ def invert(lower: torch.Tensor) -> None:
         rows[:, :start] = -(diagonal @ (rows[:, :start] @ lower[:start, :start]))
 
 
+def shrink(moments: torch.Tensor) -> torch.Tensor:
+    """Shrink second moments float32 [in, in] in place toward their diagonal, and return them: correlations that few
+    tokens show are chance in part.
+    """
+    diagonal = moments.diagonal().clone()
+    moments.mul_(1 - SHRINKAGE).diagonal().copy_(diagonal)
+    return moments
+
+
 def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Compensation:
     """Factor the second moments of the input of `group`; raises InputError when `moments` overflowed."""
     if not bool(torch.isfinite(moments).all()):
@@ -109,10 +186,14 @@ def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Com
 
 
 def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
-    """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out].
+    """E4M3 codes float8_e4m3fn [out, in] of `weight` [out, in] under `scale` float32 [out] or [blocks, blocks].
 
     Where inputs are uncorrelated and exact, these are the codes of nearest rounding, bit for bit.
     """
+    if scale.dim() == 2:
+        with workers() as (pool, _):
+            bands = zip(weight.split(SIDE), scale, strict=True)
+            return torch.cat([*pool.map(lambda band: _rounded_band(band[0].float(), band[1], compensation), bands)])
     with workers() as (pool, threads):
         rows = max(1, min(VALUES // weight.shape[1], -(-len(weight) // threads)))
         parts = zip(weight.split(rows), scale.split(rows), strict=True)
@@ -126,6 +207,23 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensati
     values, _ = gptq_round(wanted.clone(), scale, compensation.factor)
     descend(wanted, values, scale, compensation.moments)
     return values[torch.argsort(compensation.order)].T.to(CODE).contiguous()
+
+
+def _rounded_band(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensation) -> torch.Tensor:
+    """Round `weight` float32 [rows, in], one row of blocks under `scale` float32 [blocks].
+
+    Each input has one scale d in all rows, so that the GEMM is that of the weights w / d and the inputs d x, whose
+    second moments are d H d, and whose factor is U / d.
+    """
+    of_inputs = scale.repeat_interleave(SIDE)[: weight.shape[1]]
+    d = of_inputs[compensation.order]
+    scaled = Compensation(
+        compensation.order,
+        compensation.noise * d.square(),
+        compensation.moments * d[:, None] * d,
+        compensation.factor / d,
+    )
+    return _rounded(weight / of_inputs, torch.ones(len(weight)), scaled)
 
 
 def ridge_weights(wanted: torch.Tensor, compensation: Compensation) -> torch.Tensor:
@@ -156,7 +254,7 @@ def _round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor)
     """Round the inputs of a block, `left` [block, out], one after the other into `values`; return their errors over the
     diagonal of `factor` [block, block].
 
-    The errors of every `RUN` inputs reach the rest of the block as one product.
+    The errors of every `RUN` inputs reach the rest of the block as one GEMM.
     """
     errors = torch.empty_like(left)
     diagonal = factor.diagonal()
@@ -164,11 +262,11 @@ def _round_block(left: torch.Tensor, values: torch.Tensor, factor: torch.Tensor)
     rows, codes, lost = left.unbind(), values.unbind(), errors.unbind()
     for start in range(0, len(left), RUN):
         run = slice(start, start + RUN)
-        own = left[run]
+        run_rows = left[run]
         for j, passed_on in enumerate(factor[run, run].triu(1).unbind(), start):
             codes[j].copy_(nearest_values(rows[j]))
             torch.sub(rows[j], codes[j], out=lost[j])
-            own.addr_(passed_on, lost[j], alpha=-inverse[j])
+            run_rows.addr_(passed_on, lost[j], alpha=-inverse[j])
         errors[run].div_(diagonal[run, None])
         left[start + RUN :].addmm_(factor[run, start + RUN :].T, errors[run], alpha=-1)
     values.copysign_(left)
@@ -187,18 +285,37 @@ class Compensations:
         first: Mapping[str, str],
         lost: Mapping[str, float],
         unknown: Collection[str] = frozenset(),
+        experts: Collection[str] = frozenset(),
     ):
         """Read moments from `folder`.
 
         `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
-        quantization loses; `unknown`: modules whose input saw too few tokens.
+        quantization loses; `unknown`: modules whose input saw too few tokens; `experts`: the names of the modules that
+        hold a layer's experts.
         """
         self.folder, self.first, self.lost, self.unknown = folder, first, lost, unknown
-        self._of_group = lru_cache(maxsize=2)(self._load)
+        self._experts = tuple(f"{layer}." for layer in experts)
+        self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
 
     def get(self, module: str) -> Compensation | None:
         """The compensation of `module`; None where it is unknown. Raises InputError when the moments overflowed."""
         return None if module in self.unknown else self._of_group(self.first.get(module, module), self.lost[module])
+
+    def shrunk(self, module: str) -> Compensation | None:
+        """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
+        None for others.
+        """
+        if module in self.unknown or not self.judges(module) or not has_own_input(module):
+            return None
+        return compensation_of(module, shrink(load_moments(self.folder, module)), self.lost[module])
+
+    def judges(self, module: str) -> bool:
+        """Tell whether the codes of `module` are judged by held-out tokens: those of experts are."""
+        return module.startswith(self._experts)
+
+    def held_out(self, module: str) -> torch.Tensor | None:
+        """Held-out tokens of the input of an expert's `module`, BF16 [tokens, in]; None where there are none."""
+        return load_held_out(self.folder, input_name(module))
 
     def _load(self, group: str, lost: float) -> Compensation:
         return compensation_of(group, load_moments(self.folder, group), lost)

@@ -19,8 +19,14 @@ are grouped by octave:
 
 Trying every candidate on every value (ModelOpt: 39 multiples of the amax, one pass each) would cost 256 passes; here
 one pass counts.
+
+The parts of a matrix run on a thread each, where torch would split each of many small operators over its threads: an
+operator on a few thousand values takes less time than its threads take to meet.
 """
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,7 +37,19 @@ from torch.nn.functional import embedding_bag
 from ...calibrate.measure.histogram import magnitudes
 from ..codes.formats import E4M3, Float32s
 from ..scales.clip import scale_of
-from .workers import workers
+
+
+@contextmanager
+def workers() -> Iterator[tuple[ThreadPoolExecutor, int]]:
+    """Yield a pool of as many threads as torch has, and their number; torch's operators use one thread each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool, threads
+    finally:
+        torch.set_num_threads(threads)
+
 
 OCTAVE = 1 << 7
 #: Octaves of magnitudes from the amax down, and those at the top and bottom whose errors do not scale by octave.
@@ -41,6 +59,8 @@ BINS = OCTAVES * OCTAVE
 GROUP = (1 << 15) // BINS
 #: Rows in one task: its counts stay in the cache, and memory does not grow with the matrix.
 BLOCK = 8 * GROUP
+#: Values of a whole weight that are counted together.
+VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -88,7 +108,22 @@ def _block_scales(bits: torch.Tensor) -> Float32s:
     """The MSE scales of rows whose BF16 bit patterns are `bits` int16 [rows, in], float32 [rows]."""
     patterns = bits & 0x7FFF
     amax = patterns.amax(1)
-    counts = _counts(patterns, amax >> 7)
+    return _best_scales(_counts(patterns, amax >> 7), amax)
+
+
+def mse_scale(weights: Sequence[torch.Tensor]) -> Float32s:
+    """The BF16 scale with the least squared error for all values of finite BF16 `weights` together, float32 [1]."""
+    parts = [part for weight in weights for part in weight.detach().cpu().contiguous().view(-1).split(VALUES)]
+    amax = torch.stack([torch.maximum(part.max(), -part.min()) for part in parts]).amax()[None].view(torch.int16)
+    counts = sum(_counts(part.view(torch.int16)[None] & 0x7FFF, amax >> 7) for part in parts)
+    assert isinstance(counts, torch.Tensor), "there are weights"
+    return _best_scales(counts, amax)
+
+
+def _best_scales(counts: torch.Tensor, amax: torch.Tensor) -> Float32s:
+    """The MSE scales of rows with these `counts` int64 [rows, OCTAVES, 128], float32 [rows]; `amax`: the BF16 bit
+    pattern of each row's largest magnitude, int16 [rows].
+    """
     table = error_table()
     best = table.candidates[(_folded(counts) @ table.folded + _bottom_errors(counts, table.bottom)).argmin(1).numpy()]
     exponent = (amax >> 7).numpy().astype(np.int32)

@@ -1,7 +1,7 @@
 """Compute the ridge target of a weight: the weight that best compensates the errors of the layers before it.
 
-Let x be the input of a product in the float model and x~ in the quantized one, and r and r~ the residual that the
-product is added to. The best channel ŵ in place of w minimizes
+Let x be the input of a GEMM in the float model and x~ in the quantized one, and r and r~ the residual that the
+GEMM is added to. The best channel ŵ in place of w minimizes
 
     Σ_tokens (r + w · x - r~ - ŵ · x~)² + λ |ŵ - w|² = (ŵ - w*) H (ŵ - w*)ᵀ + a constant,
 
@@ -17,7 +17,7 @@ short text made `sequential` worse than `gptq` (`docs/decisions/0042`). So λ is
 one half of the batches and judged on the other. Where no λ lowers the error there, w* is w. λ is relative to the mean
 of H's diagonal over all batches and is added to sums, so that the λ of a half suits the whole.
 
-r is the residual stream in most decoders. The product can compensate the error of r as well. `residual` finds it by
+r is the residual stream in most decoders. The GEMM can compensate the error of r as well. `residual` finds it by
 running the layer, without a list of architectures.
 """
 
@@ -25,7 +25,7 @@ import math
 
 import torch
 
-from ...calibrate.measure.moments import add_product
+from ...calibrate.measure.moments import add_matmul
 
 #: Candidates of λ over the mean of H's diagonal, the largest first.
 RIDGES = (4.0, 1.0, 0.25, 0.06, 0.01)
@@ -34,20 +34,20 @@ CHANNELS = 256
 
 
 class MomentSums:
-    """Sums over one half of the batches, of products that read one input.
+    """Sums over one half of the batches, of GEMMs that read one input.
 
-    `moments` float32 [in, in]: Σ x~ x~ᵀ; `lost` float32 [in, out]: Mᵀ, the products side by side. M is added up
+    `moments` float32 [in, in]: Σ x~ x~ᵀ; `lost` float32 [in, out]: Mᵀ, the GEMMs side by side. M is added up
     directly, since Σ x~ (x - x~)ᵀ would be another matrix as large as H.
     """
 
     def __init__(self, width: int, out: int, device: str = "cpu"):
-        """Begin with zeros on `device`, for an input of `width` channels and products of `out` channels together."""
+        """Begin with zeros on `device`, for an input of `width` channels and GEMMs of `out` channels together."""
         self.moments, self.lost = (torch.zeros(width, size, device=device) for size in (width, out))
 
     def add(self, tokens: torch.Tensor, lost: torch.Tensor) -> None:
-        """Add a batch: its inputs x~ [tokens, in], and w · (x - x~) + r - r~ [tokens, out], which its products lost."""
-        add_product(self.moments, tokens, tokens)
-        add_product(self.lost, tokens, lost)
+        """Add a batch: its inputs x~ [tokens, in], and w · (x - x~) + r - r~ [tokens, out], which its GEMMs lost."""
+        add_matmul(self.moments, tokens, tokens)
+        add_matmul(self.lost, tokens, lost)
 
 
 def ridge_target(

@@ -6,10 +6,15 @@ The files of a layer count once their step has ended; a layer that a killed call
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from ...core.files import replacing
-from .channels import QuantizedWeight
+from ..scales.decisions import HeldOutError
+from .channels import JudgedCodes, QuantizedWeight
+
+#: The metadata of a file with an expert's codes: how they were judged, as JSON.
+HELD_OUT = "held_out"
 
 
 class Rounded:
@@ -34,17 +39,40 @@ class Rounded:
             partial.write_text(str(step), encoding="utf-8")
 
     def add(self, module: str, weight: QuantizedWeight) -> None:
-        """Store the codes and scales of the weight of `module`."""
+        """Store the codes and scales of the weight of `module`, and how they were judged."""
+        error = weight.summary.held_out
+        metadata = None if error is None else {HELD_OUT: error.model_dump_json()}
         with replacing(self._file(module)) as partial:
-            save_file({"codes": weight.codes, "scale": weight.scale}, partial)
+            save_file({"codes": weight.codes, "scale": weight.scale}, partial, metadata)
 
     def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not rounded."""
+        stored = self.judged(module)
+        return None if stored is None else stored[:2]
+
+    def judged(self, module: str) -> JudgedCodes | None:
+        """Codes and scale of `module`, and how an expert's were judged; None where it was not rounded."""
         path = self._file(module)
         if not path.is_file():
             return None
-        held = load_file(path)
-        return held["codes"], held["scale"]
+        with safe_open(path, "pt") as held:
+            error = (held.metadata() or {}).get(HELD_OUT)
+            judged = None if error is None else HeldOutError.model_validate_json(error)
+            return held.get_tensor("codes"), held.get_tensor("scale"), judged
 
     def _file(self, module: str) -> Path:
         return self.folder / f"{module}.safetensors"
+
+
+class CachedCodes(Rounded):
+    """Codes of GPTQ in a folder, by module and by the share of its input's energy that quantization loses: all else
+    that they depend on is the run's.
+    """
+
+    def of_input(self, module: str, lost: float) -> JudgedCodes | None:
+        """The codes of `module` for an input that loses the share `lost`; None where there are none."""
+        return self.judged(f"{module}-{lost!r}")
+
+    def keep(self, module: str, lost: float, weight: QuantizedWeight) -> None:
+        """Store the codes and scale of `module` for an input that loses the share `lost`."""
+        self.add(f"{module}-{lost!r}", weight)

@@ -1,14 +1,21 @@
 """Round weights layer by layer: each layer on what the rounded layers before it give, toward the float outputs.
 
-`ridge_target` gives the weights that GPTQ then rounds to, and `residual` finds the tensor that a product is added to.
+`ridge_target` gives the weights that GPTQ then rounds to, and `residual_bases` the tensor that a GEMM is added to.
 
 The float model and the quantized one go through memory one decoder layer at a time, as in `calibrate.measure.stream`,
 in FP32. Their hidden states lie in two files each, 4 · tokens · width bytes: a layer reads one and writes the other, so
 that a killed run goes on at the layer it was in. The groups of a layer are rounded in the order they are called in,
-each after a pass of all batches through both models, up to the group's input; the last products of experts share passes
+each after a pass of all batches through both models, up to the group's input; the last GEMMs of experts share passes
 (`paired_inputs`). Where the two models do not give an input the same tokens (experts) there is no M; nor is there for
 the input that all experts of a layer share, whose M would have a column for each row of each expert. There H is of the
-quantized model and w* = w. Products outside the layers are rounded to nearest.
+quantized model and w* = w. GEMMs outside the layers are rounded to nearest.
+
+The residual to which a decoder layer adds a GEMM is found by running the layer.
+
+One batch goes through the layer. A GEMM is added to the residual r where r plus the GEMM's output equals, to the
+last bit, the input of a later module or the output of the layer. Candidates for r are the input of the layer and the
+inputs of earlier modules. A layer that adds in another way (after a norm, three terms at once) has no such sum, and no
+residual is reported for it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,35 +27,82 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from transformers import DynamicCache
 
+from ...calibrate.measure.chain import Chain
+from ...calibrate.measure.held_out import input_name, is_held_out
 from ...calibrate.measure.hidden_states import HiddenStates
-from ...calibrate.measure.stream import Chain, check_space, going_on
+from ...calibrate.measure.stream import check_space, going_on
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, NoChainError
-from ...calibrate.model.expert_modules import routed_products, whole_input_module
-from ...calibrate.model.products import output_channel_axis
+from ...calibrate.model.expert_modules import experts_of, full_input_module, routed_gemms
+from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
+from ..codes.blocks import group_values
 from ..codes.encoding import code_values, token_scales, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import TensorScale
-from .channels import QuantizedWeight, WeightMethod, quantize_weight
-from .gptq import Compensation, compensation_of
+from .channels import QuantizedWeight, WeightScaling, judged, quantize_scaled
+from .gptq import Compensation, compensation_of, shrink
 from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
-from .residual import residual_bases
 from .ridge_target import ridge_target
 from .rounding_progress import Rounded
+
+
+def residual_bases(
+    model: nn.Module,
+    layer: nn.Module,
+    gemms: Mapping[str, nn.Module],
+    hidden: torch.Tensor,
+    run: Callable[[], torch.Tensor],
+) -> dict[str, str]:
+    """Find, for each of the layer's `gemms`, the module of `model` whose input is the residual it is added to.
+
+    The module's name is empty for the input of `layer` itself; GEMMs without a residual are left out. `run` calls
+    the layer on `hidden` [windows, seq_len, width].
+    """
+    names = {module: name for name, module in model.named_modules()}
+    inputs: list[tuple[str, torch.Tensor]] = [("", hidden)]
+    outputs: dict[str, tuple[int, torch.Tensor]] = {}  # and the number of inputs recorded before
+
+    def record_input(module: nn.Module, arguments: tuple[object, ...]) -> None:
+        if arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].numel() == hidden.numel():
+            inputs.append((names[module], arguments[0]))
+
+    def record_output(module: nn.Module, arguments: tuple[object, ...], out: object) -> None:
+        if isinstance(out, torch.Tensor) and out.numel() == hidden.numel():
+            outputs[names[module]] = (len(inputs), out)
+
+    with ExitStack() as stack:
+        for module in layer.modules():
+            if module is not layer:
+                stack.callback(module.register_forward_pre_hook(record_input).remove)
+        for module in gemms.values():
+            stack.callback(module.register_forward_hook(record_output).remove)
+        leaving = run()
+    bases: dict[str, str] = {}
+    for name, (before, out) in outputs.items():
+        later = [tensor for _, tensor in inputs[before:]] + [leaving]
+        for base, tensor in inputs[:before]:
+            total = tensor.flatten() + out.flatten()
+            if any(torch.equal(total, after.flatten()) for after in later):
+                bases[name] = base
+                break
+    return bases
+
 
 Batches = Mapping[int, npt.NDArray[np.int64]]
 #: The argument and result of a forward pre-hook.
 Arguments = tuple[torch.Tensor, ...]
 
 
-def product_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
+def gemm_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape; in dynamic form, under the
-    scales of its own tokens.
+    scales of its own tokens, and in blocks under those of their groups.
     """
+    if activation.block:
+        return group_values(x)
     if activation.dynamic:
         scales = token_scales(x)
         return code_values(x, scales).mul_(scales)
@@ -88,12 +142,12 @@ class SequentialRounding(Chain):
         self,
         source: Source,
         activations: Mapping[str, TensorScale | None],
-        method: WeightMethod,
+        scaling: WeightScaling,
         batches: Batches,
         folder: Path,
         device: str = "cpu",
     ):
-        """Prepare to round the modules of `activations`, with weight scales by `method`.
+        """Prepare to round the modules of `activations`, with weight scales by `scaling`.
 
         `activations`: module -> the scale of its input; None for an input that stays as it is.
 
@@ -104,8 +158,9 @@ class SequentialRounding(Chain):
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
         super().__init__(source, device, torch.float32)
-        self.activations, self.method, self.batches = activations, method, batches
-        self.routed = {name for products in routed_products(self.model).values() for name in products}
+        self.activations, self.scaling, self.batches = activations, scaling, batches
+        self.routed = {name for gemms in routed_gemms(self.model).values() for name in gemms}
+        self.experts = tuple(f"{layer}." for layer in routed_gemms(self.model))
         files = [folder / f"{model}-{parity}" for model in ("float", "quantized") for parity in range(2)]
         size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
         check_space(folder, files, size, "--weight-rounding sequential")
@@ -116,7 +171,7 @@ class SequentialRounding(Chain):
     def input_values(self, x: torch.Tensor, module: str) -> torch.Tensor:
         """Quantize and dequantize the input `x` of `module`, float32 of the same shape."""
         scale = self.activations[module]
-        return x.float() if scale is None else product_input(x, scale)
+        return x.float() if scale is None else gemm_input(x, scale)
 
     def run(self, report: Reporter) -> Rounded:
         """Round the layers that are not yet rounded, one after the other."""
@@ -169,19 +224,23 @@ class SequentialRounding(Chain):
 
         def run_layer(states: HiddenStates, batch: int) -> torch.Tensor:
             call = calls[self.batches[batch].shape][index]
-            return call.run(layer, states.read(batch, self.device), DynamicCache())
+            return call.run(layer, states.read(batch, self.device), new_cache(self.model))
 
         weights: dict[str, torch.Tensor] = {}
         batch = next(iter(self.batches))
-        inside = {name: module for name, module in self.products.items() if self.layers.index(name) == index}
+        inside = {name: module for name, module in self.gemms.items() if self.layers.index(name) == index}
         bases = residual_bases(
             self.model, layer, inside, entering[0].read(batch, self.device), partial(run_layer, entering[0], batch)
         )
         for inputs in passes(self._group_inputs(inside, bases), self.routed):
             for sums in self._input_sums(inputs, entering, run_layer, weights):
-                compensation, targets = _compensation_and_targets(sums)
+                compensation, shrunk, targets = _compensations_and_targets(sums, sums.group.first in self.routed)
                 for name, weight in sums.weights.items():
-                    rounded = quantize_weight(weight, self.method, compensation, wanted=targets.get(name))
+                    scale, method = self.scaling.scale(name, weight), self.scaling.method
+                    rounded = quantize_scaled(weight, scale, method, compensation, wanted=targets.get(name))
+                    if name.startswith(self.experts):
+                        tokens = sums.held_out.tokens(input_name(name))
+                        rounded = judged(weight, rounded, method, tokens, shrunk)
                     if isinstance(rounded, QuantizedWeight):
                         self.rounded.add(name, rounded)
                         weights[name] = self._dequantized(name, rounded)
@@ -192,19 +251,18 @@ class SequentialRounding(Chain):
 
     def _dequantized(self, name: str, rounded: QuantizedWeight) -> torch.Tensor:
         """Code × scale of the weight of a module, float32, shaped as the module stores it."""
-        numbers = rounded.codes.float() * rounded.scale[:, None]
-        return numbers.movedim(0, output_channel_axis(self.products[name])).contiguous().to(self.device)
+        return rounded.values.movedim(0, output_channel_axis(self.gemms[name])).contiguous().to(self.device)
 
     def _group_inputs(self, inside: Collection[str], bases: Mapping[str, str]) -> Iterator[GroupInput]:
         """Yield the inputs of the groups `inside` a layer that are rounded, in the order they are called in.
 
-        `bases`: product -> the module whose input is the residual that the product is added to.
+        `bases`: GEMM -> the module whose input is the residual that the GEMM is added to.
         """
         for first, members in self.groups.items():
             if chosen := [name for name in members if name in self.activations and name in inside]:
                 base = bases.get(first) if members == [first] else None
-                paired = first not in self.routed and whole_input_module(self.model, first) is self.products[first]
-                shapes = [_weight_by_rows(self.products[name]).shape for name in chosen]
+                paired = first not in self.routed and full_input_module(self.model, first) is self.gemms[first]
+                shapes = [_weight_by_rows(self.gemms[name]).shape for name in chosen]
                 yield GroupInput(first, tuple(chosen), base, paired, (shapes[0][1], sum(shape[0] for shape in shapes)))
 
     def _input_sums(
@@ -218,16 +276,21 @@ class SequentialRounding(Chain):
 
         `weights`: the weights of the layer that are rounded so far. Sums are let go of as they are yielded.
         """
-        pending = [InputSums(group, lambda name: weight_rows(self.products[name]), self.device) for group in inputs]
+        count = len(self.batches)
+        pending = [InputSums(group, lambda name: weight_rows(self.gemms[name]), self.device, count) for group in inputs]
 
         def add(number: int, batch: int, size: int) -> None:
             float_inputs = self._record_inputs(inputs, entering[0], batch, run_layer)
-            with self._quantized(weights):
+            with self._quantized(weights), self._recorded_choices() as chosen:
                 quantized_inputs = self._record_inputs(inputs, entering[1], batch, run_layer)
             for sums in pending:
                 group = sums.group
                 quantized_input = quantized_inputs.get(group.first)
                 tokens = None if quantized_input is None else self.input_values(quantized_input[0], group.members[0])
+                if group.first.startswith(self.experts) and is_held_out(number, count):
+                    shared = chosen[group.first.rsplit(".", 2)[0]] if group.first not in self.routed else None
+                    sums.hold_out(tokens, shared, number)
+                    continue
                 sums.add(number % 2, float_inputs.get(group.first), quantized_input, tokens, size)
 
         for number, (batch, ids) in enumerate(self.batches.items()):
@@ -244,7 +307,7 @@ class SequentialRounding(Chain):
     ) -> dict[str, InputAndResidual]:
         """Run the layer on a batch and record each of `inputs`, float32 [tokens, width], by the name of its group.
 
-        Beside it the residual that its product is added to; the layer's hidden states where none is known. Inputs that
+        Beside it the residual that its GEMM is added to; the layer's hidden states where none is known. Inputs that
         no token reaches are left out.
         """
         recorded = {"": states.read(batch, self.device).flatten(0, -2)}
@@ -260,7 +323,7 @@ class SequentialRounding(Chain):
 
         with ExitStack() as stack, suppress(InputReached):
             for name in firsts | {group.base for group in inputs if group.base}:
-                module = whole_input_module(self.model, name)
+                module = full_input_module(self.model, name)
                 stack.callback(module.register_forward_pre_hook(recorder(name)).remove)
             run_layer(states, batch)
         return {
@@ -270,13 +333,31 @@ class SequentialRounding(Chain):
         }
 
     @contextmanager
+    def _recorded_choices(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Record the experts that each token goes to in this block: name of a layer's experts -> int64 [tokens,
+        chosen].
+        """
+        choices: dict[str, torch.Tensor] = {}
+
+        def recorder(name: str) -> Callable[[nn.Module, Arguments, dict[str, torch.Tensor]], None]:
+            def hook(module: nn.Module, arguments: Arguments, named: dict[str, torch.Tensor]) -> None:
+                choices[name] = named["top_k_index"] if "top_k_index" in named else arguments[1]
+
+            return hook
+
+        with ExitStack() as stack:
+            for name, module in experts_of(self.model).items():
+                stack.callback(module.register_forward_pre_hook(recorder(name), with_kwargs=True).remove)
+            yield choices
+
+    @contextmanager
     def _quantized(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Let the modules of `weights` (module -> its dequantized weight) compute quantized in this block."""
 
         def quantize_input(name: str) -> Callable[[nn.Module, Arguments], Arguments]:
             return lambda module, arguments: (self.input_values(arguments[0], name), *arguments[1:])
 
-        modules = {name: self.products[name] for name in weights}
+        modules = {name: self.gemms[name] for name in weights}
         before = {name: module._parameters["weight"] for name, module in modules.items()}
         with ExitStack() as stack:
             for name, module in modules.items():
@@ -289,8 +370,11 @@ class SequentialRounding(Chain):
                     module._parameters["weight"] = before[name]
 
 
-def _compensation_and_targets(sums: InputSums) -> tuple[Compensation, dict[str, torch.Tensor]]:
-    """The Cholesky factor of the quantized model's input, and the ridge target of each weight that has one.
+def _compensations_and_targets(
+    sums: InputSums, routed: bool
+) -> tuple[Compensation, Compensation | None, dict[str, torch.Tensor]]:
+    """The Cholesky factor of the quantized model's input; that of its shrunk moments where it is `routed` to one
+    expert; and the ridge target of each weight that has one.
 
     The sums are used up.
     """
@@ -301,16 +385,17 @@ def _compensation_and_targets(sums: InputSums) -> tuple[Compensation, dict[str, 
         start += len(weight)
     moments = sums.halves[0].moments.add_(sums.halves[1].moments)
     del sums.halves  # before H is factored: of a wide input they are gigabytes
-    return compensation_of(sums.group.first, moments), targets
+    compensation = compensation_of(sums.group.first, moments)
+    return compensation, compensation_of(sums.group.first, shrink(moments)) if routed else None, targets
 
 
 def weight_rows(module: nn.Module) -> torch.Tensor:
-    """The weight of a product, BF16 [out, in], where the module has it."""
+    """The weight of a GEMM, BF16 [out, in], where the module has it."""
     return _weight_by_rows(module).to(torch.bfloat16).contiguous()
 
 
 def _weight_by_rows(module: nn.Module) -> torch.Tensor:
-    """A view of the weight of a product, [out, in]."""
+    """A view of the weight of a GEMM, [out, in]."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
     return weight.movedim(output_channel_axis(module), 0)

@@ -16,10 +16,10 @@ PROCESS, PROCESSOR = Path("/proc/self/status"), Path("/proc/cpuinfo")
 
 
 class Meter(Protocol):
-    """The quantities measured beside time. `device` is its name; `whole_bytes` is all the memory that it has."""
+    """The quantities measured beside time. `device` is its name; `total_bytes` is all the memory that it has."""
 
     device: str
-    whole_bytes: int
+    total_bytes: int
 
     def memory_bytes(self) -> int:
         """Memory in use now."""
@@ -34,7 +34,7 @@ class HostMeter:
     def __init__(self) -> None:
         """Find out which processor and how much memory there is."""
         self.device = f"{os.cpu_count()} cores, {_line(PROCESSOR, 'model name') or 'processor unknown'}"
-        self.whole_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def memory_bytes(self) -> int:
         """Resident memory of this process."""
@@ -53,7 +53,7 @@ class GpuMeter:
         self._nvml, self._handle = nvml, handle
         name = nvml.nvmlDeviceGetName(handle)
         self.device = name.decode() if isinstance(name, bytes) else str(name)
-        self.whole_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        self.total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
 
     def memory_bytes(self) -> int:
         """Memory of the GPU in use, whoever uses it."""

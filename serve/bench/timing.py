@@ -36,7 +36,7 @@ class BatchTiming:
     between: tuple[float, ...]
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         """Until every row had its last token."""
         return self.first + sum(self.between)
 
@@ -91,7 +91,7 @@ def _first_tokens(batch: Batch, pace: Pace, prompts: NDArray[np.int64], most: in
 def timing(answers: Sequence[BatchTiming], rows: int) -> Timing:
     """Summarize the times of `answers` of `rows` rows each."""
     p50, p95, p99 = np.quantile([1e3 * seconds for answer in answers for seconds in answer.between], QUANTILES).tolist()
-    total = median(answer.whole for answer in answers)
+    total = median(answer.total for answer in answers)
     tokens = rows * (len(answers[0].between) + 1)
     return Timing(1e3 * median(answer.first for answer in answers), p50, p95, p99, 1e3 * total, tokens / total)
 

@@ -12,10 +12,10 @@ from typing import Any
 from ...core.errors import InputError
 from ...core.files import DAMAGE, regular_file
 from ...core.findings import Broken
-from ...core.run import GRAPH_FP32
+from ...core.run_files import GRAPH_FP32
 from ...export.lint.check import FORM, PLACES
 from ...export.lint.check import RULES as GRAPH_RULES
-from ...export.lint.rules import Promise
+from ...export.lint.rules import Expectation
 from ...export.onnx_file.loading import load_graph
 from ..loop.engine_session import RUNTIMES
 from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
@@ -29,7 +29,7 @@ from .rules_config import AGAIN
 CLASS = "TritonPythonModel"
 STUB, ENVIRONMENT = "triton_python_backend_stub", "EXECUTION_ENV_PATH"
 #: The model's own folder, with which the value of `EXECUTION_ENV_PATH` may begin.
-OWN_FOLDER = "$$TRITON_MODEL_DIRECTORY"
+MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 #: Source that is parsed, in bytes; no model's is longer.
 LARGEST_SOURCE = 4 << 20
 #: Rules about a graph's weights, and about its interface, with which it is served.
@@ -106,8 +106,8 @@ def python_environment(model: ModelFolder) -> Broken:
     if (stub.exists() or stub.is_symlink()) and not (stub.is_file() and os.access(stub, os.X_OK)):
         yield model.place(stub), "cannot be executed; set its mode (`chmod +x`), or take it out"
     if environment := model.parameters.get(ENVIRONMENT):
-        path = Path(environment.replace(OWN_FOLDER, str(model.folder)))
-        if OWN_FOLDER in environment and not path.exists():
+        path = Path(environment.replace(MODEL_FOLDER, str(model.folder)))
+        if MODEL_FOLDER in environment and not path.exists():
             yield model.place(), f"{ENVIRONMENT} names {environment}, which is not there; put it there, or leave it out"
 
 
@@ -180,7 +180,7 @@ def weights_of_graph(model: ModelFolder) -> Broken:
             continue
         if not (broken := list(GRAPH_RULES[FORM].findings(graph, None))):
             broken = [
-                *GRAPH_RULES[INTERFACE].findings(graph, Promise({})),
+                *GRAPH_RULES[INTERFACE].findings(graph, Expectation({})),
                 *(finding for number in OF_WEIGHTS for finding in GRAPH_RULES[number].findings(graph, None)),
             ]
         for finding in broken:

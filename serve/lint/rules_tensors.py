@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ...core.errors import InputError
 from ...core.findings import Broken
+from ...export.engine.profiles import BLOCK, size_of
 from ..triton.engine_model import DESCRIPTION, EngineModel, declared, import_schema
 from ..triton.repository import INPUTS, OUTPUTS
 from .folder import ModelFolder, why
@@ -33,7 +34,7 @@ def tensors(model: ModelFolder) -> Broken:
         kind = model.engine.tensors[name].type
         yield model.place(), f"{name} is {kind}, for which Triton has no type; calibrate with --kv-cache off"
     for field, wanted in _wanted(model):
-        declared_tensors = _given(model, field)
+        declared_tensors = _config_tensors(model, field)
         for name in wanted:
             if name not in declared_tensors:
                 yield model.place(), f"the {field} {name} is not declared; {AGAIN}"
@@ -53,7 +54,7 @@ def _wanted(model: ModelFolder) -> Iterator[tuple[str, dict[str, Tensor]]]:
             yield wanted, {name: (kind, dims) for field, name, kind, dims in declared(engine) if field == wanted}
 
 
-def _given(model: ModelFolder, field: str) -> dict[str, Tensor]:
+def _config_tensors(model: ModelFolder, field: str) -> dict[str, Tensor]:
     return {entry.name: (_type(entry.data_type), list(entry.dims)) for entry in getattr(model.config, field)}
 
 
@@ -69,8 +70,8 @@ def _shown(tensor: Tensor) -> str:
 @model_rule("R113", "profiles", scope="engine")
 def profile_batches(model: ModelFolder) -> Broken:
     """A plain engine uses every optimization profile, by its number, and declares no larger batch than all of them
-    take, and not 0: its dimensions leave the batch out. Where no profile is named Triton uses the first alone; one that
-    is not there keeps the model from loading.
+    take, and not 0 where its dimensions leave the batch out. Where no profile is named Triton uses the first alone; one
+    that is not there keeps the model from loading.
     """
     assert model.config is not None
     if (engine := engine_of(model)) is None:
@@ -82,7 +83,15 @@ def profile_batches(model: ModelFolder) -> Broken:
             yield model.place(), f"the profile {index} ({profile.name}) is not used; name it in instance_group"
     for name in sorted(used.difference(indices)):
         yield model.place(), f"the profile {name} is none of the engine's ({', '.join(indices)}); take it out"
-    if not 1 <= model.config.max_batch_size <= engine.max_batch:
+    if not engine.batched and model.config.max_batch_size:
+        yield (
+            model.place(),
+            (
+                f"max_batch_size is {model.config.max_batch_size}, and the cache has no axis of its own for the batch; "
+                "set 0"
+            ),
+        )
+    elif engine.batched and not 1 <= model.config.max_batch_size <= engine.max_batch:
         yield (
             model.place(),
             (
@@ -118,19 +127,27 @@ def warm_up(model: ModelFolder) -> Broken:
 
 
 def _fits(engine: EngineModel, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Tell whether inputs of these dimensions (without the batch) belong together, and a profile takes them."""
+    """Tell whether inputs of these dimensions (as `EngineModel.dims` has them) belong together, and a profile takes
+    them.
+    """
     sizes: dict[str, int] = {}
-    sums: list[tuple[list[str], int]] = []
+    computed: list[tuple[str, int]] = []
     for name in shapes.keys() & engine.inputs.keys():
-        dims = engine.inputs[name].dims[1:]
+        dims = engine.dims(name)
         if len(dims) != len(shapes[name]):
             return False
         for dim, size in zip(dims, shapes[name], strict=True):
-            words = str(dim).replace(" ", "").split("+")
-            if dim != size and (isinstance(dim, int) or (len(words) == 1 and sizes.setdefault(dim, size) != size)):
+            if isinstance(dim, str) and not dim.isidentifier():
+                computed.append((dim, size))
+            elif dim != size and (isinstance(dim, int) or sizes.setdefault(dim, size) != size):
                 return False
-            sums += [(words, size)] if len(words) > 1 else []
-    if any(sum(sizes.get(word, 0) for word in words) != size for words, size in sums):
+    for dim, size in computed:  # the past's length is told by the mask alone
+        unknown = [word for word in dim.replace(" ", "").split("+") if word not in sizes]
+        if len(unknown) == 1 and unknown[0].isidentifier():
+            sizes[unknown[0]] = size - sum(sizes.get(word, 0) for word in dim.replace(" ", "").split("+"))
+    sizes.setdefault("batch", 1)
+    sizes["blocks"], rest = divmod(sizes.get("capacity", 0), BLOCK)
+    if any(size_of(name, dim, sizes) != size for dim, size in computed) or (rest and not engine.batched):
         return False
     return any(
         all(least <= sizes.get(word, least) <= most for word, (least, _, most) in profile.ranges.items())

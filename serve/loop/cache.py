@@ -6,6 +6,9 @@ first axis: contiguous, shared with the runtime, never copied. Attention reads e
 start small and grow by doubling, which copies each value less than once more in all. They start as zeros, not as
 uninitialized memory: a masked slot weighs 0 in the softmax, and 0 × NaN is NaN.
 
+A graph takes the past in blocks, [rows · kv_heads · blocks, `BLOCK`, head_size], so that a decode step reads it where
+it lies: the same memory, where the capacity is a multiple of a block. Older graphs take the buffer as it is.
+
 Copied unchanged into Triton repositories: imports only NumPy.
 """
 
@@ -16,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+#: Slots of a block of the cache, as `export.onnx_file.names` has it.
+BLOCK = 64
 #: One array for each tensor of a `CacheLayout`, [rows, kv_heads, positions, head_size].
 KeyValues = Sequence[NDArray[Any]]
 
@@ -25,12 +30,26 @@ class CacheLayout:
     """The keys and values that a graph keeps for each position.
 
     `names` as in the graph (`0.key`, `0.value`, `1.key` …), `shapes` their (kv_heads, head_size), `dtypes` those of the
-    host's buffers: uint8 for FP8 codes, which NumPy lacks. Values may be codes where keys are not.
+    host's buffers: uint8 for FP8 codes, which NumPy lacks. Values may be codes where keys are not. `in_blocks`: the
+    graph takes the past in blocks of `BLOCK` slots.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, int], ...]
     dtypes: tuple[np.dtype[Any], ...]
+    in_blocks: bool = False
+
+    @property
+    def step(self) -> int:
+        """Capacities are multiples of so many slots."""
+        return BLOCK if self.in_blocks else 1
+
+    def past_shape(self, rows: int, capacity: int, number: int) -> tuple[int, ...]:
+        """The shape of the graph's input for the past of tensor `number`, of `rows` with so many slots."""
+        heads, size = self.shapes[number]
+        if self.in_blocks:
+            return rows * heads * (capacity // BLOCK), BLOCK, size
+        return rows, heads, capacity, size
 
 
 class HostCache:

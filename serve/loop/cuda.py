@@ -31,7 +31,7 @@ ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
 MAJOR, MINOR = 75, 76
 #: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
 #: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
-RELEASE_THRESHOLD, KEPT_FREE = 4, 1 << 30
+RELEASE_THRESHOLD, POOL_FREE_BYTES = 4, 1 << 30
 #: CUDA_ERROR_OUT_OF_MEMORY.
 OUT_OF_MEMORY = 2
 Handle = ctypes.c_void_p
@@ -139,7 +139,7 @@ class CudaDevice:
         self._keep_free_memory(device)
 
     def _keep_free_memory(self, device: ctypes.c_int) -> None:
-        pool, threshold = Handle(), ctypes.c_uint64(KEPT_FREE)
+        pool, threshold = Handle(), ctypes.c_uint64(POOL_FREE_BYTES)
         self._call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), device)
         self._call("cuMemPoolSetAttribute", pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(threshold))
 

@@ -108,8 +108,10 @@ def groups_of(layout: CacheLayout) -> list[CacheGroup]:
 
 
 def slot_step(layout: CacheLayout) -> int:
-    """Capacities are multiples of this, so that every row of every tensor begins at a multiple of `ALIGNMENT`."""
-    return lcm(*(ALIGNMENT // gcd(ALIGNMENT, group.heads * group.size) for group in groups_of(layout)))
+    """Capacities are multiples of this, so that every row of every tensor begins at a multiple of `ALIGNMENT`, and is
+    of whole blocks.
+    """
+    return lcm(layout.step, *(ALIGNMENT // gcd(ALIGNMENT, group.heads * group.size) for group in groups_of(layout)))
 
 
 def new_block(group: CacheGroup, rows: int, seq: int) -> int:

@@ -96,7 +96,7 @@ class DeviceBatch:
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
-        if (capacity := next_capacity(self.capacity, needed, most, self._whole)) is None:
+        if (capacity := next_capacity(self.capacity, needed, most, self._rounded_up)) is None:
             self._wasted = 0
             return
         self._wasted += 1
@@ -108,7 +108,7 @@ class DeviceBatch:
             self._cache = DeviceCache(self._device, self._program.layout, self._rows, self._positions)
         self._cache.resize(capacity)
 
-    def _whole(self, positions: int) -> int:
+    def _rounded_up(self, positions: int) -> int:
         unit = -(-CAPACITY_STEP // self._step) * self._step
         return min(-(-positions // unit) * unit, self._positions)
 
@@ -135,7 +135,11 @@ class DeviceBatch:
     ) -> NDArray[np.float32]:
         """Read a chunk of prompts; return the logits of the last positions of each row [count, scored_positions,
         vocabulary].
+
+        A single token gets one of padding in front: an engine's profile for prompts begins at two, since with one it
+        would keep the way of a decode step beside that of prompts (`export.engine.profiles`).
         """
+        tokens = np.pad(tokens, ((0, 0), (1, 0))) if tokens.shape[1] == 1 else tokens
         cache, (count, seq) = self._held(), tokens.shape
         past = cache.capacity if filled.any() else 0
         context, shape = self._context(0), CallShape(count, seq, past, scored_positions if self._program.asks else None)

@@ -194,8 +194,9 @@ def bound_call(
 
 def input_shapes(program: DeviceProgram, shape: CallShape) -> dict[str, tuple[int, ...]]:
     """The shapes of the engine's inputs."""
-    sizes = zip(program.names("past"), program.layout.shapes, strict=True)
-    return shape.tokens | {name: (shape.count, heads, shape.past, size) for name, (heads, size) in sizes}
+    layout = program.layout
+    names = enumerate(program.names("past"))
+    return shape.tokens | {name: layout.past_shape(shape.count, shape.past, number) for number, name in names}
 
 
 def _new_addresses(program: DeviceProgram, shape: CallShape, bases: Sequence[int]) -> list[int]:

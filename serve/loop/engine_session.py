@@ -37,7 +37,7 @@ from .device import Device, cache_bytes, slot_step
 from .device_batch import DeviceBatch
 from .device_calls import CallShape, Phase, Shapes, input_shapes
 from .host_batch import LOGITS_INDICES
-from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError
+from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError, is_in_blocks
 
 EngineRuntime = Literal["tensorrt", "tensorrt-rtx"]
 RUNTIMES: tuple[EngineRuntime, ...] = get_args(EngineRuntime)
@@ -169,18 +169,22 @@ class EngineSession:
         if absent := [name for name in needed if name not in present]:
             raise SessionError(f"{plan}: has no tensor named {absent[0]}, so it is no engine of a graph of fp8q's")
         dims = {name: tuple(engine.get_tensor_shape(PAST + name)) for name in names}
+        new = {name: tuple(engine.get_tensor_shape(NEW + name)) for name in names}
         self.layout = CacheLayout(
             names,
-            tuple((dims[name][1], dims[name][3]) for name in names),
+            tuple((new[name][1], new[name][3]) for name in names),
             tuple(self._dtype(plan, PAST + name) for name in names),
+            is_in_blocks([*dims.values()], str(plan)),
         )
         self.asks = LOGITS_INDICES in present
         self.vocabulary, self.logits_dtype = int(engine.get_tensor_shape("logits")[-1]), self._dtype(plan, "logits")
         most = [
-            [tuple(engine.get_tensor_profile_shape(name, index)[2]) for name in ("input_ids", PAST + names[0])]
+            [tuple(engine.get_tensor_profile_shape(name, index)[2]) for name in ("input_ids", "attention_mask")]
             for index in range(engine.num_optimization_profiles)
         ]
-        bounds = bounds_of([(tokens[0], tokens[1]) for tokens, _ in most], [past[2] for _, past in most])
+        bounds = bounds_of(
+            [(tokens[0], tokens[1]) for tokens, _ in most], [mask[1] - tokens[1] for tokens, mask in most]
+        )
         self._profiles, step = bounds.profiles, slot_step(self.layout)
         chunk = min(CHUNK, bounds.chunk)
         self.pace = Pace(chunk=chunk, share=chunk)

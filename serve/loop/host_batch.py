@@ -80,14 +80,16 @@ class Forward(Protocol):
 
         `input_ids` and `position_ids` [batch, seq]; `attention_mask` [batch, capacity + seq] is 1 for the filled slots
         of the past and for the new tokens that are real; `past` [batch, kv_heads, capacity, head_size] each, None for
-        capacity 0. Returns the logits of the last `scored` positions of each row (None: of all) [batch, scored,
-        vocabulary] and the new keys and values [batch, kv_heads, seq, head_size].
+        capacity 0; of a graph that takes blocks the capacity is a multiple of a block. Returns the logits of the last
+        `scored` positions of each row (None: of all) [batch, scored, vocabulary] and the new keys and values [batch,
+        kv_heads, seq, head_size].
         """
 
 
 class HostGraph(Forward, Protocol):
     """The interface that runs the graph over host memory; see `sessions.OnnxRuntimeSession`."""
 
+    layout: CacheLayout
     vocabulary: int
 
     def new_cache(self, rows: int, capacity: int) -> HostCache:
@@ -128,7 +130,7 @@ class HostBatch:
 
     def reserve(self, needed: int, most: int, rows: int) -> None:
         """Have slots for `needed` positions: twice as many as before where they run out, and at most `most`."""
-        if (capacity := next_capacity(self.capacity, needed, most, self._whole)) is None:
+        if (capacity := next_capacity(self.capacity, needed, most, self._rounded_up)) is None:
             return
         if self._cache is None:
             self._cache = self._session.new_cache(self._rows, capacity)
@@ -136,9 +138,11 @@ class HostBatch:
             self._cache.resize(capacity, rows)
         self._steps.clear()
 
-    def _whole(self, positions: int) -> int:
-        """`positions`, rounded up to whole steps, but not beyond what a sequence may have."""
-        return min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, self._positions)
+    def _rounded_up(self, positions: int) -> int:
+        """`positions`, rounded up to whole steps, but not beyond what a sequence may have and whole blocks."""
+        step = self._session.layout.step
+        most = -(-self._positions // step) * step
+        return min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, most)
 
     def prefill(
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import CacheLayout, HostCache, KeyValues
+from .cache import BLOCK, CacheLayout, HostCache, KeyValues
 from .host_batch import LOGITS_INDICES, Forward, HostBatch, last_indices
 
 #: onnx.TensorProto.DataType of logits and of tokens.
@@ -177,16 +177,28 @@ class OnnxRuntimeSession:
                 f"{path}: its cache is of {', '.join(sorted(kinds))}; ONNX Runtime serves {' or '.join(ELEMENTS)}: "
                 "use model.fp32.onnx"
             )
-        shapes = tuple((int(inputs[name].shape[1]), int(inputs[name].shape[3])) for name in past)
-        return CacheLayout(names, shapes, tuple(np.dtype(ELEMENTS[self._types[name]][0]) for name in past))
+        new = {node.name: node.shape for node in self._session.get_outputs()}
+        shapes = tuple((int(new[NEW + name][1]), int(new[NEW + name][3])) for name in names)
+        in_blocks = is_in_blocks([inputs[name].shape for name in past], str(path))
+        return CacheLayout(names, shapes, tuple(np.dtype(ELEMENTS[self._types[name]][0]) for name in past), in_blocks)
 
     def open_batch(self, rows: int, positions: int) -> HostBatch:
         """Make room in host memory: `Session.open_batch`."""
         return HostBatch(self, rows, positions)
 
     def new_cache(self, rows: int, capacity: int) -> HostCache:
-        """Make an empty cache in host memory."""
+        """Make an empty cache in host memory. Raises SessionError for a capacity of broken blocks."""
+        check_blocks(self.layout, capacity)
         return HostCache(self.layout, rows, capacity)
+
+    def _past(self, buffers: KeyValues) -> list[NDArray[Any]]:
+        """The buffers [rows, kv_heads, capacity, head_size] as the graph takes them, over the same memory."""
+        if not self.layout.in_blocks:
+            return [*buffers]
+        for buffer in buffers:
+            check_blocks(self.layout, buffer.shape[-2])
+            assert buffer.flags.c_contiguous, "rows are the first axis"
+        return [buffer.reshape(-1, BLOCK, buffer.shape[-1]) for buffer in buffers]
 
     def bind(self, inputs: Sequence[NDArray[Any]], outputs: Sequence[NDArray[Any]]) -> Callable[[], None]:
         """A step that reads `inputs` and writes `outputs` in place: those of the graph, in its order (`TOKEN_INPUTS`
@@ -196,6 +208,7 @@ class OnnxRuntimeSession:
         It runs once a token, so nothing should be wrapped, named and allocated again each time.
         """
         binding = self._session.io_binding()
+        inputs = [*inputs[: len(TOKEN_INPUTS)], *self._past(inputs[len(TOKEN_INPUTS) :])]
         last = last_indices(inputs[0].shape, outputs[0].shape[1])
         for name, array, element in zip(self._inputs, inputs, self._input_elements, strict=True):
             binding.bind_ortvalue_input(name, self._value(array, element))
@@ -228,7 +241,8 @@ class OnnxRuntimeSession:
         past = self.new_cache(len(input_ids), 0).past(0, len(input_ids)) if past is None else past
         scored = input_ids.shape[1] if scored is None else scored
         # kept until the run is over: OrtValues do not
-        arrays = [np.ascontiguousarray(array) for array in (input_ids, attention_mask, position_ids, *past)]
+        arrays = [np.ascontiguousarray(array) for array in (input_ids, attention_mask, position_ids)]
+        arrays += self._past([np.ascontiguousarray(buffer) for buffer in past])
         last = last_indices(input_ids.shape, scored)
         feeds = {
             name: self._value(array, element)
@@ -238,6 +252,32 @@ class OnnxRuntimeSession:
             feeds[LOGITS_INDICES] = self._value(last, INT64)
         logits, *new = self._session.run_with_ort_values(self._outputs, feeds)
         return logits.numpy()[:, -scored:], [value.numpy() for value in new]
+
+
+def is_in_blocks(shapes: Sequence[Sequence[Any]], graph: str) -> bool:
+    """Tell whether a graph takes its past, inputs of these `shapes`, in blocks of `BLOCK` slots.
+
+    Raises SessionError for inputs of any other form.
+    """
+    ranks = {len(shape) for shape in shapes}
+    if ranks == {3} and all(shape[1] == BLOCK for shape in shapes):
+        return True
+    if ranks != {4}:
+        shown = ", ".join(map(str, shapes[0]))
+        raise SessionError(
+            f"{graph}: takes its cache as [{shown}], and this version in blocks of {BLOCK} slots; make it again with "
+            "this version (`fp8q export`, then `fp8q build-engine`)"
+        )
+    return False
+
+
+def check_blocks(layout: CacheLayout, capacity: int) -> None:
+    """Raise SessionError where so many slots are no whole blocks, of a graph that takes these."""
+    if capacity % layout.step:
+        raise SessionError(
+            f"a cache of {capacity} slots is not of whole blocks of {layout.step}; take "
+            f"{-(-capacity // layout.step) * layout.step}"
+        )
 
 
 def import_onnxruntime() -> Any:

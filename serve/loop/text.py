@@ -30,7 +30,7 @@ NEIGHBOURS = 32
 #: called it.
 POSITIONS = "max_position_embeddings"
 #: fp8q's own field there: the number of positions that its graphs serve, if that is less.
-OWN = "fp8q"
+FP8Q_FIELDS = "fp8q"
 MOST_POSITIONS = 2**31 - 1
 #: The bytes of an incomplete character.
 MOST_MISSING = 3
@@ -94,7 +94,7 @@ class Vocabulary:
         positions = text.get(POSITIONS) if isinstance(text, dict) else None
         if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
             raise ModelFileError(config, "names no number of positions", f"add {POSITIONS}")
-        fp8q_fields = fields.get(OWN)
+        fp8q_fields = fields.get(FP8Q_FIELDS)
         served = fp8q_fields.get("positions") if isinstance(fp8q_fields, dict) else None
         positions = min(positions, served) if isinstance(served, int) else positions
         begin, end = (_token_ids(tokens, name, directory) for name in ("bos_token_id", "eos_token_id"))
@@ -173,10 +173,10 @@ class Vocabulary:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelFileError(path, "there is no such file", "copy it from the model")
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelFileError(path, "there is no such file", "copy it from the model") from None
     except (ValueError, RecursionError) as error:  # brackets without end
         raise ModelFileError(path, f"is not JSON ({error})", "copy it again from the model") from None
     if not isinstance(content, dict):
@@ -243,8 +243,8 @@ class TextStream:
         self._stop_words, self._special = stop_words, special
         self._window = neighbours(tokenizer, prompt)
         text = self._decode()
-        self._given, self._broken = len(text), text if text.endswith(REPLACEMENT) else ""
-        self._complete = self._complete_length(text) if self._broken else self._given
+        self._emitted, self._broken = len(text), text if text.endswith(REPLACEMENT) else ""
+        self._complete = self._complete_length(text) if self._broken else self._emitted
         self._lengths = {} if lengths is None else lengths
         self._fresh = list(self._window) if self._broken else []
         self._pending: list[tuple[str, bool]] = []
@@ -292,14 +292,14 @@ class TextStream:
             [],
             "",
         )  # this piece's tokens are the next one's neighbours
-        self._given = self._length()
+        self._emitted = self._length()
         return self._until_stop(self.added)
 
     def _start(self, text: str) -> int:
         """Return where the new part of the window's `text` begins: behind what is out, or before the character that the
         prompt ends within and that is complete now.
         """
-        return self._complete if self._broken and not text.startswith(self._broken) else self._given
+        return self._complete if self._broken and not text.startswith(self._broken) else self._emitted
 
     def flush(self) -> str:
         """Return the text that was held back, after the last token."""

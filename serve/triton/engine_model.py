@@ -11,7 +11,10 @@ is what goes in and out.
 Without `profile` Triton uses the first optimization profile alone; all are named, and the backend takes for each
 request the one that fits. Warm-up runs one request in each, so that the first client does not wait for kernels to be
 loaded: of one row, since the memory of a full batch's cache would be copied from the host for nothing, and over at
-least one slot, for an empty tensor has no buffer to warm up with.
+least one block of slots, for an empty tensor has no buffer to warm up with.
+
+A cache in blocks has no axis of its own for the batch, so `max_batch_size` is 0 and all dimensions are declared: a
+request is a step of as many rows as the client puts together.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ from onnx import ValueInfoProto
 from ...core.errors import BackendError, InputError
 from ...core.files import Strict
 from ...export.engine.info import EngineInfo
-from ...export.engine.profiles import Profile
+from ...export.engine.profiles import BLOCK, Profile
 from ...export.lint.check import sound_graph
 from ...export.onnx_file.tensors import type_name
 
@@ -90,6 +93,15 @@ class EngineModel(Strict):
         return [name for name, binding in self.tensors.items() if binding.type not in TRITON_TYPES]
 
     @property
+    def batched(self) -> bool:
+        """Tell whether every tensor has the batch as its first dimension, as Triton wants it of a batch of its own."""
+        return all(binding.dims[0] == "batch" for binding in self.tensors.values())
+
+    def dims(self, tensor: str) -> list[int | str]:
+        """The dimensions of a tensor as `config.pbtxt` declares them: without the batch where that is Triton's."""
+        return self.tensors[tensor].dims[1 if self.batched else 0 :]
+
+    @property
     def max_batch(self) -> int:
         """The most rows that every profile takes."""
         return min(profile.batch[2] for profile in self.profiles)
@@ -98,7 +110,7 @@ class EngineModel(Strict):
 def describe(onnx_file: Path, profiles: Sequence[Profile], built: EngineInfo | None) -> EngineModel:
     """Describe the engine of a graph in `profiles`; `built`: the record of the plan (None: there is none yet).
 
-    Raises InputError for a graph with a tensor whose first dimension is not the batch.
+    Raises InputError for a graph with a tensor whose first dimension is not of the batch.
     """
     graph = sound_graph(onnx_file)
     described = EngineModel(
@@ -117,7 +129,7 @@ def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str
     for name, value in values.items():
         tensor = value.type.tensor_type
         dims = [dim.dim_param if dim.HasField("dim_param") else int(dim.dim_value) for dim in tensor.shape.dim]
-        if not dims or dims[0] != "batch":
+        if not dims or "batch" not in str(dims[0]).split("*"):
             raise InputError(
                 onnx_file,
                 f"{name} does not begin with the batch (its dimensions are {dims}), as every tensor of a Triton model "
@@ -130,11 +142,11 @@ def _bindings(onnx_file: Path, values: Mapping[str, ValueInfoProto]) -> dict[str
 
 def declared(model: EngineModel) -> Iterator[tuple[str, str, str, list[int]]]:
     """Yield the tensors that `config.pbtxt` declares: whether `input` or `output`, the name, Triton's type, the
-    dimensions without the batch (-1 for any size).
+    dimensions (-1 for any size), without the batch where that is Triton's.
     """
     for field, bindings in (("input", model.inputs), ("output", model.outputs)):
         for name, binding in bindings.items():
-            dims = [-1 if isinstance(size, str) else size for size in binding.dims[1:]]
+            dims = [-1 if isinstance(size, str) else size for size in model.dims(name)]
             yield field, name, TRITON_TYPES[binding.type], dims
 
 
@@ -146,7 +158,8 @@ def engine_config(name: str, model: EngineModel, gpus: Sequence[int] | None = No
     backend opens on its own GPU. A stand-in for the backend may have none.
     """
     config_pb2, text_format = import_schema()
-    config = config_pb2.ModelConfig(name=name, platform=PLATFORM, max_batch_size=model.max_batch)
+    config = config_pb2.ModelConfig(name=name, platform=PLATFORM)
+    config.max_batch_size = model.max_batch if model.batched else 0
     for field, tensor, kind, dims in declared(model):
         getattr(config, field).add(name=tensor, data_type=config_pb2.DataType.Value(kind), dims=dims)
     config.version_policy.latest.num_versions = 1
@@ -166,10 +179,13 @@ def engine_config(name: str, model: EngineModel, gpus: Sequence[int] | None = No
 
 
 def warm_inputs(model: EngineModel, profile: Profile) -> dict[str, tuple[str, list[int]]]:
-    """Input -> Triton's type and the dimensions (without the batch) of a warm-up request in a profile."""
+    """Input -> Triton's type and the dimensions of a warm-up request in a profile, as `EngineModel.dims` has them."""
     least, likely, most = profile.capacity
-    filled = profile.model_copy(update={"capacity": (least, max(1, likely), most)})
+    slots = 1 if model.batched else BLOCK
+    filled = profile.model_copy(
+        update={"capacity": (least, max(slots, likely), most), "batch": (1, 1, profile.batch[2])}
+    )
     return {
-        name: (TRITON_TYPES[binding.type], list(filled.shapes(name, binding.dims)[1][1:]))
+        name: (TRITON_TYPES[binding.type], list(filled.shapes(name, model.dims(name))[1]))
         for name, binding in model.inputs.items()
     }

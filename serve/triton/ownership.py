@@ -23,7 +23,7 @@ class Mark(Strict):
     files: list[str]
 
 
-def own(repository: Path) -> None:
+def mark_written(repository: Path) -> None:
     """Mark a repository that was just written."""
     files = sorted(_files(repository))
     (repository / MARK).write_text(

@@ -28,13 +28,14 @@ from ...core.errors import InputError
 from ...core.files import clone_file, replacing
 from ...core.reporter import Reporter
 from ...core.run import Run
+from ...export.engine.profiles import round_up_to_blocks
 from ...export.lint.check import sound_graph
 from ...options import TritonOptions, model_name
 from ..loop.engine_session import EngineRuntime
 from ..loop.here import AUTO, ONNX_RUNTIME, plan_path
 from .engine_model import DESCRIPTION, PLAN, SUFFIX, TRITON_TYPES, Binding, EngineModel, engine_config, import_schema
 from .images import PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
-from .ownership import own
+from .ownership import mark_written
 
 #: The files of the loop, which lie side by side in a repository as they do there.
 LOOP_FOLDER = Path(__file__).parent.parent / "loop"
@@ -78,7 +79,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class OwnEngine:
+class PythonModelEngine:
     """An engine that the Python model runs itself, where it finds the GPU of its `target`; `version`: of `runtime`."""
 
     runtime: EngineRuntime
@@ -92,7 +93,7 @@ def write_repository(
     options: TritonOptions,
     report: Reporter,
     engine: Engine | None = None,
-    own_engines: Sequence[OwnEngine] = (),
+    python_model_engines: Sequence[PythonModelEngine] = (),
 ) -> list[Path]:
     """Write the model repository of a run over an existing one, with the plain `engine` and the engines of the Python
     model; return its files.
@@ -102,20 +103,22 @@ def write_repository(
     """
     out = options.out or run.triton
     name = options.name or model_name(run.record().model.get("name", run.root.resolve().name))
-    config = config_text(name, options.max_batch, AUTO if own_engines else ONNX_RUNTIME, options.gpus)
+    config = config_text(name, options.max_batch, AUTO if python_model_engines else ONNX_RUNTIME, options.gpus)
     engine_text = engine_config(name + SUFFIX, engine.model, options.gpus) if engine else ""
     weights = weight_files(run)
     plans = [engine.plan] if engine and engine.plan else []
     with (
-        report.track("Writing the Triton repository", len([*weights, *plans, *own_engines]), "files") as advance,
+        report.track(
+            "Writing the Triton repository", len([*weights, *plans, *python_model_engines]), "files"
+        ) as advance,
         replacing(out) as partial,
     ):
         _write_model(partial / name, config, weights, advance)
-        for own_engine in own_engines:
-            place = plan_path(partial / name / "1", own_engine.runtime, own_engine.target)
+        for engine_info in python_model_engines:
+            place = plan_path(partial / name / "1", engine_info.runtime, engine_info.target)
             place.parent.mkdir(parents=True, exist_ok=True)
             for kind in (".plan", ".json"):  # what is known of an engine lies beside it there, too
-                clone_file(own_engine.plan.with_suffix(kind), place.with_suffix(kind))
+                clone_file(engine_info.plan.with_suffix(kind), place.with_suffix(kind))
             advance(1)
         if engine:
             folder = partial / (name + SUFFIX)
@@ -126,11 +129,11 @@ def write_repository(
                 clone_file(plan, folder / "1" / PLAN)
                 advance(1)
         built_by = engine.model.tensorrt if engine else None
-        packages = PINS | {own_engine.runtime: own_engine.version for own_engine in own_engines}
+        packages = PINS | {engine_info.runtime: engine_info.version for engine_info in python_model_engines}
         image = dockerfile(name, built_by, awaits_plan=engine is not None and not plans, packages=packages)
         (partial / "Dockerfile").write_text(image, encoding="utf-8")
-        (partial / "README.md").write_text(readme(name, options, engine, image, own_engines), encoding="utf-8")
-        own(partial)
+        (partial / "README.md").write_text(readme(name, options, engine, image, python_model_engines), encoding="utf-8")
+        mark_written(partial)
     return sorted(path for path in out.rglob("*") if path.is_file())
 
 
@@ -148,7 +151,11 @@ def _write_model(folder: Path, config: str, weights: list[Path], advance: Callab
 
 
 def readme(
-    name: str, options: TritonOptions, engine: Engine | None, image: str, own_engines: Sequence[OwnEngine] = ()
+    name: str,
+    options: TritonOptions,
+    engine: Engine | None,
+    image: str,
+    python_model_engines: Sequence[PythonModelEngine] = (),
 ) -> str:
     """The repository's own README.md; `image`: its Dockerfile."""
     awaits = engine is not None and engine.plan is None
@@ -159,21 +166,21 @@ def readme(
         max_batch=options.max_batch,
         both=f" Beside it lies `{name}{SUFFIX}`, the plain engine." if engine else "",
         build="" if release_in(image) else " --build-arg TRITON=YY.MM",
-        gpus=" --gpus=all" if engine or own_engines else "",
-        runs=_runs(own_engines),
+        gpus=" --gpus=all" if engine or python_model_engines else "",
+        runs=_runs(python_model_engines),
         instances=_instances(options.gpus),
         serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",
         serve_bare=alone,
-        packages=pinned(PINS | {own_engine.runtime: own_engine.version for own_engine in own_engines}),
+        packages=pinned(PINS | {engine_info.runtime: engine_info.version for engine_info in python_model_engines}),
         engine=_engine_section(name, engine) if engine else "",
     )
 
 
-def _runs(engines: Sequence[OwnEngine]) -> str:
+def _runs(engines: Sequence[PythonModelEngine]) -> str:
     """Describe in a sentence what the Python model runs on."""
     if not engines:
         return "It runs on ONNX Runtime on the CPU"
-    there = ", ".join(f"{own_engine.target} ({own_engine.runtime} {own_engine.version})" for own_engine in engines)
+    there = ", ".join(f"{engine_info.target} ({engine_info.runtime} {engine_info.version})" for engine_info in engines)
     return (
         f"It runs the engine of the GPU that it finds, {there}, with the cache on the GPU, and where there is none for "
         "it ONNX Runtime on the CPU"
@@ -208,7 +215,7 @@ def _engine_section(name: str, engine: Engine) -> str:
             name=name,
             place=f"{name}{SUFFIX}/1/{PLAN}",
             max_batch=model.max_batch,
-            max_seq_len=max(profile.capacity[2] for profile in model.profiles),
+            max_seq_len=_longest(model),
         )
     return _template("triton_engine.md").substitute(
         name=name + SUFFIX,
@@ -218,6 +225,12 @@ def _engine_section(name: str, engine: Engine) -> str:
         inputs=_tensors(model.inputs),
         outputs=_tensors(model.outputs),
     )
+
+
+def _longest(model: EngineModel) -> int:
+    """The length of sequences that an engine's profiles are for: their slots are rounded up to whole blocks."""
+    prompt, slots = (max(getattr(profile, of)[2] for profile in model.profiles) for of in ("seq", "capacity"))
+    return int(prompt if round_up_to_blocks(prompt) == slots else slots)
 
 
 def _tensors(bindings: Mapping[str, Binding]) -> str:

@@ -58,7 +58,7 @@ class AnswerResponse(Response):
         """Send it (ASGI)."""
         watching = asyncio.create_task(self._watch(receive))
         try:
-            await (self._stream(send) if self._delivery.streamed else self._whole(send))
+            await (self._stream(send) if self._delivery.streamed else self._unstreamed(send))
         except Refusal as refusal:
             if self._started:
                 await send({"type": "http.response.body", "body": _event(refusal)})
@@ -118,12 +118,12 @@ class AnswerResponse(Response):
         if piece.finish_reason == "stop" or piece.finish_reason == "length":
             counts.ended(piece.finish_reason)
 
-    async def _whole(self, send: Send) -> None:
+    async def _unstreamed(self, send: Send) -> None:
         answers = [AnswerPart() for _ in self._last]
         while self._open:
             for index, part in (await self._fetch()).items():
                 answers[index].pieces += part.pieces
-        body = self._delivery.writer.whole(answers)
+        body = self._delivery.writer.unstreamed(answers)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -61,7 +61,7 @@ class Writer:
         self.form = form
         self._head = {"id": f"{form.prefix}-{token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[AnswerPart]) -> bytes:
+    def unstreamed(self, answers: Sequence[AnswerPart]) -> bytes:
         """The answer to a request that does not stream."""
         choices = [self.form.choice(index, part) for index, part in enumerate(answers)]
         last = [part.pieces[-1] for part in answers]

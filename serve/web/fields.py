@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from ...core.field_errors import PLAIN
+from ...core.files import PLAIN
 from ..loop.request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHARACTERS, MOST_STOP_WORDS, Request
 from .refusals import Refusal
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from ...core.field_errors import plain_text
+from ...core.files import plain_text
 
 #: Seconds after which a client that was told to come back may.
 RETRY_AFTER = "1"

@@ -4,28 +4,141 @@ A stage's key is derived: its inputs, all fields of its options class but those 
 new field is part of the key at once, and a record is read back into the same classes, strictly. `run.json` holds
 options and facts as one flat object; a field that an older version did not write has its default, or the value that
 `older` gives for that version.
+
+What all stages do besides is here too: notes, checks for an extra, the device, and the lock of a run.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from ... import __version__
+from ...calibrate.ranks.torchrun import process_rank
 from ...core.commands import stage_command
-from ...core.errors import InputError
-from ...core.field_errors import plain_text
-from ...core.files import Strict, sha256_file, write_document
-from ...core.record import StageLog
+from ...core.errors import BackendError, InputError
+from ...core.files import Strict, keeping_locks, plain_text, sha256_file, write_document
+from ...core.record import StageLog, library_versions
+from ...core.reporter import Reporter
 from ...core.run import Run
+from ...core.run_writer import RunWriter, WorkFolder
 from ...options.declare import Options
-from .steps import Notes, arithmetic
+
+#: The import names of the packages of the extras `calibrate` and `serve`.
+CALIBRATE_MODULES = ("torch", "transformers", "datasets", "compressed_tensors", "onnxscript")
+SERVE_MODULES = ("fastapi", "starlette", "uvicorn", "prometheus_client", "jinja2")
+
+
+def needs(extra: str, modules: Sequence[str]) -> None:
+    """Raise BackendError, naming the extra, when one of `modules` is not installed."""
+    if missing := lacking(modules):
+        raise BackendError(
+            "",
+            f"{missing} is not installed and this command needs it",
+            f"install it with `pip install 'fp8q[{extra}]'`",
+        )
+
+
+def lacking(modules: Sequence[str]) -> str | None:
+    """Return the first of `modules` that is not installed; None where all are."""
+    return next((name for name in modules if find_spec(name) is None), None)
+
+
+class Notes:
+    """A reporter that passes everything on and stores the notes."""
+
+    def __init__(self, report: Reporter):
+        """Pass everything on to `report`."""
+        self.report, self.track, self.lines, self.waiting = report, report.track, list[str](), False
+
+    def note(self, line: str) -> None:
+        """Pass the line on, unless notes are held, and store it."""
+        self.lines.append(line)
+        if not self.waiting:
+            self.report.note(line)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the notes of this block back until it ends; where it fails, only the error is shown."""
+        said, self.waiting = len(self.lines), True
+        yield
+        self.waiting = False
+        for line in self.lines[said:]:
+            self.report.note(line)
+
+
+def device() -> str:
+    """Return the device that models run on: the first GPU, or the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def arithmetic() -> dict[str, object]:
+    """Return everything that the bits of a model's sums depend on, besides the model and its inputs."""
+    import torch
+
+    return {
+        "fp8q": __version__,
+        "libraries": library_versions(),
+        "threads": torch.get_num_threads(),
+        "device": device(),
+        **_bf16_arithmetic(device()),
+    }
+
+
+def _bf16_arithmetic(device: str) -> dict[str, JsonValue]:
+    from ...calibrate.model.bf16_gemms import bf16_arithmetic
+
+    return {**bf16_arithmetic(device)}
+
+
+def note_other_arithmetic(run: Run, notes: Notes) -> None:
+    """Note where this machine's CPU computes BF16 GEMMs in another way than the one that measured `run`."""
+    measured = run.record().stages.get("measure")
+    if measured is None or device() != "cpu" or measured.machine.get("device") != "CPU":
+        return
+    there, here = (
+        "BF16" if "bf16_products" not in facts else "FP32" for facts in (measured.machine, _bf16_arithmetic("cpu"))
+    )
+    if there != here:
+        notes.note(
+            f"the run was measured where {there} units compute BF16 products, and {here} units do here: sums round in "
+            "another order, and last bits differ; scales and checkpoint are the run's, and nothing is measured again"
+        )
+
+
+@contextmanager
+def alone(run: Run) -> Iterator[None]:
+    """Hold the lock of `run` in this block, over all of its stages, and remove leftovers of killed calls first.
+
+    Another process that would write to the run meanwhile is refused.
+    """
+    with keeping_locks(), ExitStack() as held:
+        if run.exists() and process_rank().rank == 0:
+            _take(run, held)
+        yield
+
+
+def _take(run: Run, held: ExitStack) -> None:
+    """Lock `run` and sweep it; a directory that may not be written to is left for a stage to refuse."""
+    try:
+        held.enter_context(RunWriter(run).lock())
+    except InputError as error:
+        if isinstance(error.__cause__, PermissionError) or getattr(error.__cause__, "errno", None) == errno.EROFS:
+            return
+        raise
+    RunWriter(run).sweep()
+
 
 Choices = TypeVar("Choices", bound=Options)
 Facts = TypeVar("Facts", bound=Strict)
@@ -136,9 +249,9 @@ class Stage(Generic[Choices, Facts]):
     def writing(
         self, run: Run, key: Key[Choices, Facts], notes: Notes, model: Mapping[str, str] | None = None
     ) -> Iterator[StageLog]:
-        """Run this stage in the block, and record it with the notes since the last stage (see `Run.stage`)."""
+        """Run this stage in the block, and record it with the notes since the last stage (see `RunWriter.stage`)."""
         _check_declared(self.name, "input", key.inputs, self.inputs)
-        with run.stage(self.name, key.inputs, self.dump(key.options, key.facts), model) as log:
+        with RunWriter(run).stage(self.name, key.inputs, self.dump(key.options, key.facts), model) as log:
             yield log
             _check_declared(
                 self.name, "output", [str(path.relative_to(run.root)) for path in log.outputs], self.outputs
@@ -150,7 +263,7 @@ class Stage(Generic[Choices, Facts]):
         machine stay.
         """
         _check_declared(self.name, "input", key.inputs, self.inputs)
-        with run.lock():
+        with RunWriter(run).lock():
             record = run.record()
             before = record.stages[self.name]
             hashes = {str(path.relative_to(run.root)): sha256_file(path) for path in outputs}
@@ -167,10 +280,10 @@ class Stage(Generic[Choices, Facts]):
 
     def working(self, run: Run, key: Key[Choices, Facts], notes: Notes) -> AbstractContextManager[Path]:
         """Open the work folder of this stage for this `key` and arithmetic, with which a killed call goes on
-        (`Run.work`).
+        (`WorkFolder`).
         """
         depends = {"inputs": dict(key.inputs), "options": self.dump(key.options, key.facts)}
-        return run.work(self.name, depends | arithmetic(), note=notes.note)
+        return WorkFolder(run, self.name).opened(depends | arithmetic(), notes.note)
 
 
 def _check_declared(stage: str, what: str, names: Mapping[str, str] | list[str], patterns: tuple[str, ...]) -> None:

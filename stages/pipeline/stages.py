@@ -4,9 +4,12 @@ This page shows what each stage reads, writes and depends on. Its options are th
 facts, the classes here, are other conditions that it works under: they are recorded and part of its key, like options.
 """
 
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from ...calibrate.measure.statistics import TextSource
 from ...core.files import Strict
@@ -23,6 +26,7 @@ from ...options import (
     EngineOptions,
     EvaluateOptions,
     ExportOptions,
+    FormChoiceOptions,
     MeasureOptions,
     PageOptions,
     Precision,
@@ -35,7 +39,7 @@ from ...options import (
     WeightLearningOptions,
 )
 from ...options.declare import Options
-from .stage import NoFacts, Stage
+from .stage import Choices, Facts, NoFacts, Stage
 
 #: The largest token id that a tokenizer can hold: tokenizers counts in 32 bits.
 LARGEST_ID = 2**32 - 1
@@ -80,7 +84,18 @@ class QuantizeFacts(Strict):
     tokenizer: TokenizerChoice = "file"
 
 
-class BesideRuntime(Strict):
+class FormFacts(Strict):
+    """Facts of a form that was searched for. `limit`: of the increase of perplexity, a fraction; `max_kl`, `max_flips`:
+    those that were asked for; `scales`: digest of the options of scales that were asked for.
+    """
+
+    limit: float
+    max_kl: float | None = None
+    max_flips: float | None = None
+    scales: str
+
+
+class HostRuntime(Strict):
     """A runtime that another host added to what `validate` wrote: the inputs that are its own, and the host's time and
     versions.
     """
@@ -96,7 +111,7 @@ class ValidateFacts(Strict):
 
     prefix: Prefix = Field(default=[])
     overlap: Overlap = None
-    beside: dict[str, BesideRuntime] | None = None
+    beside: dict[str, HostRuntime] | None = None
 
 
 class EvaluateFacts(Strict):
@@ -130,12 +145,25 @@ class ContinueFacts(Strict):
     tokens: int
 
 
+#: The stages of a run, in the order of work.
+STAGES: list[Stage[Any, Any]] = []
+
+
+def stage(
+    name: str, options: type[Choices], facts: type[Facts], *, inputs: tuple[str, ...], outputs: tuple[str, ...],
+    older: Mapping[str, JsonValue] = MappingProxyType({}),
+) -> Stage[Choices, Facts]:  # fmt: skip
+    """Define a stage (`Stage` has its fields), and enter it into `STAGES`."""
+    STAGES.append(defined := Stage(name, options, facts, inputs, outputs, older))
+    return defined
+
+
 #: The files that every FP8 runtime reads.
 FP8_FILES = ("scales.json", "model/*", "attention.json")
 STATISTICS = ("statistics.safetensors", "statistics.json", "moments/*")
 
 #: Cuts texts into calibration windows and evaluation tokens.
-CORPUS = Stage(
+CORPUS = stage(
     "corpus",
     CorpusOptions,
     CorpusFacts,
@@ -144,7 +172,7 @@ CORPUS = Stage(
     older={"bos": "never", "tokenizer": "auto"},
 )
 #: Runs the float model on the windows.
-MEASURE = Stage(
+MEASURE = stage(
     "measure",
     MeasureOptions,
     MeasureFacts,
@@ -152,7 +180,7 @@ MEASURE = Stage(
     outputs=STATISTICS,
 )
 #: Measures the queries of attention, for their FP8 scales.
-QUERIES = Stage(
+QUERIES = stage(
     "queries",
     Options,
     NoFacts,
@@ -160,7 +188,7 @@ QUERIES = Stage(
     outputs=("queries.safetensors",),
 )
 #: Learns the codes of weights from the float model, beginning with those that `quantize` gives without it.
-DISTILL = Stage(
+DISTILL = stage(
     "distill",
     WeightLearningOptions,
     DistillFacts,
@@ -168,7 +196,7 @@ DISTILL = Stage(
     outputs=("distill.json", "distilled.safetensors"),
 )
 #: Chooses scales from statistics, and writes the checkpoint.
-QUANTIZE = Stage(
+QUANTIZE = stage(
     "quantize",
     ScaleOptions,
     QuantizeFacts,
@@ -176,8 +204,16 @@ QUANTIZE = Stage(
     outputs=("scales.json", "model/*"),
     older={"tokenizer": "auto"},
 )
+#: Finds the cheapest form that meets the limit, where `fp8q run` was asked for none.
+FORMS = stage(
+    "forms",
+    FormChoiceOptions,
+    FormFacts,
+    inputs=("model", "calibration.npz", "evaluation.npz"),
+    outputs=("forms.json",),
+)
 #: Exports both ONNX graphs of the checkpoint.
-EXPORT = Stage(
+EXPORT = stage(
     "export",
     ExportOptions,
     NoFacts,
@@ -186,7 +222,7 @@ EXPORT = Stage(
     older={"logits": "all"},
 )
 #: Learns an adapter on the checkpoint, toward the float model.
-ADAPTER = Stage(
+ADAPTER = stage(
     "adapter",
     AdapterLearningOptions,
     AdapterFacts,
@@ -195,14 +231,14 @@ ADAPTER = Stage(
 )
 #: Export the source model in the precisions that FP8 is compared with.
 EXPORT_BASELINE: dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]] = {
-    "bf16": Stage(
+    "bf16": stage(
         "export-bf16",
         Options,
         NoFacts,
         inputs=("model",),
         outputs=("baselines/bf16/*",),
     ),
-    "int8": Stage(
+    "int8": stage(
         "export-int8",
         Clipping,
         NoFacts,
@@ -210,8 +246,16 @@ EXPORT_BASELINE: dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFact
         outputs=("baselines/int8/*",),
     ),
 }
+#: Builds engines of the FP8 model.
+BUILD_ENGINE = stage(
+    engine_stage("fp8"),
+    EngineOptions,
+    NoFacts,
+    inputs=FP8_FILES,
+    outputs=("engines/*",),
+)
 #: Runs the held-out text through the runtimes.
-VALIDATE = Stage(
+VALIDATE = stage(
     "validate",
     ValidateOptions,
     ValidateFacts,
@@ -219,7 +263,7 @@ VALIDATE = Stage(
     outputs=("accuracy.json", "tokens.npz", "top_logits.npz"),
 )
 #: Asks BF16 and FP8 for sentences that are hidden in long prompts.
-NEEDLES = Stage(
+NEEDLES = stage(
     "needles",
     Options,
     NeedleFacts,
@@ -227,7 +271,7 @@ NEEDLES = Stage(
     outputs=("needles.json",),
 )
 #: Asks a server, or another checkpoint, for the evaluation text.
-COMPARE = Stage(
+COMPARE = stage(
     "compare",
     CompareOptions,
     NoFacts,
@@ -235,7 +279,7 @@ COMPARE = Stage(
     outputs=("compare.json",),
 )
 #: Asks BF16 and FP8 lm-eval's tasks.
-EVALUATE = Stage(
+EVALUATE = stage(
     "evaluate",
     EvaluateOptions,
     EvaluateFacts,
@@ -243,7 +287,7 @@ EVALUATE = Stage(
     outputs=("evaluation.json", "answers/*"),
 )
 #: Measures the loss that each tensor causes alone.
-SENSITIVITY = Stage(
+SENSITIVITY = stage(
     "sensitivity",
     SensitivityOptions,
     NoFacts,
@@ -252,7 +296,7 @@ SENSITIVITY = Stage(
     older={"stream": False},
 )
 #: Finds the cheapest mix within a budget of loss.
-TUNE = Stage(
+TUNE = stage(
     "tune",
     TuneOptions,
     NoFacts,
@@ -260,7 +304,7 @@ TUNE = Stage(
     outputs=("tune.json",),
 )
 #: Writes the Triton model repository.
-TRITON = Stage(
+TRITON = stage(
     "triton",
     TritonOptions,
     NoFacts,
@@ -268,7 +312,7 @@ TRITON = Stage(
     outputs=("triton/*",),
 )
 #: Measures the time of answers.
-BENCH = Stage(
+BENCH = stage(
     "bench",
     BenchOptions,
     NoFacts,
@@ -276,7 +320,7 @@ BENCH = Stage(
     outputs=("bench.json",),
 )
 #: Continues the same prompts with BF16 and FP8.
-CONTINUE = Stage(
+CONTINUE = stage(
     "continue",
     ContinueOptions,
     ContinueFacts,
@@ -284,7 +328,7 @@ CONTINUE = Stage(
     outputs=("continuations.json",),
 )
 #: Writes the page and the notebook, from the outputs of all other stages.
-REPORT = Stage(
+REPORT = stage(
     "report",
     PageOptions,
     NoFacts,
@@ -295,34 +339,5 @@ REPORT = Stage(
 
 def build_engine_stage(precision: Precision, adapter: str | None = None) -> Stage[EngineOptions, NoFacts]:
     """The stage that builds the engines of a precision, or of the FP8 model with an adapter."""
-    return Stage(
-        engine_stage(precision, adapter),
-        EngineOptions,
-        NoFacts,
-        inputs=FP8_FILES if precision == "fp8" else (f"baselines/{precision}/*",),
-        outputs=("engines/*",),
-    )
-
-
-BUILD_ENGINE = build_engine_stage("fp8")
-STAGES = (
-    CORPUS,
-    MEASURE,
-    QUERIES,
-    DISTILL,
-    QUANTIZE,
-    EXPORT,
-    ADAPTER,
-    *EXPORT_BASELINE.values(),
-    BUILD_ENGINE,
-    VALIDATE,
-    NEEDLES,
-    COMPARE,
-    EVALUATE,
-    SENSITIVITY,
-    TUNE,
-    TRITON,
-    BENCH,
-    CONTINUE,
-    REPORT,
-)
+    inputs = FP8_FILES if precision == "fp8" else (f"baselines/{precision}/*",)
+    return replace(BUILD_ENGINE, name=engine_stage(precision, adapter), inputs=inputs)

@@ -7,8 +7,8 @@ from ...core.errors import InputError
 from ...core.run import Run
 from ...options import ExportOptions, ScaleOptions
 from ...quantize.reading.run_checkpoint import LEARNED
+from ..pipeline.stage import Notes
 from ..pipeline.stages import ADAPTER, MEASURE
-from ..pipeline.steps import Notes
 
 if TYPE_CHECKING:
     from ...calibrate.model.source import Source

@@ -2,40 +2,53 @@
 
 Their rows stand in `accuracy.json` beside those of the machine that calibrated, held against what it kept. The stage's
 record gains them as facts, with the inputs that are theirs alone, so that what either machine ran is current on both.
+
+They run on the tokens that the run was validated on, and need no torch.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ... import __version__
 from ...core.columns import increase, nats
-from ...core.errors import InputError
+from ...core.errors import BackendError, InputError
 from ...core.files import remove, replacing, write_document
 from ...core.record import library_versions
 from ...core.run import Run
-from ...options import ValidateOptions
+from ...core.run_writer import WorkFolder
+from ...options import RUNTIMES, ValidateOptions
 from ...quantize.checkpoint.card_additions import state_validated
+from ...validate.accuracy.as_served import by_distance
+from ...validate.accuracy.compare import AnyForward, Opener, Outcome, compare_in_turn, loading
 from ...validate.accuracy.document import (
     WITH,
     Accuracy,
+    ByToken,
     Protocol,
     RuntimeAccuracy,
     load_accuracy,
     load_token_arrays,
     load_token_losses,
+    with_adapter,
 )
 from ...validate.accuracy.perplexity import Evaluation
-from ...validate.accuracy.stored_reference import StoredReference
+from ...validate.accuracy.session_logits import graph_vocabulary, session_opener
+from ...validate.accuracy.stored_reference import StoredReference, against_stored
 from ...validate.accuracy.top_logits import TopLogits, arrays_of, load_top_arrays, load_top_logits
-from ..pipeline.stage import Key
-from ..pipeline.stages import VALIDATE, BesideRuntime, ValidateFacts
-from ..pipeline.steps import Notes
-from .model_files import may_change_card
+from ...validate.report.loss_buckets import by_frequency
+from ..pipeline.stage import Key, Notes
+from ..pipeline.stages import VALIDATE, HostRuntime, ValidateFacts
+from .adapters import adapters_of
+from .engines import engines_here, note_without_engines, takes_adapter
+from .model_files import files_of, may_change_card
+from .texts import Tokens
 
 ValidateKey = Key[ValidateOptions, ValidateFacts]
 #: The folder of a call that was killed; no stage is called so, since the one that it adds to is finished.
@@ -48,17 +61,17 @@ def validated(run: Run) -> bool:
     return recorded is not None and run.top_logits.name in recorded.outputs
 
 
-def beside_of(run: Run) -> dict[str, BesideRuntime]:
+def host_runtimes(run: Run) -> dict[str, HostRuntime]:
     """The runtimes that were added to what `validate` wrote."""
     return run.facts(VALIDATE).beside or {}
 
 
-def with_beside(run: Run, key: ValidateKey) -> ValidateKey:
+def with_host_runtimes(run: Run, key: ValidateKey) -> ValidateKey:
     """Return `key` with the runtimes that were added since: what they are held against is as it was."""
     if not validated(run):
         return key
-    added, recorded = beside_of(run), run.record().stages[VALIDATE.name].inputs
-    inputs = {name: recorded[name] for each in added.values() for name in each.inputs}
+    added, recorded = host_runtimes(run), run.record().stages[VALIDATE.name].inputs
+    inputs = {name: recorded[name] for host_runtime in added.values() for name in host_runtime.inputs}
     facts = key.facts.model_copy(update={"beside": added or None})
     return Key({**key.inputs, **inputs}, key.options, facts)
 
@@ -71,7 +84,9 @@ def outdated_runtimes(run: Run) -> list[str]:
     now = {name: digest for stage in record.stages.values() for name, digest in stage.outputs.items()}
     then = record.stages[VALIDATE.name].inputs
     return [
-        runtime for runtime, each in beside_of(run).items() if any(now.get(name) != then[name] for name in each.inputs)
+        runtime
+        for runtime, host_runtime in host_runtimes(run).items()
+        if any(now.get(name) != then[name] for name in host_runtime.inputs)
     ]
 
 
@@ -109,20 +124,20 @@ def add_runtimes(run: Run, added: AddedRuntimes, without: list[str], notes: Note
         write_document(document, accuracy.model_copy(update={"runtimes": runtimes, "adapters": adapters}))
     recorded = run.record().stages[VALIDATE.name]
     options, facts = VALIDATE.read(recorded.options, run.record_file)
-    gone = {name for runtime in without for name in beside_of(run)[runtime].inputs}
-    beside = {name: each for name, each in beside_of(run).items() if name not in without}
-    beside |= {
-        name: BesideRuntime(
+    gone = {name for runtime in without for name in host_runtimes(run)[runtime].inputs}
+    of_other_hosts = {name: host_runtime for name, host_runtime in host_runtimes(run).items() if name not in without}
+    of_other_hosts |= {
+        name: HostRuntime(
             inputs=sorted(inputs), version=__version__, libraries=library_versions(), seconds=round(added.seconds, 3)
         )
         for name, inputs in added.inputs.items()
     }
     inputs = {name: digest for name, digest in recorded.inputs.items() if name not in gone}
-    inputs |= {name: digest for each in added.inputs.values() for name, digest in each.items()}
-    key = Key(inputs, options, facts.model_copy(update={"beside": beside or None}))
+    inputs |= {name: digest for host_runtime in added.inputs.values() for name, digest in host_runtime.items()}
+    key = Key(inputs, options, facts.model_copy(update={"beside": of_other_hosts or None}))
     VALIDATE.amend(run, key, [run.accuracy, run.tokens, run.top_logits], notes)
     if may_change_card(run):
-        state_validated(run.card, [card_line(name, row) for name, row in runtimes.items() if name in beside])
+        state_validated(run.card, [card_line(name, row) for name, row in runtimes.items() if name in of_other_hosts])
 
 
 def card_line(name: str, row: RuntimeAccuracy) -> str:
@@ -185,9 +200,9 @@ def check_top_logits(run: Run, command: str) -> None:
         )
     record = run.record()
     now = {name: digest for stage in record.stages.values() for name, digest in stage.outputs.items()}
-    own = {name for each in beside_of(run).values() for name in each.inputs}
+    added_inputs = {name for host_runtime in host_runtimes(run).values() for name in host_runtime.inputs}
     for name, digest in record.stages[VALIDATE.name].inputs.items():
-        if "." in name and name not in own and now.get(name) != digest:
+        if "." in name and name not in added_inputs and now.get(name) != digest:
             raise InputError(run.top_logits, f"is of another {name} than the run has now", elsewhere(command))
 
 
@@ -210,10 +225,183 @@ def elsewhere(command: str) -> str:
 @contextmanager
 def working(run: Run, key: Mapping[str, object]) -> Iterator[Path]:
     """A folder with which a killed call goes on; it is removed at the end, and after an error."""
-    with run.work(WORK, {**key, "fp8q": __version__, "libraries": library_versions()}) as folder:
+    with WorkFolder(run, WORK).opened({**key, "fp8q": __version__, "libraries": library_versions()}) as folder:
         try:
             yield folder
         except Exception:  # not a signal
             remove(folder)
             raise
     remove(folder)
+
+
+@dataclass(frozen=True)
+class AddedRun:
+    """Runtimes to hold against what the run keeps: the `options` that ask for them, on the stored protocol, and the
+    `calibration` windows int64 [windows, seq_len]. `adapted`: what is kept with each adapter on.
+    """
+
+    run: Run
+    options: ValidateOptions
+    reference: StoredReference
+    calibration: Tokens
+    adapted: Mapping[str, StoredReference]
+
+
+def as_stored(run: Run, options: ValidateOptions) -> ValidateOptions:
+    """Return `options` with the windows that the run was validated on, where none are asked for."""
+    if not validated(run):
+        return options
+    stored = load_accuracy(run).protocol
+    return replace(
+        options,
+        context=options.context or stored.context,
+        stride=options.stride or (None if options.context else stored.stride),
+        as_served=options.as_served or stored.prompt,
+    )
+
+
+def there_command(run: Run, options: ValidateOptions) -> str:
+    """The command that makes what is to be kept, on the machine that calibrated."""
+    asked = {"--context": options.context, "--stride": options.stride, "--as-served": options.as_served}
+    return " ".join(
+        [f"fp8q validate {run.root}", *(f"{name} {value}" for name, value in asked.items() if value is not None)]
+    )
+
+
+def added_run(
+    run: Run, options: ValidateOptions, calibration: Tokens, evaluate: Callable[[ValidateOptions], Evaluation]
+) -> AddedRun:
+    """Find what the run keeps for the runtimes of `options`; `evaluate` cuts the windows that options describe.
+
+    Raises InputError, with the command for the machine that calibrated, where nothing that fits is kept.
+    """
+    command = there_command(run, options)
+    check_top_logits(run, command)
+    asked = as_stored(run, options)
+    tokens = evaluate(asked)
+    adapted = {name: stored_reference(run, tokens, command, name) for name in adapters_of(run)}
+    return AddedRun(run, asked, stored_reference(run, tokens, command), calibration, adapted)
+
+
+def run_added(asked: AddedRun, notes: Notes) -> tuple[list[str], dict[str, str]]:
+    """Run the runtimes that are not there yet and write their rows; return their names, and why some failed.
+
+    A runtime of which anything fails is not written. Raises BackendError where none works.
+    """
+    run, inputs = asked.run, runtime_inputs(asked)
+    todo = [name for name in asked.options.chosen if not is_there(run, name, inputs[name])]
+    if not todo:
+        return [], {}
+    start, key = time.monotonic(), {"inputs": inputs, "stored": run.record().stages[VALIDATE.name].outputs}
+    turns = _opened(asked, todo)
+    _note(asked, todo, notes)
+    with working(run, {**key, "runtimes": todo}) as folder:
+        rows, nll, tops, failed = _taken(asked, turns, folder, notes)
+        ran = [name for name in todo if not any(outcome.partition(WITH)[0] == name for outcome in failed)]
+        if not ran:
+            raise BackendError("", "; ".join(failed.values()))
+
+        def of(named: Mapping[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in named.items() if name.partition(WITH)[0] in ran}
+
+        added = {name: inputs[name] for name in ran}
+        outcome = {adapter: of(of_adapter) for adapter, of_adapter in rows.items()}
+        add_runtimes(run, AddedRuntimes(outcome, of(nll), of(tops), added, time.monotonic() - start), [], notes)
+    return ran, failed
+
+
+def _opened(asked: AddedRun, todo: list[str]) -> dict[str | None, dict[str, Opener]]:
+    """The functions that load the runtimes `todo`, by adapter; the first is loaded already, so that what does not load
+    is one line, before anything is said or written.
+    """
+    protocol = asked.reference.evaluation.protocol
+    turns: dict[str | None, dict[str, Opener]] = {}
+    for adapter in (None, *asked.adapted):
+        names = [name for name in todo if adapter is None or takes_adapter(asked.run, name, adapter)]
+        turns[adapter] = {
+            name: session_opener(name, asked.run, adapter, protocol.prompt, protocol.context) for name in names
+        }
+    turns[None][todo[0]] = handed_over(loading(todo[0], turns[None][todo[0]]), turns[None][todo[0]])
+    return turns
+
+
+def _note(asked: AddedRun, todo: list[str], notes: Notes) -> None:
+    reference = asked.reference
+    first = next(iter(reference.tops.runtimes.values()))
+    notes.note(
+        f"{', '.join(todo)}: held against {', '.join(reference.nll)} as the run keeps them: losses of all "
+        f"{reference.evaluation.protocol.tokens:,} tokens, and the {first.tokens.shape[1]} likeliest at "
+        f"{len(first.rest):,}"
+    )
+    note_without_engines(asked.run, asked.options, notes)
+
+
+def _taken(
+    asked: AddedRun, turns: Mapping[str | None, Mapping[str, Opener]], folder: Path, notes: Notes
+) -> tuple[dict[str | None, dict[str, RuntimeAccuracy]], ByToken, dict[str, TopLogits], dict[str, str]]:
+    """Run all turns: the rows by adapter, and losses, likeliest tokens and failures by the names in the files."""
+    rows = dict[str | None, dict[str, RuntimeAccuracy]]()
+    nll, tops, failed = dict[str, Any](), dict[str, TopLogits](), dict[str, str]()
+    for number, (adapter, made) in enumerate(turns.items()):
+        reference = asked.adapted[adapter] if adapter else asked.reference
+        tokens, size = reference.evaluation, graph_vocabulary(asked.run)
+        if made:
+            comparison = compare_in_turn(
+                tokens, made, size, folder / f"windows-{number}", notes, reference.token_measure
+            )
+            rows[adapter] = against_stored(comparison, reference) if adapter else explained(asked, comparison)
+            nll |= {with_adapter(name, adapter): values for name, values in comparison.nll.items()}
+            tops |= {with_adapter(name, adapter): top for name, top in comparison.top.items()}
+            failed |= {with_adapter(name, adapter): why for name, why in comparison.failed.items()}
+    return rows, nll, tops, failed
+
+
+def handed_over(opened: AnyForward, again: Opener) -> Opener:
+    """Load a runtime that is `opened` already: it is handed over once, and let go; later it is loaded `again`."""
+    waiting = [opened]
+    return lambda: waiting.pop() if waiting else again()
+
+
+def runtime_inputs(asked: AddedRun) -> dict[str, dict[str, str]]:
+    """List the inputs of each runtime that no other one of the run reads, name -> SHA-256: its engine, or graphs of
+    another precision.
+
+    Raises InputError for an engine that the windows are too long for.
+    """
+    run, engines = asked.run, engines_here(asked.run, asked.options)
+    for engine in engines:
+        engine.check_windows(asked.reference.evaluation)
+    recorded = run.record().stages[VALIDATE.name].inputs
+    others = {name for host_runtime in host_runtimes(run).values() for name in host_runtime.inputs}
+    inputs = {}
+    for name in asked.options.chosen:
+        precision = RUNTIMES[name].precision
+        files = {} if precision == "fp8" or name in asked.options.engines else files_of(run, precision)
+        for engine in engines:
+            files |= engine.file if engine.name.partition(WITH)[0] == name else {}
+        inputs[name] = {file: digest for file, digest in files.items() if file in others or file not in recorded}
+    return inputs
+
+
+def is_there(run: Run, runtime: str, inputs: Mapping[str, str]) -> bool:
+    """Tell whether a runtime's row is there, of these inputs and this version."""
+    if runtime not in load_accuracy(run).runtimes:
+        return False
+    recorded, added = run.record().stages[VALIDATE.name], host_runtimes(run).get(runtime)
+    if added is None:
+        return True  # the machine that calibrated ran it
+    return added.version == __version__ and all(recorded.inputs.get(name) == digest for name, digest in inputs.items())
+
+
+def explained(asked: AddedRun, outcome: Outcome) -> dict[str, RuntimeAccuracy]:
+    """The rows of what ran, with the loss by the frequency of tokens and by distance from the prompt."""
+    tokens, base = asked.reference.evaluation, asked.reference.nll.get("bf16")
+    return {
+        name: row.model_copy(
+            update={
+                "by_frequency": by_frequency(tokens, asked.calibration, outcome.nll[name], base),
+                "by_distance": by_distance(tokens, outcome.nll[name], None),
+            }
+        )
+        for name, row in against_stored(outcome, asked.reference).items()
+    }

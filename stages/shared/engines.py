@@ -7,11 +7,11 @@ from ...core.errors import InputError
 from ...core.files import sha256_file
 from ...core.run import Run
 from ...export.engine.info import EngineInfo, engine_stage
-from ...options import WITH_ADAPTERS, ValidateOptions, graph_runtime
+from ...options import RUNTIMES, ValidateOptions
 from ...serve.local.generation import engine_here
 from ...validate.accuracy.document import with_adapter
 from ...validate.accuracy.perplexity import Evaluation
-from ..pipeline.steps import Notes
+from ..pipeline.stage import Notes
 from .adapters import adapters_of
 
 
@@ -51,10 +51,10 @@ def engines_here(run: Run, options: ValidateOptions) -> list[EngineHere]:
     """
     engines = []
     for name in options.engines:
-        runtime, precision = graph_runtime(name)
-        assert runtime != "onnxruntime", "it runs graphs"
-        for adapter in (None, *(each for each in adapters_of(run) if takes_adapter(run, name, each))):
-            plan, info = engine_here(run, runtime, precision, adapter)
+        runtime = RUNTIMES[name]
+        assert runtime.library in ("tensorrt", "tensorrt-rtx"), "it runs engines"
+        for adapter in (None, *(adapter for adapter in adapters_of(run) if takes_adapter(run, name, adapter))):
+            plan, info = engine_here(run, runtime.library, runtime.precision, adapter)
             file = {str(plan.relative_to(run.root)): sha256_file(plan)}
             engines.append(EngineHere(with_adapter(name, adapter), file, info))
     return engines
@@ -62,9 +62,9 @@ def engines_here(run: Run, options: ValidateOptions) -> list[EngineHere]:
 
 def takes_adapter(run: Run, runtime: str, adapter: str) -> bool:
     """Tell whether a runtime of `validate` runs the model with that adapter on: of engines those that were built."""
-    if runtime in WITH_ADAPTERS:
+    if RUNTIMES[runtime].adapters:
         return True
-    if not runtime.startswith("tensorrt") or graph_runtime(runtime)[1] != "fp8":
+    if not RUNTIMES[runtime].runs_engine or RUNTIMES[runtime].precision != "fp8":
         return False
     return engine_stage("fp8", adapter) in run.record().stages
 
@@ -73,7 +73,7 @@ def note_without_engines(run: Run, options: ValidateOptions, notes: Notes) -> No
     """Note the adapters that no engine was built with, for each runtime that runs engines of the FP8 model."""
     lacking = [adapter for adapter in adapters_of(run) if engine_stage("fp8", adapter) not in run.record().stages]
     for name in options.engines if lacking else ():
-        if graph_runtime(name)[1] == "fp8":
+        if RUNTIMES[name].precision == "fp8":
             notes.note(
                 f"{name}: left out with {', '.join(lacking)}, with which no engine was built; "
                 f"`{stage_command(engine_stage('fp8', lacking[0]), run.root)}` builds one"

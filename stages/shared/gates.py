@@ -1,26 +1,29 @@
-"""Gates of `validate`: what is comparable, numbers that are none, and the limit that the user gave."""
+"""Gates of `validate`: what is comparable, numbers that are none, and the limits that the user gave."""
 
 from math import isfinite
 
+from ...core.columns import nats
 from ...core.commands import name_in_commands, tune_command
 from ...core.errors import GateError, InputError
 from ...core.run import Run
-from ...options import FLOAT, NOT_SERVED
-from ...validate.accuracy.document import Accuracy
+from ...options import FLOAT, NOT_SERVED, VerdictLimits
+from ...validate.accuracy.decision import of_100
+from ...validate.accuracy.document import Accuracy, Verdict
+from ...validate.accuracy.limits import tune_budget
 
 
-def check_gates(run: Run, accuracy: Accuracy, limit: float | None) -> None:
-    """Check the numbers of all runtimes, and those with each adapter, and the verdict where a `limit` was asked for."""
+def check_gates(run: Run, accuracy: Accuracy, limits: VerdictLimits) -> None:
+    """Check the numbers of all runtimes, and those with each adapter, and the verdict where a limit was asked for."""
     for what, row in accuracy.with_adapters():
         check_numbers(row, what)
-    check_increase(run, accuracy, limit)
+    check_verdict(run, accuracy, limits)
 
 
-def check_comparable(runtimes: tuple[str, ...], limit: float | None) -> None:
-    """Raise InputError when `runtimes` include nothing to compare with the `limit`."""
-    if limit is not None and ("bf16" not in runtimes or NOT_SERVED.issuperset(runtimes)):
+def check_comparable(runtimes: tuple[str, ...], limits: VerdictLimits) -> None:
+    """Raise InputError when `runtimes` include nothing to compare with a limit that was asked for."""
+    if limits.asked and ("bf16" not in runtimes or NOT_SERVED.issuperset(runtimes)):
         raise InputError(
-            f"--max-ppl-increase {100 * limit:g}%",
+            limits.asked,
             f"needs bf16 and an FP8 runtime to compare, and the runtimes are {', '.join(runtimes)}",
             "add what is missing to --runtimes",
         )
@@ -54,22 +57,34 @@ def check_numbers(accuracy: Accuracy, what: str = "") -> None:
         )
 
 
-def check_increase(run: Run, accuracy: Accuracy, limit: float | None) -> None:
-    """Raise GateError where the verdict of `accuracy` is that a runtime, or an adapter, loses more than `limit` (a
-    fraction), or has no finite perplexity; nothing where None was asked for.
+def check_verdict(run: Run, accuracy: Accuracy, limits: VerdictLimits) -> None:
+    """Raise GateError where the verdict of `accuracy` is that a runtime, or an adapter, loses more than a limit, or has
+    no finite perplexity; nothing where no limit was asked for.
 
     Raises InputError when there is nothing to compare with the limit.
     """
-    if limit is None:
+    if not limits.asked:
         return
-    check_comparable(tuple(accuracy.runtimes), limit)
+    check_comparable(tuple(accuracy.runtimes), limits)
     verdict = accuracy.verdict
     if verdict and verdict.kind in ("worse", "broken"):
-        budget, graph = f"--max-ppl-increase {100 * limit:g}%", run.without_graph() is None
-        rise = verdict.perplexity_increase
-        above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
+        graph = run.without_graph() is None
+        tune = tune_command(name_in_commands(run.root), tune_budget(verdict), graph)
         raise GateError(
-            f"{verdict.runtime}",
-            f"perplexity is {above}, more than {budget}",
-            f"`{tune_command(name_in_commands(run.root), budget, graph)}` finds the cheapest mix that meets it",
+            f"{verdict.runtime}", " and ".join(_beyond(verdict)), f"`{tune}` finds the cheapest mix that meets it"
         )
+
+
+def _beyond(verdict: Verdict) -> list[str]:
+    """The measures of a verdict that are beyond their limits, in words."""
+    rise, kl, flips = verdict.perplexity_increase, verdict.kl_nats, verdict.flips
+    words = list[str]()
+    if rise is None or "perplexity" in verdict.exceeded:
+        above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
+        words.append(f"perplexity is {above}, more than --max-ppl-increase {100 * verdict.limit:g}%")
+    if "kl" in verdict.exceeded and kl is not None and verdict.kl_limit_nats is not None:
+        words.append(f"KL from BF16 is {nats(kl)} nats a token, more than --max-kl {nats(verdict.kl_limit_nats)}")
+    if "flips" in verdict.exceeded and flips is not None and verdict.flips_limit is not None:
+        differ = f"{of_100(flips)} of 100 next tokens differ from BF16's"
+        words.append(f"{differ}, more than --max-flips {of_100(verdict.flips_limit)}%")
+    return words

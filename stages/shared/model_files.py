@@ -9,7 +9,8 @@ from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
 from ...core.record import FP8_STAGES
-from ...core.run import GRAPH, Run, graph_names
+from ...core.run import Run
+from ...core.run_files import GRAPH, graph_names
 from ...options import ExportOptions, Precision
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..pipeline.stages import EXPORT

@@ -7,11 +7,11 @@ from pathlib import Path
 from ...core.errors import Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...core.run import Run
+from ..pipeline.stage import CALIBRATE_MODULES, Notes, alone, needs
 from ..pipeline.stages import MEASURE
-from ..pipeline.steps import CALIBRATE_MODULES, Notes, alone, needs
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: str | Path) -> Run:
     """The run directory at `path`; raises InputError when there is none, or when it measured some of the batches only
     (`--batches`), since everything after measuring needs all.
     """
@@ -42,7 +42,7 @@ def open_run(path: Path) -> Run:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: str | Path) -> Iterator[None]:
     """Put the `path` of the run in the place of RUN in the commands that an error of the block names."""
     try:
         yield
@@ -53,7 +53,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def run_at(
-    path: Path, progress: Reporter, *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
+    path: str | Path, progress: Reporter, *, writes: bool = True, modules: Sequence[str] = CALIBRATE_MODULES
 ) -> Iterator[tuple[Run, Notes]]:
     """Open the run at `path` for a command: its libraries are looked for, then the block gets the run and its notes.
 
@@ -66,7 +66,7 @@ def run_at(
 
 
 @contextmanager
-def run_into(out: Path, progress: Reporter) -> Iterator[tuple[Run, Notes]]:
+def run_into(out: str | Path, progress: Reporter) -> Iterator[tuple[Run, Notes]]:
     """Open the directory `out` for a command that makes a run in it, or goes on with one, under its lock.
 
     Raises BackendError where a library of the extra `calibrate` is missing.

@@ -1,4 +1,4 @@
-"""Open the source checkpoint of a run, before calibration and again later, and list its matrix products."""
+"""Open the source checkpoint of a run, before calibration and again later, and list its GEMMs."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,11 +11,12 @@ from ...calibrate.checkpoint.weights import check_finite
 from ...calibrate.input.silence import quiet_transformers
 from ...calibrate.input.untrusted import foreign
 from ...calibrate.model.adapter_base import adapter_remarks, with_adapters
-from ...calibrate.model.products import (
+from ...calibrate.model.caches import attention_indices
+from ...calibrate.model.gemms import (
     attention_modules,
-    matrix_products,
+    gemm_modules,
     multiplies_as_linear,
-    other_products,
+    other_matrix_modules,
     output_channel_axis,
     output_head,
     routers,
@@ -26,17 +27,18 @@ from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...core.run import Run
 from ...export.modules.support import unsupported
-from ...options import DYNAMIC, ScaleOptions, SourceOptions, TokenizerChoice
+from ...options import ScaleOptions, SourceOptions, TokenizerChoice
+from ...quantize.conversion.rules import state_modules
 from ...quantize.reading.dequantized import fp8_source, recognize
 from ...quantize.reading.inherited_scales import check_inherit
 from ...quantize.reading.run_checkpoint import ADAPTERS
-from ...quantize.scales.cache_scales import wide_attentions
-from ...quantize.scales.policy import DYNAMIC_GRAPH, Products, check_dynamic, check_patterns, check_tail_length
+from ...quantize.scales.cache_scales import bf16_attentions
+from ...quantize.scales.policy import ModelGemms, check_dynamic, check_patterns, check_tail_length, graph_refusal
 from .adapters import adapters_of
 
 
-def products_of(source: Source, options: ScaleOptions = ScaleOptions()) -> Products:
-    """The matrix products of the source model, found without its weights, and the reason why no graph can be made of
+def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGemms:
+    """The GEMMs of the source model, found without its weights, and the reason why no graph can be made of
     it, if any.
 
     Raises InputError for a model that cannot be quantized, for an FP8 cache of layers without an index, and for
@@ -45,36 +47,39 @@ def products_of(source: Source, options: ScaleOptions = ScaleOptions()) -> Produ
     model = meta_model(source)
     check_forward(source)
     check_stored(source, model)
-    if options.kv_cache != "off" and len(attention_modules(model)) != source.text_config.num_hidden_layers:
+    attending = attention_indices(source.text_config)
+    layers = source.text_config.num_hidden_layers if attending is None else len(attending)
+    if options.kv_cache != "off" and len(attention_modules(model)) != layers:
         raise InputError(
             f"--kv-cache {options.kv_cache}",
             f"{source.architecture} writes its cache where it cannot be told which layer it is, so that no scale has "
             "a place",
             "leave it out",
         )
-    modules, others = matrix_products(model), other_products(model)
+    modules, others = gemm_modules(model), other_matrix_modules(model)
     unknown = {name: module for name, module in modules.items() if not multiplies_as_linear(module)} | others
     fp8_weights = fp8_source(source)
-    products = Products(
+    gemms = ModelGemms(
         (*modules, *others),
         output_head(model),
         {name: type(module).__name__ for name, module in unknown.items()},
         frozenset(
             name for name in modules if fp8_weights and source.stored(f"{name}.weight") not in fp8_weights.weights
         ),
-        unsupported(model) or (DYNAMIC_GRAPH if any(rule.form == DYNAMIC for rule in options.form_rules) else None),
+        unsupported(model) or graph_refusal([rule.form for rule in options.form_rules]),
         frozenset(routers(model)),
         frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
+        {} if attending is None else state_modules(modules),
     )
     check_tail_length(options, source.max_positions)
     attentions = list(attention_modules(model).values())
-    wide = wide_attentions(options.kv_skip, attentions)
-    coded = [name for name in attentions if name not in wide]
-    chosen = check_patterns(options, products)
+    in_bf16 = bf16_attentions(options.kv_skip, attentions)
+    coded = [name for name in attentions if name not in in_bf16]
+    chosen = check_patterns(options, gemms)
     conv1d = [name for name in modules if output_channel_axis(modules[name]) == 1]
-    check_dynamic(options, products, chosen, conv1d)
+    check_dynamic(options, gemms, chosen, conv1d)
     check_inherit(source, chosen, coded, options)
-    return products
+    return gemms
 
 
 def check_stored(source: Source, model: PreTrainedModel) -> None:
@@ -82,7 +87,7 @@ def check_stored(source: Source, model: PreTrainedModel) -> None:
     it.
     """
     stored, tied = source.weights().names(), model.all_tied_weights_keys
-    for name in matrix_products(model):
+    for name in gemm_modules(model):
         if f"{name}.weight" not in tied and source.stored(f"{name}.weight") not in stored:
             raise InputError(
                 source.name,

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.input.hub import is_hub_name
+from ...calibrate.input.untrusted import exists, local_path
 from ...calibrate.measure.statistics import TextSource
 from ...calibrate.text import corpus, mixture
 from ...calibrate.text.corpus import Documents, Reading
+from ...calibrate.text.documents import FORMS
+from ...calibrate.text.formats import SUFFIXES
 from ...calibrate.text.mixture import WeightedText
 from ...calibrate.text.overlap import WORTH_A_NOTE, Overlap, measure_overlap, repeated
 from ...calibrate.text.packing import Packing
@@ -30,6 +34,13 @@ class Text:
     name: str
     documents: Documents
     ids: Tokens
+
+
+def check_there(spec: str) -> None:
+    """Raise InputError for a text that names a file which is not there, as reading it would, but at once."""
+    path = local_path(spec)
+    if not exists(path) and (path.suffix.lower() in SUFFIXES or not is_hub_name(spec.partition(":")[0])):
+        raise InputError(spec, "there is no such file", f"give {FORMS}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from gpu.timing import Kind, Part, Setting, shown
 
 from fp8q.calibrate.model import launching
 from fp8q.core.run import Run
-from fp8q.quantize.reference.adder import Adder, add_in, add_products
+from fp8q.quantize.reference.adder import Adder, accumulated_gemm, add_in
 from tests.stand_in import torch_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,17 +113,17 @@ def test_the_bits_that_a_simulated_adder_keeps_are_found(distance: int) -> None:
     assert bits(Adder(block=16)) == 13
     assert bits(Adder(promotion=128)) == (13 if distance < 128 else 23)
     assert bits(Adder(promotion=32)) == (13 if distance < 32 else 23)
-    assert kept_bits(partial(add_products, accumulator="fp32"), distance, length=1056, size=16) == 23
+    assert kept_bits(partial(accumulated_gemm, accumulator="fp32"), distance, length=1056, size=16) == 23
 
 
 def test_cutting_is_told_from_rounding() -> None:
-    assert cuts(partial(add_products, accumulator="fp22"), 1, size=16)
-    assert not cuts(partial(add_products, accumulator="fp32"), 1, size=16)
-    assert not cuts(lambda x, w: add_products(x, w, "fp32").bfloat16().float(), 1, size=16)
+    assert cuts(partial(accumulated_gemm, accumulator="fp22"), 1, size=16)
+    assert not cuts(partial(accumulated_gemm, accumulator="fp32"), 1, size=16)
+    assert not cuts(lambda x, w: accumulated_gemm(x, w, "fp32").bfloat16().float(), 1, size=16)
 
 
 def test_a_sum_rounded_to_bf16_keeps_fewer_than_eight_bits() -> None:
-    assert kept_bits(lambda x, w: add_products(x, w, "fp32").bfloat16().float(), 1, size=16) == 7
+    assert kept_bits(lambda x, w: accumulated_gemm(x, w, "fp32").bfloat16().float(), 1, size=16) == 7
 
 
 COMPILED = """
@@ -179,7 +179,7 @@ def test_a_step_begins_only_if_the_last_one_of_its_kind_would_fit(monkeypatch: p
     assert part.left_out == [{"step": "three times", "estimated_s": 285, "by": "short", "left_s": 190}]
 
 
-@pytest.mark.parametrize("name", ["products", "calibration", "decoder"])
+@pytest.mark.parametrize("name", ["products", pytest.param("calibration", marks=pytest.mark.slow), "decoder"])
 @pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling:UserWarning")
 def test_the_code_for_a_gpu_runs_on_a_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part, module = Part(strict=True), import_module(f"gpu.{name}")

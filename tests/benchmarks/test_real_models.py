@@ -5,7 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+
+from fp8q.quantize.scales.decisions import TensorScale
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -47,20 +50,50 @@ def test_kl_losses_and_flips_of_two_tables_worked_by_hand(tmp_path: Path) -> Non
     assert made["kl_mean_micronats"] == pytest.approx(1e6 * kl * 3 / 4, rel=1e-4)
     assert made["kl_median_micronats"] == pytest.approx(1e6 * kl, rel=1e-4)
     assert made["flips"] == 0.75
+    assert made["kl_decoded_micronats"] == pytest.approx(1e6 * kl / 2, rel=1e-4)
     assert made["perplexity_increase"] == pytest.approx(np.prod([2, 2 / 3, 2 / 3, 1]) ** 0.25 - 1, abs=1e-4)
-    assert (made["kl_over_reference"], made["ratio_interval"]) == (1.0, [1.0, 1.0])
+    assert (made["kl_over_modelopt"], made["ratio_interval"]) == (1.0, [1.0, 1.0])
 
 
 def test_a_scale_for_each_token_puts_its_largest_number_on_the_largest_code() -> None:
-    from real_models import dynamic_input
+    from real_rows import dynamic_input
 
     x = torch.tensor([[448.0, 17.0], [44.8, 1.7], [0.0, 0.0]])
     expected = np.array([[448, 16], [44.8, 1.6], [0, 0]])
     np.testing.assert_allclose(dynamic_input(x).numpy(), expected, rtol=1e-6)
 
 
+def test_a_tail_gives_second_codes_to_the_second_half_and_to_64_positions_before_it() -> None:
+    from real_rows import static_input, tail_input
+
+    scale = TensorScale.model_construct(scale=0.1, terms=2, dynamic=None, block=None)
+    x = torch.linspace(-40, 40, 2 * 80 * 3).reshape(1, 160, 3)
+    rounded = tail_input(scale)(x)
+    one, two = (static_input(scale.model_copy(update={"terms": terms}))(x) for terms in (1, 2))
+    assert torch.equal(rounded[:, :16], one[:, :16])
+    assert torch.equal(rounded[:, 16:], two[:, 16:])
+    assert (one - x).abs().mean() > 10 * (two - x).abs().mean()
+
+
+def test_weights_of_a_checkpoint_are_codes_times_their_scales_of_channels_blocks_or_all(tmp_path: Path) -> None:
+    from real_rows import checkpoint_weights
+
+    codes = torch.linspace(-448, 448, 130 * 3).reshape(130, 3).to(torch.float8_e4m3fn)
+    tensors = {
+        "channels.weight": codes, "channels.weight_scale": torch.linspace(1, 2, 130)[:, None],
+        "all.weight": codes.clone(), "all.weight_scale": torch.tensor([3.0]),
+        "wide.weight": codes.T.contiguous(), "wide.weight_scale": torch.tensor([[1.0, 5.0]]),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = checkpoint_weights(tmp_path)
+    assert torch.equal(found["channels"], codes.float() * tensors["channels.weight_scale"])
+    assert torch.equal(found["all"], codes.float() * 3)
+    assert torch.equal(found["wide"], codes.float().T * torch.tensor([1.0] * 128 + [5.0] * 2))
+
+
 def test_what_the_best_rounding_of_weights_misses_is_told_with_its_figures() -> None:
-    from real_models import BF16, missed
+    from real_models import missed
+    from real_rows import BF16
 
     rows = {
         BF16: {"kl_mean_micronats": 1000.0},

@@ -30,7 +30,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CorpusOptions, DoctorOptions, GenerateOptions, SensitivityOptions
 from fp8q.stages.pipeline.stage import NO_FACTS, Key, NoFacts, Stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 stage = Stage("corpus", CorpusOptions, NoFacts, (), (), "corpus.write_corpus")
 with stage.writing(Run(Path(sys.argv[1])), Key({}, CorpusOptions(samples=3), NO_FACTS), Notes(SILENT)):
     pass

@@ -27,6 +27,7 @@ NOT_MEASURED = (
     "| older | the same by `--form` |",
     "| class | exit code | raised for | by |",
     "| field | holds |",
+    "| measure | option | without it |",
     "| `--form` | weights | inputs | written as |",
     "| word | meaning |",
     "| argument | meaning |",
@@ -56,6 +57,8 @@ NOT_MEASURED = (
     "| family | file | what is particular to it |",
     "| file | written by | contents |",
     "| code | meaning | in Python |",
+    "| server | versions read | by |",
+    "| report | what the source says | found by |",
 )
 
 
@@ -164,7 +167,8 @@ def test_every_other_table_in_docs_states_nothing_that_was_measured() -> None:
 
 
 def test_a_table_that_is_missing_from_its_page_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^docs/kv-cache.md: has the tables \[\], and should have \['kv_cache'\]$"):
+    tables_there = r"^docs/kv-cache.md: has the tables \[\], and should have \['kv_cache_real', 'kv_cache'\]$"
+    with pytest.raises(ValueError, match=tables_there):
         tables.made("docs/kv-cache.md", "no table\n")
 
 

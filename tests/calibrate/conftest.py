@@ -4,18 +4,17 @@ downloads use.
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.core.reporter import SILENT, Standing
+from tests.stand_in.loopback import answering
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -118,37 +117,18 @@ class Hub:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A running hub that this process's clients use, with an empty cache of its own."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(method: str, path: str, body: bytes, asked: Message) -> tuple[int, dict[str, str], bytes]:
+        served.asked.append(f"{method} {path}")
+        status, headers, content = served.answer(path, body)
+        if status == 200 and (wanted := asked.get("Range")):
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            end = int(last) + 1 if last else len(content)
+            status, headers = 206, headers | {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
+            content = content[int(first) : end]
+        return status, headers, content
 
-        def handle_any(self) -> None:
-            path = unquote(urlsplit(self.path).path)
-            served.asked.append(f"{self.command} {path}")
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            status, headers, content = served.answer(path, body)
-            if status == 200 and (wanted := self.headers.get("Range")):
-                first, _, last = wanted.removeprefix("bytes=").partition("-")
-                end = int(last) + 1 if last else len(content)
-                status, headers = 206, headers | {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
-                content = content[int(first) : end]
-            self.send_response(status)
-            for key, value in {
-                **headers,
-                "Content-Length": str(len(content)),
-                "Content-Type": "application/json",
-            }.items():
-                self.send_header(key, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        do_GET = do_HEAD = do_POST = handle_any  # noqa: N815  # http.server's names
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        served = Hub(f"http://127.0.0.1:{server.server_address[1]}")
+    with answering(answer) as address:
+        served = Hub(address)
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.address)
         monkeypatch.setattr(
             "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
@@ -156,8 +136,4 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         )
         monkeypatch.setattr("datasets.config.HF_ENDPOINT", served.address)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
         yield served
-        server.shutdown()
-        thread.join()

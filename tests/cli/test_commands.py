@@ -268,7 +268,7 @@ def test_a_fault_of_fp8q_is_one_line_too(fp8q: Fp8q, monkeypatch: pytest.MonkeyP
     def fail() -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("fp8q.cli.doctor.examine", fail)
+    monkeypatch.setattr("fp8q.cli.checklist.examine", fail)
     line = fp8q("doctor").complaint(code=1)
     assert line == (
         "ZeroDivisionError: division by zero (a fault of fp8q: run again with FP8Q_DEBUG=1 and report what it prints)"
@@ -279,5 +279,5 @@ def test_an_interrupt_says_nothing_is_kept_where_nothing_is(fp8q: Fp8q, monkeypa
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fp8q.cli.doctor.examine", interrupt)
+    monkeypatch.setattr("fp8q.cli.checklist.examine", interrupt)
     assert fp8q("doctor").complaint(code=130) == "interrupted"

@@ -24,6 +24,7 @@ from fp8q.options import (
     Clipping,
     EngineOptions,
     ExportOptions,
+    FormChoiceOptions,
     KvCache,
     RunOptions,
     ValidateOptions,
@@ -91,6 +92,8 @@ def test_a_file_gives_arguments_and_options_with_paths_relative_to_itself(tmp_pa
         "export": ExportOptions(),
         "engine": EngineOptions(targets=("sm89", "sm120"), min_fp8_share=0.96),
         "validate": ValidateOptions(("bf16", "reference"), max_ppl_increase=0.01),
+        "choice": FormChoiceOptions(),
+        "form_named": False,
     }
 
 
@@ -122,7 +125,7 @@ def test_the_home_directory_is_known_in_a_file(tmp_path: Path, monkeypatch: pyte
 
 def test_an_empty_array_takes_back_what_the_run_skips(tmp_path: Path) -> None:
     given = understood("scales", "run", "--config", file_of(tmp_path, "skip = []\n"))
-    assert given["options"].given == {"skip": (), "clip": Clipping()}
+    assert given["options"].explicit == {"skip": (), "clip": Clipping()}
 
 
 @pytest.mark.parametrize(
@@ -202,18 +205,20 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0].startswith("# What `fp8q export --config FILE` repeats, as fp8q ")
-    stated = ['dtype = "fp16"', 'precision = "fp8"', 'attention = "wide"', 'weight-scale = "dq"', 'logits = "asked"']
+    stated = ['dtype = "fp16"', 'precision = "fp8"', 'attention = "wide"', 'apply-scales = "dq"', 'logits = "asked"']
     assert lines[1:] == [f'run = "{tmp_path}/run"', *stated]
     lines = fp8q("scales", tmp_path / "run", "--skip", "", "--kv-cache", "v", "--print-config").out.splitlines()
     assert lines[2:4] == ['method = "amax"', "# percentile: for --method percentile"]
     assert lines[9:] == [
         "# weight-method: as the run has it",
+        "# weight-scale: as the run has it",
         'kv-cache = "v"',
         "# kv-scale: as the run has it",
         "# kv-skip: as the run has it",
         "skip = []",
         "# only: as the run has it",
         "# q-scale: as the run has it",
+        "# weight-rounding: as the run has it",
         "# form: as the run has it",
         "# activation-terms: as the run has it",
         "# exact-tail: as the run has it",
@@ -252,7 +257,7 @@ def words(draw: st.DrawFn) -> list[str]:
         "revision": draw(st.none() | TEXTS),
         "min-fp8-share": draw(st.none() | st.floats(0, 1) | st.integers(0, 100).map(lambda share: f"{share}%")),
         "max-ppl-increase": draw(st.none() | st.floats(0, 1e300).map(lambda share: f"{share}%")),
-        "runtimes": draw(st.none() | st.lists(st.sampled_from(RUNTIMES), min_size=1).map(",".join)),
+        "runtimes": draw(st.none() | st.lists(st.sampled_from([*RUNTIMES]), min_size=1).map(",".join)),
         "context": draw(COUNTS),
     }
     found += [f"--{name}={value}" for name, value in one.items() if value is not None]

@@ -15,7 +15,7 @@ from fp8q.cli import console, views
 from fp8q.cli.console import Terminal, one_line
 from fp8q.core.errors import visible
 from fp8q.core.findings import Finding
-from fp8q.stages.commands.lint import Linted
+from fp8q.stages.lint import Linted
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from fp8q.cli.commands import app
-from fp8q.cli.endings import FILES, MADE, TABLES, ending
+from fp8q.cli.views import FILES, MADE, TABLES, ending
 from fp8q.core.files import sha256_file
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.validate.report.verdict import next_steps, report_verdict, standing
+
+#: Of a model without GEMMs.
+SCALES = '{"weights": {}, "activations": {}, "skipped": {}}'
 
 
 @pytest.fixture
@@ -20,21 +24,21 @@ def run(tmp_path: Path) -> Run:
 def write(run: Run, stage: str, file: str, text: str, inputs: tuple[str, ...] = ()) -> None:
     """Let `stage` write `file` with this `text`, by the files `inputs`."""
     read: Mapping[str, str] = {name: sha256_file(run.root / name) for name in inputs}
-    with run.stage(stage, dict(read), {}) as log:
+    with RunWriter(run).stage(stage, dict(read), {}) as log:
         (run.root / file).write_text(text)
         log.outputs.append(run.root / file)
 
 
 def test_a_run_that_nobody_validated_is_to_be_validated(run: Run) -> None:
-    write(run, "quantize", "scales.json", "one")
+    write(run, "quantize", "scales.json", SCALES)
     assert ending(run) == [f"next: `fp8q validate {run.root}`   Hold FP8 against BF16 on text that was held out."]
 
 
 def test_what_is_outdated_is_named_with_its_command(run: Run) -> None:
-    write(run, "quantize", "scales.json", "one")
+    write(run, "quantize", "scales.json", SCALES)
     write(run, "export", "model.onnx", "graph", ("scales.json",))
     write(run, "build-engine", "engine.json", "plan", ("model.onnx",))
-    write(run, "quantize", "scales.json", "two")
+    write(run, "quantize", "scales.json", f"{SCALES} ")
     first, last = ending(run)
     assert first == f"outdated, since the run has changed: export; `fp8q export {run.root}` does it again"
     assert last.startswith(f"next: `fp8q validate {run.root}` ")

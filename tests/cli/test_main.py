@@ -81,7 +81,7 @@ def test_what_is_no_exception_is_one_line_too(fp8q: Fp8q, monkeypatch: pytest.Mo
     def panic() -> None:
         raise PanicException("called `Option::unwrap()`\non a `None` value")
 
-    monkeypatch.setattr("fp8q.cli.doctor.examine", panic)
+    monkeypatch.setattr("fp8q.cli.checklist.examine", panic)
     line = fp8q("doctor").complaint(code=1)
     assert line == f"PanicException: called `Option::unwrap()` on a `None` value {FAULT}"
 

@@ -17,6 +17,7 @@ import pytest
 
 from fp8q import __version__
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.core.undo import all_open, at_end, scratch, undoing
 
 INTERRUPTED = "fp8q: interrupted; what is finished is kept, and the same command goes on from there\n"
@@ -30,6 +31,7 @@ import fp8q.api
 from fp8q.cli.console import Terminal
 from fp8q.cli.main import main
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.core.undo import undoing
 
 def ready():
@@ -77,7 +79,7 @@ def under_a_bar():
 
 def examine():
     run = Run(Path(os.environ["RUN"]))
-    with run.stage("quantize", {}, {}) as log:
+    with RunWriter(run).stage("quantize", {}, {}) as log:
         (run.root / ".scales.json.partial").write_text("half")
         globals()[os.environ["WORK"]]()
 
@@ -123,7 +125,7 @@ def test_an_interrupt_is_heard_whatever_a_library_does_with_interrupts(work: str
 
 def test_sigterm_ends_with_143_and_what_was_finished_is_there(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("corpus", {}, {}):
+    with RunWriter(run).stage("corpus", {}, {}):
         pass
     process = child(run.root, "wrapped")
     process.send_signal(signal.SIGTERM)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from emulation import Emulation, emulate
 from torch import nn
 
 from fp8q import api
 from fp8q.options import WatchOptions
-from fp8q.quantize.training.emulation import Emulation, emulate
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core.core_schema import ErrorType
 
-from fp8q.core.field_errors import TEXTS, plain_text
+from fp8q.core.files import TEXTS, plain_text
 
 
 def odd(value: int) -> int:

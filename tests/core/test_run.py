@@ -16,13 +16,14 @@ from safetensors.numpy import save_file
 from fp8q.core.errors import InputError
 from fp8q.core.files import REFUSALS, keeping_locks, replacing, sha256_file
 from fp8q.core.run import Run
-from fp8q.stages.pipeline.steps import alone
+from fp8q.core.run_writer import RunWriter, WorkFolder
+from fp8q.stages.pipeline.stage import alone
 
 
 def write(
     run: Run, text: str = "scales", options: dict[str, str] | None = None, inputs: dict[str, str] | None = None
 ) -> None:
-    with run.stage("quantize", inputs or {"a": "1"}, options or {"method": "amax"}) as log:
+    with RunWriter(run).stage("quantize", inputs or {"a": "1"}, options or {"method": "amax"}) as log:
         run.scales.write_text(text)
         log.outputs.append(run.scales)
 
@@ -40,7 +41,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_left_alone(tmp_pa
     run = Run(tmp_path / "run")
     run.root.mkdir()
     (run.root / ".lock").symlink_to(tmp_path / leads)
-    with pytest.raises(InputError) as refused, run.lock():
+    with pytest.raises(InputError) as refused, RunWriter(run).lock():
         pass
     assert str(refused.value) == f"{run.root}/.lock: is a link, and a lock is a file of its own; remove it"
     assert (tmp_path / "theirs").read_text() == "kept"
@@ -106,13 +107,13 @@ def test_a_damaged_run_json_is_refused_with_the_field(run: Run) -> None:
 def test_a_directory_of_other_things_is_no_run_and_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").write_text("beach")
     message = rf"^{tmp_path}: is not empty and holds no run.json, so it is no fp8q run; name a new or empty directory$"
-    with pytest.raises(InputError, match=message), Run(tmp_path).stage("quantize", {}, {}):
+    with pytest.raises(InputError, match=message), RunWriter(Run(tmp_path)).stage("quantize", {}, {}):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["holiday.jpg"]
 
 
 def test_a_stage_that_dies_leaves_the_last_good_state_and_no_partial_file(run: Run) -> None:
-    with pytest.raises(RuntimeError, match="^power cut$"), run.stage("quantize", {"a": "2"}, {}):
+    with pytest.raises(RuntimeError, match="^power cut$"), RunWriter(run).stage("quantize", {"a": "2"}, {}):
         (run.root / ".scales.json.partial").write_text("half")
         raise RuntimeError("power cut")
     assert not run.is_current("quantize", {"a": "2"}, {})
@@ -122,7 +123,7 @@ def test_a_stage_that_dies_leaves_the_last_good_state_and_no_partial_file(run: R
 
 def test_a_new_directory_of_a_stage_that_failed_is_removed(tmp_path: Path) -> None:
     fresh = Run(tmp_path / "new")
-    with pytest.raises(InputError, match="^bad$"), fresh.stage("measure", {}, {}):
+    with pytest.raises(InputError, match="^bad$"), RunWriter(fresh).stage("measure", {}, {}):
         raise InputError("", "bad")
     assert not fresh.root.exists()
 
@@ -141,7 +142,7 @@ def test_a_name_that_is_not_utf8_is_not_recorded(tmp_path: Path) -> None:
         pytest.raises(
             InputError, match=r"run\.json: would hold the name of a file or directory that is no text in UTF-8"
         ),
-        fresh.stage("measure", {}, {}, {"path": "caf\udce9"}),
+        RunWriter(fresh).stage("measure", {}, {}, {"path": "caf\udce9"}),
     ):
         pass
     assert not fresh.root.exists()
@@ -149,10 +150,10 @@ def test_a_name_that_is_not_utf8_is_not_recorded(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
     message = rf"^{run.root}: another fp8q process is working here; wait for it, or name another directory$"
-    with run.stage("measure", {}, {}):
+    with RunWriter(run).stage("measure", {}, {}):
         half = run.root / ".statistics.safetensors.partial"
         half.write_text("half")
-        with pytest.raises(InputError, match=message), Run(run.root).stage("quantize", {}, {}):
+        with pytest.raises(InputError, match=message), RunWriter(Run(run.root)).stage("quantize", {}, {}):
             pass
         assert half.exists()  # it is the other process's
 
@@ -160,7 +161,8 @@ def test_two_processes_do_not_work_in_one_run(run: Run) -> None:
 def test_a_process_that_works_here_keeps_others_out_between_its_stages_too(run: Run) -> None:
     """A second process, since a thread's locks are its own."""
     code = (
-        "import sys; from pathlib import Path; from fp8q.core.run import Run\nwith Run(Path(sys.argv[1])).lock(): pass"
+        "import sys; from pathlib import Path; from fp8q.core.run_writer import Run, RunWriter\n"
+        "with RunWriter(Run(Path(sys.argv[1]))).lock(): pass"
     )
 
     def other() -> str:
@@ -186,7 +188,7 @@ def test_a_run_that_may_not_be_written_to_is_read_all_the_same(run: Run, monkeyp
     def refused(file: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
 
-    monkeypatch.setattr("fp8q.core.run.locked", refused)
+    monkeypatch.setattr("fp8q.core.run_writer.locked", refused)
     with alone(run):
         assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
 
@@ -201,12 +203,12 @@ def test_what_a_kill_between_the_record_and_its_removal_left_goes_with_the_next_
         assert run.is_current("quantize", {"a": "1"}, {"method": "amax"})
     assert {path.name for path in run.root.iterdir()} == {"run.json", ".lock", "scales.json", ".measure.work"}
     (run.root / ".quantize.work").mkdir()
-    with run.stage("measure", {}, {}):
+    with RunWriter(run).stage("measure", {}, {}):
         assert {path.name for path in run.root.iterdir() if path.name.endswith(".work")} == {".measure.work"}
 
 
 def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
-    with run.stage("measure", {}, {}), run.work("measure", {}) as folder:
+    with RunWriter(run).stage("measure", {}, {}), WorkFolder(run, "measure").opened({}) as folder:
         half = run.root / ".statistics.safetensors.partial"
         half.write_text("half")
         with pytest.raises(InputError, match="another fp8q process is working here"), alone(run):
@@ -227,9 +229,9 @@ def test_a_process_at_work_loses_nothing_to_one_that_sweeps(run: Run) -> None:
 def test_a_work_folder_of_another_key_is_emptied(run: Run, left: str, told: list[str]) -> None:
     """A key.json may hold anything; a fact that it lacks is not named."""
     lines = list[str]()
-    with run.stage("measure", {}, {}):
+    with RunWriter(run).stage("measure", {}, {}):
         for key in (left, None):
-            with run.work("measure", {"threads": 1, "device": "cpu"}, note=lines.append) as folder:
+            with WorkFolder(run, "measure").opened({"threads": 1, "device": "cpu"}, note=lines.append) as folder:
                 (folder / "hidden-0").touch()
             if key is not None:
                 (folder / "key.json").write_text(key)
@@ -242,8 +244,8 @@ def test_a_work_folder_of_another_key_is_emptied(run: Run, left: str, told: list
 def test_a_full_disk_leaves_no_work_folder(run: Run, where: str) -> None:
     """safetensors has an error class of its own."""
     full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    with pytest.raises(InputError, match=r": no space left on the disk"), run.stage("measure", {}, {}):
-        with run.work("measure", {}) as folder:
+    with pytest.raises(InputError, match=r": no space left on the disk"), RunWriter(run).stage("measure", {}, {}):
+        with WorkFolder(run, "measure").opened({}) as folder:
             (folder / "hidden-0").write_text("states")
             if where == "in the work folder":
                 raise full
@@ -266,7 +268,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_really_full_names_the_file_and_the_run_goes_on_after_it(small_disk: Path) -> None:
     run = Run(small_disk / "run")
     write(run)
-    with pytest.raises(InputError) as refused, run.stage("measure", {}, {}) as log:
+    with pytest.raises(InputError) as refused, RunWriter(run).stage("measure", {}, {}) as log:
         with replacing(run.statistics) as partial:
             save_file({"x": np.zeros(1 << 20, np.uint8)}, partial)
         log.outputs.append(run.statistics)
@@ -292,13 +294,13 @@ def test_a_file_that_may_not_grow_is_named() -> None:
 
 @pytest.mark.parametrize("number", sorted(REFUSALS))
 def test_whatever_the_disk_refuses_is_one_line_that_names_the_file(run: Run, number: int) -> None:
-    with pytest.raises(InputError) as refused, run.stage("measure", {}, {}):
+    with pytest.raises(InputError) as refused, RunWriter(run).stage("measure", {}, {}):
         raise OSError(number, os.strerror(number), "/some/file")
     assert str(refused.value) == f"/some/file: {'; '.join(REFUSALS[number])}"
 
 
 def test_what_the_disk_does_not_refuse_is_not_told_as_such(run: Run) -> None:
-    with pytest.raises(OSError, match="typewriter"), run.stage("measure", {}, {}):
+    with pytest.raises(OSError, match="typewriter"), RunWriter(run).stage("measure", {}, {}):
         raise OSError(errno.ENOTTY, "no typewriter")
 
 
@@ -307,15 +309,23 @@ def test_a_full_disk_is_told_as_such(run: Run) -> None:
         pytest.raises(
             InputError, match=rf"^{run.root}: no space left on the disk; free some or name another directory$"
         ),
-        run.stage("measure", {}, {}),
+        RunWriter(run).stage("measure", {}, {}),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_that_numpy_writes_to_is_told_as_such(run: Run) -> None:
+    with pytest.raises(InputError) as refused, RunWriter(run).stage("measure", {}, {}):
+        raise OSError("524096 requested and 2000 written")  # as `tofile` and `save` say it, without a number
+    assert str(refused.value) == (
+        f"{run.root}: a file could not be written to its end; free space there, or name another directory"
+    )
 
 
 def test_a_full_disk_in_the_middle_of_safetensors_is_told_as_such(run: Run) -> None:
     with (
         pytest.raises(InputError, match=r": no space left on the disk; free some or name another directory$"),
-        run.stage("measure", {}, {}),
+        RunWriter(run).stage("measure", {}, {}),
     ):
         # what save_file raises on a full tmpfs
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
@@ -337,7 +347,7 @@ def test_a_command_is_named_with_the_run_it_works_on(run: Run, stage: str, comma
 
 
 def test_a_stage_whose_input_was_made_anew_is_stale(run: Run) -> None:
-    with run.stage("export", {"scales.json": sha256_file(run.scales)}, {}):
+    with RunWriter(run).stage("export", {"scales.json": sha256_file(run.scales)}, {}):
         pass
     assert not run.is_stale("export")
     write(run, text="other scales", options={"method": "mse"})
@@ -366,7 +376,7 @@ def test_replacing_swaps_a_whole_directory(tmp_path: Path) -> None:
 
 def test_what_a_record_lacks_is_told_with_its_name(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("measure", {}, {"batch_size": 1}, {"name": "m"}):
+    with RunWriter(run).stage("measure", {}, {"batch_size": 1}, {"name": "m"}):
         pass
     record = run.record()
     for look_up, lacking in (
@@ -387,7 +397,7 @@ def test_what_a_record_lacks_is_told_with_its_name(tmp_path: Path) -> None:
 def test_a_directory_that_is_recorded_as_a_file_is_refused(tmp_path: Path) -> None:
     """A file that gave way to a directory, or a record that was changed."""
     run = Run(tmp_path / "run")
-    with pytest.raises(InputError) as refused, run.stage("measure", {}, {}) as log:
+    with pytest.raises(InputError) as refused, RunWriter(run).stage("measure", {}, {}) as log:
         run.model.mkdir()
         log.outputs.append(run.model)
     assert str(refused.value) == f"{run.model}: is a directory; name a file"
@@ -400,7 +410,7 @@ def test_a_directory_that_is_recorded_as_a_file_is_refused(tmp_path: Path) -> No
 )
 def test_a_record_names_files_within_its_run(tmp_path: Path, name: str, fault: str) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("measure", {}, {}):
+    with RunWriter(run).stage("measure", {}, {}):
         pass
     record = json.loads(run.record_file.read_text())
     record["stages"]["measure"]["outputs"][name] = "0" * 64

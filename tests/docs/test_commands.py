@@ -72,7 +72,7 @@ def world(made_once: MadeOnce, made_adapter: Callable[..., Path]) -> Path:
         (folder / "text.txt").write_text(text[:36_000], encoding="utf-8")
         chats = [
             {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
-            for ask, answer in zip(text[:4_000].split("\n\n"), text[4_000:16_000].split("\n\n"), strict=False)
+            for ask, answer in zip(text[:16_000].split("\n\n"), text[16_000:72_000].split("\n\n"), strict=False)
         ]
         (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)), encoding="utf-8")
         random_mixture(folder / "my-mixtral", "mixtral")
@@ -173,7 +173,7 @@ def test_a_recipe_runs_on_a_small_model_of_its_family(
     random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:  # fmt: skip
     """All of `fp8q run` but the graphs and the report, on which no recipe has a say."""
-    monkeypatch.setattr("fp8q.stages.commands.run.report", lambda *_: None)
+    monkeypatch.setattr("fp8q.stages.run.report", lambda *_: None)
     model, run = RECIPES[family], Run(tmp_path / "run")
     path = shared_checkpoint(model) if isinstance(model, str) else random_checkpoint(tmp_path / "model", *model)
     evaluation = tmp_path / "evaluation.txt"

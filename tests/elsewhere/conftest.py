@@ -9,13 +9,12 @@ from environments import UnavailableError
 from safetensors.torch import load_file, save_file
 
 from fp8q import api
-from fp8q.calibrate.model.bf16_products import has_bf16_units
+from fp8q.calibrate.model.bf16_gemms import has_bf16_units
 from fp8q.core.run import Run
 
 from ..architectures import Architecture, random_checkpoint, texts
 from ..conftest import Texts, WithoutGraphs
 from .packages import installed
-from .vllm_environment import mended_python
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
 
@@ -42,7 +41,7 @@ def home_of() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def vllm_python(home_of: Callable[[str], Path]) -> Path:
     """vLLM's Python, which multiplies static scales on a CPU too."""
-    return mended_python(home_of("vllm"))
+    return home_of("vllm") / "bin" / "python"
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from fp8q.calibrate.checkpoint.adapter import open_adapter
 from fp8q.calibrate.model.adapter_addition import attach_adapter
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
-from fp8q.quantize.reference import kv_cache
+from fp8q.quantize.reference import fp8_model
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
@@ -279,7 +279,7 @@ def test_an_fp8_cache_holds_the_codes_that_vllm_writes(answers: Answers, monkeyp
     """vLLM's cache on a CPU rounds toward zero, not to the nearest code."""
     if "requires x86 with AVX-512 or AMX" in answers.two["FP8 cache"].get("error", ""):
         pytest.skip(answers.two["FP8 cache"]["error"])
-    monkeypatch.setattr(kv_cache, "round_to_codes", truncated)
+    monkeypatch.setattr(fp8_model, "round_to_codes", truncated)
     assert answers.kl("FP8 cache") == pytest.approx(answers.served["FP8 cache"].reference_kl(), rel=MOST - 1)
 
 
@@ -290,7 +290,7 @@ def test_a_layer_is_left_wide_where_vllm_is_told_so_by_the_card(
     whole, told, untold = (answers.two[name] for name in ("FP8 cache", "layer left wide", "left wide, not told"))
     if "requires x86 with AVX-512 or AMX" in whole.get("error", ""):
         pytest.skip(whole["error"])
-    monkeypatch.setattr(kv_cache, "round_to_codes", truncated)
+    monkeypatch.setattr(fp8_model, "round_to_codes", truncated)
     expected = answers.served["layer left wide"].reference_kl()
     assert answers.kl("layer left wide") == pytest.approx(expected, rel=MOST - 1)
     assert answers.kl("layer left wide") < answers.kl("FP8 cache") / MOST

@@ -10,7 +10,7 @@ import torch
 
 from fp8q.calibrate.model.expert_modules import Experts
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.reference import kv_cache
+from fp8q.quantize.reference import fp8_model
 from fp8q.quantize.reference.fp8_model import Reference
 from fp8q.quantize.reference.linear import FP8Linear
 
@@ -26,7 +26,7 @@ def truncated(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def cache_toward_zero() -> Iterator[None]:
     """Let the reference's cache round as vLLM's on a CPU does."""
-    with patch.object(kv_cache, "round_to_codes", truncated):
+    with patch.object(fp8_model, "round_to_codes", truncated):
         yield
 
 

@@ -31,6 +31,9 @@ from workers import (
     launch,
     limit,
     mapped_bytes,
+    run_once,
+    settle_caches,
+    settle_process,
     tell_modules,
     wait,
     warm_up,
@@ -40,7 +43,7 @@ if os.environ.get("FP8Q_FUZZ") != "1":  # what libraries read when they are impo
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | QUIET | {"FP8Q_FUZZ": "1"})
 
 import world as worlds
-from case import ON_A_RUN, Case, copy_world
+from case import ON_A_RUN, ON_CHECKPOINTS, ON_LEARNED, Case, calibrate, copy_world
 from cases import SUBJECTS, draw_case
 from findings import Findings, table
 from kills import kill_cases
@@ -50,8 +53,8 @@ from served import serve
 
 #: A case that takes longer hangs.
 HANG_S = 60.0
-#: A real process in so many cases.
-REAL_EVERY = 20
+#: A real process in so many cases: it takes as long as twenty forks, and is there to notice where forks differ.
+REAL_EVERY = 100
 #: Cases between two lines about how far it is.
 TOLD_EVERY = 500
 
@@ -60,14 +63,15 @@ class Campaign:
     """A world, what is known of its commands, and the cases drawn from it."""
 
     def __init__(
-        self, root: Path, kept: Path | None = None, hang_s: float = HANG_S, subjects: Sequence[str] | None = None
-    ):
+        self, root: Path, kept: Path | None = None, hang_s: float = HANG_S, subjects: Sequence[str] | None = None,
+        real_every: int = REAL_EVERY,
+    ):  # fmt: skip
         """Work in `root`; the world is made there, or in `kept`, where it is found again. All cases are of `subjects`,
-        where there are any.
+        where there are any; one in `real_every` is a real process.
         """
         self.subjects = {name: SUBJECTS[name] for name in subjects or SUBJECTS}
         self.root, self.world = root, (kept or root / "world") / "w"
-        self.hang_s, self.stopped = hang_s, False
+        self.hang_s, self.real_every, self.stopped = hang_s, real_every, False
         self.modules = self.world.with_name("modules")
         self.server = 0
         self.bases: dict[tuple[str, ...], Result | None] = {}
@@ -87,8 +91,20 @@ class Campaign:
             self.modules.write_text("\n".join(made), encoding="utf-8")
         self.server, port = serve(self.root)
         (self.root / "port").write_text(str(port), encoding="utf-8")
-        for name in {argv[0] for argv, _ in ON_A_RUN}:
+        for name in {argv[0] for argv, _ in ON_A_RUN} | {argv[0] for argv in ON_CHECKPOINTS}:
             self.known[name] = names(self.run(Start([name, "--help"], self.fresh("help"))).out)
+
+    def run_each_once(self) -> None:
+        """Run every command once in this process, each in a world of its own, before there are cases."""
+        settle_caches()
+        on_runs = [argv for argv, _ in (*ON_A_RUN, *ON_LEARNED)]
+        for argv in (calibrate(), calibrate("sharded", "--stream"), *on_runs, *ON_CHECKPOINTS):
+            folder = self.root / "once"
+            self.clear(folder)
+            copy_world(self.world, folder)
+            run_once(argv, folder)
+            self.clear(folder)
+        settle_process()
 
     def end_server(self) -> None:
         """End the server of the cases, where it was started."""
@@ -208,7 +224,7 @@ class Campaign:
         try:
             while waiting or another():
                 while len(waiting) < jobs and another():
-                    real = index % REAL_EVERY == REAL_EVERY - 1
+                    real = index % self.real_every == self.real_every - 1
                     waiting.append((*self.begin(seed, index, real), real))
                     index += 1
                 for entry in list(waiting):
@@ -240,6 +256,7 @@ def arguments() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--hang", type=float, default=HANG_S, help="seconds after which a case hangs")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once")
+    parser.add_argument("--real-every", type=int, default=REAL_EVERY, help="one case in so many is a real process")
     parser.add_argument("--kills", type=int, default=0, help="how many calibrations to kill and finish")
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this one case, and show all of it")
     parser.add_argument("--world", type=Path, help="make the world in this folder, and find it there another time")
@@ -266,11 +283,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the world is cleared away then too
     root, ending = Path(tempfile.mkdtemp(prefix="fp8q-faults-")), ExitStack()
     try:
-        campaign, begun = Campaign(root, asked.world, asked.hang, asked.subject), time.monotonic()
+        campaign = Campaign(root, asked.world, asked.hang, asked.subject, asked.real_every)
+        begun = time.monotonic()
         ending.callback(campaign.end_server)
         campaign.make_world()
         if asked.case:
             return show(campaign, asked.case)
+        campaign.run_each_once()
         findings, start = Findings(), time.monotonic()
         print(f"the world was made in {start - begun:.0f} s", flush=True)
         signal.signal(signal.SIGINT, campaign.stop)  # what was found until then is told

@@ -11,7 +11,7 @@ from mutate_bytes import mutate_bytes, mutate_npz, mutate_safetensors
 from mutate_json import mutate_json
 from mutate_onnx import mutate_onnx
 from mutate_text import mutate_parquet, mutate_rows, mutate_text
-from world import SHORT, TARGET
+from world import ASKED, COMPARED, LEARNING, SHORT, TARGET
 
 Mutation = Callable[[random.Random, bytes], tuple[str, bytes]]
 #: How a file is mutated, by how its name ends; bytes alone, where nothing is said.
@@ -76,9 +76,14 @@ GENERATE = tuple(
 )
 #: Another checkpoint beside the run's runtimes, tasks of a folder, codes that learn, and the log of a training.
 COMPARE = ("compare", "run", "--model", "tiny", "--windows", "2", "--json")
-EVALUATE = ("evaluate", "run", "--tasks", "word", "--include-path", "tasks", "--limit", "2")
+EVALUATE = ("evaluate", "run", *ASKED)
 DISTILL = ("distill", "run", "--data", "texts/text.txt", "--allow-overlap", "--epochs", "0.1", "--samples", "10")
 LOG = ("inspect", "log", "--json")
+#: A conversion by names, in either form; and two checkpoints compared, once more or for the first time.
+CONVERT = ("convert", "tiny", "--out", "out", "--json")
+CONVERT_BLOCKS = ("convert", "sharded", "--out", "out", "--form", "block", "--rules", "options/rules.toml", "--json")
+PAIR = ("compare", "tiny", "--model", "converted", *COMPARED)
+PAIR_STORED, PAIR_NEW = (*PAIR, "--out", "pair"), (*PAIR, "--out", "out")
 ON_A_RUN: tuple[tuple[list[str], int], ...] = (
     (["scales", "run", "--method", "mse"], 5),
     (["inspect", "run", "--json"], 4),
@@ -96,6 +101,19 @@ ON_A_RUN: tuple[tuple[list[str], int], ...] = (
     (list(LOG), 0),
     (["report", "run"], 0),
 )
+#: Commands on the run that has learned codes, an adapter and answers.
+ON_LEARNED: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("distill", "learned", *LEARNING), 2),
+    (("distill", "learned", *LEARNING, "--train", "adapter"), 2),
+    (("generate", "learned", *WORDS, "--runtime", "reference"), 3),
+    (("inspect", "learned", "--json"), 1),
+    (("validate", "learned", "--runtimes", "bf16,reference"), 2),
+    (("evaluate", "learned", *ASKED), 4),
+    (("compare", "learned", "--model", "tiny", "--windows", "2", "--json"), 2),
+    (("scales", "learned", "--method", "mse"), 1),
+)
+#: Commands that read checkpoints and no run.
+ON_CHECKPOINTS = (CONVERT, CONVERT_BLOCKS, PAIR_STORED, PAIR_NEW)
 
 
 def copy_world(world: Path, folder: Path, parts: tuple[str, ...] | None = None) -> None:

@@ -5,7 +5,25 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from case import COMPARE, EVALUATE, LOG, ON_A_RUN, TEXT, VALIDATE, Case, calibrate, change, copy_world, rewrite
+from case import (
+    COMPARE,
+    CONVERT,
+    CONVERT_BLOCKS,
+    EVALUATE,
+    LOG,
+    ON_A_RUN,
+    ON_CHECKPOINTS,
+    ON_LEARNED,
+    PAIR_NEW,
+    PAIR_STORED,
+    TEXT,
+    VALIDATE,
+    Case,
+    calibrate,
+    change,
+    copy_world,
+    rewrite,
+)
 from case_generate import of_generate
 from mutate_files import PLACES, mutate_place
 from mutate_json import mutate_json
@@ -15,7 +33,7 @@ from mutate_toml import mutate_toml
 from mutate_yaml import mutate_yaml
 from options_drawn import mutate_options
 from served import draw_served
-from world import TARGET, WEIGHTS
+from world import ASKED, TARGET, WEIGHTS
 
 #: The parts of the world that cases of a subject need; the others need all.
 PARTS = {
@@ -26,15 +44,19 @@ PARTS = {
     "onnx": ("run", "alone"),
     "config": ("tiny", "texts", "run", "options"),
     "generate": ("tiny", "texts", "run"),
-    "server": ("run",),
+    "server": ("tiny", "run", "tasks"),
     "compared": ("tiny", "run"),
     "tasks": ("tiny", "run", "tasks"),
+    "learned": ("tiny", "texts", "learned", "tasks"),
     "log": ("log",),
+    "convert": ("tiny", "sharded", "options"),
+    "pair": ("tiny", "texts", "converted", "pair"),
 }
 #: Subjects, and how often each is drawn.
 SUBJECTS = {
     "model": 26, "text": 16, "run": 24, "onnx": 12, "options": 10, "config": 5, "files": 8, "environment": 4,
-    "generate": 6, "checkpoint": 4, "server": 16, "compared": 6, "tasks": 4, "log": 4,
+    "generate": 6, "checkpoint": 4, "server": 16, "compared": 6, "tasks": 4, "learned": 10, "log": 4,
+    "convert": 8, "pair": 8,
 }  # fmt: skip
 
 
@@ -124,10 +146,15 @@ def of_checkpoint(draw: random.Random, case: Case, known: dict[str, tuple[str, .
 
 
 def of_server(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
-    """Answers of a server that `compare` asks."""
+    """Answers of a server that `compare` or `evaluate` asks."""
     port = (case.folder.parent / "port").read_text(encoding="utf-8")
     case.what = draw_served(draw, case.folder)
     url = f"http://127.0.0.1:{port}/{case.folder.name}"
+    if draw.random() < 0.2:
+        task = draw.choice(["word", "next_line"])
+        servers = draw.choice([["--url", url], ["--url", url, "--bf16-url", url]])
+        case.argv = ["evaluate", "run", "--tasks", task, *ASKED[2:], *servers, "--timeout", "2", "--json"]
+        return case
     case.argv = ["compare", "run", "--url", url, "--windows", draw.choice(["1", "2"]), "--timeout", "2", "--json"]
     return case
 
@@ -155,6 +182,19 @@ def of_tasks(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]])
     return case
 
 
+def of_learned(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """A file of a run that has learned, and of the answers to tasks; half of them with the record made to agree."""
+    case.base = draw.choices([argv for argv, _ in ON_LEARNED], [weight for _, weight in ON_LEARNED])[0]
+    case.argv = list(case.base)
+    run = case.folder / "learned"
+    files = ["distill.json", "distilled.safetensors", "adapter.json", "adapter/adapter_config.json"]
+    files += ["adapter/adapter_model.safetensors", "evaluation.json", "answers/word-bf16.json", "answers/word-fp8.json"]
+    likely = [run / name for name in files if (run / name).exists()]
+    others = [path for path in sorted(run.rglob("*")) if path.is_file() and path.stat().st_size]
+    case.what = rewrite(draw, draw.choice([*likely * 4, *others, run / "run.json"]), run / "run.json")
+    return case
+
+
 def of_log(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
     """The log of a training: a line of it, or its bytes."""
     case.argv, case.base = list(LOG), LOG
@@ -170,9 +210,38 @@ def of_log(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -
     return case
 
 
+def of_convert(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """A checkpoint that is converted, or the rules of a conversion."""
+    case.base = draw.choice([CONVERT, CONVERT, CONVERT_BLOCKS])
+    case.argv = list(case.base)
+    if case.base is CONVERT_BLOCKS and draw.random() < 0.4:
+        case.what = change(draw, case.folder / "options" / "rules.toml", mutate_toml)
+        return case
+    folder = case.folder / case.base[1]
+    weights = sorted(path.name for path in folder.glob("*.safetensors*"))
+    name = draw.choice(["config.json", "config.json", "tokenizer.json", "generation_config.json", *(weights * 2)])
+    case.what = change(draw, folder / name)
+    return case
+
+
+def of_pair(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """One of two checkpoints that are compared, the text, or the stored comparison."""
+    case.base = draw.choice([PAIR_STORED, PAIR_NEW])
+    case.argv = list(case.base)
+    if case.base is PAIR_STORED and draw.random() < 0.6:
+        path = case.folder / "pair" / draw.choice(["comparison.json", "tokens.npz"])
+    elif draw.random() < 0.1:
+        path = case.folder / "texts" / "other.txt"
+    else:
+        files = ["config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+        path = case.folder / draw.choice(["tiny", "converted", "converted"]) / draw.choice(files)
+    case.what = change(draw, path)
+    return case
+
+
 def of_options(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
     """Arguments and options."""
-    argv = draw.choice([calibrate(), calibrate(), *(list(argv) for argv, weight in ON_A_RUN if weight)])
+    argv = draw.choice([calibrate(), calibrate(), *commands()])
     case.base = tuple(argv)
     case.what, case.argv = mutate_options(draw, argv, known[argv[0]])
     if "--out" in case.argv[:-1] and draw.random() < 0.2:
@@ -180,6 +249,11 @@ def of_options(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]
         case.what += f", --out {place[:40]!r}"
         hostile_places(case.folder)
     return case
+
+
+def commands() -> list[list[str]]:
+    """Every command but `calibrate`, on a run or on checkpoints."""
+    return [list(argv) for argv, weight in ON_A_RUN if weight] + [list(argv) for argv in ON_CHECKPOINTS]
 
 
 def hostile_places(folder: Path) -> None:
@@ -216,6 +290,14 @@ def of_files(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]])
         (["lint", "alone/graph.onnx", "--run", "run"], ["alone/graph.onnx", f"alone/{WEIGHTS}", "run/model"]),
         (["engine", "run", "--plan", "run/engines/sm89.plan", "--target", TARGET], ["run/engines/sm89.plan"]),
         (["calibrate", "--config", "options/calibrate.toml", "--out", "out"], ["options/calibrate.toml"]),
+        (list(CONVERT_BLOCKS), ["sharded", "sharded/config.json", "sharded/model-00001-of-00002.safetensors",
+                                "options/rules.toml", "sharded/tokenizer.json", "sharded/generation_config.json"]),
+        (list(PAIR_STORED), ["pair", "pair/comparison.json", "pair/tokens.npz", "converted", "tiny/config.json"]),
+        (list(PAIR_NEW), [f"converted/{name}" for name in ("model.safetensors", "tokenizer.json", "config.json",
+                                                           "tokenizer_config.json", "generation_config.json")]),
+        (list(COMPARE), ["tiny", "tiny/tokenizer.json", "tiny/model.safetensors", "run/top_logits.npz"]),
+        (list(EVALUATE), ["tasks", "tasks/word.yaml", "tasks/word.jsonl"]),
+        (list(LOG), ["log", "log/training.jsonl"]),
         *((list(argv), [""]) for argv, weight in ON_A_RUN if weight),
     ]  # fmt: skip
     argv, places = draw.choice(uses)
@@ -241,7 +323,7 @@ ENVIRONMENTS = (
 
 def of_environment(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
     """How the process is started: what its streams are, what it may write, what its variables say."""
-    case.argv = draw.choice([calibrate(), *(list(argv) for argv, weight in ON_A_RUN if weight)])
+    case.argv = draw.choice([calibrate(), *commands()])
     case.base = tuple(case.argv)
     if draw.random() < 0.6:
         case.what = draw.choice(STARTS)
@@ -266,5 +348,8 @@ DRAWN: dict[str, Callable[[random.Random, Case, dict[str, tuple[str, ...]]], Cas
     "server": of_server,
     "compared": of_compared,
     "tasks": of_tasks,
+    "learned": of_learned,
     "log": of_log,
+    "convert": of_convert,
+    "pair": of_pair,
 }

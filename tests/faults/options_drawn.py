@@ -18,9 +18,9 @@ VALUES = (
 
 
 def names(help_text: str) -> tuple[str, ...]:
-    """The long options that a command's help names, `--help` itself left out."""
+    """The long options that a command's help names, those that show it left out."""
     found = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", help_text)
-    return tuple(name for name in sorted(set(found)) if name not in ("--help", "--version"))
+    return tuple(name for name in sorted(set(found)) if name not in ("--help", "--help-all", "--version"))
 
 
 def mutate_options(draw: random.Random, argv: list[str], known: tuple[str, ...]) -> tuple[str, list[str]]:

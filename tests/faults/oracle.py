@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from case import GENERATE, Case
+from case import GENERATE, ON_CHECKPOINTS, ON_LEARNED, Case
 from workers import SMALL_FILE, Ended
 
 #: Exit codes of whatever is foreseen; with a closed or full output, 1 too.
@@ -31,7 +31,10 @@ Snapshot = dict[str, tuple[int, int, int, int]]
 #: What a record that was mutated makes its reader here raise.
 NO_RECORD = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 #: Commands that write no file, and print what they read of a run.
-ON_ITSELF = (("inspect", "run", "--json"), ("engine", "run", "--json"), *GENERATE)
+ON_ITSELF = (
+    ("inspect", "run", "--json"), ("engine", "run", "--json"), *GENERATE,
+    *(argv for argv, _ in ON_LEARNED if argv[0] in ("inspect", "generate")),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ def of_leftovers(case: Case, before: Snapshot, end: Ended) -> list[Verdict]:
         unknown = stat.S_ISREG(after[name][0]) and name.removeprefix(f"{place}/") not in recorded
         if is_work(name) and end.code == 4:  # something that is missing or failed: the next call goes on with it
             continue
+        if case.argv[0] == "evaluate" and name.startswith(f"{place}/answers/"):  # of the models that have answered
+            continue
         if not inside or (end.code == 2 and not existed) or is_work(name) or unknown:
             left.append(name)
     changed = [
@@ -187,6 +192,10 @@ def outputs(run: Path) -> set[str]:
     """The files that a run's record knows, the record's own, and the model card, which the record leaves out."""
     own = {"run.json", ".lock", "model/README.md"}
     try:
+        if (run / "comparison.json").is_file():  # of two checkpoints
+            return {"comparison.json", "tokens.npz", "report.html", ".lock"}
+        if (run / "config.json").is_file():  # a converted checkpoint, without a record of its files
+            return {path.name for path in run.iterdir() if not path.name.startswith(".")}
         stages = read_json(run / "run.json")["stages"]
         return {name for stage in stages.values() for name in stage["outputs"]} | own
     except NO_RECORD:
@@ -209,9 +218,20 @@ def result(case: Case, before: Snapshot, end: Ended) -> Result:
         told |= record_told(run, case)
     if case.base in ON_ITSELF:
         told["asked"] = [*case.argv, case.typed]  # what is shown follows from what was asked, which is recorded nowhere
-        told["record"] = content(case.folder / "run" / "run.json").decode("utf-8", "replace")
+        told["record"] = content(case.folder / case.base[1] / "run.json").decode("utf-8", "replace")
         made["stdout"] = sha256(end.out.replace(str(case.folder), "").encode()).hexdigest()
+    if case.base in ON_CHECKPOINTS:
+        told["asked"] = [*case.argv, case.what if "comparison.json" in case.what else ""]
+        if case.base[0] == "convert":  # records nothing of its source
+            told["source"] = {path.name: sha256(content(path)).hexdigest() for path in sources(case)}
+        else:
+            made["stdout"] = sha256(end.out.encode()).hexdigest()
     return Result(made, json.dumps(told, sort_keys=True).replace(str(case.folder), ""))
+
+
+def sources(case: Case) -> list[Path]:
+    """The files that a conversion reads."""
+    return [*sorted((case.folder / case.base[1]).iterdir()), case.folder / "options" / "rules.toml"]
 
 
 def is_result(path: Path) -> bool:
@@ -230,8 +250,17 @@ def record_told(run: Path, case: Case) -> dict[str, Any]:
         told["measured"] = [statistics["model"], statistics["corpus"]]
         told["limit"] = read_json(run / "accuracy.json")["verdict"]["limit"]  # of the verdict in that file
     except NO_RECORD:
-        return told
+        return told | compared_told(run)
     return told
+
+
+def compared_told(run: Path) -> dict[str, Any]:
+    """What comparison.json tells of two checkpoints and the text."""
+    try:
+        comparison = read_json(run / "comparison.json")
+        return {name: comparison[name] for name in ("original", "candidate", "protocol")}
+    except NO_RECORD:
+        return {}
 
 
 def of_result(case: Case, before: Snapshot, end: Ended, base: Result) -> list[Verdict]:

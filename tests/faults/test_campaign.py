@@ -15,7 +15,7 @@ LEAST = 40
 @pytest.mark.slow
 def test_nothing_that_is_wrong_with_a_file_an_option_or_the_moment_makes_it_stumble(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    cases = ("--minutes", "0.25", "--cases", "100", "--least", str(LEAST))
+    cases = ("--minutes", "0.25", "--cases", "100", "--least", str(LEAST), "--real-every", "20")
     command = [sys.executable, str(CAMPAIGN), *cases, "--kills", "6", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert out.exists(), done.stderr

@@ -1,26 +1,33 @@
 """Processes for cases: forks of this one, which has imported all that fp8q imports, or real ones that begin anew.
 
 Importing torch, transformers and ModelOpt takes some ten seconds, a case a fraction of one: so this process imports
-them once, starts no thread, and forks for each case. A fork has streams, folder, variables and limits of its own and
-ends by `os._exit`; what outlives it in its process group is a leftover.
+them once, runs each command once, since libraries compile patterns and options when they are first used, keeps no
+thread, and forks for each case. A fork has streams, folder, variables and limits of its own and ends by `os._exit`;
+what outlives it in its process group is a leftover.
 """
 
 import atexit
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import os
+import re
 import resource
 import signal
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 #: One thread each: a fork is whole, and values are the same on every machine. No network: no case waits for one.
@@ -212,18 +219,22 @@ def is_stuck(pid: int, seconds: float, limit_s: float) -> bool:
     """Whether a process that has run for `seconds` has had `limit_s` of a processor, or hardly asked for one, with
     those that it started: on a busy machine it may only have waited.
     """
-    processor = processor_s(pid)
-    return processor > limit_s or processor < seconds * IDLE or seconds > PATIENCE * limit_s
+    had, waited = processor_s(pid)
+    return had > limit_s or had + waited < seconds * IDLE or seconds > PATIENCE * limit_s
 
 
-def processor_s(group: int) -> float:
-    """Processor time of the processes in a group, those aside that are gone."""
-    spent = 0
+def processor_s(group: int) -> tuple[float, float]:
+    """Seconds of a processor that the processes in a group had, those aside that are gone, and that they waited for
+    one, of which Linux may not tell.
+    """
+    had, waited = 0, 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            spent += (int(fields[11]) + int(fields[12])) * (int(fields[2]) == group)
-    return spent / os.sysconf("SC_CLK_TCK")
+            if int(fields[2]) == group:
+                had += int(fields[11]) + int(fields[12])
+                waited += int(path.with_name("schedstat").read_text(encoding="ascii").split()[1])
+    return had / os.sysconf("SC_CLK_TCK"), waited / 1e9
 
 
 def wait(running: Running, limit_s: float = 300) -> Ended:
@@ -241,6 +252,80 @@ def warm_up(modules: Sequence[str]) -> None:
                 importlib.import_module(name)
     gc.collect()
     gc.freeze()
+
+
+def run_once(argv: Sequence[str], folder: Path) -> int:
+    """Run a valid command in this process, silently, so that forks find prepared what it prepared; the exit code."""
+    from fp8q.cli.main import command
+
+    own = sys.argv
+    try:
+        sys.argv = ["fp8q", *argv]
+        with working_in(folder), silenced():
+            return command()
+    finally:
+        sys.argv = own
+
+
+def settle_caches() -> None:
+    """Let caches hold what all commands use, and keep what is there now out of the collector and of a fork's end."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    tqdm.monitor_interval = 0  # no thread
+    re._MAXCACHE = re._MAXCACHE2 = 1 << 16  # type: ignore[attr-defined]
+    metadata.version = functools.cache(metadata.version)
+    if find_spec("lm_eval"):
+        leave_out_own_tasks()
+
+
+def leave_out_own_tasks() -> None:
+    """Let lm-eval find the tasks of --include-path alone: it reads 14,000 files of its own each time, in 20 s."""
+    from lm_eval import tasks
+    from lm_eval.tasks._index import TaskIndex
+
+    found, own = TaskIndex._iter_yaml_files, Path(tasks.__file__).parent
+    TaskIndex._iter_yaml_files = staticmethod(lambda root: () if root == own else found(root))
+
+
+def settle_process() -> None:
+    """Prepare this process for forks: a single thread, nothing for the collector, no finalizers of what stays."""
+    if threading.active_count() > 1:
+        raise SystemExit(f"a fork has one thread, and there are {threading.enumerate()}")
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # 200 of torch's, 30 ms a case
+        finalizer.atexit = False
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Make `folder` the working directory in this block."""
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Let standard output and error of this process lead nowhere in this block."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(number) for number in (1, 2)]
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    try:
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, stream in zip((1, 2), kept, strict=True):
+            os.dup2(stream, number)
+        for number in (*kept, nowhere):
+            os.close(number)
 
 
 def tell_modules(path: Path) -> Callable[[], None]:

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 WORDS = "the a one this that each scale code layer weight token graph model value clip batch window run is has of in to"
@@ -15,6 +16,11 @@ SEQ_LEN, SAMPLES = 16, 8
 #: What makes `calibrate` short.
 SHORT = ("--samples", str(SAMPLES), "--seq-len", str(SEQ_LEN), "--batch-size", "4")
 TARGET = "sm89"
+#: How two checkpoints are compared: on all of a text, within any limit of loss.
+COMPARED = ("--data", "texts/other.txt", "--max-ppl-increase", "50%", "--json")
+#: Steps enough for codes and an adapter to get better, and tasks that are asked.
+LEARNING = ("--data", "texts/text.txt", "--allow-overlap", "--epochs", "2", "--samples", "60")
+ASKED = ("--tasks", "word", "--include-path", "tasks", "--limit", "2")
 #: Of a run: its graph, and the file that holds its weights.
 GRAPH, WEIGHTS = "model.onnx", "model-00001-of-00001.safetensors"
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -101,11 +107,14 @@ def shard(model: Path, folder: Path) -> None:
 
 
 def make_options(folder: Path) -> None:
-    """TOML files of options for two commands."""
+    """TOML files: options of two commands, and the rules of a conversion."""
+    from fp8q.quantize.conversion.rules import RULES
+
     folder.mkdir()
     lines = ['model = "../tiny"', 'data = ["../texts/text.txt"]', 'eval-data = "../texts/other.txt"', 'batches = "0:1"']
     lines += [f"samples = {SAMPLES}", f"seq-len = {SEQ_LEN}", "batch-size = 4", 'kv-cache = "off"', "stream = false"]
     (folder / "calibrate.toml").write_text("\n".join([*lines, ""]))
+    (folder / "rules.toml").write_bytes(RULES.read_bytes())
     (folder / "scales.toml").write_text('method = "percentile"\npercentile = 99.9\nmargin = 1\n')
 
 
@@ -146,7 +155,8 @@ def make_inputs(root: Path) -> None:
 
 def make_runs(fp8q: Command) -> None:
     """Runs, by the commands themselves, in the current directory: `run` has all, `quantized` ends with the graphs,
-    `part-0` and `part-1` are to be merged; and a graph away from its run.
+    `part-0` and `part-1` are to be merged, `learned` has learned codes, an adapter and answers of tasks; a graph away
+    from its run; a converted checkpoint, and its comparison with the original.
     """
     text = ("--data", "texts/text.txt", "--eval-data", "texts/other.txt")
     fp8q("calibrate", "tiny", *text, "--out", "run", "--kv-cache", "fp8", *SHORT)
@@ -160,3 +170,11 @@ def make_runs(fp8q: Command) -> None:
     Path("alone").mkdir()
     for name, called in ((GRAPH, "graph.onnx"), (WEIGHTS, WEIGHTS)):
         shutil.copyfile(Path("run", "model", name), Path("alone", called))
+    fp8q("calibrate", "tiny", *text, "--out", "learned", "--form", "two", "--no-graph", *SHORT)
+    fp8q("distill", "learned", *LEARNING)
+    fp8q("distill", "learned", *LEARNING, "--train", "adapter")
+    fp8q("validate", "learned", "--runtimes", "bf16,reference")
+    if find_spec("lm_eval"):
+        fp8q("evaluate", "learned", *ASKED)
+    fp8q("convert", "tiny", "--out", "converted")
+    fp8q("compare", "tiny", "--model", "converted", *COMPARED, "--out", "pair")

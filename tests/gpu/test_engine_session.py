@@ -1,6 +1,6 @@
 """Engines on a GPU, against ONNX Runtime on the CPU: the same protocol, chunk by chunk and token by token.
 
-Not run yet: no machine that these tests have met had a GPU.
+Not run yet: the one GPU that these tests have met, an H100, is unknown to TensorRT-RTX, and TensorRT was not there.
 """
 
 import shutil

@@ -36,6 +36,13 @@ def test_decoded_tokens_and_the_last_rows_of_each_prompt_have_second_terms() -> 
     assert sorted(rows.numbers[rows.exact].tolist()) == [0, 4, 5, 6, 8, 9]
 
 
+def test_a_prompt_alone_has_no_more_rows_with_second_terms_than_its_tail() -> None:
+    """As many rows are multiplied twice more as there is room for."""
+    rows = rows_of([2048], padding=0, tail=64)
+    assert sorted(rows.numbers.tolist()) == [*range(1984, 2048)]
+    assert rows.exact.all()
+
+
 @given(BATCHES)
 def test_tails_are_whole_where_there_is_room_for_them(batch: tuple[list[int], int, int]) -> None:
     lengths, padding, tail = batch
@@ -44,7 +51,8 @@ def test_tails_are_whole_where_there_is_room_for_them(batch: tuple[list[int], in
     assert len(exact) == len(set(exact))
     count = sum(lengths) + padding
     assert len(set(rows.numbers.tolist())) == len(rows.numbers)
-    assert len(rows.numbers) == min(count, len(lengths) + max(PROMPTS * tail, count // SHARE))
+    most = len(lengths) + max(PROMPTS * tail, count // SHARE)
+    assert len(rows.numbers) == min(count, len(lengths) * tail, most)
     assert set(exact) <= tails
     assert len(exact) == min(len(tails), len(rows.numbers))
 

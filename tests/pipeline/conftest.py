@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fp8q import api
 from fp8q.calibrate.measure.observe import probe_groups
-from fp8q.calibrate.model.products import attention_modules, matrix_products, output_channel_axis, output_head
+from fp8q.calibrate.model.gemms import attention_modules, gemm_modules, output_channel_axis, output_head
 from fp8q.core.run import Run
 from fp8q.export.engine.build import Job
 from fp8q.export.engine.info import load_engines
@@ -42,7 +42,7 @@ def as_if_quantized(
     torch.manual_seed(0)
     model: PreTrainedModel = torch.nn.Module.to(AutoModelForCausalLM.from_config(config), torch.bfloat16)
     model.save_pretrained(folder)
-    products = {name: product for name, product in matrix_products(model).items() if name != output_head(model)}
+    products = {name: product for name, product in gemm_modules(model).items() if name != output_head(model)}
     quantized = {name: product for name, product in products.items() if not wide or wide not in name}
     groups = probe_groups(model, quantized)
     scales = {f"{name}.input_scale": torch.zeros(1) for name in quantized}

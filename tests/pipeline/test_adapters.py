@@ -28,8 +28,8 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.corpus import load_tokens
-from fp8q.stages.pipeline.steps import Notes
-from fp8q.stages.shared.sources import opened, products_of, source_of
+from fp8q.stages.pipeline.stage import Notes
+from fp8q.stages.shared.sources import gemms_of, opened, source_of
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.rows import fact_rows
 
@@ -53,7 +53,7 @@ def without_graphs(model: str, texts: list[Path], folder: Path) -> None:
     collected = corpus_stage.collect(source, load_tokenizer(source), data, held_out, options, notes)
     corpus_stage.write_corpus(run, source, collected, notes)
     measure_stage.measure(run, source, options, notes)
-    quantize_stage.quantize(run, source, products_of(source, options), options, notes)
+    quantize_stage.quantize(run, source, gemms_of(source, options), options, notes)
 
 
 @pytest.fixture(scope="module")

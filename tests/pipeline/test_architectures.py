@@ -30,7 +30,7 @@ from fp8q.export.engine.info import load_engines
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.host_batch import last_indices
-from fp8q.stages.commands.engine import check_views
+from fp8q.stages.engine import check_views
 from fp8q.validate.accuracy.document import load_accuracy
 
 from .other_models import PROMPTS, SHARE, STEPS, Logits, least_distance, mean_kl, sequences

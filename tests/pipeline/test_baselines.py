@@ -28,8 +28,7 @@ from fp8q.options import Baseline, Precision
 from fp8q.quantize.reading.run_checkpoint import checkpoint_of
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.stages.corpus import load_tokens
-from fp8q.validate.bench.capacity import footprint, with_both
-from fp8q.validate.bench.document import Bench
+from fp8q.validate.bench.document import Bench, footprint, with_both
 from fp8q.validate.report.accuracy_rows import accuracy_rows
 from fp8q.validate.report.report import summary_sentences
 from fp8q.validate.report.rows import engine_rows, module_rows, size_rows
@@ -117,7 +116,7 @@ def expected(run: Run, ids: np.ndarray) -> np.ndarray:
     """Logits of the source in FP32, its products in integers."""
     weights = load_file(checkpoint_of(run, "int8") / "model-00001-of-00001.safetensors")
     model = source_model(run)
-    for name in load_scales(run).promised:
+    for name in load_scales(run).fp8_gemms:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Int8Linear(weights, name))
     with torch.inference_mode():
@@ -141,14 +140,14 @@ def test_the_graph_is_standard_onnx_beside_its_weights(run: Run, precision: Base
             kinds.count("DequantizeLinear"),
         )
         modules = {node.name.removesuffix(".matmul") for node in graph.node if node.name.endswith(".matmul")}
-        assert modules == {*load_scales(run).promised, "lm_head"}
+        assert modules == {*load_scales(run).fp8_gemms, "lm_head"}
         types = {
             tensor.name.rpartition(".")[0]: tensor.data_type
             for tensor in graph.initializer
             if tensor.name.endswith(".weight")
         }
         wanted = onnx.TensorProto.INT8 if precision == "int8" else onnx.TensorProto.BFLOAT16
-        assert {types.pop(module) for module in load_scales(run).promised} == {wanted}
+        assert {types.pop(module) for module in load_scales(run).fp8_gemms} == {wanted}
         assert set(types.values()) == {onnx.TensorProto.BFLOAT16}
 
 

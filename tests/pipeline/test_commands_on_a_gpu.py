@@ -141,7 +141,7 @@ def test_the_other_form_of_the_scales_is_kept_with_what_the_inspector_says_of_it
     monkeypatch.setattr(stand_in, "inspected", wide_but_for_mul)
     built = fp8q("build-engine", run.root, "--runtime", "tensorrt", "--max-batch", "2", "--max-seq-len", "64")
     assert built.code == 0, built.err
-    note = "sm89: with --weight-scale dq 28 of 28 products are not FP8 on both sides, 0 with mul; the second is kept"
+    note = "sm89: with --apply-scales dq 28 of 28 products are not FP8 on both sides, 0 with mul; the second is kept"
     assert note in built.err
     record = json.loads((run.engines / "sm89.json").read_text())
     assert (record["weight_scale"], record["fp8_products"], record["evidence"]) == ("mul", 28, "inspector")

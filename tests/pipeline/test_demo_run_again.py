@@ -18,7 +18,7 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.serving_cost import cost_of
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.document import load_token_losses as load_nll
-from fp8q.validate.bench.capacity import product_shapes
+from fp8q.validate.bench.document import gemm_shapes
 from fp8q.validate.report.gains import gains
 from fp8q.validate.report.rows import size_rows
 
@@ -55,8 +55,8 @@ def test_other_sums_are_two_more_rows_of_some_windows_and_what_they_take_is_a_no
     assert two_level.kl_sums_nats is not None
     assert exact.kl_mean_nats is not None
     assert 0 < two_level.kl_sums_nats < exact.kl_mean_nats
-    said = copied.record().stages["validate"].notes[0]
-    assert said.startswith("--accumulator two-level: the reference on 2 of ")
+    notes = copied.record().stages["validate"].notes
+    said = next(note for note in notes if note.startswith("--accumulator two-level: the reference on 2 of "))
     assert f"the sums of {2 * context} tokens of 2,949,120 products take about " in said
     before = copied.accuracy.stat().st_mtime_ns
     api.validate(copied.root, str(text), options)
@@ -108,8 +108,8 @@ def test_what_is_gained_is_said_by_bytes_and_operations(copied: Run) -> None:
     rows = {row.what.partition(" at ")[0]: row for row in gains(copied)}
     assert list(rows) == ["weights", "read by a decode step", "operations of a prompt, a token"]
     wide, codes = (
-        cost_of(product_shapes(copied, 2048), {}),
-        cost_of(product_shapes(copied, 2048), {}, load_scales(copied)),
+        cost_of(gemm_shapes(copied, 2048), {}),
+        cost_of(gemm_shapes(copied, 2048), {}, load_scales(copied)),
     )
     head = 2048 * 256
     assert wide.prefill_operations - codes.prefill_operations == (wide.prefill_operations - 2 * head) // 2

@@ -195,7 +195,7 @@ def test_an_engine_built_elsewhere_from_the_same_graph_passes(fp8q: Fp8q, run: R
 
 def first_factor(run: Run, factor: float) -> str:
     """What is said of the first product of a run whose factors are multiplied."""
-    module = load_scales(run).promised[0]
+    module = load_scales(run).fp8_gemms[0]
     weight = load_graph(run.onnx).constant(f"{module}.weight_scale")
     assert weight is not None
     own = np.float32(load_scales(run).activations[module].scale) * weight.ravel()[0]
@@ -306,7 +306,7 @@ def test_attention_multiplies_codes_in_two_products_of_every_profile(fp8q: Fp8q,
         plan = read_plan((run.engines / f"{target}.plan").read_bytes())
         assert plan is not None
         for profile, product in itertools.product(plan.profiles, ("scores", "values")):
-            (found,) = plan.products(f"{ATTENTION}.attention_{product}", profile)
+            (found,) = plan.gemms(f"{ATTENTION}.attention_{product}", profile)
             assert found.fp8
     shown = fp8q("engine", run.root).out
     for product in ("scores", "values"):

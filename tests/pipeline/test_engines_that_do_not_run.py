@@ -92,7 +92,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*given: Any) -> None:
         raise AssertionError("it was to be refused")
 
-    monkeypatch.setattr("fp8q.stages.commands.serve.Server", opened)
+    monkeypatch.setattr("fp8q.stages.serve.Server", opened)
 
 
 def all_say(fp8q: Fp8q, built: Built, code: int) -> str:

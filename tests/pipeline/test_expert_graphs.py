@@ -18,13 +18,13 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
-from fp8q.export.graph.trace import graph_plan, whole
+from fp8q.export.graph.trace import graph_plan, trace_all
 from fp8q.export.lint.check import lint_file
-from fp8q.export.onnx_file.bodies import branches, nodes_of
+from fp8q.export.onnx_file.indexed import branches, nodes_of
 from fp8q.options import CalibrateOptions, GenerateOptions, Terms
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.commands.engine import check_views
+from fp8q.stages.engine import check_views
 
 from ..conftest import KeepingGraphs, MadeOnce, Texts
 from ..mixtures import random_mixture
@@ -157,5 +157,5 @@ def test_generated_text_is_the_references_greedy_text(run: Run) -> None:
 def test_layers_made_from_others_are_what_tracing_each_gives(run: Run, tmp_path: Path) -> None:
     if len(load_scales(run).weights) < TRAINED:
         pytest.skip("of two layers both are traced")
-    ir.save(whole(run.model, graph_plan(load_record(run), load_scales(run), "bf16")), tmp_path / "traced.onnx")
+    ir.save(trace_all(run.model, graph_plan(load_record(run), load_scales(run), "bf16")), tmp_path / "traced.onnx")
     assert (tmp_path / "traced.onnx").read_bytes() == run.onnx.read_bytes()

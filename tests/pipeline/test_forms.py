@@ -12,14 +12,15 @@ from onnx import TensorProto
 
 from fp8q import api
 from fp8q.core.errors import InputError
-from fp8q.core.run import GRAPH, GRAPH_FP32, Run
+from fp8q.core.run import Run
+from fp8q.core.run_files import GRAPH, GRAPH_FP32
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.graph.weight_scale_form import write_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.commands.lint import promise
 from fp8q.stages.corpus import load_tokens
+from fp8q.stages.lint import expectation
 from fp8q.stages.pipeline.stages import EXPORT
 
 from .other_models import SHARE, Logits, least_distance
@@ -43,8 +44,8 @@ def test_every_architecture_is_the_same_model_in_both_forms(
     finished: Any, others: dict[str, Logits], two_implementations: ModuleType, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(finished.run.model, tmp_path / "model"))
-    promised, scales = promise(finished.run), load_scales(finished.run)
-    modules, two_terms = set(scales.promised), set(scales.two_terms)
+    promised, scales = expectation(finished.run), load_scales(finished.run)
+    modules, two_terms = set(scales.fp8_gemms), set(scales.two_terms)
     for name in (GRAPH, GRAPH_FP32):
         before = (model / name).read_bytes()
         write_form(model / name, model / name, "mul")
@@ -126,5 +127,5 @@ def test_the_form_is_refused_beside_a_precision_that_has_no_codes_in_fp8() -> No
     with pytest.raises(InputError) as refused:
         api.ExportOptions(precision="int8", weight_scale="mul")
     assert str(refused.value) == (
-        "--weight-scale mul: is for the FP8 graph, not for --precision int8; leave one of them out"
+        "--apply-scales mul: is for the FP8 graph, not for --precision int8; leave one of them out"
     )

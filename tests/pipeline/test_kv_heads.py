@@ -14,7 +14,7 @@ import torch
 
 from fp8q import api
 from fp8q.calibrate.measure.statistics import load_record
-from fp8q.core.run import GRAPH_FP32
+from fp8q.core.run_files import GRAPH_FP32
 from fp8q.export.graph.trace import graph_plan, trace
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession

@@ -23,7 +23,7 @@ from fp8q.options import DistillOptions
 from fp8q.quantize.learning.document import AdapterLearning, load_adapter_learning
 from fp8q.quantize.learning.training import forward_kl
 from fp8q.stages.distill import learning_text
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
 
 from ..command_result import Result

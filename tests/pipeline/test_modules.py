@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fp8q import api
 from fp8q.calibrate.measure.moments import load_moments
-from fp8q.calibrate.model.products import multiplies_as_linear, other_products
+from fp8q.calibrate.model.gemms import multiplies_as_linear, other_matrix_modules
 from fp8q.core.run import Run
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.fp8_model import load_reference
@@ -112,7 +112,7 @@ def test_a_linear_layer_is_known_by_its_forward_pass_as_modelopts_registry_knows
 
 
 def test_calibrating_does_not_import_modelopt() -> None:
-    program = "import sys, fp8q.stages.shared.sources, fp8q.stages.quantize, fp8q.calibrate.model.products; "
+    program = "import sys, fp8q.stages.shared.sources, fp8q.stages.quantize, fp8q.calibrate.model.gemms; "
     program += "print([name for name in sys.modules if name.startswith('modelopt')])"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("[]\n", "")
@@ -137,7 +137,7 @@ def test_norms_and_embeddings_are_no_products_whatever_their_shape() -> None:
             "conv": nn.Conv2d(4, 4, 1),
         }
     )
-    assert list(other_products(model)) == ["conv"]
+    assert list(other_matrix_modules(model)) == ["conv"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_module_with_a_matrix_is_not_hidden_by_a_norm_or_an_embedding_within_i
 
     Mixer.__name__ = name
     model: Any = nn.ModuleDict({"mix": Mixer()})
-    assert list(other_products(model)) == ["mix"]
+    assert list(other_matrix_modules(model)) == ["mix"]
 
 
 def stored(run: Run, name: str) -> torch.Tensor:

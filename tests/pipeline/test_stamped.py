@@ -12,7 +12,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.reporter import Standing
-from fp8q.export.graph.trace import export_graphs, graph_plan, stamped, whole
+from fp8q.export.graph.trace import export_graphs, graph_plan, stamped, trace_all
 from fp8q.export.modules.graph_model import GraphPlan
 from fp8q.export.modules.layer_kinds import NotAlikeError
 from fp8q.quantize.scales.decisions import load_scales
@@ -49,13 +49,14 @@ def test_the_graph_of_a_run_is_that_of_a_full_trace(finished: Any, tmp_path: Pat
     plan = graph_plan(load_record(run), load_scales(run), finished.architecture.dtype)
     copied = run.onnx.read_bytes()
     assert b"layers.2." in copied or b".h.2." in copied
-    assert copied == written(whole(run.model, plan), tmp_path / "traced.onnx")
+    assert copied == written(trace_all(run.model, plan), tmp_path / "traced.onnx")
 
 
 def test_so_it_is_of_a_random_architecture_with_as_many_layers(deep: tuple[Path, GraphPlan]) -> None:
     folder, plan = deep
     copied, traced = (
-        written(make(folder, plan), folder / name) for make, name in ((stamped, "copied.onnx"), (whole, "traced.onnx"))
+        written(make(folder, plan), folder / name)
+        for make, name in ((stamped, "copied.onnx"), (trace_all, "traced.onnx"))
     )
     assert b"layers.2." in copied
     assert copied == traced
@@ -68,7 +69,9 @@ def test_so_it_is_of_two_kinds_in_turn(tmp_path: Path, as_if_quantized: Callable
         **TINY, head_dim=16, num_hidden_layers=9, use_sliding_window=True, sliding_window=4, layer_types=types
     )
     plan = as_if_quantized(tmp_path, config, "kv", torch.float32, "layers.2.mlp.down_proj")
-    assert written(stamped(tmp_path, plan), tmp_path / "a.onnx") == written(whole(tmp_path, plan), tmp_path / "b.onnx")
+    assert written(stamped(tmp_path, plan), tmp_path / "a.onnx") == written(
+        trace_all(tmp_path, plan), tmp_path / "b.onnx"
+    )
 
 
 def test_a_model_whose_layers_compute_with_their_index_is_not_copied(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from fp8q.calibrate.model.products import attention_modules
+from fp8q.calibrate.model.gemms import attention_modules
 from fp8q.calibrate.model.source import open_source
 from fp8q.export.modules import support
 from fp8q.export.modules.support import seen_in_a_pass
-from fp8q.stages.shared.sources import products_of
+from fp8q.stages.shared.sources import gemms_of
 
 GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0}
 LATENT = {
@@ -85,7 +85,7 @@ def test_what_the_graph_cannot_do_is_told_before_any_work(
 ) -> None:
     path = random_checkpoint(tmp_path / "model", config, fields)
     source = open_source(str(path))
-    assert products_of(source).no_graph == f"{source.architecture} {reason}"
+    assert gemms_of(source).no_graph == f"{source.architecture} {reason}"
 
 
 def test_a_keyword_that_the_graphs_attention_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_what_it_can_do_is_not(
     """The verified architectures, each with the window, the head size or the number of KV heads that marks it, and two
     others; of ModernBERT's decoder `get_decoder` gives the head.
     """
-    products = products_of(open_source(str(random_checkpoint(tmp_path / "model", config, fields))))
+    products = gemms_of(open_source(str(random_checkpoint(tmp_path / "model", config, fields))))
     assert products.no_graph is None
     assert products.head in ("lm_head", "lm_head.decoder", "decoder")
     assert len(products.names) > 8

@@ -62,7 +62,7 @@ def decoded(loaded: Reference, windows: np.ndarray) -> np.ndarray:
     """The reference's logits behind the prompt, [windows · decoded, vocabulary], token by token."""
     with torch.inference_mode():
         logits = served(torch_start(loaded.model, loaded.new_cache), PROMPT)(windows)
-    return behind(logits.numpy())
+    return logits.numpy().reshape(-1, logits.shape[-1])
 
 
 def behind(logits: np.ndarray) -> np.ndarray:
@@ -180,7 +180,7 @@ def check_that_the_cost_of_one_term_is_stated(run: Run) -> None:
     assert one > 1.5 * ours
     cost = f"KL from BF16 is {one:.3g} nats a token in one term, and {ours:.3g} as fp8q multiplies it"
     card = run.card.read_text(encoding="utf-8")
-    protocol = markdown_text(load_accuracy(run).protocol.told)
+    protocol = markdown_text(load_accuracy(run).protocol.description)
     assert f"<!-- cost of one term -->\n{cost} (`fp8q validate`: {protocol}).\n<!-- end -->\n\n" in card
     assert card.count("cost of one term") == 1
     assert NOT_MEASURED not in card

@@ -17,7 +17,7 @@ from fp8q.core.run import Run
 from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.indexed import Indexed
-from fp8q.stages.commands.lint import promise
+from fp8q.stages.lint import expectation
 
 from .test_engine_proof import behind, named, shown
 from .test_two_terms_proof import AGAIN, DOWN, TARGETS, Q, constant, unchanged
@@ -153,7 +153,7 @@ def added_in_bf16(model: ModelProto, directory: Path) -> None:
 def linted(run: Run, change: Change, **promised: Any) -> list[str]:
     model = onnx.load_model(run.onnx, load_external_data=False)
     change(model, run.model)
-    found = lint_graph(Indexed(model, run.model), replace(promise(run), **promised))
+    found = lint_graph(Indexed(model, run.model), replace(expectation(run), **promised))
     return [str(each).removeprefix(f"F214 two-terms: {DOWN}.matmul: ") for each in found if each.rule == "F214"]
 
 
@@ -190,7 +190,7 @@ def test_the_lint_wants_the_terms_added_in_fp32(run: Run) -> None:
 
 
 def test_the_lint_is_content_with_a_tail_and_names_one_that_is_promised_otherwise(run: Run) -> None:
-    tails = dict(promise(run).tails)
+    tails = dict(expectation(run).tails)
     others = {name: tail for name, tail in tails.items() if name != DOWN}
     is_promised = "is promised in two terms: its second term is of the last 16 positions, and not of"
     for change in (unchanged, behind(unchanged)):

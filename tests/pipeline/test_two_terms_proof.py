@@ -18,11 +18,11 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.proof import broken, prove
 from fp8q.export.engine.two_terms import TERMS
 from fp8q.export.graph.weight_scale_form import in_form
-from fp8q.export.lint.check import lint_graph, run_promise
+from fp8q.export.lint.check import lint_graph, run_expectation
 from fp8q.export.onnx_file.indexed import Indexed
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.commands.lint import promise
+from fp8q.stages.lint import expectation
 
 from .test_engine_proof import behind, named, shown
 
@@ -181,7 +181,7 @@ def second_wide(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None
 def linted(run: Run, change: Change, **promised: Any) -> list[str]:
     model = onnx.load_model(run.onnx, load_external_data=False)
     change(model, run.model)
-    found = lint_graph(Indexed(model, run.model), replace(promise(run), **promised))
+    found = lint_graph(Indexed(model, run.model), replace(expectation(run), **promised))
     return [str(each).removeprefix(f"F214 two-terms: {DOWN}.matmul: ") for each in found if each.rule == "F214"]
 
 
@@ -212,7 +212,7 @@ def test_the_lint_names_a_product_without_both_terms(run: Run, form: Any, change
 def test_the_lint_is_content_with_both_terms_and_names_those_that_nobody_promised(run: Run) -> None:
     for change in (unchanged, behind(unchanged)):
         assert linted(run, change) == []
-        kept = [name for name in promise(run).two_terms or () if name != DOWN]
+        kept = [name for name in expectation(run).two_terms or () if name != DOWN]
         assert linted(run, change, two_terms=kept) == [f"takes two terms, and scales.json promises one; {AGAIN}"]
 
 
@@ -306,7 +306,7 @@ def test_an_engine_whose_attention_is_not_of_both_terms_is_named(
 def test_rows_that_the_graph_does_not_say_cannot_be_told(run: Run) -> None:
     graph, data = load_graph(run.onnx), (run.engines / "sm89.plan").read_bytes()
     del graph.model.graph.value_info[:]
-    proof = prove(data, read_plan(data), graph, run_promise(run, load_scales(run)), ("prefill", "decode"))
+    proof = prove(data, read_plan(data), graph, run_expectation(run, load_scales(run)), ("prefill", "decode"))
     found = [each for each in proof.differences if each.what == TERMS]
     assert {each.module for each in broken(found)} == {SCORES, VALUES}
     assert str(broken(found)[0]) == f"{SCORES}: its two terms cannot be told, the rows of its codes do not read"

@@ -14,9 +14,10 @@ import torch
 from fp8q import api
 from fp8q.core.errors import UnfinishedError
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
-from fp8q.stages.commands import run as run_command
+from fp8q.stages import run as run_command
 from fp8q.validate.accuracy import compare, runtimes
 from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, save_accuracy
 
@@ -196,7 +197,7 @@ def test_an_accuracy_of_before_is_read(run: Run) -> None:
     """`source` was what `original` is called now; the fields of today were not there."""
     accuracy, nll = load_accuracy(run), load_token_losses(run)
     old = {"source": accuracy.runtimes["bf16"].model_copy(update={"by_frequency": None}), **accuracy.runtimes}
-    with run.stage("validate", {}, {"context": 64}) as log:
+    with RunWriter(run).stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(run, accuracy.model_copy(update={"runtimes": old}), nll | {"source": nll["bf16"]})
     assert list(load_accuracy(run).runtimes) == ["original", *accuracy.runtimes]
     np.testing.assert_array_equal(load_token_losses(run)["original"], nll["bf16"])

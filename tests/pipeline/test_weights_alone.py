@@ -17,7 +17,7 @@ from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
-from fp8q.export.lint.check import lint_graph, run_promise
+from fp8q.export.lint.check import lint_graph, run_expectation
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
@@ -94,7 +94,7 @@ def test_the_files_say_that_no_input_is_codes(run: Run) -> None:
     scales, tensors = load_scales(run), tensors_of(run)
     assert scales.bf16_inputs == [*scales.weights]
     assert scales.activations == {}
-    assert scales.promised == []
+    assert scales.fp8_gemms == []
     assert terms(scales) == "BF16"
     assert [name for name in tensors if name.endswith("input_scale")] == []
     config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
@@ -169,11 +169,11 @@ def test_transformers_loads_it_and_leaves_those_inputs_alone(
 
 
 def test_the_lint_holds_which_inputs_are_codes(run: Run, mixed: Run, demo_run: Run) -> None:
-    assert lint_graph(load_graph(mixed.onnx), run_promise(mixed, load_scales(mixed))) == []
-    other = lint_graph(load_graph(demo_run.onnx), run_promise(run, load_scales(run)))
+    assert lint_graph(load_graph(mixed.onnx), run_expectation(mixed, load_scales(mixed))) == []
+    other = lint_graph(load_graph(demo_run.onnx), run_expectation(run, load_scales(run)))
     assert [each.rule for each in other if each.severity == "error"][:1] == ["F215"]
     assert "is promised with its weight alone in FP8, and its input is quantized" in str(other)
-    widened = lint_graph(load_graph(run.onnx), run_promise(demo_run, load_scales(demo_run)))
+    widened = lint_graph(load_graph(run.onnx), run_expectation(demo_run, load_scales(demo_run)))
     assert "F203" in [each.rule for each in widened]
 
 
@@ -186,7 +186,7 @@ def test_a_graph_without_the_weights_codes_is_named(run: Run, tmp_path: Path) ->
     for file in run.model.glob("*.safetensors"):
         shutil.copyfile(file, tmp_path / file.name)
     onnx.save(model, path)
-    found = lint_graph(load_graph(path), run_promise(run, load_scales(run)))
+    found = lint_graph(load_graph(path), run_expectation(run, load_scales(run)))
     assert "is promised with its weight in FP8: there is no such product" in str(found)
 
 

@@ -15,11 +15,11 @@ from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions
+from fp8q.options import CalibrateOptions, RescaleOptions
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 
 if TYPE_CHECKING:
@@ -35,9 +35,40 @@ def calibrated() -> Callable[[Run, Source, Path, CalibrateOptions], None]:
         collected = corpus_stage.collect(source, load_tokenizer(source), str(data), None, options, notes)
         corpus_stage.write_corpus(run, source, collected, notes)
         measure_stage.measure(run, source, options, notes, moments=options.needs_moments)
-        quantize_stage.quantize(run, source, sources.products_of(source), options, notes)
+        quantize_stage.quantize(run, source, sources.gemms_of(source), options, notes)
 
     return calibrate
+
+
+#: The demo's first layer in one code, rounded by GPTQ, and all else in BF16.
+FIRST_LAYER = CalibrateOptions(
+    samples=6, seq_len=64, batch_size=2, stream=False, skip=("model.layers.[!0].*",), weight_rounding="gptq"
+)
+
+
+@pytest.fixture(scope="module")
+def first_layer(
+    tmp_path_factory: pytest.TempPathFactory, source: Source, data: Path, calibrated: Callable[..., None]
+) -> Run:
+    """The run of `FIRST_LAYER`, with a static scale for an input and one for each output channel."""
+    made = Run(tmp_path_factory.mktemp("first-layer") / "run")
+    calibrated(made, source, data, FIRST_LAYER)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rescaled_layer(first_layer: Run, source: Source, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """`rescaled_layer(form=("block",))`: a copy of `first_layer`, or of the run `of`, its scales chosen again by these
+    options of `fp8q scales`.
+    """
+
+    def rescale(of: Run | None = None, notes: Notes | None = None, **options: Any) -> Run:
+        copy = Run(Path(shutil.copytree((of or first_layer).root, tmp_path_factory.mktemp("rescaled-layer") / "run")))
+        chosen = quantize_stage.rescaled(copy, RescaleOptions(**options))
+        quantize_stage.quantize(copy, source, sources.gemms_of(source, chosen), chosen, notes or Notes(SILENT))
+        return copy
+
+    return rescale
 
 
 @pytest.fixture(scope="session")

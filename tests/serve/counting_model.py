@@ -22,6 +22,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from fp8q.core.files import write_document
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
 from fp8q.serve.loop.generate import Generator
@@ -203,16 +204,21 @@ class CountingModel:
         return "".join(f" t{token}" for token in tokens if token != END)
 
 
+#: `scales.json` of a model without GEMMs, which the counting model is.
+NO_SCALES = '{"weights": {}, "activations": {}, "skipped": {}}'
+
+
 def make_counting_run(root: Path, positions: int, tokenizer: Tokenizer | None = None) -> Run:
     """A run at `root` whose checkpoint is the counting model with an FP8 cache, recorded as the stages that write one
     record it.
     """
     run = Run(root)
     model = {"name": "someone/Counting Model", "fingerprint": "0"}
-    with run.stage("quantize", {}, {}, model) as log:
+    with RunWriter(run).stage("quantize", {}, {}, model) as log:
         write_counting_model(run.model, "fp8", positions, tokenizer=tokenizer)
-        log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
-    with run.stage("export", {}, {}) as log:
+        run.scales.write_text(NO_SCALES, encoding="utf-8")
+        log.outputs += [run.scales, *(path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32)]
+    with RunWriter(run).stage("export", {}, {}) as log:
         log.outputs.append(run.onnx_fp32)
     return run
 
@@ -226,7 +232,7 @@ def record_engine(
 ) -> None:
     """Record an engine for sm90, of up to 4 rows of up to 32 tokens, that is no more than its first bytes."""
     graph = {"model/model.onnx": run.record().stages["export"].outputs["model/model.onnx"]}
-    with run.stage("build-engine", graph, {"runtime": runtime}) as log:
+    with RunWriter(run).stage("build-engine", graph, {"runtime": runtime}) as log:
         run.engines.mkdir(exist_ok=True)
         plan, described = (run.engines / f"sm90.{kind}" for kind in ("plan", "json"))
         plan.write_bytes(PLAN)
@@ -241,10 +247,11 @@ def record_engine(
 def make_wide_run(root: Path) -> Run:
     """A run like `counting_run` whose cache is not in FP8, with both graphs (the same one), and no engine."""
     run = Run(root)
-    with run.stage("quantize", {}, {}, {"name": "someone/counting", "fingerprint": "0"}) as log:
+    with RunWriter(run).stage("quantize", {}, {}, {"name": "someone/counting", "fingerprint": "0"}) as log:
         write_counting_model(run.model, "off", positions=40)
-        log.outputs += [path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32]
-    with run.stage("export", {}, {}) as log:
+        run.scales.write_text(NO_SCALES, encoding="utf-8")
+        log.outputs += [run.scales, *(path for path in sorted(run.model.iterdir()) if path != run.onnx_fp32)]
+    with RunWriter(run).stage("export", {}, {}) as log:
         run.onnx.write_bytes(run.onnx_fp32.read_bytes())
         log.outputs += [run.onnx, run.onnx_fp32]
     return run

@@ -8,21 +8,22 @@ import pytest
 from fp8q.core.errors import BackendError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import BenchOptions
 from fp8q.quantize.scales.serving_cost import Cost
 from fp8q.serve.bench.meter import HostMeter, MemoryTaken
 from fp8q.serve.bench.timing import Answers, BatchTiming, Contender
 from fp8q.stages import bench as bench_stage
-from fp8q.stages.pipeline import steps
-from fp8q.stages.pipeline.steps import Notes
-from fp8q.validate.bench.capacity import Footprint
+from fp8q.stages.pipeline import stage as steps
+from fp8q.stages.pipeline.stage import Notes
+from fp8q.validate.bench.document import Footprint
 
 
 def made(root: Path, name: str, fingerprint: str, *stages: str) -> Run:
     """A run of a model, of which no more is there than its record."""
     run = Run(root)
     for each in ("quantize", *stages):
-        with run.stage(each, {}, {}, {"name": name, "fingerprint": fingerprint}):
+        with RunWriter(run).stage(each, {}, {}, {"name": name, "fingerprint": fingerprint}):
             pass
     return run
 
@@ -144,7 +145,7 @@ def test_a_runtime_whose_library_is_missing_is_named(monkeypatch: pytest.MonkeyP
 
 def test_a_batch_that_no_memory_here_holds() -> None:
     meter = HostMeter()
-    taken = [("fp8", Footprint(meter.whole_bytes - 10_000, Cost(0, 10, 0), 10))]
+    taken = [("fp8", Footprint(meter.total_bytes - 10_000, Cost(0, 10, 0), 10))]
     bench_stage.check_fits(10, 100, taken, meter)
     with pytest.raises(InputError) as raised:
         bench_stage.check_fits(11, 100, taken, meter)

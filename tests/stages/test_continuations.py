@@ -10,8 +10,8 @@ import pytest
 from fp8q.api import GenerateOptions, compare_answers
 from fp8q.core.reporter import SILENT
 from fp8q.options import ContinueOptions
-from fp8q.stages import continuations as continuations_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages import report as report_stage
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.accuracy.continuations import Continuations, load_continuations
 from fp8q.validate.report.report import report_continuations
 
@@ -28,7 +28,7 @@ def run(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_they_are_the_answers_of_generate(run: Run) -> None:
     notes = Notes(SILENT)
-    continuations_stage.write_continuations(run, ContinueOptions(2), notes)
+    report_stage.write_continuations(run, ContinueOptions(2), notes)
     found = load_continuations(run)
     assert len(found.continuations) == 2
     assert notes.lines == []
@@ -37,7 +37,7 @@ def test_they_are_the_answers_of_generate(run: Run) -> None:
     assert (each.bf16, each.fp8, each.parts_at) == (expected.bf16.text, expected.fp8.text, expected.parts_at)
     assert each.bf16 == each.common + each.rests[0]
     before = run.continuations.stat().st_mtime_ns
-    continuations_stage.write_continuations(run, ContinueOptions(2), notes)
+    report_stage.write_continuations(run, ContinueOptions(2), notes)
     assert run.continuations.stat().st_mtime_ns == before
 
 
@@ -46,13 +46,13 @@ def test_without_the_source_or_its_libraries_a_note_says_so(run: Run, monkeypatc
     written = run.record_file.read_text(encoding="utf-8")
     run.record_file.write_text(written.replace(where, "/gone"), encoding="utf-8")
     notes = Notes(SILENT)
-    continuations_stage.write_continuations(run, ContinueOptions(3), notes)
+    report_stage.write_continuations(run, ContinueOptions(3), notes)
     run.record_file.write_text(written, encoding="utf-8")
     gone = f"/gone: the model that {run.root} was made of is no longer there; put it back, or calibrate again"
     assert notes.lines == [f"no continuations: {gone}"]
-    monkeypatch.setattr(continuations_stage, "CALIBRATE_MODULES", ("a_library_that_is_not_here",))
+    monkeypatch.setattr(report_stage, "CALIBRATE_MODULES", ("a_library_that_is_not_here",))
     notes = Notes(SILENT)
-    continuations_stage.write_continuations(run, ContinueOptions(3), notes)
+    report_stage.write_continuations(run, ContinueOptions(3), notes)
     assert notes.lines == [
         (
             "no continuations: a_library_that_is_not_here is not installed and this command needs it; install it with "

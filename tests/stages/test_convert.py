@@ -21,7 +21,7 @@ from fp8q.quantize.conversion import shards
 from fp8q.quantize.conversion.coding import CodedPart, Errors, encode_part
 from fp8q.quantize.lint.check import checkpoint_findings
 from fp8q.quantize.reading.fp8_tensors import open_checkpoint
-from fp8q.stages.commands.convert import PROGRESS, convert
+from fp8q.stages.convert import PROGRESS, convert
 
 from ..mixtures import random_mixture, random_of
 from ..quantize.reading.fp8_checkpoints import compressed, fine_grained
@@ -367,6 +367,7 @@ def test_the_command_shows_what_is_kept_and_the_proof(demo_checkpoint: Path, tmp
     assert "embedding: its rows are read one by one" in result.out
     assert "28 tensors of codes in the form dynamic (compressed-tensors)" in result.out
     assert "Proof: every code decoded; the largest error is 0.5 of a step, 5.88% of a value." in result.out
+    assert f"next: `fp8q compare {demo_checkpoint} --model " in result.out
     shown = json.loads(fp8q("convert", demo_checkpoint, "--out", tmp_path / "again", "--json").out)
     assert (shown["path"], shown["quantized"], shown["warnings"]) == (str(tmp_path / "again"), 28, [])
 

@@ -20,11 +20,12 @@ from fp8q.core.errors import InputError
 from fp8q.core.files import read_document
 from fp8q.core.reporter import SILENT, Standing
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 
 if TYPE_CHECKING:
     from tests.conftest import Texts
@@ -336,7 +337,7 @@ def test_tokens_that_are_none_are_refused_though_the_record_knows_them(
     tmp_path: Path, content: bytes | np.ndarray, told: str
 ) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("corpus", {}, {}) as log:
+    with RunWriter(run).stage("corpus", {}, {}) as log:
         if isinstance(content, bytes):
             run.calibration.write_bytes(content)
         else:

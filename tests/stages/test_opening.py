@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from loaded_runtimes import compare_runtimes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8q import api
@@ -25,9 +26,8 @@ from fp8q.options import CalibrateOptions, ValidateOptions
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.opening import open_run
-from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import Protocol, load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.report.report import render

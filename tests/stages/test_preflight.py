@@ -11,7 +11,8 @@ import pytest
 from fp8q import api
 from fp8q.core.errors import Fp8qError, InputError
 from fp8q.core.run import Run
-from fp8q.stages.commands.preflight import nothing_left
+from fp8q.core.run_writer import RunWriter
+from fp8q.stages.preflight import nothing_left
 
 if TYPE_CHECKING:
     from tests.conftest import Texts
@@ -60,6 +61,10 @@ def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Calla
             {"validate": api.ValidateOptions(runtimes=("bf16", "onnxruntime"), accumulator="two-level")},
             "--accumulator two-level: is of the runtime reference, and the runtimes are bf16, onnxruntime; add ",
         ),
+        (
+            {"validate": api.ValidateOptions(max_kl=0.01)},
+            "--max-kl 0.01: 4 windows give no interval, so that this cannot end in a verdict that passes: 10 do; give ",
+        ),
         ({"export": api.ExportOptions(precision="bf16")}, "--precision bf16: is made of a finished run; calibrate"),
     ],
 )
@@ -94,7 +99,7 @@ def test_a_refusal_while_statistics_are_made_leaves_nothing(tmp_path: Path, ther
         (run.root / ".lock").touch()
 
     def stages() -> None:
-        with nothing_left(run), run.stage("corpus", {}, {}) as log:
+        with nothing_left(run), RunWriter(run).stage("corpus", {}, {}) as log:
             run.calibration.write_bytes(b"tokens")
             (run.root / ".measure.work").mkdir()
             log.outputs.append(run.calibration)
@@ -108,7 +113,7 @@ def test_a_refusal_while_statistics_are_made_leaves_nothing(tmp_path: Path, ther
 
 def test_what_a_finished_stage_left_before_stays(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("corpus", {}, {}) as log:
+    with RunWriter(run).stage("corpus", {}, {}) as log:
         run.calibration.write_bytes(b"tokens")
         log.outputs.append(run.calibration)
     with pytest.raises(InputError), nothing_left(run):

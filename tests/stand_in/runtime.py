@@ -27,6 +27,7 @@ from fp8q.core.files import sha256_file
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import Profile
+from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.host_batch import LOGITS_INDICES, last_indices
 from fp8q.serve.loop.sessions import NEW, PAST, TOKEN_INPUTS, OnnxRuntimeSession
 
@@ -113,7 +114,8 @@ class Engine:
         if self.session.asks:
             self.dimensions[LOGITS_INDICES] = ("batch", "scored")
         for name, (heads, size) in zip(layout.names, layout.shapes, strict=True):
-            self.dimensions[PAST + name] = ("batch", heads, "capacity", size)
+            in_blocks = (f"{heads}*batch*blocks", BLOCK, size)
+            self.dimensions[PAST + name] = in_blocks if layout.in_blocks else ("batch", heads, "capacity", size)
         self.dimensions["logits"] = ("batch", "scored" if self.session.asks else "seq", self.session.vocabulary)
         for name, (heads, size) in zip(layout.names, layout.shapes, strict=True):
             self.dimensions[NEW + name] = ("batch", heads, "seq", size)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 LAYERS = "vllm.model_executor.layers"
-PLUGIN = ("fp8q_vllm.config", "fp8q_vllm.product")
+PLUGIN = ("fp8q_vllm.config", "fp8q_vllm.gemm")
 
 
 class LinearBase(torch.nn.Module):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from loaded_runtimes import compare_runtimes
 
 from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.statistics import (
@@ -27,12 +28,12 @@ from fp8q.calibrate.measure.statistics import (
 from fp8q.core.files import write_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import Clipping
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.cache_scales import kv_cache_scales
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales
-from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.document import save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -59,12 +60,12 @@ def evaluated_run(calibrated_run: Run) -> Run:
 
 def make_calibrated(run: Run) -> Run:
     statistics = measured(np.random.default_rng(8))
-    with run.stage("measure", {"model": "a" * 64}, {"batch_size": 1}) as log:
+    with RunWriter(run).stage("measure", {"model": "a" * 64}, {"batch_size": 1}) as log:
         log.notes.append("--samples lowered from 512 to 2: the text has no more")
         log.outputs += save_statistics(run, statistics)
     modules = [module for members in GROUPS.values() for module in members]
     scales, skipped = activation_scales(statistics, modules, Clipping())
-    with run.stage("quantize", {}, {"method": "amax"}) as log:
+    with RunWriter(run).stage("quantize", {}, {"method": "amax"}) as log:
         weights = {
             module: write_weight(run.model / f"model-{i}.safetensors", module, i) for i, module in enumerate(scales)
         }
@@ -145,7 +146,7 @@ def make_evaluated(run: Run) -> Run:
     logits = rng.normal(scale=2, size=(VOCABULARY, VOCABULARY)).astype(np.float32)
     rounded = E4M3.decode(E4M3.encode(logits))
     evaluation = cut(rng.integers(VOCABULARY, size=640), "held-out.txt", 64, 64)
-    with run.stage("validate", {}, {"context": 64}) as log:
+    with RunWriter(run).stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(
             run,
             *compare_runtimes(evaluation, {"bf16": bigram(logits), "reference": bigram(rounded)}, VOCABULARY, SILENT),

@@ -1,6 +1,6 @@
 """Measure the cost of a tensor core's adder: run the reference on some windows with its codes summed in another way.
 
-Adding as `quantize.reference.adder` does takes minutes where the processor's own product takes seconds, so a few
+Adding as `quantize.reference.adder` does takes minutes where the processor's own GEMM takes seconds, so a few
 windows are run, evenly spaced over the text: always the same ones. The reference with sums in FP32 goes through the
 same windows, since only with that can they be compared; both scale the sum in FP32 and round it once, as the mode
 `exact` does.
@@ -16,7 +16,7 @@ from ...core.headers import read_header
 from ...core.run import Run
 from ...options import Accumulator
 from ...quantize.codes.formats import CODE_DTYPE
-from ...quantize.reference.adder import seconds_a_product
+from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.scales.decisions import load_scales
 from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
@@ -59,15 +59,15 @@ def sample(evaluation: Evaluation, windows: int) -> Sample:
 def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
     """Describe the run to come and the time that its sums take on this machine."""
     windows, context = taken.evaluation.ids.shape
-    products = products_a_token(run)
-    seconds = windows * context * products * seconds_a_product(accumulator, device)
+    multiply_adds = multiply_adds_per_token(run)
+    seconds = windows * context * multiply_adds * seconds_per_multiply_add(accumulator, device)
     return (
         f"--accumulator {accumulator}: the reference on {windows} of {len(taken.full.ids)} windows; the sums of "
-        f"{windows * context:,} tokens of {products:,} products take about {seconds:,.1f} s here"
+        f"{windows * context:,} tokens of {multiply_adds:,} products take about {seconds:,.1f} s here"
     )
 
 
-def products_a_token(run: Run) -> int:
+def multiply_adds_per_token(run: Run) -> int:
     """Count the multiplications of codes for a token: one for each code of the checkpoint, two where the input is in
     two terms.
     """

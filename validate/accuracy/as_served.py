@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.model import caches
 from ...core.errors import BackendError
 from ...serve.loop.sessions import Session
 from .document import DistanceBucket
@@ -35,18 +36,18 @@ def served(start: Start[Rows], prompt: int) -> Callable[[npt.NDArray[np.int64]],
     """Return the function that computes logits of windows, whose first `prompt` tokens are read in one call and the
     others one by one.
 
-    The logits of positions before the prompt's last are zero, and the last token of a window, after which nothing is
-    scored, is not read: float [windows, context - 1, vocabulary].
+    They are those of the prompt's last position and of all behind it but the window's last, after which nothing is
+    scored: float [windows, context - prompt, vocabulary].
     """
 
     def forward(ids: npt.NDArray[np.int64]) -> Rows:
         windows, context = ids.shape
         step = start(windows, context)
         first = step(ids[:, :prompt])
-        logits = zeros(first, (windows, context - 1, first.shape[-1]))
-        logits[:, prompt - 1] = first
+        logits = zeros(first, (windows, context - prompt, first.shape[-1]))
+        logits[:, 0] = first
         for position in range(prompt, context - 1):
-            logits[:, position] = step(ids[:, position : position + 1])
+            logits[:, position - prompt + 1] = step(ids[:, position : position + 1])
         return logits
 
     return forward
@@ -89,12 +90,11 @@ def by_distance(
 def torch_start(
     model: "PreTrainedModel", new_cache: "Callable[[], DynamicCache] | None" = None
 ) -> "Start[torch.Tensor]":
-    """Begin windows on a torch model, with an empty cache of the type that it is served with (None: the plain one)."""
+    """Begin windows on a torch model, with an empty cache of the type that it is served with (None: its own)."""
     import torch
-    from transformers import DynamicCache
 
     def start(windows: int, context: int) -> Step[torch.Tensor]:
-        cache = (new_cache or DynamicCache)()
+        cache = new_cache() if new_cache else caches.new_cache(model)
 
         def step(ids: npt.NDArray[np.int64]) -> torch.Tensor:
             tokens = torch.from_numpy(np.ascontiguousarray(ids)).to(model.device)

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Union
 from urllib.parse import quote
@@ -25,7 +25,6 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
-from ...core.undo import scratch
 from .divergence import REVERSED, Baseline, Baselines, StoredLogits, TokenValues, Writer, joined, measure_tokens
 from .document import Accuracy, Divergence, RuntimeAccuracy
 from .perplexity import Evaluation
@@ -63,6 +62,8 @@ DIRECTIONS = {
 }  # fmt: skip
 #: Largest float32 logits of one batch, in bytes.
 LOGITS_BYTES = 16 << 20
+#: The same of windows that are decoded token by token: each step reads all weights, for however many windows.
+DECODED_BYTES = 256 << 20
 #: The share of the free disk that the logits of a chunk may take: others use the disk too. Results do not depend on it.
 DISK_SHARE = 0.1
 
@@ -110,10 +111,30 @@ class WindowBatch:
     row: int
     top_row: int
 
+    def of_last(self, positions: int) -> "WindowBatch":
+        """Return the part whose logits are those of the last `positions` of windows that are decoded behind a prompt;
+        this batch where they are of all.
+        """
+        before = max(0, self.ids.shape[1] - 1 - positions)
+        assert not self.scored[:, : before + 1].any(), "what is scored has logits"
+        if not before:
+            return self
+        ids, scored, top = self.ids[:, before:], self.scored[:, before:], self.top_positions[:, before:]
+        return replace(self, ids=ids, scored=scored, top_positions=top)
+
+
+def windows_at_once(context: int, prompt: int | None, vocabulary: int) -> int:
+    """The number of windows of a batch, by the size of their logits: of `context` tokens, or of those behind `prompt`
+    tokens.
+    """
+    if prompt is None:
+        return max(1, LOGITS_BYTES // (4 * context * vocabulary))
+    return max(1, DECODED_BYTES // (4 * (context - prompt) * vocabulary))
+
 
 class Measure(Protocol):
     """A function that measures the logits of a batch, compares them with the baselines', and writes those of scored
-    tokens.
+    tokens. The logits are of all positions, or of the last ones of windows that are decoded behind a prompt.
     """
 
     def __call__(
@@ -128,7 +149,7 @@ def measure_with_torch(
     """Measure a batch on the device where its logits are."""
     import torch
 
-    logits = torch.as_tensor(logits)
+    logits, batch = torch.as_tensor(logits), batch.of_last(logits.shape[1])
     windows, positions = np.nonzero(batch.top_positions)
     token_values = measure_tokens(logits, batch.scored, batch.ids, batch.row, baselines, write)
     return token_values, top_of(logits[windows, positions - 1])
@@ -140,26 +161,6 @@ class TokenMeasure:
 
     measure: Measure
     top_positions: npt.NDArray[np.bool_]
-
-
-def compare_runtimes(
-    evaluation: Evaluation, runtimes: Mapping[str, AnyForward], vocabulary: int, report: Reporter
-) -> tuple[Accuracy, dict[str, npt.NDArray[np.float32]]]:
-    """Run `evaluation` through `runtimes` that are loaded (the one named "bf16" is what the others are compared with).
-
-    Returns the summary and, for each runtime, the negative log-likelihood in nats, float32 [windows, context], NaN
-    where not scored. Raises BackendError for a runtime that fails.
-    """
-
-    def loaded(forward: AnyForward) -> Opener:
-        return lambda: forward
-
-    with scratch() as folder:
-        openers = {name: loaded(forward) for name, forward in runtimes.items()}
-        outcome = compare_in_turn(evaluation, openers, vocabulary, folder, report)
-    for why in outcome.failed.values():
-        raise BackendError("", why)
-    return outcome.accuracy, outcome.nll
 
 
 def compare_in_turn(
@@ -199,7 +200,7 @@ class Turns:
         self.names += [name for name in openers if name not in YARDSTICKS]
         self.token_measure = token_measure or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
         windows, context = evaluation.ids.shape
-        self.batch = max(1, LOGITS_BYTES // (4 * context * vocabulary))
+        self.batch = windows_at_once(context, evaluation.protocol.prompt, vocabulary)
         self.chunk = self._chunk(4 * context * vocabulary)
         self.parts = [slice(start, min(start + self.chunk, windows)) for start in range(0, windows, self.chunk)]
 

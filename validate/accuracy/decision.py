@@ -1,12 +1,10 @@
 """Is FP8 good enough? One decision, which `fp8q validate`, its gate, the report and the model card show alike.
 
-The FP8 runtime whose perplexity rises most decides, among those that serve the model and ran every window, with every
-adapter. Its increase over BF16 is compared with a limit: the user's `--max-ppl-increase`, or the default. So
-"worse" is only what exceeds the limit, and the gate fails for nothing else. The paired 95 % interval says how sure that
-is, and does not decide: a limit is on the increase, and more text narrows the interval without moving what is true.
-
-The default limit is 1 %: MLPerf Inference accepts a model at 99 % of the reference's accuracy in its default category
-(github.com/mlcommons/inference_policies, "Benchmarks").
+The FP8 runtime that uses most of the limits decides, among those that serve the model and ran every window, with every
+adapter. Its increase of perplexity, its KL from BF16 and its flips are each compared with a limit (`limits`): the
+user's, or the default. So "worse" is only what exceeds a limit, and the gate fails for nothing else. The 95 % intervals
+say how sure that is, and do not decide: a limit is on the loss, and more text narrows the interval without moving what
+is true.
 """
 
 from collections.abc import Mapping
@@ -17,70 +15,104 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.columns import increase, nats
-from ...options import LEAST_WINDOWS, NOT_SERVED
-from .bootstrap import increase_interval, paired
-from .document import Accuracy, Verdict
+from ...options import LEAST_WINDOWS, NOT_SERVED, VerdictLimits
+from .bootstrap import Bootstrap, increase_interval, paired
+from .document import Accuracy, Kind, Measure, RuntimeAccuracy, Verdict
+from .limits import BF16, Limits, RuntimeLoss, exceeded, limits_for, used
+from .share_interval import share_interval
 
-#: The largest increase of perplexity that is acceptable where none was asked for.
-DEFAULT_LIMIT = 0.01
 #: A change of perplexity that no user notices; it is far below the difference between texts.
 SAME = 1e-3
-#: The runtimes of the float model: in BF16, whose losses are paired with the others', and in FP32.
-BF16, FP32 = "bf16", "fp32"
 Losses = Mapping[str, npt.NDArray[np.float32]]
+Interval = tuple[float, float]
+OVER, UNDER = (
+    "which reaches over the limit: more text would settle it",
+    "which reaches under the limit: more text would settle it",
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A runtime that serves the model: its increase over BF16, and the interval of it, None where that is not known for
-    the reason `why_none`.
+    """A runtime that serves the model: its loss, and the 95 % intervals of its increase, KL and flips, each None where
+    that is not known; `why_none` says why that of the increase is not. `least`: the KL is at least so much.
     """
 
     name: str
-    rise: float
-    interval: tuple[float, float] | None = None
+    loss: RuntimeLoss
+    interval: Interval | None = None
+    kl_interval: Interval | None = None
+    flips_interval: Interval | None = None
     why_none: str = ""
+    least: bool = False
 
 
-def decide(accuracy: Accuracy, nll: Losses, limit: float | None = None) -> Verdict:
-    """Judge an evaluation by the `limit` of the increase, a fraction; None is the default.
+def decide(
+    accuracy: Accuracy, nll: Losses, asked: VerdictLimits = VerdictLimits(), kl: Losses | None = None
+) -> Verdict:
+    """Judge an evaluation by the limits that were `asked` for, and the defaults of the others.
 
-    `nll`: runtime -> float32 [windows, context], nats, NaN where not scored.
+    `nll`, and `kl` from BF16: runtime -> float32 [windows, context], nats, NaN where not scored.
     """
-    most = DEFAULT_LIMIT if limit is None else limit
+    limits = limits_for(accuracy.runtimes, asked)
+    verdict = Verdict(
+        kind="unknown", sentence="Not known yet: FP8 was not held against BF16 on any text", limit=limits.rise,
+        kl_limit_nats=limits.kl_nats, flips_limit=limits.flips, limit_is_default=asked.asked is None,
+    )  # fmt: skip
     if broken := _broken(accuracy):
-        return Verdict(
-            kind="broken", sentence=f"Broken: the perplexity of {broken[0]} is {broken[1]}", limit=most,
-            limit_is_default=limit is None, runtime=broken[0],
-        )  # fmt: skip
-    compared = candidates(accuracy, nll)
+        sentence = f"Broken: the perplexity of {broken[0]} is {broken[1]}"
+        return verdict.model_copy(update={"kind": "broken", "sentence": sentence, "runtime": broken[0]})
+    compared = candidates(accuracy, nll, kl or {})
     if not compared:
-        return Verdict(
-            kind="unknown", sentence="Not known yet: FP8 was not held against BF16 on any text", limit=most,
-            limit_is_default=limit is None,
-        )  # fmt: skip
-    over = [candidate for candidate in compared if not candidate.rise <= most]
-    # an adapter's losses are not kept, so that it has no interval: it decides where it exceeds the limit
+        return verdict
+    over = [candidate for candidate in compared if exceeded(candidate.loss, limits)]
+    # an adapter's losses are not kept, so that it has no interval: it decides where it exceeds a limit
     deciding = [candidate for candidate in compared if " with " not in candidate.name]
-    worst = max(over or deciding, key=lambda candidate: candidate.rise)
-    known = worst.interval is not None
-    kind, word = ("worse", "Worse") if over else ("acceptable", "Acceptable") if known else ("unknown", "Not known")
-    return Verdict.model_validate(
-        {
+    worst = max(over or deciding, key=lambda candidate: used(candidate.loss, limits))
+    kind: Kind = "worse" if over else "acceptable" if worst.interval else "unknown"
+    return verdict.model_copy(
+        update={
             "kind": kind,
-            "sentence": f"{word}: {increase(worst.rise)} perplexity (limit {percent(most)})",
-            "detail": " ".join(_details(worst, compared, accuracy, most, limit is None)),
-            "limit": most,
-            "limit_is_default": limit is None,
+            "sentence": f"{WORDS[kind]}: {loss_in_words(worst.loss, limits, worst.least)}",
+            "detail": " ".join(_details(worst, compared, accuracy, limits, asked)),
+            "exceeded": exceeded(worst.loss, limits),
             "runtime": worst.name,
-            "perplexity_increase": worst.rise,
+            "perplexity_increase": worst.loss.rise,
+            "kl_nats": worst.loss.kl_nats,
+            "flips": worst.loss.flips,
         }
     )
+
+
+WORDS: Mapping[Kind, str] = {"worse": "Worse", "acceptable": "Acceptable", "unknown": "Not known"}
+
+
+def limits_of(verdict: Verdict | None) -> VerdictLimits:
+    """Return the limits that the verdict of an older version was asked to hold: that of perplexity, or none."""
+    return VerdictLimits(max_ppl_increase=verdict.limit if verdict and not verdict.limit_is_default else None)
 
 
 def percent(fraction: float) -> str:
     """Format a limit: 0.01 -> `1 %`."""
     return f"{100 * fraction:.4g} %"
+
+
+def of_100(share: float) -> str:
+    """Format a share as so many of 100: 0.114 -> `11`, 0.036 -> `3.6`, 0 -> `0`."""
+    return f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.2g}"
+
+
+def loss_in_words(loss: RuntimeLoss, limits: Limits, least: bool = False) -> str:
+    """Describe a loss beside its limits, what is beyond first; `least`: the KL is at least so much."""
+    words: dict[Measure, str] = {
+        "perplexity": f"{increase(loss.rise or 0.0)} perplexity (limit {percent(limits.rise)})"
+    }
+    if loss.kl_nats is not None:
+        kl = f"at least {nats(loss.kl_nats)}" if least else nats(loss.kl_nats)
+        words["kl"] = f"KL {kl} nats (limit {nats(limits.kl_nats)})"
+    if loss.flips is not None:
+        words["flips"] = f"{of_100(loss.flips)} of 100 next tokens differ (limit {of_100(limits.flips)})"
+    beyond = exceeded(loss, limits)
+    return ", ".join(words[measure] for measure in sorted(words, key=lambda measure: measure not in beyond))
 
 
 def _broken(accuracy: Accuracy) -> tuple[str, float] | None:
@@ -92,20 +124,50 @@ def _broken(accuracy: Accuracy) -> tuple[str, float] | None:
     return None
 
 
-def candidates(accuracy: Accuracy, nll: Losses) -> list[Candidate]:
+def candidates(accuracy: Accuracy, nll: Losses, kl: Losses) -> list[Candidate]:
     """List the runtimes that serve the model, ran every window and were compared with BF16; with each adapter too."""
     served = []
     for suffix, evaluated in accuracy.with_adapters():
         for name, runtime in evaluated.runtimes.items():
             if name in NOT_SERVED or runtime.sampled or runtime.perplexity_increase is None:
                 continue
+            loss, least, tokens = _loss(runtime, accuracy.protocol.tokens)
             interval, why_none = None, "nothing says how sure that is"
+            kl_interval = flips_interval = None
             if not suffix and {BF16, name} <= nll.keys():
                 low, high = increase_interval(nll[BF16], nll[name])
                 interval = None if low is None or high is None else (low, high)
                 why_none = too_short(len(paired(nll[BF16], nll[name])))
-            served.append(Candidate(f"{name}{suffix}", runtime.perplexity_increase, interval, why_none))
+            if interval and not suffix:
+                kl_interval = _kl_interval(runtime, kl.get(name))
+                flips_interval = None if loss.flips is None else share_interval(round(loss.flips * tokens), tokens)
+            served.append(Candidate(f"{name}{suffix}", loss, interval, kl_interval, flips_interval, why_none, least))
     return served
+
+
+def _loss(runtime: RuntimeAccuracy, tokens: int) -> tuple[RuntimeLoss, bool, int]:
+    """The loss of a runtime; whether its KL is only a lower bound, as where BF16 ran on another host; and the number of
+    tokens that its flips are of.
+    """
+    agreement, kl, stored = runtime.top1_agreement, runtime.kl_mean_nats, runtime.stored
+    least = kl is None and stored is not None and BF16 in stored.runtimes
+    if least:
+        assert stored is not None, "just seen"
+        kl, agreement = stored.runtimes[BF16].kl_nats.mean, stored.runtimes[BF16].top1_agreement
+        tokens = stored.positions
+    return RuntimeLoss(runtime.perplexity_increase, kl, None if agreement is None else 1 - agreement), least, tokens
+
+
+def _kl_interval(runtime: RuntimeAccuracy, values: npt.NDArray[np.float32] | None) -> Interval | None:
+    """The 95 % interval of the mean KL, over windows."""
+    if values is not None and np.isfinite(values).any():
+        finite = np.isfinite(values)
+        _, low, high = Bootstrap(np.nonzero(finite)[0]).interval(values[finite].astype(np.float64))
+        return low, high
+    if runtime.kl_mean_nats is None and runtime.stored and BF16 in runtime.stored.runtimes:
+        stored = runtime.stored.runtimes[BF16].kl_nats
+        return stored.low, stored.high
+    return None
 
 
 def too_short(windows: int) -> str:
@@ -113,37 +175,61 @@ def too_short(windows: int) -> str:
     return f"too short for an interval: {windows:,} window{'' if windows == 1 else 's'}; give {LEAST_WINDOWS}"
 
 
-def interval_text(bounds: tuple[float, float]) -> str:
+def interval_text(bounds: Interval) -> str:
     """The ends of an interval of relative changes: `−0.02 to +0.31 %`."""
     return f"{increase(bounds[0]).removesuffix(' %')} to {increase(bounds[1])}"
 
 
-def _details(worst: Candidate, compared: list[Candidate], accuracy: Accuracy, most: float, default: bool) -> list[str]:
-    """Sentences on the limit's origin, the interval, and the yardstick of FP32."""
+def _details(
+    worst: Candidate, compared: list[Candidate], accuracy: Accuracy, limits: Limits, asked: VerdictLimits
+) -> list[str]:
+    """Sentences on the intervals, the yardstick of FP32, and the limits' origin."""
     which = f"{worst.name}, the worst of {len(compared)} FP8 runtimes" if len(compared) > 1 else worst.name
-    sentences = [f"Of {which}."]
-    if worst.interval:
-        sentences.append(f"95 % interval {interval_text(worst.interval)}{_remark(worst, most)}.")
-    else:
-        sentences.append(f"{worst.why_none[0].upper()}{worst.why_none[1:]}.")
+    sentences = [f"Of {which}.", *_intervals(worst, limits)]
     runtimes = accuracy.runtimes
     bf16_kl = runtimes[BF16].kl_fp32_nats if BF16 in runtimes else None
     fp8_kl = runtimes[worst.name].kl_fp32_nats if worst.name in runtimes else None
     if bf16_kl is not None and fp8_kl is not None and fp8_kl <= bf16_kl:
         sentences.append(f"FP8 is no farther from FP32 than BF16 is: KL {nats(fp8_kl)} nats against {nats(bf16_kl)}.")
-    if default:
-        sentences.append("The limit is fp8q’s default; --max-ppl-increase sets yours.")
+    if limits.by_bf16:
+        sentences.append("BF16's own distance from FP32 widens the limits of KL and flips.")
+    if asked.asked is None:
+        sentences.append("The limits are fp8q’s defaults; --max-ppl-increase, --max-kl and --max-flips set yours.")
     return sentences
 
 
-def _remark(worst: Candidate, most: float) -> str:
-    """Write a remark on an interval, after a comma; empty where there is none."""
-    assert worst.interval is not None, "the caller looked"
-    low, high = worst.interval
-    if worst.rise <= most < high:
-        return ", which reaches over the limit: more text would settle it"
-    if low <= most < worst.rise:
-        return ", which reaches under the limit: more text would settle it"
+def _intervals(worst: Candidate, limits: Limits) -> list[str]:
+    """Sentences on the intervals of the increase, of KL and of flips."""
+    loss = worst.loss
+    if worst.interval is None:
+        return [f"{worst.why_none[0].upper()}{worst.why_none[1:]}."]
+    sentences = [
+        f"95 % interval {interval_text(worst.interval)}{_remark(worst.interval, loss.rise or 0.0, limits.rise)}."
+    ]
+    others = []
+    if worst.kl_interval and loss.kl_nats is not None:
+        low, high = worst.kl_interval
+        others.append(f"KL {nats(low)} to {nats(high)} nats{_reaches(worst.kl_interval, loss.kl_nats, limits.kl_nats)}")
+    if worst.flips_interval and loss.flips is not None:
+        low, high = worst.flips_interval
+        reaches = _reaches(worst.flips_interval, loss.flips, limits.flips)
+        others.append(f"{of_100(low)} to {of_100(high)} of 100 tokens{reaches}")
+    return [*sentences, *([f"{'; '.join(others)}."] if others else [])]
+
+
+def _reaches(interval: Interval, value: float, limit: float) -> str:
+    """Tell, after a comma, that an interval reaches over a limit that the value keeps, or under one that it exceeds."""
+    low, high = interval
+    if value <= limit < high:
+        return f", {OVER}"
+    return f", {UNDER}" if low <= limit < value else ""
+
+
+def _remark(interval: Interval, rise: float, limit: float) -> str:
+    """Write a remark on the interval of an increase, after a comma or colon; empty where there is none."""
+    low, high = interval
+    if reaches := _reaches(interval, rise, limit):
+        return reaches
     if max(abs(low), abs(high)) <= SAME:
         return ", within a tenth of a percent of BF16"
     if low <= 0 <= high:

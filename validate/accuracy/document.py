@@ -49,7 +49,7 @@ class Protocol(Strict):
     )
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The protocol in words."""
         begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
         shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
@@ -188,20 +188,30 @@ Kind = Literal["acceptable", "worse", "unknown", "broken"]
 TONES: dict[Kind, str] = {"acceptable": "#009e73", "worse": "#d55e00", "unknown": "#666667", "broken": "#d55e00"}
 
 
-class Verdict(Strict):
-    """The decision on the FP8 model: `acceptable` where no runtime that serves it exceeds the `limit`, `worse` where
-    one does, `unknown` where the text is too short to tell, `broken` without a finite perplexity.
+#: The measures that a verdict holds against limits.
+Measure = Literal["perplexity", "kl", "flips"]
 
-    `runtime` is the one that decided. `sentence` states the decision, `detail` how sure it is.
+
+class Verdict(Strict):
+    """The decision on the FP8 model: `acceptable` where no runtime that serves it exceeds a limit, `worse` where one
+    does, `unknown` where the text is too short to tell, `broken` without a finite perplexity.
+
+    `runtime` is the one that decided. `sentence` states the decision, `detail` how sure it is. Files of older versions
+    have no limit but that of perplexity.
     """
 
     kind: Kind
     sentence: str
     detail: str = ""
     limit: float = Field(description="largest acceptable increase of perplexity")
-    limit_is_default: bool = False
+    kl_limit_nats: float | None = Field(default=None, description="largest acceptable KL from BF16, a token")
+    flips_limit: float | None = Field(default=None, description="largest acceptable share of flips")
+    limit_is_default: bool = Field(default=False, description="whether none of the limits was asked for")
+    exceeded: list[Measure] = Field(default=[], description="the measures that are beyond their limits")
     runtime: str | None = None
     perplexity_increase: float | None = None
+    kl_nats: float | None = Field(default=None, description="mean KL(bf16 || this), or what it is at least")
+    flips: float | None = Field(default=None, description="share of tokens of which another is the likeliest")
 
     def _repr_html_(self) -> str:
         """Render the verdict for a notebook."""
@@ -317,8 +327,8 @@ def load_divergences(run: Run) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
-    """Read and check `tokens.npz`: every array has the protocol's tokens, in the same places, unless `accuracy.json`
-    says that its runtime ran some windows only, or is not finite.
+    """Read and check `tokens.npz`: it has every runtime of `accuracy.json`, and every array has the protocol's tokens,
+    in the same places, unless `accuracy.json` says that its runtime ran some windows only, or is not finite.
     """
     path, again = run.require(run.tokens, "validate"), "restore it, or run `fp8q validate` again"
     arrays = read_arrays(path, "losses of tokens", again)
@@ -328,6 +338,8 @@ def _load(run: Run) -> dict[str, npt.NDArray[np.float32]]:
     with reading(path, "losses of tokens", again):
         if not stored:
             raise ValueError("it has no runtime")
+        if absent := accuracy.runtimes.keys() - stored.keys():
+            raise ValueError(f"it has no losses of {min(absent)}, which {run.accuracy.name} has")
         shape = next(iter(stored.values())).shape
         for name, values in stored.items():
             check_array(name, values, "float32", shape if len(shape) == 2 else (None, None))

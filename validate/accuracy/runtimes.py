@@ -6,8 +6,8 @@ through a torch model in the generation loop, to compare generated text; it is n
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from ...calibrate.model import caches
 from ...calibrate.model.source import Source, load_model
 from ...core.files import reading
 from ...core.run import Run
-from ...options import ONE_TERM_ALONE
+from ...options import ONE_TERM_ALONE, RUNTIMES
 from ...quantize.reading.run_checkpoint import adapter_directory
-from ...quantize.reference.fp8_model import Reference, load_reference
+from ...quantize.reference.fp8_model import RUN_CHECKPOINT, Reference, load_reference
 from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
 from .as_served import served, torch_start
@@ -38,7 +39,7 @@ FLOATS = {"bf16": torch.bfloat16, FLOAT32: torch.float32, ORIGINAL: None}
 
 
 def float_model(source: Source, dtype: torch.dtype, device: str, prompt: int | None = None) -> Forward:
-    """Return the source model in `dtype`; `prompt`: as `openers` has it."""
+    """Return the source model in `dtype`; `prompt`: as `Loading` has it."""
     model = load_model(source, dtype, device)
     if prompt is not None:
         return served(torch_start(model), prompt)
@@ -54,13 +55,15 @@ def open_reference(
     run: Run, mode: Mode, device: str, adapter: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Reference:
     """Load the FP8 reference, its parts outside FP8 in `dtype`, with that adapter on."""
-    with reading(run.model, "the checkpoint that `fp8q calibrate` writes"):
+    with reading(run.model, RUN_CHECKPOINT):
         where = None if adapter is None else adapter_directory(run, adapter)
         return load_reference(run.model, mode, dtype, device, where)
 
 
-def logits_of(loaded: Reference) -> Forward:
-    """Return the function that computes logits by `loaded`, with the run's cache."""
+def logits_of(loaded: Reference, prompt: int | None = None) -> Forward:
+    """Return the function that computes logits by `loaded`, with the run's cache; `prompt`: as `Loading` has it."""
+    if prompt is not None:
+        return served(torch_start(loaded.model, loaded.new_cache), prompt)
     return lambda ids: (
         loaded.model(
             input_ids=torch.from_numpy(ids).to(loaded.model.device), past_key_values=loaded.new_cache(), use_cache=True
@@ -74,37 +77,94 @@ def reference(
     """Return the FP8 reference in its fast mode, its parts outside FP8 in BF16, with the run's cache and that adapter
     on.
 
-    `prompt`: as `openers` has it. `first_terms`: with only the first code of each activation.
+    `prompt`: as `Loading` has it. `first_terms`: with only the first code of each activation.
     """
     loaded = open_reference(run, "fast", device, adapter)
     if first_terms:
         loaded.take_first_terms()
-    return logits_of(loaded) if prompt is None else served(torch_start(loaded.model, loaded.new_cache), prompt)
+    return logits_of(loaded, prompt)
 
 
-def openers(
-    names: tuple[str, ...], run: Run, source: Callable[[], Source], device: str, adapter: str | None = None,
-    prompt: int | None = None,
-) -> dict[str, Opener]:  # fmt: skip
-    """Return the functions that load the named runtimes, with `adapter` on; raises where a file of one is missing.
+@dataclass(frozen=True)
+class Loading:
+    """The run, source model and device that a runtime is loaded for, with `adapter` on.
 
     `prompt`: the tokens that are read in one call before the others are read one by one (None: all in one call).
+    """
+
+    run: Run
+    source: Callable[[], Source]
+    device: str
+    adapter: str | None = None
+    prompt: int | None = None
+
+
+#: The functions that load the runtimes of torch, by their names in `options.RUNTIMES`.
+OPENERS = dict[str, Callable[[Loading], Opener]]()
+
+
+def opens(name: str) -> Callable[[Callable[[Loading], Opener]], Callable[[Loading], Opener]]:
+    """Enter a function, which returns the one that loads the runtime `name`, into `OPENERS`."""
+
+    def enter(function: Callable[[Loading], Opener]) -> Callable[[Loading], Opener]:
+        OPENERS[name] = function
+        return function
+
+    return enter
+
+
+@opens("bf16")
+def open_bf16(asked: Loading) -> Opener:
+    """Open the source model in BF16."""
+    return _float_opener(asked, torch.bfloat16)
+
+
+@opens(FLOAT32)
+def open_fp32(asked: Loading) -> Opener:
+    """Open the source model in FP32."""
+    return _float_opener(asked, torch.float32)
+
+
+@opens(ORIGINAL)
+def open_original(asked: Loading) -> Opener:
+    """Open the source model in the type that its checkpoint is stored in."""
+    return _float_opener(asked, None)
+
+
+@opens("reference")
+def open_fp8(asked: Loading) -> Opener:
+    """Open the FP8 reference in its fast mode."""
+    return partial(reference, asked.run, asked.device, asked.adapter, asked.prompt)
+
+
+@opens(ONE_TERM_ALONE)
+def open_one_term(asked: Loading) -> Opener:
+    """Open the FP8 reference with only the first code of each activation."""
+    return partial(reference, asked.run, asked.device, asked.adapter, asked.prompt, first_terms=True)
+
+
+def _float_opener(asked: Loading, dtype: torch.dtype | None) -> Opener:
+    source = asked.source()
+    return partial(float_model, source, dtype or stored_dtype(source), asked.device, asked.prompt)
+
+
+def openers(names: tuple[str, ...], asked: Loading) -> dict[str, Opener]:
+    """Return the functions that load the named runtimes; raises where a file of one is missing.
 
     A source in another type than BF16 adds the runtime `original` to `bf16`, its cast, where no named runtime has that
     type.
     """
     loaders: dict[str, Opener] = {}
+    asked = replace(asked, source=cache(asked.source))
     for name in names:
-        if name in FLOATS:
-            opened = source()
-            loaders[name] = partial(float_model, opened, FLOATS[name] or stored_dtype(opened), device, prompt)
-            dtype = stored_dtype(opened)
-            if name == "bf16" and dtype not in [FLOATS[other] for other in names if other in FLOATS]:
-                loaders[ORIGINAL] = partial(float_model, opened, dtype, device, prompt)
-        elif name in ("reference", ONE_TERM_ALONE):
-            loaders[name] = partial(reference, run, device, adapter, prompt, name == ONE_TERM_ALONE)
-        else:
-            loaders[name] = session_opener(name, run, adapter, prompt)
+        if RUNTIMES[name].library is not None:
+            loaders[name] = session_opener(name, asked.run, asked.adapter, asked.prompt)
+            continue
+        loaders[name] = OPENERS[name](asked)
+        if name == "bf16":
+            named_types = [FLOATS[other] for other in names if other in FLOATS]
+            if stored_dtype(asked.source()) not in named_types:
+                loaders[ORIGINAL] = open_original(asked)
     return loaders
 
 
@@ -146,10 +206,10 @@ def compare_adapted(
     """
     result, prompt = AdapterOutcome(), evaluation.protocol.prompt
     for variant in source().variants[1:]:
-        assert variant.on, "what is beside the base is an adapter"
+        assert variant.on, "a variant of the base has an adapter on"
         name = variant.on.name
         chosen = runtimes[name]
-        loaders = openers(chosen, run, lambda: variant, workplace.device, name, prompt)  # noqa: B023  # called before the next
+        loaders = openers(chosen, Loading(run, lambda: variant, workplace.device, name, prompt))  # noqa: B023  # called before the next
         chosen_loaders = {runtime: opener for runtime, opener in loaders.items() if runtime in chosen}
         workplace.report.note(f"{name}: {', '.join(chosen_loaders)} with this adapter on")
         folder = workplace.folder / f"adapter-{name}"
@@ -168,9 +228,9 @@ class TorchSession:
     most_rows: int | None = 1
     most_positions: int | None = None
 
-    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], DynamicCache] = DynamicCache):
-        """Generate with `model`, on a cache that `new_cache` makes for each sequence."""
-        self._model, self._new_cache = model, new_cache
+    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], DynamicCache] | None = None):
+        """Generate with `model`, on a cache that `new_cache` makes for each sequence (None: the model's own)."""
+        self._model, self._new_cache = model, new_cache or partial(caches.new_cache, model)
         self.vocabulary = int(model.config.get_text_config().vocab_size)
 
     def open_batch(self, rows: int, positions: int) -> "TorchBatch":

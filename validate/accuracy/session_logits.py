@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from ...core.errors import BackendError
 from ...core.files import reading
-from ...core.run import Run, graph_names
+from ...core.run import Run
+from ...core.run_files import graph_names
 from ...export.lint.check import sound_graph
-from ...options import graph_runtime
+from ...options import RUNTIMES
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ...serve.local.generation import open_run_engine
 from ...serve.loop.cuda import DeviceMemoryError
@@ -40,13 +41,13 @@ def session(
     Raises InputError for a graph whose external data cannot be opened and an engine that is not there, BackendError
     when the runtime is missing or refuses the graph.
     """
-    name, precision = graph_runtime(runtime)
-    if name != "onnxruntime":
-        return engine_logits(open_run_engine(run, name, precision, adapter), prompt, context)
+    runs = RUNTIMES[runtime]
+    if runs.library in ("tensorrt", "tensorrt-rtx"):
+        return engine_logits(open_run_engine(run, runs.library, runs.precision, adapter), prompt, context)
     graph = graph_of(run, runtime, adapter)
     sound_graph(graph)
     try:
-        opened = open_session(graph.parent, name, graph.name)
+        opened = open_session(graph.parent, graph=graph.name)
     except SessionError as error:
         raise BackendError("", str(error)) from error
     if prompt is not None:
@@ -67,14 +68,14 @@ def session_opener(
     name: str, run: Run, adapter: str | None = None, prompt: int | None = None, context: int | None = None
 ) -> Callable[[], SessionForward]:
     """The function that loads the runtime `name`, as `session` does; raises where a file of a graph is missing."""
-    if name.startswith("onnxruntime"):
+    if not RUNTIMES[name].runs_engine:
         sound_graph(graph_of(run, name, adapter))
     return partial(session, run, name, adapter, prompt, context)
 
 
 def graph_of(run: Run, runtime: str, adapter: str | None = None) -> Path:
     """The graph that ONNX Runtime runs under the name `runtime`, with that adapter on."""
-    return checkpoint_of(run, graph_runtime(runtime)[1]) / graph_names(adapter)[1]
+    return checkpoint_of(run, RUNTIMES[runtime].precision) / graph_names(adapter)[1]
 
 
 def engine_logits(session: EngineSession, prompt: int | None = None, context: int | None = None) -> SessionForward:
@@ -86,7 +87,7 @@ def engine_logits(session: EngineSession, prompt: int | None = None, context: in
     """
     if context is not None:
         rows_that_fit(session, context)
-    forward = whole_windows(session) if prompt is None else served(session_start(session), prompt)
+    forward = all_positions(session) if prompt is None else served(session_start(session), prompt)
 
     def within(ids: npt.NDArray[np.int64]) -> Logits:
         if session.most_positions is not None and ids.shape[1] > session.most_positions:
@@ -127,7 +128,7 @@ def _no_room(error: DeviceMemoryError) -> SessionError:
     return SessionError(f"{error.facts}; give a smaller --context, or end what else runs on this GPU")
 
 
-def whole_windows(session: EngineSession) -> SessionForward:
+def all_positions(session: EngineSession) -> SessionForward:
     """Logits of all positions of windows, float32 [windows, context, vocabulary]."""
 
     def forward(ids: npt.NDArray[np.int64]) -> Logits:

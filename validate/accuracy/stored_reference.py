@@ -56,6 +56,7 @@ class StoredReference:
         assert not baselines.all, "what is compared with is stored"
         table = np.asarray(logits)
         context, vocabulary = table.shape[1:]
+        batch = batch.of_last(context)
         size, flat = max(1, BLOCK_BYTES // (4 * vocabulary)), table.reshape(-1, vocabulary)
         nll = [np.zeros(0, np.float32)]
         rows, targets = _rows(batch.scored, context), batch.ids[batch.scored]

@@ -80,8 +80,8 @@ def positions_to_keep(evaluation: "Evaluation") -> npt.NDArray[np.bool_]:
     mask = np.zeros_like(scored)
     for window in np.unique(np.linspace(0, len(scored) - 1, count).astype(np.int64)):
         positions = np.flatnonzero(scored[window])
-        whole_windows = evaluation.protocol.prompt is None
-        mask[window, positions[-MOST_OF_WINDOW:] if whole_windows else positions[:MOST_OF_WINDOW]] = True
+        in_one_call = evaluation.protocol.prompt is None
+        mask[window, positions[-MOST_OF_WINDOW:] if in_one_call else positions[:MOST_OF_WINDOW]] = True
     return mask
 
 

@@ -18,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.measure.queries import attention_of, attention_replaced
-from ...calibrate.model.products import attention_modules
+from ...calibrate.model.caches import new_cache
+from ...calibrate.model.gemms import attention_modules
 from .criteria import ONE_HOT_NATS
 
 #: The suffix of the names of normalization classes.
@@ -77,8 +78,9 @@ class Watcher:
     @contextmanager
     def watching(self, ids: torch.Tensor) -> Iterator[DynamicCache]:
         """Watch the model in the block on `ids` int64 [windows, seq]; yields the cache to run it with."""
-        cache = DynamicCache()
-        cache.layers = [ObservedLayer(self._cache(name)) for _, name in sorted(self.attention.items())]
+        cache = new_cache(
+            self.model, {number: ObservedLayer(self._cache(name)) for number, name in self.attention.items()}
+        )
         self.seen.ids.append(ids.cpu())
         with ExitStack() as stack:
             for name, module in self.norms.items():

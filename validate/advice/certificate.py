@@ -130,12 +130,12 @@ def batch_texts(corpus: Corpus) -> list[tuple[str, int, tuple[int, int]]]:
     """Of each batch of the corpus: its text, its index there, and its first and last window there. A text that is a
     mixture says which of its sources the windows are of.
     """
-    found = []
+    texts = []
     for text, batch in corpus.numbered():
         first = batch * text.batch_size
         last = min(first + text.batch_size, text.windows) - 1
-        found.append((_named(text, first, last), batch, (first, last)))
-    return found
+        texts.append((_named(text, first, last), batch, (first, last)))
+    return texts
 
 
 def _named(text: Corpus, first: int, last: int) -> str:
@@ -158,10 +158,10 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
     by_amax = {name: scale for name, scale in chosen.items() if _by_batch_amax(scale.method)}
     if why := _untold(chosen, by_amax, batches):
         return Certificate("unknown", f"Cannot be told: {why}.", windows, batches)
-    found = _records(statistics, by_amax)
-    octaves = np.array([float("inf") if each.octaves is None else each.octaves for each in found])
-    harmful, large = (_rate(statistics, found, octaves, batches, beyond) for beyond in (HARMLESS, LARGE))
-    seen = [records(statistics.tensors[each.tensor].amax_batches) for each in found]
+    tensor_records = _records(statistics, by_amax)
+    octaves = np.array([float("inf") if record.octaves is None else record.octaves for record in tensor_records])
+    harmful, large = (_rate(statistics, tensor_records, octaves, batches, beyond) for beyond in (HARMLESS, LARGE))
+    seen = [records(statistics.tensors[record.tensor].amax_batches) for record in tensor_records]
     drift = sum(one for one, _ in seen) / sum(expected for _, expected in seen)
     corpus = statistics.record.corpus
     exceeds, median = next_exceeds(octaves, batches, 0.0), _finite(float(np.median(octaves)))
@@ -172,7 +172,7 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
         sentence=_sentence(verdict, (exceeds, harmful, drift), median, more, corpus.batch_size),
         windows=windows,
         batches=batches,
-        tensors=len(found),
+        tensors=len(tensor_records),
         exceeded=int((octaves > 0).sum()),
         exceeds=exceeds,
         harmful=harmful,
@@ -180,8 +180,10 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
         median_octaves=median,
         drift=drift,
         more_windows=more,
-        texts=_set_by(corpus, found),
-        records=tuple(sorted(found, key=lambda each: -(float("inf") if each.octaves is None else each.octaves))),
+        texts=_set_by(corpus, tensor_records),
+        records=tuple(
+            sorted(tensor_records, key=lambda record: -(float("inf") if record.octaves is None else record.octaves))
+        ),
     )
 
 
@@ -204,29 +206,33 @@ def _untold(chosen: Mapping[str, TensorScale], by_amax: Mapping[str, TensorScale
 
 def _records(statistics: Statistics, scales: Mapping[str, TensorScale]) -> list[Record]:
     places = batch_texts(statistics.record.corpus)
-    found = []
+    tensor_records = []
     for name, scale in scales.items():
         amax_batches = statistics.tensors[name].amax_batches
         amax = float(np.nanmax(amax_batches))
         text, batch, windows = places[int(np.nanargmax(amax_batches))]
         room = log2(scale.scale * scale.grid.max / amax)
-        found.append(Record(name, amax, _finite(octaves_beyond(amax_batches)), room, text, batch, windows))
-    return found
+        tensor_records.append(Record(name, amax, _finite(octaves_beyond(amax_batches)), room, text, batch, windows))
+    return tensor_records
 
 
 def _rate(
-    statistics: Statistics, found: Sequence[Record], octaves: npt.NDArray[np.float64], batches: int, beyond: float
+    statistics: Statistics,
+    tensor_records: Sequence[Record],
+    octaves: npt.NDArray[np.float64],
+    batches: int,
+    beyond: float,
 ) -> float:
     """The mean over tensors of the probability that the next batch exceeds the clip by more than `beyond` octaves: of a
     clip that batches exceeded already, the share of those that did.
     """
     rates = []
-    for each in found:
-        if (past := each.room_octaves + beyond) >= 0:
+    for record in tensor_records:
+        if (past := record.room_octaves + beyond) >= 0:
             rates.append(next_exceeds(octaves, batches, past))
         else:
-            amax = measured(statistics.tensors[each.tensor].amax_batches)
-            rates.append(float((amax > each.amax * 2**past).mean()))
+            amax = measured(statistics.tensors[record.tensor].amax_batches)
+            rates.append(float((amax > record.amax * 2**past).mean()))
     return float(np.mean(rates))
 
 
@@ -260,13 +266,13 @@ def _sentence(
     return f"{begin}: {what}{settle}."
 
 
-def _set_by(corpus: Corpus, found: Sequence[Record]) -> tuple[SetBy, ...]:
+def _set_by(corpus: Corpus, tensor_records: Sequence[Record]) -> tuple[SetBy, ...]:
     """Each text, or the several of a batch, that set an amax or gave windows."""
     windows: Counter[str] = Counter()
     for text in corpus.parts:
         for source in text.sources if text.sources and len(text.sources) > 1 else [text]:
             windows[source.name] += source.windows
-    tensors = Counter(each.text for each in found)
+    tensors = Counter(record.text for record in tensor_records)
     names = dict.fromkeys([*windows, *tensors])
     return tuple(SetBy(name, windows[name], tensors[name]) for name in names)
 
@@ -275,7 +281,7 @@ def _finite(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
-def record_table(found: Certificate) -> Table[Record]:
+def record_table(shown: Certificate) -> Table[Record]:
     """The tensors whose amax leapt farthest beyond all other batches, and what set it."""
     columns = (
         text_column("tensor"),
@@ -286,15 +292,15 @@ def record_table(found: Certificate) -> Table[Record]:
             "set by", lambda row: f"{row.text}, windows {row.windows[0]:,} to {row.windows[1]:,}", numeric=False
         ),
     )
-    title = f"What set the amax (the first {LISTED} of {found.tensors})"
-    return Table(title, found.records[:LISTED], columns, found.sentence)
+    title = f"What set the amax (the first {LISTED} of {shown.tensors})"
+    return Table(title, shown.records[:LISTED], columns, shown.sentence)
 
 
-def text_table(found: Certificate) -> Table[SetBy]:
+def text_table(shown: Certificate) -> Table[SetBy]:
     """The texts, and of how many tensors each set the amax."""
     columns = (
         text_column("text"),
         Column[Any]("windows", lambda row: row.windows or None, count),
         number_column("tensors whose amax it set", count, "tensors"),
     )
-    return Table("Which text set the amax", found.texts if len(found.texts) > 1 else (), columns, found.sentence)
+    return Table("Which text set the amax", shown.texts if len(shown.texts) > 1 else (), columns, shown.sentence)

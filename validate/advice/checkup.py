@@ -184,7 +184,7 @@ class Remedies:
             return self.scales(*_repeated("--form", (*self.forms, f"{pattern}=two")))
         return self.scales(*_repeated("--two-terms", (*self.two_terms, pattern)))
 
-    def wide(self, tensor: str) -> str:
+    def in_bf16(self, tensor: str) -> str:
         """Keep a tensor in BF16: a module by --skip; keys and values with their layer by --kv-skip, or by the option of
         the cache where no other layer is in codes.
         """
@@ -201,7 +201,7 @@ class Remedies:
         A cache has no two terms.
         """
         exact = scale is not None and scale.grid.by_value
-        return self.wide(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
+        return self.in_bf16(tensor) if exact or tensor.endswith((".k", ".v")) else self.two(tensor)
 
     def again(self) -> str:
         """Choose all scales again by the same options, where the files differ from that choice."""
@@ -218,7 +218,7 @@ class Remedies:
         """Let `fp8q tune` find the change."""
         return f"`{tune_command(quote(self.run), '--max-ppl-increase 0.5%', self.graph)}`"
 
-    def wide_graph(self) -> str:
+    def bf16_graph(self) -> str:
         """Export the graphs in BF16 instead of FP16."""
         return self._command("export", quote(self.run), "--dtype", "bf16")
 

@@ -97,11 +97,11 @@ CACHE_TOKENS = Criterion(
 #: ‖y_fp8 - y‖ / ‖y‖ for the same input, biases left out. Rounding to E4M3 errs by at most 1/17 and by 2.6 % rms, so two
 #: factors err by 3.7 % where terms do not cancel, which is what healthy models have; the limits are twice and four
 #: times that.
-PRODUCT_ERRORS = Criterion(
+GEMM_ERRORS = Criterion(
     "product_errors", "relative error of the product by itself", Limit(0.075, 0.15), "no product runs in FP8"
 )
-#: Products err by 3.7 % each, and the residual sum averages them: healthy models end below 6 %, the one of them whose
-#: heads have a size of 8 at 12 % (docs/doctor.md). 15 % is as much as 16 products' errors without that; an error of a
+#: GEMMs err by 3.7 % each, and the residual sum averages them: healthy models end below 6 %, the one of them whose
+#: heads have a size of 8 at 12 % (docs/doctor.md). 15 % is as much as 16 GEMMs' errors without that; an error of a
 #: quarter is a cosine of 0.97.
 HIDDEN_STATES = Criterion(
     "hidden_states", "relative error of the layer's hidden states, the median token's", Limit(0.15, 0.25),
@@ -112,7 +112,7 @@ HIDDEN_STATES = Criterion(
 LOOPS = Criterion("loops", "prompts after which FP8 alone loops", Limit(0.0), "the model has too few positions")
 CHANCE = 0.05
 #: The checks that need the model.
-OF_THE_MODEL = (NORM_INPUTS, ATTENTION_LOGITS, CACHE_TOKENS, PRODUCT_ERRORS, HIDDEN_STATES, LOOPS)
+OF_THE_MODEL = (NORM_INPUTS, ATTENTION_LOGITS, CACHE_TOKENS, GEMM_ERRORS, HIDDEN_STATES, LOOPS)
 
 # Of a training log (`training_checks`).
 

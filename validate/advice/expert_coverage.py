@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ...calibrate.measure.coverage import coverage
-from ...calibrate.measure.statistics import Statistics
+from ...calibrate.measure.statistics import Statistics, coverage
 from ...core.columns import Column, Table, count, text_column
 from ...quantize.scales.decisions import Scales
 from ...quantize.scales.expert_scales import BORROWED
@@ -37,9 +36,7 @@ def expert_rows(statistics: Statistics, scales: Scales) -> list[ExpertRow]:
         ExpertRow(
             layer.experts,
             layer.tokens,
-            tuple(
-                number for number, product in enumerate(layer.products) if methods.get(product, "").startswith(BORROWED)
-            ),
+            tuple(number for number, gemm in enumerate(layer.gemms) if methods.get(gemm, "").startswith(BORROWED)),
         )
         for layer in coverage(statistics)
     ]

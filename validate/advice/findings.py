@@ -21,9 +21,9 @@ from ...quantize.scales.decisions import Scales, TensorScale, group_of, tensor_s
 from . import criteria
 from .criteria import Criterion
 
-#: The text for `{wide}` in a remedy, by the last part of the tensor's name: --skip matches modules, and a cache
+#: The text for `{in_bf16}` in a remedy, by the last part of the tensor's name: --skip matches modules, and a cache
 #: tensor is none.
-WIDE = {
+IN_BF16 = {
     "input": "keep it in BF16 with --skip",
     "k": "keep its layer's cache in BF16 with --kv-skip, or all keys with --kv-cache v",
     "v": "keep its layer's cache in BF16 with --kv-skip, or all with --kv-cache off",
@@ -116,7 +116,7 @@ def late_growth(amax_batches: npt.NDArray[np.float32]) -> float:
 
 def _rounds_to_zero(scale: TensorScale) -> str:
     beyond = scale.clip > 2 * scale.amax  # by more than rounding to a power of two
-    return "a smaller --margin" if beyond else "a few huge values set its scale: {wide}"
+    return "a smaller --margin" if beyond else "a few huge values set its scale: {in_bf16}"
 
 
 #: Check -> its value for a tensor, and its remedy.
@@ -128,11 +128,11 @@ CHECKS: dict[Criterion, tuple[Callable[[TensorStatistics, TensorScale], float], 
     criteria.UNDERFLOW: (lambda tensor, scale: scale.underflow, _rounds_to_zero),
     criteria.DB_LOST: (
         lambda tensor, scale: criteria.db_below_best(scale.sqnr_db, scale.sqnr_best_db),
-        lambda scale: "--method mse finds the best scale there is",
+        lambda scale: "two codes lose nothing of it: --form 'MODULE=two'",
     ),
     criteria.OUTLIER_CHANNELS: (
         lambda tensor, scale: outlier_channels(tensor.amax_channels)[1],
-        lambda scale: "harmless while little underflows; else {wide}",
+        lambda scale: "harmless while little underflows; else {in_bf16}",
     ),
     criteria.AMAX_GROWTH: (
         lambda tensor, scale: late_growth(tensor.amax_batches),
@@ -153,13 +153,13 @@ def findings(
     """
     outliers = []
     for name, scale in (chosen_scales(scales, statistics.record.groups) | dict(prospective)).items():
-        wide, prefix = WIDE[name.rpartition(".")[2]], BEFORE_FP8 if name in prospective else ""
+        in_bf16, prefix = IN_BF16[name.rpartition(".")[2]], BEFORE_FP8 if name in prospective else ""
         if name not in statistics.tensors:
             raise unmeasured(name)
         for criterion, (value_of, remedy_of) in CHECKS.items():
             value, limit = value_of(statistics.tensors[name], scale), criterion.limit.watch
             if value > limit:
-                remedy = prefix + remedy_of(scale).format(wide=wide)
+                remedy = prefix + remedy_of(scale).format(in_bf16=in_bf16)
                 outliers.append(Outlier(name, criterion.what, value, value / limit, remedy))
     return sorted(outliers, key=lambda outlier: -outlier.severity)
 

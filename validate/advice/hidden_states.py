@@ -17,7 +17,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.decoder import Layers
-from ...calibrate.model.products import output_channel_axis
+from ...calibrate.model.gemms import output_channel_axis
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.reference.linear import FP8Linear
 
@@ -49,7 +49,7 @@ class Divergences:
 
     errors: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     cosines: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    products: dict[str, Sums] = field(default_factory=dict)
+    gemms: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, layer: int, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare hidden states [windows, seq, width] of one layer."""
@@ -88,7 +88,7 @@ class ModelPair:
         with torch.inference_mode():
             with self._hidden(self.model) as expected, watching as cache:
                 self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-            with self._hidden(self.reference.model) as actual, self._products():
+            with self._hidden(self.reference.model) as actual, self._comparing_gemms():
                 self.reference.model.base_model(
                     input_ids=ids, past_key_values=self.reference.new_cache(), use_cache=True
                 )
@@ -112,15 +112,15 @@ class ModelPair:
             yield outputs
 
     @contextmanager
-    def _products(self) -> Iterator[None]:
+    def _comparing_gemms(self) -> Iterator[None]:
         """Compare each FP8 GEMM in the block with the float model's GEMM of the same input."""
 
         def compare(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
-            product, sums = self.model.get_submodule(name), self.divergences.products.setdefault(name, Sums())
+            linear, sums = self.model.get_submodule(name), self.divergences.gemms.setdefault(name, Sums())
 
             def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
                 assert isinstance(module, FP8Linear)
-                sums.add(fp8_product(module, inputs[0]), float_product(product, inputs[0]))
+                sums.add(fp8_gemm(module, inputs[0]), float_gemm(linear, inputs[0]))
 
             return hook
 
@@ -131,14 +131,14 @@ class ModelPair:
             yield
 
 
-def fp8_product(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
+def fp8_gemm(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
     """Compute the GEMM of `layer` and `x` [..., in] without its bias, float32 [..., out]."""
     y: torch.Tensor = layer.forward(x.float())  # FP32 in, FP32 out: a large bias rounds nothing away
     return y if layer.bias is None else y - layer.bias
 
 
-def float_product(product: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def float_gemm(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Multiply `x` [..., in] by the weight of a linear layer (or a Conv1D), without bias: [..., out] in x's type."""
-    weight = product.weight
+    weight = linear.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-    return nn.functional.linear(x, weight.movedim(output_channel_axis(product), 0))
+    return nn.functional.linear(x, weight.movedim(output_channel_axis(linear), 0))

@@ -34,7 +34,7 @@ def norm_inputs(seen: "LargestValues", fp16: bool, remedies: Remedies) -> list[C
     def remedy(name: str, value: float) -> str:
         if not value <= criteria.SQUARE_OVERFLOWS:
             return "the float model itself overflows here; check its weights"
-        return f"serve it in BF16, not in FP16: {remedies.wide_graph()}"
+        return f"serve it in BF16, not in FP16: {remedies.bf16_graph()}"
 
     criterion = replace(criteria.NORM_INPUTS, limit=criteria.NORM_INPUTS_FP16) if fp16 else criteria.NORM_INPUTS
     return graded(criterion, values, said, remedy)
@@ -51,7 +51,7 @@ def attention_logits(seen: "LargestValues", cached: Collection[str], remedies: R
         return f"{magnitude(value)} ({leads}: {share(rows[0] / max(rows[1], 1))} of the rows)"
 
     def remedy(name: str, value: float) -> str:
-        return remedies.wide(f"{name}.k") if f"{name}.k" in cached else remedies.two(f"{name}.*")
+        return remedies.in_bf16(f"{name}.k") if f"{name}.k" in cached else remedies.two(f"{name}.*")
 
     return graded(criteria.ATTENTION_LOGITS, values, said, remedy)
 
@@ -73,7 +73,7 @@ def cache_tokens(
         [(tensor, token.ratio) for tensor, token in outliers.items()],
         magnitude,
         lambda tensor, value: (
-            remedies.wide(tensor) if tensor in cached else f"leave it in BF16: {remedies.wide(tensor)}"
+            remedies.in_bf16(tensor) if tensor in cached else f"leave it in BF16: {remedies.in_bf16(tensor)}"
         ),
     )
     return [
@@ -89,11 +89,11 @@ def cache_tokens(
     ]
 
 
-def product_errors(divergences: "Divergences", inputs: Mapping[str, TensorScale], remedies: Remedies) -> list[Check]:
+def gemm_errors(divergences: "Divergences", inputs: Mapping[str, TensorScale], remedies: Remedies) -> list[Check]:
     """Check the error that each GEMM makes by itself."""
-    values = [(name, divergences.products[name].relative) for name in divergences.products]
+    values = [(name, divergences.gemms[name].relative) for name in divergences.gemms]
     return graded(
-        criteria.PRODUCT_ERRORS,
+        criteria.GEMM_ERRORS,
         values,
         share,
         lambda name, value: remedies.better(name, inputs[name]),
@@ -139,7 +139,7 @@ def _further(layer: int, error: float, worst: float) -> str:
 def _tensor_errors(divergences: "Divergences", tensors: Sequence[ScaledTensor]) -> dict[str, float]:
     """Return the error that each GEMM, and each tensor of the cache, makes by itself."""
     cache = {tensor.name: relative_error(tensor) for tensor in tensors if tensor.name.endswith((".k", ".v"))}
-    return {name: sums.relative for name, sums in divergences.products.items()} | cache
+    return {name: sums.relative for name, sums in divergences.gemms.items()} | cache
 
 
 def loops(counts: "Loops | None", remedies: Remedies) -> Check:

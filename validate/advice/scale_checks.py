@@ -185,7 +185,7 @@ def _inverse(tensors: Sequence[ScaledTensor], scales: Scales, remedies: Remedies
         criteria.INVERSE_SCALE,
         values,
         lambda scale: f"{1 / scale:.3g}",
-        lambda name, scale: f"its values reach {magnitude(scale * E4M3.max)}; {remedies.wide(name)}",
+        lambda name, scale: f"its values reach {magnitude(scale * E4M3.max)}; {remedies.in_bf16(name)}",
     )
     return [check.model_copy(update={"value": check.value and 1 / check.value, "by_depth": []}) for check in checks]
 

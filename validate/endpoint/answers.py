@@ -66,13 +66,13 @@ def joined_answers(parts: Sequence[LikelyTokens]) -> LikelyTokens:
     """All rows of `parts`, in order."""
     width = max(part.tokens.shape[1] for part in parts)
 
-    def wide(table: npt.NDArray[np.generic], fill: float) -> npt.NDArray[np.generic]:
+    def padded(table: npt.NDArray[np.generic], fill: float) -> npt.NDArray[np.generic]:
         return np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=fill)
 
     return LikelyTokens(
         np.concatenate([part.rows for part in parts]),
-        np.concatenate([wide(part.tokens, NO_TOKEN) for part in parts]).astype(np.int64),
-        np.concatenate([wide(part.logprobs, np.nan) for part in parts]).astype(np.float64),
+        np.concatenate([padded(part.tokens, NO_TOKEN) for part in parts]).astype(np.int64),
+        np.concatenate([padded(part.logprobs, np.nan) for part in parts]).astype(np.float64),
         np.concatenate([part.nll for part in parts]),
         sum(part.sent for part in parts),
         sum(part.counted for part in parts),

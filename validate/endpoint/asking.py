@@ -88,12 +88,15 @@ def _named(model: ListedModel | TritonModel) -> tuple[str, int | None]:
     return (model.name, None) if isinstance(model, TritonModel) else (model.id, model.max_model_len)
 
 
-def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int | None, report: Reporter) -> Asked:
+def ask_all(
+    server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int | None, report: Reporter, losses: bool = False
+) -> Asked:
     """Ask for all `prompts` in the first form that the server answers; `folder` keeps the answers.
 
     A prompt of a run with a `tail` of one position is not asked for whole: its last position alone has second terms.
+    `losses`: only in forms that give the loss of every token of the text.
     """
-    form, number, first = answered_form(server, prompts[0], tail)
+    form, number, first = answered_form(server, prompts[0], tail, losses)
     first_file = folder / f"{prompts[0].window}.npz"
     if first_file.exists() and not same_answers(load_answers(first_file), first):
         report.note(f"{server.client.url}: another model answers than before; all prompts are asked again")
@@ -123,15 +126,17 @@ def ask_all(server: Endpoint, prompts: Sequence[Prompt], folder: Path, tail: int
     return Asked(answers, form.name)
 
 
-def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Question, int, LikelyTokens]:
+def answered_form(
+    server: Endpoint, prompt: Prompt, tail: int | None, losses: bool = False
+) -> tuple[Question, int, LikelyTokens]:
     """The first form that the server answers, its number of log-probabilities, and the answer to `prompt`.
 
-    Raises InputError where it answers none, with its own words.
+    Raises InputError where it answers none, with its own words; `losses`: none that gives every token's loss.
     """
     reasons, fault = list[str](), None
     with translated(server.client):
         for form in TRITON if server.triton else FORMS:
-            if form.all_positions and tail == 1:
+            if (form.all_positions and tail == 1) or (losses and not form.all_positions):
                 continue
             for number in form.numbers:
                 try:
@@ -144,6 +149,13 @@ def answered_form(server: Endpoint, prompt: Prompt, tail: int | None) -> tuple[Q
                     fault = error
         if fault is not None:
             raise fault
+    if losses:
+        said = "; ".join(dict.fromkeys(reasons))[:600] or "Triton's generate"
+        raise InputError(
+            server.client.url,
+            f"gives no log-probabilities of a prompt's tokens ({said}), and perplexity needs them",
+            "vLLM, SGLang and `fp8q serve` give them; or compare it with a run",
+        )
     raise InputError(
         server.client.url,
         f"answers no completion of {server.model} ({'; '.join(dict.fromkeys(reasons))[:600]})",

@@ -1,6 +1,7 @@
 """Run a checkpoint through transformers in the place of a server: the same prompts, as many likeliest tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The remedy for a checkpoint that cannot be loaded.
 AGAIN = "copy or download it again, or name another directory"
+#: How the names of weights' scales end. transformers only warns of those that it does not read (ModelOpt's, Conv1D's).
+WEIGHT_SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")
 
 
 def run_checkpoint(
@@ -41,7 +44,7 @@ def run_checkpoint(
     with torch.inference_mode(), report.track(f"Running {directory}", len(prompts), "windows") as advance:
         for prompt in prompts:
             ids = torch.tensor([prompt.ids], device=device)
-            with foreign(lambda error: BackendError(directory, f"failed on a window ({_told(error)})")):
+            with foreign(lambda error: BackendError(directory, f"failed on a window ({_error_text(error)})")):
                 logits = model(input_ids=ids, use_cache=False).logits[0, prompt.positions - 1].float()
             top = top_of(logits)
             try:
@@ -66,36 +69,68 @@ def loaded_checkpoint(
     `subject`: what stands before the directory in errors. Raises BackendError where a library that its quantization
     needs is missing.
     """
-    import torch
     from transformers import AutoModelForCausalLM
+
+    return complete_model(directory, subject, lambda: AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
+    ))  # fmt: skip
+
+
+@contextmanager
+def loading_by_transformers(directory: Path, subject: str) -> Iterator[None]:
+    """Silence transformers in this block, and turn its exceptions into an InputError or BackendError that names the
+    checkpoint in `directory`, with `subject` before it.
+    """
 
     def fault(error: BaseException) -> Fp8qError:
         if isinstance(error, ImportError):  # of a quantizer that its config.json names
-            return BackendError(f"{subject}{directory}", f"needs what is not installed here ({_told(error)})")
-        return InputError(f"{subject}{directory}", f"transformers cannot load it ({_told(error)})", AGAIN)
+            return BackendError(f"{subject}{directory}", f"needs what is not installed here ({_error_text(error)})")
+        return InputError(f"{subject}{directory}", f"transformers cannot load it ({_error_text(error)})", AGAIN)
 
     with quiet_transformers(), muted(), foreign(fault):
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
-    loaded, report = result
+        yield
+
+
+def complete_model(
+    directory: Path, subject: str, load: Callable[[], Any], wanted: Callable[[str], bool] = lambda name: True
+) -> "torch.nn.Module":
+    """Return the model of `load`, a `from_pretrained` of transformers with its loading info, in evaluation mode.
+
+    Raises InputError where it lacks weights, or where scales among the `wanted` names of tensors were not read.
+    """
+    import torch
+
+    with loading_by_transformers(directory, subject):
+        loaded, report = load()
     if missing := sorted(report["missing_keys"]):
         more = f", nor {len(missing) - 1:,} more tensors" if len(missing) > 1 else ""
         raise InputError(
             f"{subject}{directory}", f"has no {missing[0]}{more}, and would run with random weights", AGAIN
         )
+    if unread := sorted(name for name in report["unexpected_keys"] if name.endswith(WEIGHT_SCALES) and wanted(name)):
+        raise InputError(
+            f"{subject}{directory}",
+            f"transformers does not know this quantization: it reads no {unread[0]}, nor {len(unread) - 1:,} more "
+            "scales, and takes the codes of weights for their values",
+            "serve it with a server that does, or export it in compressed-tensors' form",
+        )
     assert isinstance(loaded, torch.nn.Module), "a model of transformers is a module"
     return loaded.eval()
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error_text(error)}"
+
+
+def check_candidate(directory: Path) -> None:
+    """Raise InputError where `directory` is none."""
+    if not directory.is_dir():
+        raise InputError(f"--model {directory}", "there is no such directory", "give that of a checkpoint")
 
 
 def check_tokens(directory: Path, run_model: Path, prompts: Sequence[Prompt]) -> None:
     """Raise InputError where the checkpoint's tokenizer reads the prompts' tokens as another text than the run's."""
-    if not directory.is_dir():
-        raise InputError(f"--model {directory}", "there is no such directory", "give that of a checkpoint")
+    check_candidate(directory)
     try:
         theirs, ours = (Vocabulary.read(path) for path in (directory, run_model))
     except ModelFileError as error:

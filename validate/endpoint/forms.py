@@ -48,7 +48,8 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 class Endpoint:
     """A model of a server, with the run's `vocabulary` and likeliest tokens, by which its answers are read.
 
-    `triton`: it is asked through Triton's `generate`, not through OpenAI's API.
+    `triton`: it is asked through Triton's `generate`, not through OpenAI's API. `owner`: how messages call the model
+    that it is compared with.
     """
 
     client: Client
@@ -56,6 +57,7 @@ class Endpoint:
     tops: TopTokens
     vocabulary: Vocabulary
     triton: bool = False
+    owner: str = "the run"
     _texts: dict[int, str] = field(default_factory=dict)
 
     def text(self, token: int) -> str:
@@ -105,7 +107,7 @@ class Endpoint:
             if isinstance(number, int) and number >= self.tops.vocabulary:
                 raise InputError(
                     self.client.url,
-                    f"gives a log-probability of token {number} ({of}), and the run's model has "
+                    f"gives a log-probability of token {number} ({of}), and {self.owner}'s model has "
                     f"{self.tops.vocabulary:,} tokens",
                     "it is another model, or has another tokenizer",
                 )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...options import FLOAT, NOT_SERVED, ONE_TERM_ALONE, graph_runtime
+from ...options import ONE_TERM_ALONE, RUNTIMES
 from ..accuracy.bootstrap import Bootstrap, MeanInterval
 from ..accuracy.document import Estimate
 from ..accuracy.top_divergence import Values
@@ -30,15 +30,18 @@ from .document import BF16, VALIDATED, Noticed, RuntimeDistance, Verdict
 #: Limits of the share of an error (`HALF`: with one validated runtime), and of distances, as factors.
 NONE, SHARE, HALF = 0.1, 0.25, 0.5
 FURTHER, FAR = 2.0, 10.0
+#: Times the KL from the nearest validated runtime that the KL from one code must be, for two codes to be computed.
+TWO_CODES = 5.0
 #: The factor that the distance must fall to without a BOS, for the BOS to be the reason.
 CLEARLY = 0.25
 #: Stands among the arithmetics where these positions do not exclude another model.
 ANOTHER = "another model"
+#: The runtime whose FP8 cache is written by 1.0 in place of the run's scales (`unit_cache`).
+UNIT_CACHE = "cache-by-1"
 #: The names of the arithmetics of runtimes that do not serve the run.
 ARITHMETICS = {
-    **dict.fromkeys(FLOAT, BF16),
-    ONE_TERM_ALONE: "one term where two were validated",
-    **{name: graph_runtime(name)[1].upper() for name in NOT_SERVED - FLOAT - {ONE_TERM_ALONE}},
+    UNIT_CACHE: "an FP8 cache written by 1.0, so that its cache scales look unused",
+    **{name: runtime.arithmetic for name, runtime in RUNTIMES.items() if runtime.arithmetic},
 }
 #: The least KL and loss, in nats: the run's log-probabilities are of single precision.
 SINGLE = 1e-6
@@ -207,6 +210,14 @@ class Field:
         to, of = (self.to[name].compared(self.by_kl) for name in (other, runtime))
         return self.bootstrap.interval(to - of).low > 0
 
+    def excludes_one_code(self, runtime: str) -> bool:
+        """Tell whether the KL from one code is clearly, in its whole interval, `TWO_CODES` times that from `runtime`: a
+        server of one code is nearer to one code than to `runtime`.
+        """
+        if ONE_TERM_ALONE not in self.to or not self.by_kl:
+            return False
+        return self.bootstrap.interval(self.to[ONE_TERM_ALONE].kl - TWO_CODES * self.to[runtime].kl).low > 0
+
     def share(self, other: str) -> MeanInterval | None:
         """The share that the answers have of the error of `other`, a runtime of another arithmetic; None where it has
         no error beyond rounding.
@@ -273,6 +284,7 @@ def _fits(field: Field) -> Fits:
     none, limit = (NONE, SHARE) if len(runtimes) > 1 else (SHARE, HALF)
     validated, sure, unclear = near, list[str](), list[str]()
     hidden = {*runtimes, "bf16"} if "fp32" in field.to else {*runtimes}
+    hidden |= {ONE_TERM_ALONE} if field.excludes_one_code(runtimes[0]) else set()
     for name in (runtime for runtime in field.order if runtime not in hidden):
         share, near = field.share(name), field.as_near_as(name)
         if near and share and share.low > SHARE:
@@ -314,6 +326,9 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
         return "undecided", said + remedy, kinds
     if kinds != [VALIDATED]:
         return "other-arithmetic", f"the model, but in {kinds[0]}: {where}", kinds
+    if field.excludes_one_code(first):
+        one = _distance_text(field.size(field.to[ONE_TERM_ALONE]), field.by_kl)
+        where += f", in two codes, as validated; not one, which is {one} away"
     return "validated", f"the validated model: {where}", kinds
 
 
@@ -357,7 +372,7 @@ def _row(
     kl, complete = np.isfinite(to_runtime.kl).any(), bool(known.all()) and len(known) > 0
     return RuntimeDistance(
         runtime=name,
-        validated=name not in NOT_SERVED,
+        validated=arithmetic_of(name) == VALIDATED,
         kl_nats=_estimate(bootstrap.interval(to_runtime.kl)) if kl else None,
         rest=float(np.nanmean(to_runtime.rest)) if kl else None,
         flips=_estimate(bootstrap.interval(to_runtime.flips)),
@@ -376,17 +391,22 @@ def _estimate(interval: MeanInterval) -> Estimate:
     return Estimate(**interval._asdict())
 
 
+def other_count(answers: LikelyTokens) -> str | None:
+    """State that the server counts other tokens of the prompts than were sent; None where it does not."""
+    if answers.counted in (0, answers.sent):
+        return None
+    return (
+        f"the server read {answers.counted:,} tokens where {answers.sent:,} were sent: it sets a BOS or a chat "
+        "template before a prompt, or leaves one out"
+    )
+
+
 def judge_prompt(judged: Judged, answers: LikelyTokens, without: Judged | None) -> Judged:
     """Judge whether the prompt, and not the model, is another one: by the tokens that the server counts, or since it is
     much nearer `without` the tokens that the text's windows begin with.
     """
-    reason = None
-    if answers.counted not in (0, answers.sent):
-        reason = (
-            f"the server read {answers.counted:,} tokens where {answers.sent:,} were sent: it sets a BOS or a chat "
-            "template before a prompt, or leaves one out"
-        )
-    elif without and _kl(without) < CLEARLY * _kl(judged):
+    reason = other_count(answers)
+    if reason is None and without and _kl(without) < CLEARLY * _kl(judged):
         reason = (
             f"the server sets a BOS itself: without the one that was sent it is {_kl(without):.3g} nats from "
             f"{without.runtimes[0].runtime}, with it {_kl(judged):.3g}"

@@ -38,16 +38,16 @@ NEARLY_ALL = 0.99
 
 
 @dataclass(frozen=True)
-class OwnReading:
+class ReferenceReading:
     """A `text` of the evaluation, and its token ids as the run's tokenizer reads it, BOS included."""
 
     text: str
     ids: tuple[int, ...]
 
 
-def own_readings(tops: TopTokens, vocabulary: Vocabulary) -> list[OwnReading]:
+def reference_readings(tops: TopTokens, vocabulary: Vocabulary) -> list[ReferenceReading]:
     """Return beginnings of windows that the run's tokenizer reads as the same tokens again: at most `TEXTS`."""
-    readings = list[OwnReading]()
+    readings = list[ReferenceReading]()
     for window in tops.ids[evenly(range(len(tops.ids)), 4 * TEXTS)]:
         for length in LENGTHS:
             begun = window[:length].tolist()
@@ -55,13 +55,13 @@ def own_readings(tops: TopTokens, vocabulary: Vocabulary) -> list[OwnReading]:
             ids = vocabulary.encode(text) if text.strip() else []
             text_ids = [token for token in begun if token != vocabulary.begin]
             if text_ids and ids[-len(text_ids) :] == text_ids:
-                readings.append(OwnReading(text, tuple(ids)))
+                readings.append(ReferenceReading(text, tuple(ids)))
                 break
     return readings[:TEXTS]
 
 
 def other_reading(
-    server: Endpoint, readings: Sequence[OwnReading], render: Callable[[str], str] | None, bound: float
+    server: Endpoint, readings: Sequence[ReferenceReading], render: Callable[[str], str] | None, bound: float
 ) -> str | None:
     """Tell in a sentence how the server reads texts or a chat otherwise than the run; None where it does not, or where
     it takes neither.
@@ -89,7 +89,7 @@ def bound_of(answers: LikelyTokens, nearest: TopLogits) -> float:
     return float(np.quantile(distance, NEARLY_ALL))
 
 
-def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
+def _other_texts(server: Endpoint, readings: Sequence[ReferenceReading], bound: float) -> str | None:
     answer = _posted(server, {"prompt": [reading.text for reading in readings]})
     choices = answer.in_order(len(readings))
     for reading, choice in zip(readings, choices, strict=True):
@@ -98,7 +98,7 @@ def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float)
     counted, expected = answer.counted, sum(len(reading.ids) for reading in readings)
     if counted not in (0, expected):
         return (
-            f"another tokenizer or BOS: it reads {len(readings)} texts as {counted:,} tokens, which the run's "
+            f"another tokenizer or BOS: it reads {len(readings)} texts as {counted:,} tokens, which {server.owner}'s "
             f"tokenizer reads as {expected:,}"
         )
     if all(choice.prompt_token_ids for choice in choices):
@@ -106,7 +106,7 @@ def _other_texts(server: Endpoint, readings: Sequence[OwnReading], bound: float)
     return _other_next(server, readings, bound)
 
 
-def _other_next(server: Endpoint, readings: Sequence[OwnReading], bound: float) -> str | None:
+def _other_next(server: Endpoint, readings: Sequence[ReferenceReading], bound: float) -> str | None:
     """Hold the next token's log-probabilities behind texts against those behind the run's ids of them."""
     sent: list[list[Any]] = [[reading.text for reading in readings], [list(reading.ids) for reading in readings]]
     try:
@@ -122,7 +122,7 @@ def _other_next(server: Endpoint, readings: Sequence[OwnReading], bound: float) 
         return None
     return (
         "another tokenizer or BOS: behind texts the next token's log-probability is "
-        f"{float(np.mean(distances)):.2g} nats from the one behind the run's tokens of them"
+        f"{float(np.mean(distances)):.2g} nats from the one behind {server.owner}'s tokens of them"
     )
 
 
@@ -150,8 +150,8 @@ def _other_chat(server: Endpoint, text: str, render: Callable[[str], str]) -> st
     if answer.counted in (0, len(expected)):
         return None
     return (
-        f"another chat template: it reads a chat as {answer.counted:,} tokens, which is {len(expected):,} by the run's "
-        "template"
+        f"another chat template: it reads a chat as {answer.counted:,} tokens, which is {len(expected):,} by "
+        f"{server.owner}'s template"
     )
 
 
@@ -167,4 +167,4 @@ def _difference(server: Endpoint, ids: Sequence[int], expected: Sequence[int], w
     """Tell where the server's `ids` part from the run's `expected`."""
     at = next((i for i, (one, other) in enumerate(zip(ids, expected)) if one != other), min(len(ids), len(expected)))
     texts = [repr(server.text(tokens[at])) if at < len(tokens) else "nothing" for tokens in (ids, expected)]
-    return f"it reads {what} with {texts[0]} as token {at + 1} of {len(ids)}, where the run has {texts[1]}"
+    return f"it reads {what} with {texts[0]} as token {at + 1} of {len(ids)}, where {server.owner} has {texts[1]}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, TypeAdapter, ValidationError
 
-from ...core.field_errors import plain_text
+from ...core.files import plain_text
 
 #: The bytes that every answer may have, and those for each log-probability in it: vLLM's entries, with the token's
 #: text and rank, have some 100, and a token's text may be 256 characters of six bytes in JSON.

@@ -99,7 +99,7 @@ def needle_rows(scores: NeedleScores) -> Iterator[NeedleRow]:
                 yield NeedleRow(runtime=runtime, length=length, by_depth=cells, all=summary)
 
 
-def found_of(cell: NeedleSummary) -> str:
+def hits_of(cell: NeedleSummary) -> str:
     """Write the needles that were found of those that were asked for: `3 of 4`."""
     return f"{cell.right:,} of {cell.needles:,}"
 
@@ -116,7 +116,7 @@ def needle_table(scores: NeedleScores | None) -> Table[Any]:
     rows = list(needle_rows(scores)) if scores else []
 
     def column_of(depth: float) -> Column[Any]:
-        return Column(f"at {depth:.0%}", lambda row: row.by_depth.get(depth), found_of)
+        return Column(f"at {depth:.0%}", lambda row: row.by_depth.get(depth), hits_of)
 
     columns = (
         number_column("tokens", count, "length"),

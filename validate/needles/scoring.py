@@ -5,8 +5,8 @@ answer's tokens before. So one call over prompt and answer scores both that and 
 nothing is generated. Logits are computed of the answer's positions alone: those of a whole long prompt would be
 gigabytes.
 
-A run with an FP8 cache is asked a second time with its cache in the compute type (`WIDE_CACHE`), which tells what the
-cache does and what the products do.
+A run with an FP8 cache is asked a second time with its cache in the compute type (`BF16_CACHE`), which tells what the
+cache does and what the GEMMs do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +15,20 @@ from contextlib import nullcontext
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.source import Source, load_model
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE, Accumulator
-from ...quantize.reference.adder import seconds_a_product
+from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
-from ..accuracy.adder_cost import products_a_token
+from ..accuracy.adder_cost import multiply_adds_per_token
 from ..accuracy.runtimes import open_reference
 from .document import BASELINE, Answered, NeedleAnswers
 from .prompts import Needle
 
 #: The reference of a run with an FP8 cache, over a cache in the compute type.
-WIDE_CACHE = "reference-bf16-cache"
+BF16_CACHE = "reference-bf16-cache"
 #: Answers a needle.
 Ask = Callable[[Needle], Answered]
 
@@ -37,18 +38,18 @@ def needle_runtimes(
 ) -> dict[str, Callable[[], Ask]]:
     """The runtimes that find needles, each as a function that loads it."""
 
-    def fp8(first_terms: bool = False, wide_cache: bool = False) -> Ask:
+    def fp8(first_terms: bool = False, bf16_cache: bool = False) -> Ask:
         loaded = open_reference(run, "fast", device)
         if first_terms:
             loaded.take_first_terms()
-        return ask_reference(loaded, wide_cache)
+        return ask_reference(loaded, bf16_cache)
 
     made: dict[str, Callable[[], Ask]] = {
         BASELINE: lambda: ask_model(load_model(source, torch.bfloat16, device)),
         "reference": fp8,
     }
     if fp8_cache:
-        made[WIDE_CACHE] = lambda: fp8(wide_cache=True)
+        made[BF16_CACHE] = lambda: fp8(bf16_cache=True)
     if two_terms:
         made[ONE_TERM_ALONE] = lambda: fp8(first_terms=True)
     return made
@@ -75,12 +76,12 @@ def ask_model(model: PreTrainedModel) -> Ask:
     return lambda needle: _answer(model, needle, None)
 
 
-def ask_reference(loaded: Reference, wide_cache: bool = False) -> Ask:
+def ask_reference(loaded: Reference, bf16_cache: bool = False) -> Ask:
     """Ask the FP8 model over its own cache, or one in its compute type; an answer has the form of decoded tokens."""
 
     def ask(needle: Needle) -> Answered:
         with loaded.answering(needle.answer - 1) if loaded.tail else nullcontext():
-            return _answer(loaded.model, needle, DynamicCache() if wide_cache else loaded.new_cache())
+            return _answer(loaded.model, needle, new_cache(loaded.model) if bf16_cache else loaded.new_cache())
 
     return ask
 
@@ -98,11 +99,11 @@ def _answer(model: PreTrainedModel, needle: Needle, cache: DynamicCache | None) 
 
 def sums_cost(run: Run, needles: Sequence[Needle], accumulator: Accumulator, device: str) -> str:
     """Tell the time that sums in `accumulator` take on this machine, without those of attention."""
-    tokens, products = sum(len(needle.ids) for needle in needles), products_a_token(run)
-    seconds = tokens * products * seconds_a_product(accumulator, device)
+    tokens, multiply_adds = sum(len(needle.ids) for needle in needles), multiply_adds_per_token(run)
+    seconds = tokens * multiply_adds * seconds_per_multiply_add(accumulator, device)
     return (
         f"--accumulator {accumulator}: {len(needles)} of the needles are asked with such sums too; {tokens:,} tokens "
-        f"of {products:,} products take about {seconds:,.1f} s here, and attention in FP8 takes its own time"
+        f"of {multiply_adds:,} products take about {seconds:,.1f} s here, and attention in FP8 takes its own time"
     )
 
 

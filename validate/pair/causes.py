@@ -62,6 +62,14 @@ def causes_of(facts: Facts) -> list[Cause]:
     return sorted(causes, key=lambda cause: cause.severity)
 
 
+def check_files(original: Path, candidate: Path, configs: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
+    """Read the files that rules read once all models have run; raises InputError for one that is damaged."""
+    for path, config in zip((original, candidate), configs, strict=True):
+        templates_in(path)
+        _ends(path, config)
+        mtp_prefixes(config, weight_headers(path, config))
+
+
 def _error(rule: str, subject: str, fault: str, remedy: str) -> Cause:
     return Cause(rule=rule, severity="error", subject=subject, fault=fault, remedy=remedy)
 
@@ -201,7 +209,8 @@ def end_tokens(facts: Facts) -> Iterator[Cause]:
 def _ends(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
     generation = read_json(path / GENERATION) if exists(path / GENERATION) else {}
     value = generation.get("eos_token_id", config.get("eos_token_id")) if isinstance(generation, dict) else None
-    return frozenset(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
+    values = value if isinstance(value, list) else [value]
+    return frozenset(token for token in values if isinstance(token, int))
 
 
 @cause_rule

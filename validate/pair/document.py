@@ -1,4 +1,4 @@
-"""`comparison.json`: what `fp8q compare ORIGINAL --model CANDIDATE` measured."""
+"""`comparison.json`: what `fp8q compare ORIGINAL` measured of `--model CANDIDATE` or `--url URL`."""
 
 from typing import Annotated, Literal
 
@@ -11,11 +11,14 @@ from ..accuracy.document import Estimate, Protocol, RuntimeAccuracy, Verdict
 #: The name of the candidate among the runtimes; the original's are `bf16` and `fp32`.
 CANDIDATE = "candidate"
 #: Who made a model of a checkpoint's files.
-LoadedBy = Literal["transformers", "fp8q"]
+LoadedBy = Literal["transformers", "fp8q", "its server"]
 
 
 class CheckpointIdentity(Strict):
-    """One side: its directory's name, the digest of its weights and config.json, and how it declares itself."""
+    """One side: its directory's name, the digest of its weights and config.json, and how it declares itself.
+
+    Of a server: the model's name and its address, and the digest of the answers.
+    """
 
     name: str
     sha256: str
@@ -31,7 +34,8 @@ class ModuleError(Strict):
 
     module: str
     error: float | None = Field(
-        description="|theirs - ours| / |ours|, root of the sums of squares; null: not finite, or another shape"
+        default=None,
+        description="|theirs - ours| / |ours|, root of the sums of squares; null: not finite, or another shape",
     )
     gain: float | None = Field(
         default=None, description="<theirs, ours> / |ours|²: 1 for the same outputs, 8 for outputs eight times as large"
@@ -43,7 +47,7 @@ class HiddenError(Strict):
     """The distance of a hidden state, each model run by itself: |theirs - ours| / |ours|. `layer` 0: the embedding."""
 
     layer: int
-    error: float | None = Field(description="null: not finite")
+    error: float | None = Field(default=None, description="null: not finite")
 
 
 class Cause(Strict):
@@ -68,6 +72,7 @@ class PairComparison(Strict):
 
     schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
     key: str = Field(description="SHA-256 of what the results depend on")
+    tokens_sha256: str = Field(default="", description="SHA-256 of tokens.npz, from which the verdict is told again")
     original: CheckpointIdentity
     candidate: CheckpointIdentity
     protocol: Protocol

@@ -1,6 +1,7 @@
 """Load both checkpoints of a comparison, and refuse pairs that are not of one model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +14,9 @@ from ...calibrate.checkpoint.weights import TensorHeader, find_weights, read_hea
 from ...calibrate.input.silence import muted
 from ...calibrate.input.untrusted import error_text, foreign, read_json
 from ...calibrate.model.architecture import read_config
-from ...calibrate.model.source import combined_digest, file_digests, load_model, open_source
+from ...calibrate.model.source import Source, combined_digest, file_digests, load_model, open_source
 from ...core.errors import BackendError, Fp8qError, InputError
-from ...core.files import sha256_file
+from ...core.files import Strict, sha256_file
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...quantize.reading.dequantized import recognize
@@ -124,18 +125,31 @@ def _weight_files(path: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
 def identify(path: Path, config: Mapping[str, Any], report: Reporter) -> CheckpointIdentity:
     """Identify the checkpoint in `path` by all files that a comparison reads: weights, config.json and companions."""
     files = [path / "config.json", *_weight_files(path, config)]
-    beside = {name: sha256_file(file) for name, file in companion_files(path).items()}
-    digest = combined_digest(file_digests(files, report) | beside)
+    companions = {name: sha256_file(file) for name, file in companion_files(path).items()}
+    digest = combined_digest(file_digests(files, report) | companions)
     return CheckpointIdentity(name=path.resolve().name, sha256=digest, quantization=quantization_of(path, config))
+
+
+class CandidateLoading(Strict):
+    """By whom a candidate was loaded, and what of its form is not computed, if anything."""
+
+    loaded_by: LoadedBy
+    note: str | None = None
 
 
 @dataclass(frozen=True)
 class LoadedCandidate:
-    """A candidate that was loaded, in evaluation mode: by whom, and what of its form is not computed, if anything."""
+    """A candidate that was loaded, in evaluation mode."""
 
     model: torch.nn.Module
-    loaded_by: LoadedBy
-    note: str | None = None
+    loading: CandidateLoading
+
+
+#: A candidate that transformers does not run.
+BY_FP8Q = CandidateLoading(
+    loaded_by="fp8q",
+    note=f"transformers does not run this form here, and fp8q dequantizes its weights: {WEIGHTS_ALONE}",
+)
 
 
 def load_candidate(path: Path, option: str, device: str) -> LoadedCandidate:
@@ -146,25 +160,38 @@ def load_candidate(path: Path, option: str, device: str) -> LoadedCandidate:
     try:
         model = _prepared(path, loaded_checkpoint(path, option).to(device), device)
     except (InputError, BackendError) as refused:
-        reason = "transformers does not run this form here, and fp8q dequantizes its weights"
-        return LoadedCandidate(_dequantized(path, device, refused), "fp8q", f"{reason}: {WEIGHTS_ALONE}")
+        return LoadedCandidate(_dequantized(path, device, refused), BY_FP8Q)
+    return LoadedCandidate(model, by_transformers(path, device))
+
+
+def by_transformers(path: Path, device: str) -> CandidateLoading:
+    """Say what transformers does not compute on `device` of the form of the checkpoint in `path`, which it loads."""
     quantization = read_json(path / "config.json").get("quantization_config")
     in_blocks = isinstance(quantization, dict) and quantization.get("quant_method") == BLOCKS
     if in_blocks and not device.startswith("cuda"):
         reason = "transformers multiplies FP8 blocks on a GPU alone, and dequantizes them here"
-        return LoadedCandidate(model, "transformers", f"{reason}: {WEIGHTS_ALONE}")
-    return LoadedCandidate(model, "transformers")
+        return CandidateLoading(loaded_by="transformers", note=f"{reason}: {WEIGHTS_ALONE}")
+    return CandidateLoading(loaded_by="transformers")
 
 
 def _dequantized(path: Path, device: str, refused: Fp8qError) -> torch.nn.Module:
     """Load the weights of a form that fp8q reads, in BF16; raise `refused` for any other."""
+    source = dequantizable(path, refused)
+    try:
+        return load_model(source, torch.bfloat16, device)
+    except (InputError, BackendError):
+        raise refused from None
+
+
+def dequantizable(path: Path, refused: Fp8qError) -> Source:
+    """Open a checkpoint whose codes fp8q dequantizes; raise `refused` for any other."""
     try:
         source = open_source(str(path), fingerprinted=False, recognize=recognize)
-        if source.coding is not None:
-            return load_model(source, torch.bfloat16, device)
     except (InputError, BackendError):
-        pass
-    raise refused from None
+        raise refused from None
+    if source.coding is None:
+        raise refused from None
+    return source
 
 
 def _prepared(path: Path, model: torch.nn.Module, device: str) -> torch.nn.Module:
@@ -172,10 +199,17 @@ def _prepared(path: Path, model: torch.nn.Module, device: str) -> torch.nn.Modul
 
     Raises BackendError where the form does not run: inputs in groups of 128 are no groups of another width.
     """
+    with running_by_transformers(path):
+        model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
+    return model
+
+
+@contextmanager
+def running_by_transformers(path: Path) -> Iterator[None]:
+    """Run a part of the model in this block, silently; raises BackendError where it does not run."""
     with (
         foreign(lambda error: BackendError(path, f"transformers cannot run it ({error_text(error)})")),
         muted(),
         torch.inference_mode(),
     ):
-        model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=False)
-    return model
+        yield

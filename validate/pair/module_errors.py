@@ -5,8 +5,8 @@ layer is wrong, the later ones, whose own inputs would be wrong as well, show no
 of both models, each run by itself, show beside it how these errors add up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -29,7 +29,7 @@ class OutputSums:
     difference: float = 0.0
     original: float = 0.0
     candidate: float = 0.0
-    product: float = 0.0
+    dot: float = 0.0
     comparable: bool = True
 
     def add(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class OutputSums:
         self.difference += float((second - first).square().sum())
         self.original += float(first.square().sum())
         self.candidate += float(second.square().sum())
-        self.product += float((first * second).sum())
+        self.dot += float((first * second).sum())
 
     @property
     def error(self) -> float | None:
@@ -60,8 +60,8 @@ class OutputSums:
         return ModuleError(
             module=module,
             error=self.error,
-            gain=self.product / self.original,
-            correlation=self.product / norms if norms else 0.0,
+            gain=self.dot / self.original,
+            correlation=self.dot / norms if norms else 0.0,
         )
 
 
@@ -77,33 +77,58 @@ def compare_modules(
     that the candidate has under no such name, are not compared. Returns the modules, the worst first (not finite before
     all), and the hidden states in order.
     """
-    theirs = dict(candidate.named_modules())
-    pairs = {
-        name: (module, theirs[name])
-        for name, module in original.named_modules()
-        if name in theirs and _has_weights(module) and _has_weights(theirs[name])
-    }
-    sums, hidden = {name: OutputSums() for name in pairs}, dict[int, OutputSums]()
+    compared, hidden = ComparedModules(original, candidate), dict[int, OutputSums]()
     for ids in windows:
         with torch.inference_mode():
-            with ExitStack() as hooks:
-                for name, (module, other) in pairs.items():
-                    handle = module.register_forward_hook(_hook(other, sums[name]), with_kwargs=True)
-                    hooks.callback(handle.remove)
-                ours = _hidden_states(original, ids)
-            for layer, (first, second) in enumerate(zip(ours, _hidden_states(candidate, ids), strict=False)):
+            with compared.adding():
+                ours = states_of(original, ids)
+            for layer, (first, second) in enumerate(zip(ours, states_of(candidate, ids), strict=False)):
                 hidden.setdefault(layer, OutputSums()).add(first, second)
         advance(len(ids))
-    modules = [sums[name].document(name) for name in pairs if sums[name].original or sums[name].error is None]
-    modules.sort(key=lambda entry: -(float("inf") if entry.error is None else entry.error))
-    return modules, [HiddenError(layer=layer, error=one.error) for layer, one in hidden.items()]
+    return sorted_by_error(compared.errors()), [
+        HiddenError(layer=layer, error=one.error) for layer, one in hidden.items()
+    ]
+
+
+class ComparedModules:
+    """The modules that two models have under one name, and the sums of their outputs, added while `adding`."""
+
+    def __init__(self, original: nn.Module, candidate: nn.Module, wanted: Callable[[str], bool] = lambda name: True):
+        """Compare the modules with `wanted` names that have parameters of their own in both models."""
+        theirs = dict(candidate.named_modules())
+        self.pairs = {
+            name: (module, theirs[name])
+            for name, module in original.named_modules()
+            if wanted(name) and name in theirs and _has_weights(module) and _has_weights(theirs[name])
+        }
+        self.sums = {name: OutputSums() for name in self.pairs}
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Run the candidate's modules on the inputs that the original's receive in this block, and add both outputs."""
+        with ExitStack() as hooks:
+            for name, (module, other) in self.pairs.items():
+                handle = module.register_forward_hook(_hook(other, self.sums[name]), with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
+
+    def errors(self) -> list[ModuleError]:
+        """The errors of all modules that ran, in the order of the model."""
+        ran = {name: sums for name, sums in self.sums.items() if sums.original or sums.error is None}
+        return [sums.document(name) for name, sums in ran.items()]
+
+
+def sorted_by_error(errors: Sequence[ModuleError]) -> list[ModuleError]:
+    """Sort the errors of modules, those that are not finite before all."""
+    return sorted(errors, key=lambda entry: -(float("inf") if entry.error is None else entry.error))
 
 
 def _has_weights(module: nn.Module) -> bool:
     return not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False))
 
 
-def _hidden_states(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def states_of(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Run the model on `ids` [batch, context]; return the states that enter each layer, and the last norm's."""
     states: tuple[torch.Tensor, ...] = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     return states
 
@@ -140,16 +165,33 @@ def origin_of(candidate: torch.Tensor, originals: Mapping[str, torch.Tensor]) ->
     return name
 
 
-def expert_errors(original: nn.Module, candidate: nn.Module) -> dict[str, list[float | None]]:
+def matrices(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, torch.Tensor]:
+    """Module -> its weight [out, in], of the modules with `wanted` names that hold it as numbers."""
+    return {
+        name.removesuffix(".weight"): weight.detach()
+        for name, weight in model.named_parameters()
+        if name.endswith(".weight") and weight.dim() == 2 and weight.element_size() > 1 and wanted(name)
+    }
+
+
+def expert_errors(
+    original: nn.Module, candidate: nn.Module, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, list[float | None]]:
     """Relative errors of each expert's weight, of parameters that hold all experts of a layer [experts, …].
 
-    Only those that both models hold as numbers in one shape.
+    Only those with `wanted` names that both models hold as numbers in one shape.
     """
     theirs = dict(candidate.named_parameters())
     errors_by_parameter = {}
     for name, weight in original.named_parameters():
         other = theirs.get(name)
-        if weight.dim() == 3 and other is not None and other.shape == weight.shape and other.element_size() > 1:
+        if (
+            wanted(name)
+            and weight.dim() == 3
+            and other is not None
+            and other.shape == weight.shape
+            and other.element_size() > 1
+        ):
             errors = []
             for ours, expert in zip(weight.detach(), other.detach(), strict=True):
                 sums = OutputSums()

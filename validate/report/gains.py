@@ -12,11 +12,10 @@ from ...core.columns import Column, Table, size, text_column
 from ...core.files import read_document
 from ...core.run import Run
 from ...quantize.scales.decisions import load_scales
-from ...quantize.scales.serving_cost import WIDE_BYTES, cost_of
+from ...quantize.scales.serving_cost import BF16_BYTES, cost_of
 from ..accuracy.document import load_accuracy
 from ..accuracy.log_probabilities import vocabulary_size
-from ..bench.capacity import cache_of, product_shapes
-from ..bench.document import DIGITS, Bench, times
+from ..bench.document import DIGITS, Bench, cache_of, gemm_shapes, times
 from .rows import size_rows, wrote
 
 #: The two models of a run that its times compare.
@@ -48,16 +47,16 @@ def _arithmetic(run: Run) -> list[Gain]:
     """Bounds of the speed: bytes of a decode step and operations of a prompt; nothing of a checkpoint in part."""
     if not (run.model / "config.json").is_file():
         return []
-    scales, shapes = load_scales(run), product_shapes(run, vocabulary_size(run))
-    wide, codes = cost_of(shapes, {}), cost_of(shapes, {}, scales)
+    scales, shapes = load_scales(run), gemm_shapes(run, vocabulary_size(run))
+    in_bf16, codes = cost_of(shapes, {}), cost_of(shapes, {}, scales)
     positions = 0
     if run.onnx.is_file():
         cache = cache_of(run.onnx)
-        wide = replace(wide, cache_bytes=sum(WIDE_BYTES * values for values, _ in cache))
-        codes = replace(codes, cache_bytes=sum(values * (1 if narrow else WIDE_BYTES) for values, narrow in cache))
+        in_bf16 = replace(in_bf16, cache_bytes=sum(BF16_BYTES * values for values, _ in cache))
+        codes = replace(codes, cache_bytes=sum(values * (1 if narrow else BF16_BYTES) for values, narrow in cache))
         positions = load_accuracy(run).protocol.context if wrote(run, run.accuracy, "validate") else 0
-    read = [cost.step_bytes(positions) for cost in (wide, codes)]
-    done = [cost.prefill_operations for cost in (wide, codes)]
+    read = [cost.step_bytes(positions) for cost in (in_bf16, codes)]
+    done = [cost.prefill_operations for cost in (in_bf16, codes)]
     if not all((*read, *done)):
         return []
     at = f" at position {positions:,}" if positions else ""

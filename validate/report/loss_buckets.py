@@ -23,8 +23,8 @@ import numpy.typing as npt
 from ...core.columns import Column, Table, count, increase, nats, number_column
 from ...core.run import Run
 from ...options import FLOAT
-from ..accuracy.decision import BF16
 from ..accuracy.document import Accuracy, FrequencyBucket, PositionBucket, load_accuracy
+from ..accuracy.limits import BF16
 from ..accuracy.perplexity import Evaluation
 from .rows import wrote
 

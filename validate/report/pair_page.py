@@ -55,7 +55,7 @@ def side_table(comparison: PairComparison) -> Table[Side]:
         Column[Side]("KL, 99th percentile", lambda side: side[1].kl_p99_nats, nats),
         Column[Side]("other likeliest token", flips, share),
     )
-    protocol = comparison.protocol.told
+    protocol = comparison.protocol.description
     kl, other = comparison.kl_nats, comparison.flips
     note = (
         f"{protocol[0].upper()}{protocol[1:]}. 95 % intervals of the candidate over windows: KL "

@@ -8,10 +8,14 @@ run yet says which command to run.
 
 import math
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import TYPE_CHECKING, Any
 
 from ...calibrate.measure.statistics import load_statistics
@@ -21,6 +25,7 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...core.run import Run
+from ...core.undo import scratch, undoing
 from ...options import NOT_SERVED
 from ...quantize.codes.formats import E4M3
 from ...quantize.scales.decisions import load_scales
@@ -38,7 +43,6 @@ from .accuracy_rows import AccuracyRow, accuracy_rows, adapter_rows
 from .drawings import drawings, losses_by_tensor
 from .gains import gain_table, gains
 from .loss_buckets import not_covered, position_rows, position_table
-from .notebook import execute
 from .rows import EngineRow, ModuleRow, size_rows
 from .verdict import next_steps, report_verdict, standing, step_table
 
@@ -46,6 +50,80 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
     from ...calibrate.measure.statistics import Corpus
+
+
+def execute(notebook: Path, directory: Path, parameters: Mapping[str, str | list[str]]) -> str:
+    """Execute `notebook` in `directory` with `parameters`, and return it with its outputs, as JSON text.
+
+    The kernel is the running interpreter, whatever kernels the user has installed under the name `python3`; it reads no
+    IPython start-up files of the user, and communicates over sockets in a temporary directory, not over TCP. Paths and
+    times that papermill records are removed, so that the result does not depend on the run's place. Raises BackendError
+    when no kernel starts.
+    """
+    import nbformat
+    import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
+    from jupyter_core.utils import ensure_event_loop
+
+    def executed(private: Path, groups: list[int]) -> Any:
+        try:
+            return papermill.execute_notebook(
+                notebook,
+                None,
+                parameters,
+                kernel_name="python3",
+                progress_bar=False,
+                cwd=directory,
+                kernel_manager_class=same_interpreter_kernel(private, groups),
+                extra_arguments=[f"--ipython-dir={private}"],
+            )
+        finally:
+            ensure_event_loop().close()  # this thread's, which nbclient made and leaves open
+
+    groups: list[int] = []
+    # Signals stay ours: in the main thread nbclient would put handlers of its own in their place, and leave Python's.
+    with scratch() as private, ThreadPoolExecutor(1, "notebook") as pool, undoing(lambda: end_groups(groups)):
+        try:
+            done = pool.submit(executed, private, groups).result()
+        except (NoSuchKernel, RuntimeError) as error:
+            raise BackendError(
+                "",
+                f"no Jupyter kernel starts to execute the report ({error})",
+                "install one with `pip install 'fp8q[report]'`",
+            ) from error
+    for part in (done, *done.cells):
+        part.metadata.pop("papermill", None)
+        part.metadata.pop("execution", None)
+    return f"{nbformat.writes(done)}\n"  # type: ignore[no-untyped-call]  # typed, but this one
+
+
+def same_interpreter_kernel(private: Path, groups: list[int]) -> type:
+    """The manager of a kernel that is the running interpreter's own, keeps its files in `private`, and says nothing;
+    `groups` takes the process group that it leads.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    class SameInterpreterKernel(AsyncKernelManager):
+        def __init__(self, **traits: Any) -> None:
+            kernels = KernelSpecManager(kernel_dirs=[])
+            super().__init__(
+                kernel_spec_manager=kernels, transport="ipc", connection_file=f"{private}/kernel.json", **traits
+            )
+
+        async def _async_launch_kernel(self, kernel_cmd: list[str], **kw: Any) -> None:
+            await super()._async_launch_kernel(kernel_cmd, **kw, stdout=DEVNULL, stderr=DEVNULL)
+            groups.append(self.provisioner.pid)  # type: ignore[union-attr]  # it is a local one
+
+    return SameInterpreterKernel
+
+
+def end_groups(groups: list[int]) -> None:
+    """Kill these process groups."""
+    for group in groups:
+        with suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
 
 #: The modules that the extra `report` installs.
 REPORT_MODULES = ("matplotlib", "papermill", "ipykernel")
@@ -110,7 +188,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "sizes": tables.size_table(size_rows(run)),
         "engines": tables.engine_table(run_rows.engine_rows(run)),
         "modules": tables.module_table(modules),
-        "kept": tables.kept_table(modules),
+        "kept": tables.bf16_module_table(modules),
         "experts": expert_table(expert_rows(statistics, load_scales(run)), bool(statistics.record.all_experts)),
         "certificate": certificates.record_table(text_certificate(run)),
         "facts": tables.fact_table(run_rows.fact_rows(run)),
@@ -190,9 +268,9 @@ def summary_sentences(
     accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], bf16_modules: Sequence[ModuleRow]
 ) -> str:
     """Summarize in two sentences what runs in FP8 and how the perplexity changes."""
-    products = sum(row.kind == "product" for row in modules)
-    done = f"{products} of {products + len(bf16_modules)} matrix products run in FP8" + (
-        ", keys and values are cached in FP8." if len(modules) > products else "."
+    gemms = sum(row.kind == "product" for row in modules)
+    done = f"{gemms} of {gemms + len(bf16_modules)} matrix products run in FP8" + (
+        ", keys and values are cached in FP8." if len(modules) > gemms else "."
     )
     served = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
     compared = [row for row in served if row.perplexity_increase is not None]

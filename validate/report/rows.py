@@ -17,7 +17,7 @@ from ...core.run import Run
 from ...export.engine.info import engine_stage, load_engines
 from ...options import Precision
 from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
-from ...quantize.scales.decisions import GRIDS, INHERITED, TensorScale, WeightScales, group_of, load_scales
+from ...quantize.scales.decisions import GRIDS, INHERITED, Scales, TensorScale, WeightScales, group_of, load_scales
 from ..advice.findings import converged_after, outlier_channels
 
 #: The description of the cache, by the parts of it that are codes.
@@ -57,6 +57,7 @@ class ModuleRow:
     terms: int | None = None
     tail: int | None = None
     dynamic: bool | None = None
+    block: bool | None = None
     saturation: float | None = None
     underflow: float | None = None
     sqnr_db: float | None = None
@@ -148,7 +149,7 @@ def module_rows(run: Run) -> list[ModuleRow]:
     """
     scales, statistics = load_scales(run), load_statistics(run)
     first = group_of(statistics.record.groups)
-    tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.promised}
+    tensor_of = {module: f"{first.get(module, module)}.input" for module in scales.fp8_gemms}
     rows = [
         _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module])
         for module, name in tensor_of.items()
@@ -162,7 +163,7 @@ def module_rows(run: Run) -> list[ModuleRow]:
     return rows
 
 
-def wide_cache_rows(statistics: Statistics, prospective: Mapping[str, TensorScale]) -> list[ModuleRow]:
+def bf16_cache_rows(statistics: Statistics, prospective: Mapping[str, TensorScale]) -> list[ModuleRow]:
     """The tensors of the cache that stay in BF16, at the `prospective` scales that they would have."""
     return [_fp8(name, "cache", name, scale, statistics.tensors[name]) for name, scale in prospective.items()]
 
@@ -186,6 +187,7 @@ def _fp8(
         terms=scale.terms,
         tail=scale.tail,
         dynamic=scale.dynamic,
+        block=scale.block,
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,
@@ -294,7 +296,7 @@ def fact_rows(run: Run) -> list[FactRow]:
         else ", ".join(f"{text.name} ({text.windows:,} of {corpus.windows:,} windows)" for text in texts),
         "its tokens": f"{measured.tokens:,} in windows of {corpus.seq_len:,}, batches of {corpus.batch_size}",
         "its SHA-256": corpus.fingerprint,
-        "weights": f"{scales.format.upper()}, a scale per output channel, {_chosen(weights)}",
+        "weights": f"{scales.format.upper()}, {weight_unit(scales)}, {_chosen(weights)}",
         "activations": f"{scales.format.upper()}, a static scale per tensor, {_chosen(clips)}" if clips else "BF16",
         "KV cache": CACHES[scales.cache_parts].format(per=scales.cache_unit) + scales.cache_left,
         "libraries": ", ".join(
@@ -303,6 +305,16 @@ def fact_rows(run: Run) -> list[FactRow]:
         ),
     }
     return [FactRow(what, value) for what, value in facts.items()]
+
+
+def weight_unit(scales: Scales) -> str:
+    """Name the parts of weights that have a scale each."""
+    in_one, in_blocks = len(scales.tensor_weights), len(scales.block_inputs)
+    if in_blocks:
+        return "a scale per block of 128 x 128" + (", or per output channel" if in_blocks < len(scales.weights) else "")
+    if not in_one:
+        return "a scale per output channel"
+    return "a scale per tensor" + (", or per output channel of experts" if in_one < len(scales.weights) else "")
 
 
 def _adapters(merged: str | None, unmerged: Mapping[str, str] | None) -> dict[str, str]:

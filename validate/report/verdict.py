@@ -1,17 +1,21 @@
 """The verdict of a run, and what to do next: commands with the run's own path, most urgent first.
 
-`validate.accuracy.decision` makes the verdict; a run of an older version, whose `accuracy.json` has none, gets it by
-the default limit.
+`validate.accuracy.decision` makes the verdict; a run of an older version, whose `accuracy.json` has none or one by
+perplexity alone, gets it anew.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.columns import Column, Table
 from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
-from ..accuracy.decision import DEFAULT_LIMIT, decide
-from ..accuracy.document import Verdict, load_accuracy, load_token_losses
+from ...quantize.scales.decisions import Scales, load_scales
+from ..accuracy.decision import decide, limits_of
+from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
+from ..accuracy.limits import DEFAULT_RISE, tune_budget
+from ..advice.remedy import Remedy, remedy_of
 from ..tuning.document import Tuning, load_tuning
 from .rows import wrote
 
@@ -28,7 +32,8 @@ class NextStep:
 class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
-    engine and no repository.
+    engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
+    alone. `remedy`: the change of forms that lessens its loss.
     """
 
     name: str
@@ -37,15 +42,21 @@ class Standing:
     engine: bool
     repository: bool
     alone: str | None = None
+    form: str = ""
+    plugin: bool = False
+    remedy: Remedy | None = None
 
 
 def report_verdict(run: Run) -> Verdict:
     """Is the model of `run` good enough in FP8?"""
     if not wrote(run, run.accuracy, "validate"):
         said = "Not known yet: FP8 was not held against BF16 on any text"
-        return Verdict(kind="unknown", sentence=said, limit=DEFAULT_LIMIT, limit_is_default=True)
+        return Verdict(kind="unknown", sentence=said, limit=DEFAULT_RISE, limit_is_default=True)
     accuracy = load_accuracy(run)
-    return accuracy.verdict or decide(accuracy, load_token_losses(run))
+    verdict = accuracy.verdict
+    if verdict and (verdict.kl_limit_nats is not None or verdict.runtime is None):
+        return verdict
+    return decide(accuracy, load_token_losses(run), limits_of(verdict), load_divergences(run))
 
 
 def standing(run: Run) -> Standing:
@@ -54,6 +65,7 @@ def standing(run: Run) -> Standing:
     def current(stage: str) -> bool:
         return stage in run.record().stages and not run.is_stale(stage)
 
+    scales = load_scales(run)
     return Standing(
         name_in_commands(run.root),
         located=current("sensitivity"),
@@ -61,7 +73,16 @@ def standing(run: Run) -> Standing:
         engine=current("build-engine"),
         repository=current("triton"),
         alone=name_in_commands(run.model) if run.without_graph() else None,
+        form=forms_in_words(scales),
+        plugin=bool(scales.two_terms),
+        remedy=remedy_of(run) if current("sensitivity") else None,
     )
+
+
+def forms_in_words(scales: Scales) -> str:
+    """Describe the forms of the inputs that `scales` have, the most frequent first: `a tail of 64`."""
+    counts = Counter(form.words for form in scales.forms.values())
+    return ", ".join(f"{words} in {count}" if len(counts) > 1 else words for words, count in counts.most_common())
 
 
 def tuned_for(tuning: Tuning) -> str | None:
@@ -83,6 +104,17 @@ def step_table(steps: Sequence[NextStep]) -> Table[NextStep]:
     return Table("What to do next", steps, columns, "Nothing.")
 
 
+def serving_step(has: Standing) -> NextStep:
+    """The step that serves a checkpoint without a graph: in vLLM, with the plugin where its form needs that."""
+    if has.plugin:
+        why = (
+            f"Serve it ({has.form}) in vLLM with the plugin fp8q-vllm, which is installed so into vLLM's environment, "
+            "from a clone of fp8q; without it vLLM computes another model, of one code."
+        )
+        return NextStep(why, f"pip install ./integrations/vllm && vllm serve {has.alone}")
+    return NextStep(f"Serve it ({has.form}) in vLLM." if has.form else "Serve it in vLLM.", f"vllm serve {has.alone}")
+
+
 def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
     """List the steps after the verdict, most urgent first."""
     run = has.name
@@ -92,9 +124,12 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
         return [NextStep("Evaluate on more text.", f"fp8q validate {run} --data TEXT")]
     steps = []
     if verdict.kind in ("worse", "broken"):
+        if has.remedy:
+            steps.append(NextStep(f"{has.remedy.effect}.", has.remedy.command))
         if not has.located:
             steps.append(NextStep("See which tensors cost most.", f"fp8q sensitivity {run}"))
-        tune = tune_command(run, f"--max-ppl-increase {100 * verdict.limit:g}%", graph=has.alone is None)
+        graph = has.alone is None
+        tune = tune_command(run, tune_budget(verdict), graph, plugin=has.plugin)
         steps.append(
             NextStep("Make it anew by what was chosen for the budget.", f"fp8q tune {run} {has.tuned} --apply")
             if has.tuned
@@ -102,7 +137,7 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
         )
         steps.append(NextStep("Look for what is unstable.", f"fp8q doctor {run}"))
     if has.alone is not None:
-        return steps or [NextStep("Serve it.", f"vllm serve {has.alone}")]
+        return steps or [serving_step(has)]
     if not has.engine:
         steps.append(NextStep("Build an engine, and prove what it runs in FP8.", f"fp8q build-engine {run}"))
     if not has.repository:

@@ -11,8 +11,9 @@ from ...core.run import Run
 from ...quantize.scales.decisions import Scales
 
 Kind = Literal["weight", "activation", "kv_cache"]
-#: The variants that a site's KL is predicted for: as the run has it, and an activation in two terms.
-AS_IT_IS, TWO_TERMS = "as_it_is", "two_terms"
+#: The variants that a site's KL is predicted for: as the run has it, and an activation in two terms, or under a scale
+#: for each token.
+AS_IT_IS, TWO_TERMS, BY_TOKEN = "as_it_is", "two_terms", "dynamic"
 #: Site -> variant -> nats.
 Predicted = dict[str, dict[str, float]]
 
@@ -37,6 +38,7 @@ class KlAfter(Strict):
     """A tensor's own KL after another choice, in nats; null where that changes nothing of it."""
 
     two_terms: float | None = None
+    dynamic: float | None = None
     gptq: float | None = None
     bf16: float = 0.0
 
@@ -90,9 +92,8 @@ def _loss(
 ) -> Loss:
     guess = predicted.get(AS_IT_IS, 0.0)
     nats = guess if measured is None else measured
-    two_terms = predicted.get(TWO_TERMS)
-    if two_terms is not None and measured is not None and guess > 0:
-        two_terms *= measured / guess
+    ratio = measured / guess if measured is not None and guess > 0 else 1.0
+    after = {name: predicted[name] * ratio / tokens for name in (TWO_TERMS, BY_TOKEN) if name in predicted}
     return Loss(
         module=site.module,
         kind=site.kind,
@@ -100,7 +101,8 @@ def _loss(
         sqnr_db=_sqnr_db(scales, site),
         measured=measured is not None,
         kl_after=KlAfter(
-            two_terms=None if two_terms is None else two_terms / tokens,
+            two_terms=after.get(TWO_TERMS),
+            dynamic=after.get(BY_TOKEN),
             gptq=nats / tokens * left[site.module] if site.kind == "weight" and site.module in left else None,
         ),
         shared_by=list(site.members) if len(site.members) > 1 else [],

@@ -22,12 +22,13 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.observe import ObservedLayer
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import shared_inputs
-from ...options import TWO
-from .document import AS_IT_IS, TWO_TERMS, Predicted, Site
+from ...options import BLOCK, DYNAMIC, TWO
+from .document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
-#: The loss in two terms is predicted on one in so many windows: it is next to nothing, so half of them are enough.
+#: The loss in other forms is predicted on one in so many windows: of two terms it is next to nothing.
 TWO_TERMS_OF = 2
 
 
@@ -110,10 +111,14 @@ def _losses(
     if site.kind == "kv_cache":
         return {AS_IT_IS: half_square(gradient, quantizer.cache_error(site.module, tensor))}
     losses = {AS_IT_IS: half_square(gradient, quantizer.input_error(site.module, tensor))}
-    if quantizer.scales.activations[site.module].form != TWO:
-        part = tensor[::TWO_TERMS_OF]
-        nats = half_square(gradient[::TWO_TERMS_OF], quantizer.input_error(site.module, part, terms=2))
-        losses[TWO_TERMS] = nats * tensor.numel() / part.numel()
+    form, part = quantizer.scales.activations[site.module].form, tensor[::TWO_TERMS_OF]
+    other_errors = {
+        TWO_TERMS: None if form == TWO else quantizer.input_error(site.module, part, terms=2),
+        BY_TOKEN: quantizer.error_by_token(site.module, part) if form not in (TWO, DYNAMIC, BLOCK) else None,
+    }
+    for name, error in other_errors.items():
+        if error is not None:
+            losses[name] = half_square(gradient[::TWO_TERMS_OF], error) * tensor.numel() / part.numel()
     return losses
 
 
@@ -172,7 +177,7 @@ class Watched(Protocol):
         """The model, in FP32."""
 
     @property
-    def products(self) -> Mapping[str, nn.Module]:
+    def gemms(self) -> Mapping[str, nn.Module]:
         """The GEMMs that are quantized."""
 
     @property
@@ -203,13 +208,14 @@ def seeing(quantizer: Watched) -> Iterator[tuple[PassTensors, DynamicCache]]:
 
         return hook
 
-    cache = DynamicCache()
-    cache.layers = [ObservedLayer(writing(name)) for _, name in sorted(quantizer.attention.items())]
+    cache = new_cache(
+        quantizer.model, {number: ObservedLayer(writing(name)) for number, name in quantizer.attention.items()}
+    )
     embedding = quantizer.model.get_input_embeddings()
     with ExitStack() as stack:
-        for name, module in quantizer.products.items():
+        for name, module in quantizer.gemms.items():
             stack.callback(module.register_forward_hook(note(name)).remove)
-        for place, names in shared_inputs(quantizer.model, quantizer.products).items():
+        for place, names in shared_inputs(quantizer.model, quantizer.gemms).items():
             stack.callback(place.register_forward_hook(sharing(names)).remove)
         stack.callback(embedding.register_forward_hook(lambda module, inputs, y: y.requires_grad_()).remove)
         yield seen, cache

@@ -26,10 +26,12 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
+from ...calibrate.measure.chain import Chain
 from ...calibrate.measure.hidden_states import Batches, HiddenStates
-from ...calibrate.measure.stream import Chain, check_space, going_on
+from ...calibrate.measure.stream import check_space, going_on
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
-from ...calibrate.model.products import output_head
+from ...calibrate.model.gemms import output_head
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.files import replacing
@@ -38,7 +40,7 @@ from ...quantize.scales.decisions import Scales
 from .document import Predicted, Site
 from .gptq_prediction import Gathered, left_of_sites
 from .gradients import End, PassTensors, backward_losses, drawn_loss, next_token_log_probabilities, seeing, summed
-from .site_quantizers import Coded, LoadedProducts, Quantizer
+from .site_quantizers import Coded, LoadedGemms, Quantizer
 
 Calls = Mapping[tuple[int, ...], list[LayerCall]]
 #: The time of all steps, in forward passes.
@@ -105,7 +107,7 @@ class Layerwise(Chain):
         """
         with _refused():
             super().__init__(source, device, torch.float32, rounded=False)
-        self.held, self.task, self.batches, self.folder = LoadedProducts(stored), task, task.batches, folder
+        self.held, self.task, self.batches, self.folder = LoadedGemms(stored), task, task.batches, folder
         self.quantizer = Quantizer(self.model, self.held, scales)
         self.sites = {
             index: [site for site in task.sites if self.layers.index(site.module) == index]
@@ -190,7 +192,7 @@ class Layerwise(Chain):
         with self.weights.filled(self.inside(index)), torch.inference_mode():
             for batch, ids in self.batches.items():
                 hidden = before.read(batch, self.device)
-                after.write(batch, calls[ids.shape][index].run(layer, hidden, DynamicCache()))
+                after.write(batch, calls[ids.shape][index].run(layer, hidden, new_cache(self.model)))
         after.flush()
 
     def _head(self) -> None:

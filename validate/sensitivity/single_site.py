@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import (
     LayerOutput,
     Layers,
@@ -66,7 +67,7 @@ class Float:
                 layer = prefix.layers.modules(quantizer.model)[index] if prefix else None
                 assert layer is not None
                 stack.callback(layer.register_forward_pre_hook(self._keep(index), with_kwargs=True).remove)
-            self.log_p = self._run(DynamicCache())
+            self.log_p = self._run(new_cache(quantizer.model))
 
     def _keep(self, index: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

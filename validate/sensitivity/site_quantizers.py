@@ -1,6 +1,6 @@
 """List the tensors that can be quantized alone, and compute the error that each makes.
 
-A site is a weight, an activation (one tensor, whatever the number of products that read it) or a tensor of the cache.
+A site is a weight, an activation (one tensor, whatever the number of GEMMs that read it) or a tensor of the cache.
 Each is quantized as the run's checkpoint has it: the codes and scales are read from there, not chosen again.
 """
 
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
-from ...quantize.reference.fp8_model import experts_around
-from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
+from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
+from ...quantize.reference.fp8_model import experts_around, fp8_cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, FP8Linear, Tail
 from ...quantize.scales.clip import power_of_two_ceil
 from ...quantize.scales.decisions import Scales, TensorScale
-from ...quantize.weights.sequential import product_input
+from ...quantize.weights.sequential import gemm_input
 from ..accuracy.perplexity import prompt_of
 from .document import Site
 
@@ -36,13 +35,13 @@ def input_with_tail(x: torch.Tensor, activation: TensorScale, tail: Tail) -> tor
 
     Rows of an expert that is not running are not known by their positions, and have two.
     """
-    exact = product_input(x, activation)
+    exact = gemm_input(x, activation)
     if tail.experts is not None and tail.experts.routing is None:
         return exact
     rows = tail.rows(x.flatten(0, -2))
     if rows is None:
         return exact
-    first = product_input(x, activation.model_copy(update={"terms": 1})).flatten(0, -2)
+    first = gemm_input(x, activation.model_copy(update={"terms": 1})).flatten(0, -2)
     first[rows] = exact.flatten(0, -2)[rows]
     return first.view_as(x)
 
@@ -58,7 +57,7 @@ class Coded(Protocol):
         """The GEMM of `module`, on codes."""
 
 
-class LoadedProducts:
+class LoadedGemms:
     """The GEMMs of a checkpoint of which only some are in memory at a time."""
 
     def __init__(self, stored: Coded):
@@ -86,7 +85,7 @@ class Quantizer:
     def __init__(self, model: PreTrainedModel, coded: Coded, scales: Scales):
         """`model` in FP32; `coded` in mode `exact`, of the same run as `scales`."""
         self.model, self.scales = model, scales
-        self.products = {name: module for name, module in observed_products(model).items() if name in scales.weights}
+        self.gemms = {name: module for name, module in observed_gemms(model).items() if name in scales.weights}
         self.attention = attention_modules(model)
         self.coded = coded
         self.cache_scales = coded.cache_scales
@@ -104,15 +103,20 @@ class Quantizer:
         """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""
         return (self.input(module, x) if terms is None else self._in_terms(module, x, terms)) - x
 
+    def error_by_token(self, module: str, x: torch.Tensor) -> torch.Tensor:
+        """Compute the error of rounding the input `x` of `module` to one code under a scale for each token."""
+        by_token = {"terms": 1, "tail": None, "dynamic": True}
+        return gemm_input(x, self.scales.activations[module].model_copy(update=by_token)) - x
+
     def _in_terms(self, module: str, x: torch.Tensor, terms: Literal[1, 2]) -> torch.Tensor:
         activation = self.scales.activations[module]
-        return product_input(x, activation if terms == activation.terms else in_terms(activation, terms))
+        return gemm_input(x, activation if terms == activation.terms else in_terms(activation, terms))
 
     def input(self, module: str, x: torch.Tensor) -> torch.Tensor:
         """Round the input `x` of `module` as the run has it."""
         activation = self.scales.activations[module]
         if activation.tail is None:
-            return product_input(x, activation)
+            return gemm_input(x, activation)
         call = CallPositions(self.positions, self.positions - self.prompt(self.positions))
         return input_with_tail(x, activation, Tail(activation.tail, call, self._experts.get(module)))
 
@@ -122,10 +126,10 @@ class Quantizer:
 
     def weight_error(self, module: str) -> torch.Tensor:
         """Compute the rounding error of the weight of `module`, float32 [out, in]."""
-        layer, product = self.coded.layer(module), self.products[module]
-        weight = product.weight
+        layer, gemm = self.coded.layer(module), self.gemms[module]
+        weight = gemm.weight
         assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
-        return layer.codes.float() * layer.weight_scale[:, None] - weight.movedim(output_channel_axis(product), 0)
+        return layer.codes.float() * layer.weight_scale[:, None] - weight.movedim(output_channel_axis(gemm), 0)
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Compute the rounding error of the cache tensor `name`."""
@@ -136,21 +140,21 @@ class Quantizer:
         """The model with `site` quantized and nothing else, and the cache to run it with."""
         with ExitStack() as stack:
             if site.kind == "weight":
-                hook = self.products[site.module].register_forward_hook(
+                hook = self.gemms[site.module].register_forward_hook(
                     lambda module, inputs, y: y + self.output_error(site.module, inputs[0])
                 )
                 stack.callback(hook.remove)
             if site.kind == "activation":
                 for member in site.members:
-                    hook = self.products[member].register_forward_pre_hook(
+                    hook = self.gemms[member].register_forward_pre_hook(
                         lambda module, inputs, member=member: (self.input(member, inputs[0]),)
                     )
                     stack.callback(hook.remove)
             scales = {site.module: self.cache_scales[site.module]} if site.kind == "kv_cache" else {}
-            yield FP8Cache(scales, self.attention)
+            yield fp8_cache(scales, self.model)
 
 
 def in_terms(activation: TensorScale, terms: Literal[1, 2]) -> TensorScale:
     """The decision for an activation if it had so many `terms`: two take the power of two at or above its scale."""
     scale = float(power_of_two_ceil(activation.scale)) if terms == 2 else activation.scale
-    return activation.model_copy(update={"terms": terms, "scale": scale, "dynamic": None})
+    return activation.model_copy(update={"terms": terms, "scale": scale, "dynamic": None, "block": None})

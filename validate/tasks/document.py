@@ -5,6 +5,7 @@ A file of answers has all that the comparison of two models needs, so that a mod
 Its key is a hash of everything that the answers depend on: the questions, the model's files, the harness's version.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,8 @@ from ...quantize.checkpoint.card_additions import markdown_text
 
 #: A smaller p is not written in full.
 SMALLEST_P = 1e-4
+#: Fewer questions than these get a remark: no flip of 200 allows 1.8 %, of 40 8.8 %.
+FEW_QUESTIONS = 200
 #: The models that are asked: FP8 as the run has it, its source in BF16, and in FP32.
 RuntimeName = Literal["bf16", "fp8", "fp32"]
 
@@ -55,6 +58,9 @@ class TaskAnswers(Strict):
         description="the text that was generated, by the task's first filter; of likelihoods the likeliest choice"
     )
     metrics: list[MetricAnswers]
+    chance: float | None = Field(
+        default=None, description="share of questions that a guess gets right, where they have choices"
+    )
 
 
 def answers_file(folder: Path, task: str, runtime: RuntimeName, seed: int | None) -> Path:
@@ -73,6 +79,10 @@ class Paired(Strict):
     recovery_high: float | None = None
     right_to_wrong: int | None = Field(default=None, description="questions; of all seeds together")
     wrong_to_right: int | None = None
+    flips_low: float | None = Field(
+        default=None, description="of the exact 95 % interval of the share of questions that flip; not of several seeds"
+    )
+    flips_high: float | None = None
     mcnemar_p: float | None = Field(
         default=None,
         description="that flips either way are equally likely; exact, two-sided; not of several seeds, whose answers "
@@ -98,6 +108,8 @@ class Scored(Strict):
     version: str | None = Field(default=None, description="of the task; of a group none")
     fewshot: int | None = Field(default=None, description="solved examples before each question")
     questions: int
+    chance: float | None = Field(default=None, description="share that a guess gets right, where there are choices")
+    at_chance: bool = Field(default=False, description="the exact 95 % interval of BF16's score has that of a guess")
     seeds: int | None = Field(default=None, description="runs of a task that samples; scores are their means")
     in_percent: bool = Field(description="each answer has a value from 0 to 1")
     bf16: float
@@ -156,6 +168,29 @@ def flips(paired: Paired | None) -> str | None:
     return f"{paired.right_to_wrong:,} + {paired.wrong_to_right:,}"
 
 
+def flip_share(paired: Paired) -> str | None:
+    """Write the exact interval of the share of questions that flip: `0 to 7.2 %`."""
+    if paired.flips_low is None or paired.flips_high is None:
+        return None
+    return f"{100 * paired.flips_low:.2g} to {100 * paired.flips_high:.2g} %"
+
+
+def weak_results(results: Sequence[Scored]) -> list[str]:
+    """Say of which results little can be concluded: of few questions, and of scores that a guess has too."""
+    lines = [
+        f"{row.task}: {row.questions} questions, of which {row.paired.flips} flips allow "
+        f"{flip_share(row.paired)}; from {FEW_QUESTIONS} on the interval is of use (--limit)."
+        for row in {row.task: row for row in results if row.paired.flips_low is not None}.values()
+        if row.questions < FEW_QUESTIONS
+    ]
+    return lines + [
+        f"{row.task}, {row.metric}: BF16's score is that of a guess ({100 * row.chance:.3g} %), so that flips and "
+        "recovery say nothing of FP8; take a task that the model can do."
+        for row in results
+        if row.at_chance and row.chance is not None
+    ]
+
+
 def p_value(value: float) -> str:
     """Write a p with two significant digits."""
     return f"{value:.2g}" if value >= SMALLEST_P else f"<{SMALLEST_P:g}"
@@ -175,6 +210,7 @@ COLUMNS: tuple[Column[Any], ...] = (
     Column("questions", lambda row: row.questions, count),
     Column("seeds", lambda row: row.seeds, count),
     Column("flips to wrong + right", lambda row: flips(row.paired)),
+    Column("share (95 %)", lambda row: flip_share(row.paired)),
     Column("p", lambda row: row.paired.mcnemar_p, p_value),
     Column("BF16's own, from FP32", lambda row: flips(row.noise)),
 )
@@ -186,8 +222,9 @@ def evaluation_table(scores: TaskScores | None) -> Table[Scored]:
     """
     title = f"Tasks, {scores.protocol}" if scores else "Tasks"
     return Table(
-        title, scores.shown if scores else [], COLUMNS, "Not measured: `fp8q evaluate RUN --tasks TASKS` does."
-    )
+        title, scores.shown if scores else [], COLUMNS, "Not measured: `fp8q evaluate RUN --tasks TASKS` does.",
+        note=" ".join(weak_results(scores.shown)) if scores else "",
+    )  # fmt: skip
 
 
 def markdown_table(scores: TaskScores) -> str:

@@ -16,14 +16,14 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
-from logging import CRITICAL, getLogger
-from math import isclose
+from logging import CRITICAL
+from math import inf, isclose
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...calibrate.input.silence import quiet_transformers
+from ...calibrate.input.silence import logging_from, quiet_transformers
 from ...calibrate.input.untrusted import error_text, foreign
 from ...core.errors import BackendError, InputError
 from ...options import EvaluateOptions
@@ -168,6 +168,7 @@ def _question(name: str, task: Any, options: EvaluateOptions, template: Template
         raise InputError(f"--tasks {name}", "runs the code that the model writes, which fp8q does not", "leave it out")
     if getattr(task, "MULTIMODAL", False):
         raise InputError(f"--tasks {name}", "shows images, and fp8q gives a model text alone", "leave it out")
+    samples = samples_answers(name, task)
     if options.num_fewshot is not None and task.get_config("num_fewshot") != 0:
         task.set_config(key="num_fewshot", value=options.num_fewshot)
     if task.get_config("num_fewshot") is None:
@@ -185,10 +186,33 @@ def _question(name: str, task: Any, options: EvaluateOptions, template: Template
     digest = hashlib.sha256(json.dumps(task.dump_config(), sort_keys=True, default=_stable).encode())
     for instance in task.instances:
         digest.update(json.dumps([instance.request_type, instance.args, instance.doc_id], default=_stable).encode())
-    generation = task.get_config("generation_kwargs") or {}
-    samples = bool(generation.get("do_sample")) or float(generation.get("temperature") or 0) > 0
     requests = sum(instance.repeats for instance in task.instances)
     return AskedTask(name, task, digest.hexdigest(), requests, samples and task.OUTPUT_TYPE == "generate_until")
+
+
+def samples_answers(name: str, task: Any) -> bool:
+    """Tell whether a task has its answers drawn at random; raises InputError for settings of other types than lm-eval
+    takes, which it passes on as they are.
+    """
+    fewshot, generation = task.get_config("num_fewshot"), task.get_config("generation_kwargs") or {}
+    remedy = "mend it in the task's file"
+    if fewshot is not None and (not isinstance(fewshot, int) or isinstance(fewshot, bool) or fewshot < 0):
+        raise InputError(f"--tasks {name}", f"its num_fewshot is {_shown(fewshot)}, and no count", remedy)
+    if not isinstance(generation, dict):
+        raise InputError(
+            f"--tasks {name}", f"its generation_kwargs are {_shown(generation)}, and no names with values",
+            remedy,
+        )  # fmt: skip
+    temperature = generation.get("temperature") or 0
+    if not isinstance(temperature, int | float) or not 0 <= temperature < inf:
+        raise InputError(f"--tasks {name}", f"its temperature is {_shown(temperature)}, and none", remedy)
+    return bool(generation.get("do_sample")) or temperature > 0
+
+
+def _shown(value: Any) -> str:
+    """A value of a task file, in a line of 60 characters at most."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _stable(value: Any) -> str:
@@ -224,7 +248,7 @@ def ask(
             apply_chat_template=options.chat,
             fewshot_as_multiturn=True,
         )
-    return read_answers(question.name, results, runtime, seed)
+        return read_answers(question.name, results, runtime, seed)
 
 
 def read_answers(task: str, results: dict[str, Any], runtime: RuntimeName, seed: int | None) -> TaskAnswers:
@@ -256,12 +280,26 @@ def read_answers(task: str, results: dict[str, Any], runtime: RuntimeName, seed:
         questions=[str(sample["prompt_hash"])[:16] for sample in first],
         answers=[answer_of(sample["filtered_resps"]) for sample in first],
         metrics=metrics,
+        chance=guessed([sample["filtered_resps"] for sample in first]),
     )
+
+
+def guessed(responses: list[list[Any]]) -> float | None:
+    """The share of questions that a guess gets right: the mean of one over each question's choices; None where some
+    have none.
+    """
+    counts = [len(choices) for choices in responses if len(choices) > 1 and all(map(is_likelihood, choices))]
+    return float(np.mean([1 / count for count in counts])) if responses and len(counts) == len(responses) else None
+
+
+def is_likelihood(response: Any) -> bool:
+    """Tell whether a response is the log-likelihood of a choice, with whether it is the likeliest text."""
+    return isinstance(response, list | tuple) and len(response) == 2
 
 
 def answer_of(responses: list[Any]) -> Any:
     """The answer to one question: the text that was generated, or the number of the likeliest choice."""
-    if all(isinstance(response, list | tuple) and len(response) == 2 for response in responses):
+    if all(map(is_likelihood, responses)):
         return int(np.argmax([float(response[0]) for response in responses]))
     return json.loads(json.dumps(responses[0] if len(responses) == 1 else responses, default=str))
 
@@ -286,16 +324,18 @@ def quiet_harness(advance: Callable[[int], None] | None = None, most: int = 0) -
     """
     import datasets
 
-    log, bars = getLogger("lm_eval"), datasets.utils.logging.is_progress_bar_enabled()
-    level, levels = log.level, datasets.utils.logging.get_verbosity()
-    log.setLevel(CRITICAL)
+    bars, levels = datasets.utils.logging.is_progress_bar_enabled(), datasets.utils.logging.get_verbosity()
     datasets.utils.logging.set_verbosity(CRITICAL)
     datasets.disable_progress_bars()
     try:
-        with quiet_transformers(), redirect_stdout(io.StringIO()), _bars(advance, most):
+        with (
+            logging_from("lm_eval", CRITICAL),
+            quiet_transformers(),
+            redirect_stdout(io.StringIO()),
+            _bars(advance, most),
+        ):
             yield
     finally:
-        log.setLevel(level)
         datasets.utils.logging.set_verbosity(levels)
         if bars:
             datasets.enable_progress_bars()

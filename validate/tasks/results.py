@@ -18,6 +18,7 @@ import numpy as np
 
 from ...core.errors import InputError
 from ..accuracy.bootstrap import Bootstrap
+from ..accuracy.share_interval import share_interval
 from .document import MetricAnswers, Paired, RuntimeName, Scored, TaskAnswers
 
 #: The answers of each model to a task, one for each seed; one of a task that does not sample.
@@ -78,6 +79,8 @@ def task_results(task: str, models: ModelAnswers, group: str | None = None) -> I
             fewshot=first.fewshot,
             questions=len(first.questions),
             seeds=len(more) + 1 if sampled else None,
+            chance=first.chance,
+            at_chance=_at_chance(metric, first.chance) and not sampled,
             **_compared(judged, metric.higher_is_better),
         )
 
@@ -106,6 +109,14 @@ def group_results(group: str, tasks: Sequence[ModelAnswers]) -> Iterator[Scored]
             seeds=len(tasks[0]["bf16"]) if firsts[0].seed is not None else None,
             **_compared(judged, higher),
         )
+
+
+def _at_chance(metric: MetricAnswers, chance: float | None) -> bool:
+    """Tell whether a score of single answers, right or wrong, is one that a guess has too."""
+    if chance is None or metric.values is None or not metric.higher_is_better or not is_judged(metric.values):
+        return False
+    low, high = share_interval(round(sum(metric.values)), len(metric.values))
+    return low <= chance <= high
 
 
 def _of_name(seeds: Sequence[TaskAnswers], name: str) -> list[MetricAnswers]:
@@ -151,7 +162,9 @@ def compare_pairs(before: MetricValues, after: MetricValues, higher_is_better: b
         seeds = [count_flips(*pair) for pair in zip(before.values, after.values, strict=True)]
         fields["right_to_wrong"] = sum(flips.right_to_wrong for flips in seeds)
         fields["wrong_to_right"] = sum(flips.wrong_to_right for flips in seeds)
-        fields |= {"mcnemar_p": mcnemar_p(seeds[0])} if len(seeds) == 1 else {}
+        if len(seeds) == 1:
+            low, high = share_interval(sum(seeds[0]), len(before.values[0]))
+            fields |= {"mcnemar_p": mcnemar_p(seeds[0]), "flips_low": low, "flips_high": high}
     return Paired.model_validate(fields)
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...calibrate.input.untrusted import error_text, read_bytes
 from ...core.errors import InputError
-from ...core.field_errors import plain_text
+from ...core.files import plain_text
 
 #: The most bytes of a task file; those of lm-eval have less than 100 kB.
 MOST_BYTES = 8 << 20

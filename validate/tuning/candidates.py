@@ -16,17 +16,18 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
-from ...calibrate.model.expert_modules import whole_input_module
-from ...calibrate.model.products import attention_modules, observed_products, output_channel_axis
+from ...calibrate.model.caches import new_cache
+from ...calibrate.model.expert_modules import full_input_module
+from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
 from ...core.reporter import Reporter
-from ...quantize.reference.kv_cache import FP8Cache, round_to_codes
+from ...quantize.reference.fp8_model import fp8_cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
 from ...quantize.scales.clip import lost_share
 from ...quantize.scales.decisions import TensorScale
 from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, WeightMethod, quantize_weight
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
-from ...quantize.weights.sequential import product_input, weight_rows
+from ...quantize.weights.sequential import gemm_input, weight_rows
 from ..accuracy.perplexity import prompt_of
 from ..sensitivity.site_quantizers import input_with_tail
 from .choices import Form, Mix
@@ -58,10 +59,10 @@ class Candidates:
         return (*self.inputs, "weights_alone")
 
     @property
-    def products(self) -> dict[str, nn.Module]:
+    def gemms(self) -> dict[str, nn.Module]:
         """The GEMMs that may be quantized, by name."""
         wanted = {member for members in self.groups.values() for member in members}
-        return {name: module for name, module in observed_products(self.model).items() if name in wanted}
+        return {name: module for name, module in observed_gemms(self.model).items() if name in wanted}
 
     @property
     def attention(self) -> dict[int, str]:
@@ -80,7 +81,7 @@ class Candidates:
         if form == "weights_alone":
             return x
         scale = self.inputs[form][module]
-        return product_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.tails[module])
+        return gemm_input(x, scale) if scale.tail is None else input_with_tail(x, scale, self.tails[module])
 
     def prompt(self, positions: int) -> int:
         """Return the number of a window's `positions` that the next call reads as a prompt."""
@@ -94,7 +95,7 @@ class Candidates:
 
     def exact(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids int64 [windows, seq_len] to the float model's logits."""
-        logits: torch.Tensor = self.model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
+        logits: torch.Tensor = self.model(input_ids=ids, past_key_values=new_cache(self.model), use_cache=True).logits
         return logits
 
     def runner(self, mix: Mix) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -109,19 +110,17 @@ class Candidates:
         return run
 
     @contextmanager
-    def _made_as(self, mix: Mix) -> Iterator[FP8Cache]:
+    def _made_as(self, mix: Mix) -> Iterator[DynamicCache]:
         """Replace weights and inputs by codes where `mix` has them, in the block; yield an empty cache for the run."""
-        products = self.products
+        gemms = self.gemms
         form_of = {member: mix.forms[name] for name, members in self.groups.items() for member in members}
         with ExitStack() as stack:
-            for name, module in products.items():
+            for name, module in gemms.items():
                 if (form := form_of[name]) != "bf16":
                     numbers = self.weight(name, mix.rounding, form).movedim(0, output_channel_axis(module))
                     stack.enter_context(exchanged(module, numbers))
                     stack.callback(module.register_forward_pre_hook(self._rounding(name, form)).remove)
-            yield FP8Cache(
-                {name: scale for name, scale in self.cache.items() if mix.codes(name)}, attention_modules(self.model)
-            )
+            yield fp8_cache({name: scale for name, scale in self.cache.items() if mix.codes(name)}, self.model)
 
     def _rounding(
         self, name: str, form: Form
@@ -153,7 +152,7 @@ def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path
 
     with ExitStack() as stack, report.track("Gathering second moments", len(batches), "batches") as advance:
         for name, members in candidates.groups.items():
-            module = whole_input_module(candidates.model, members[0])
+            module = full_input_module(candidates.model, members[0])
             stack.callback(module.register_forward_pre_hook(adding(name)).remove)
         for ids in batches:
             with torch.inference_mode():
@@ -174,7 +173,7 @@ def round_weights(
     to nearest.
     """
     first = {member: name for name, members in candidates.groups.items() for member in members}
-    products, todo = candidates.products, len(first) * len({rounded.folder for rounded in codes.values()})
+    gemms, todo = candidates.gemms, len(first) * len({rounded.folder for rounded in codes.values()})
     with report.track("Rounding weights", todo, "weights") as advance:
         of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}
         for kind, rounded in {rounded.folder: (kind, rounded) for kind, rounded in of_inputs.items()}.values():
@@ -184,7 +183,7 @@ def round_weights(
                 if rounded.get(module) is None:
                     known = kind[0] == "gptq" and moments_file(moments, name).is_file()
                     weight = quantize_weight(
-                        weight_rows(products[module]), method, compensations.get(module) if known else None
+                        weight_rows(gemms[module]), method, compensations.get(module) if known else None
                     )
                     assert isinstance(weight, QuantizedWeight), "scales.json says that it was quantized"
                     rounded.add(module, weight)

@@ -5,7 +5,8 @@ weights alone, or BF16 together. Weights alone cost and lose what two terms do. 
 where a server does not run these, and in groups that have them already.
 
 How weights are rounded is chosen for the whole model, and which parts of the cache are codes too; of these each layer
-may be left wide (`--kv-skip`). Rounding costs nothing that is served. What the run keeps in BF16 already stays there.
+may be left in BF16 (`--kv-skip`). Rounding costs nothing that is served. What the run keeps in BF16 already stays
+there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,26 +16,28 @@ from typing import Literal, get_args
 
 from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server, Terms
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
-from ...quantize.scales.serving_cost import SCALE_BYTES, WIDE_BYTES, WIDE_OPERATIONS, Cost, tail_terms
+from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_BYTES, Cost, tail_terms
 
-Form = Literal["one_term", "tail", "two_terms", "weights_alone", "bf16"]
+Form = Literal["one_term", "dynamic", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[Form, ...] = get_args(Form)
-#: The values of `--activation-terms` for the forms on codes.
+#: The values of `--activation-terms` for the forms that `tune` has candidates of, but BF16.
 TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
 #: The forms that a server computes as fp8q does, of dense GEMMs and of experts. vLLM has no GEMM of experts in
-#: two terms or with FP8 weights alone, and wants all experts of a layer in one form.
+#: two terms or with FP8 weights alone, and wants all experts of a layer in one form. No graph has dynamic scales.
 ONE_CODE: tuple[Form, ...] = ("one_term", "weights_alone", "bf16")
+STATIC: tuple[Form, ...] = tuple(form for form in FORMS if form != "dynamic")
 EXPERTS_IN_VLLM: tuple[Form, ...] = ("one_term",)
 SERVED: Mapping[Server, tuple[tuple[Form, ...], tuple[Form, ...]]] = {
-    "tensorrt": (FORMS, FORMS),
+    "tensorrt": (STATIC, STATIC),
     "vllm-plugin": (FORMS, EXPERTS_IN_VLLM),
-    "vllm": (ONE_CODE, EXPERTS_IN_VLLM),
+    "vllm": (("one_term", "dynamic", "weights_alone", "bf16"), EXPERTS_IN_VLLM),
     "any": (ONE_CODE, EXPERTS_IN_VLLM),
 }
 #: The form that loses most.
 COARSEST: Form = "one_term"
-RoundingName = Literal["nearest", "gptq"]
-ROUNDINGS: tuple[RoundingName, ...] = get_args(RoundingName)
+RoundingName = Literal["nearest", "gptq", "sequential"]
+#: Those that `tune` has candidates of.
+ROUNDINGS: tuple[RoundingName, ...] = ("nearest", "gptq")
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 #: The weight of the cost that is not preferred, where the preferred one has 1: it decides between equals.
 SECONDARY = 1e-4
@@ -60,10 +63,21 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
     return by_form | {"two_terms": replace(exact, activation_terms=2)}
 
 
+#: The variant that a cache tensor's loss is predicted for.
+CODES = "fp8"
+
+
+def variant(rounding: str, form: Form) -> str:
+    """Name a group's loss in one form, its weights rounded so."""
+    return f"{rounding} {form}"
+
+
 def form_of(scale: TensorScale | None) -> Form:
     """The form of an activation with this scale; None: it stays in BF16, before a weight in FP8."""
     if scale is None:
         return "weights_alone"
+    if scale.dynamic:
+        return "dynamic"
     if scale.terms == 1:
         return "one_term"
     return "two_terms" if scale.tail is None else "tail"
@@ -84,13 +98,13 @@ class Group:
     def bytes_of(self, form: Form) -> int:
         """Return the bytes that a decode step reads of their weights."""
         if form == "bf16":
-            return sum(WIDE_BYTES * prod(shape) for shape in self.weights.values())
+            return sum(BF16_BYTES * prod(shape) for shape in self.weights.values())
         return sum(prod(shape) + SCALE_BYTES * shape[0] for shape in self.weights.values())
 
     def operations_of(self, form: Form) -> int:
         """Count the multiplications for each token of a prompt, in multiplications of FP8 codes."""
-        terms: dict[Form, float] = {"one_term": 1, "tail": tail_terms(self.tail), "two_terms": 2}
-        return round(sum(map(prod, self.weights.values())) * terms.get(form, WIDE_OPERATIONS))
+        terms: dict[Form, float] = {"one_term": 1, "dynamic": 1, "tail": tail_terms(self.tail), "two_terms": 2}
+        return round(sum(map(prod, self.weights.values())) * terms.get(form, BF16_OPERATIONS))
 
 
 @dataclass(frozen=True)
@@ -121,20 +135,21 @@ class Shape:
     """
 
     groups: tuple[Group, ...]
-    wide: int
+    bf16_values: int
     cache: Mapping[str, int]
 
     def cost(self, mix: Mix) -> Cost:
         """Return the cost of `mix`."""
         return Cost(
-            WIDE_BYTES * self.wide + sum(group.bytes_of(mix.forms[group.name]) for group in self.groups),
+            BF16_BYTES * self.bf16_values + sum(group.bytes_of(mix.forms[group.name]) for group in self.groups),
             sum(self.tensor_bytes(name, mix.codes(name)) for name in self.cache),
-            WIDE_OPERATIONS * self.wide + sum(group.operations_of(mix.forms[group.name]) for group in self.groups),
+            BF16_OPERATIONS * self.bf16_values
+            + sum(group.operations_of(mix.forms[group.name]) for group in self.groups),
         )
 
     def tensor_bytes(self, name: str, codes: bool) -> int:
         """Return the bytes that a sequence keeps of a cache tensor for each position."""
-        return self.cache[name] * (1 if codes else WIDE_BYTES)
+        return self.cache[name] * (1 if codes else BF16_BYTES)
 
     @property
     def cached(self) -> dict[str, list[str]]:

@@ -11,19 +11,11 @@ import torch
 from torch import nn
 
 from ...calibrate.model.expert_modules import shared_inputs
-from ...calibrate.model.products import output_channel_axis
+from ...calibrate.model.gemms import output_channel_axis
 from ..sensitivity.document import Predicted
 from ..sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
 from .candidates import Candidates
-from .choices import ROUNDINGS, Form
-
-#: The variant that a cache tensor's loss is predicted for.
-CODES = "fp8"
-
-
-def variant(rounding: str, form: Form) -> str:
-    """Name a group's loss in one form, its weights rounded so."""
-    return f"{rounding} {form}"
+from .choices import CODES, ROUNDINGS, Form, variant
 
 
 def predict_choices(
@@ -38,7 +30,7 @@ def predict_choices(
         caches = {name: seen.cache[name] for name in candidates.cache if name in seen.cache}
         tensors = [*seen.outputs.values(), *caches.values()]
         output_gradients = torch.autograd.grad(loss, tensors, allow_unused=True)
-    experts = {name for names in shared_inputs(candidates.model, candidates.products).values() for name in names}
+    experts = {name for names in shared_inputs(candidates.model, candidates.gemms).values() for name in names}
     gradients = dict(zip([*seen.outputs, *caches], output_gradients, strict=True))
     result: Predicted = {}
     with torch.no_grad():
@@ -63,8 +55,8 @@ def predict_choices(
 
 def _output_error(candidates: Candidates, module: str, rounding: str, form: Form, x: torch.Tensor) -> torch.Tensor:
     """ŵ x̂ - w x."""
-    product = candidates.products[module]
-    weight = product.weight
+    gemm = candidates.gemms[module]
+    weight = gemm.weight
     assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
     rounded = nn.functional.linear(candidates.input(module, form, x), candidates.weight(module, rounding, form))
-    return rounded - nn.functional.linear(x, weight.movedim(output_channel_axis(product), 0))
+    return rounded - nn.functional.linear(x, weight.movedim(output_channel_axis(gemm), 0))

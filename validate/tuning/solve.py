@@ -3,24 +3,135 @@
 Predicted losses add up; measured together they are not quite the sum. The ratio of the two changes little from a mix to
 a like one, so it is interpolated, in logarithms, between the mixes that were measured, and the mix that is chosen is
 measured before it is believed.
+
+`cheapest` chooses one option for each item so that losses sum to at most a budget, at the least price. It is exact but
+for the grid of losses: a table over items and budgets, a multiple-choice knapsack (Kellerer, Pferschy, Pisinger 2004,
+"Knapsack Problems", chapter 11). Losses are rounded up to a part in `LEVELS` of the budget, so the result meets the
+budget, and its price is at most that of the best for a budget smaller by one part an item. `steps` follows the corners
+of the lower convex hulls by loss saved for the price: every point on the way is the cheapest of its own loss, and
+together they are the frontier.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from ...options import KvCache
 from ...quantize.scales.decisions import CACHE_PARTS
-from .choices import FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes
-from .frontier import Choice, Items, cheapest, loss_of, price_of, steps
-from .gradients import CODES, variant
+from .choices import CODES, FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes, variant
+
+#: Parts of the budget that losses are counted in.
+LEVELS = 20_000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice for an item: its name, its loss, its price."""
+
+    name: str
+    loss: float
+    price: float
+
+
+Items = Mapping[str, Sequence[Choice]]
+Chosen = dict[str, Choice]
+
+
+def hull(choices: Sequence[Choice]) -> list[Choice]:
+    """The corners of the lower convex hull, from the cheapest on: each next one loses less, and saves less for its
+    price than the one before.
+    """
+    corners: list[Choice] = []
+    for choice in sorted(choices, key=lambda option: (option.price, option.loss)):
+        if corners and choice.loss >= corners[-1].loss:
+            continue
+        while corners and choice.price == corners[-1].price:
+            corners.pop()
+        while len(corners) > 1 and _saved(corners[-1], choice) >= _saved(corners[-2], corners[-1]):
+            corners.pop()
+        corners.append(choice)
+    return corners
+
+
+def _saved(before: Choice, after: Choice) -> float:
+    """The loss that a step saves for each unit of its price."""
+    paid = after.price - before.price
+    return (before.loss - after.loss) / paid if paid > 0 else inf
+
+
+def steps(items: Items) -> tuple[Chosen, list[tuple[str, Choice]]]:
+    """The cheapest choice of each item, and the changes from there on, those first that save most for their price."""
+    hulls = {name: hull(choices) for name, choices in items.items()}
+    moves = [
+        (_saved(before, after), name, after)
+        for name, corners in hulls.items()
+        for before, after in itertools.pairwise(corners)
+    ]
+    # the sort is stable, and within an item what is saved falls, so that its corners stay in order
+    ordered = sorted(moves, key=lambda move: -move[0])
+    return {name: corners[0] for name, corners in hulls.items()}, [(name, after) for _, name, after in ordered]
+
+
+def cheapest(items: Items, budget: float) -> Chosen | None:
+    """The cheapest choices whose losses add up to at most `budget`; None where there are none such."""
+    solutions = [chosen for chosen in (_table(items, budget), _along_the_hull(items, budget)) if chosen is not None]
+    return min(solutions, key=price_of) if solutions else None
+
+
+def loss_of(chosen: Chosen) -> float:
+    """Return the sum of the losses."""
+    return sum(choice.loss for choice in chosen.values())
+
+
+def price_of(chosen: Chosen) -> float:
+    """Return the sum of the prices."""
+    return sum(choice.price for choice in chosen.values())
+
+
+def least(items: Items) -> Chosen:
+    """Choose the least loss for every item, and among equals the cheapest."""
+    return {name: min(choices, key=lambda option: (option.loss, option.price)) for name, choices in items.items()}
+
+
+def _along_the_hull(items: Items, budget: float) -> Chosen | None:
+    """The first point of the frontier that meets the budget: where losses are too fine for the table."""
+    chosen, further = steps(items)
+    for name, choice in further:
+        if loss_of(chosen) <= budget:
+            break
+        chosen[name] = choice
+    return chosen if loss_of(chosen) <= budget else None
+
+
+def _table(items: Items, budget: float) -> Chosen | None:
+    if budget <= 0:
+        return None
+    best, taken = np.zeros(LEVELS + 1), list[npt.NDArray[np.int8]]()
+    for choices in items.values():
+        options = np.full((len(choices), LEVELS + 1), inf)
+        for row, choice in zip(options, choices, strict=True):
+            if choice.loss <= budget:
+                parts = int(np.ceil(choice.loss / budget * LEVELS))
+                row[parts:] = best[: LEVELS + 1 - parts] + choice.price
+        taken.append(options.argmin(0).astype(np.int8))
+        best = options.min(0)
+    if not np.isfinite(best[-1]):
+        return None
+    chosen, level = Chosen(), LEVELS
+    for (name, choices), column in reversed(list(zip(items.items(), taken, strict=True))):
+        chosen[name] = choices[column[level]]
+        level -= int(np.ceil(chosen[name].loss / budget * LEVELS))
+    return dict(reversed(chosen.items()))
+
 
 #: The price of a change: of equal mixes the one that changes least is taken.
 CHANGED = 1e-9
 #: The choices for the cache of a layer: codes, or the compute type.
-CODED, WIDE = "coded", "wide"
+CODED, IN_BF16 = "coded", "wide"
 #: Forms that cost the same, and lose nothing but the rounding of weights: a group is offered one of them.
 EXACT: tuple[Form, ...] = ("two_terms", "weights_alone")
 #: The smallest loss whose logarithm is taken.
@@ -107,8 +218,8 @@ class Problem:
         finest = {name: form for name, form in self.finest().forms.items() if name in losses.parts}
         rounding = min(losses.roundings, key=lambda method: min(losses.group(*item, method) for item in finest.items()))
         left = min(finest, key=lambda name: losses.group(name, finest[name], rounding))
-        wide = {group.name for group in self.shape.groups if "bf16" in group.forms and group.name != left}
-        forms: dict[str, Form] = {name: "bf16" if name in wide else form for name, form in finest.items()}
+        in_bf16 = {group.name for group in self.shape.groups if "bf16" in group.forms and group.name != left}
+        forms: dict[str, Form] = {name: "bf16" if name in in_bf16 else form for name, form in finest.items()}
         return Mix({**self.run_mix.forms, **forms}, rounding, losses.caches[0])
 
     @property
@@ -159,13 +270,13 @@ class Problem:
         def choice(name: str, module: str, tensors: Sequence[str]) -> Choice:
             coded = [tensor for tensor in tensors if name == CODED and tensor[-1] in parts]
             held = sum(self.shape.tensor_bytes(tensor, tensor in coded) for tensor in tensors)
-            changed = run_mix.kv_cache == kv_cache and (module in run_mix.wide_cache) != (name == WIDE)
+            changed = run_mix.kv_cache == kv_cache and (module in run_mix.wide_cache) != (name == IN_BF16)
             price = self.price.combine(self.price.positions * held, 0) + CHANGED * changed
             return Choice(name, sum(map(self.losses.tensor, coded)), price)
 
         def offered(tensors: Sequence[str]) -> Sequence[str]:
             untold = [tensor for tensor in tensors if tensor[-1] in parts and tensor not in self.losses.parts]
-            return (CODED, WIDE) if all(map(run_mix.codes, untold)) else (WIDE,)
+            return (CODED, IN_BF16) if all(map(run_mix.codes, untold)) else (IN_BF16,)
 
         return {
             module: [choice(name, module, tensors) for name in offered(tensors)]
@@ -200,18 +311,18 @@ class Problem:
         rounding and cache.
         """
         changed = (rounding != self.run_mix.rounding) + (kv_cache != self.run_mix.kv_cache)
-        wide = sum(self.shape.tensor_bytes(name, False) for name in self.shape.cache) if kv_cache == "off" else 0
-        return self.price.combine(self.price.positions * wide, 0) + CHANGED * changed
+        in_bf16 = sum(self.shape.tensor_bytes(name, False) for name in self.shape.cache) if kv_cache == "off" else 0
+        return self.price.combine(self.price.positions * in_bf16, 0) + CHANGED * changed
 
     def _mix(self, rounding: RoundingName, kv_cache: KvCache, chosen: Mapping[str, Choice]) -> Mix | None:
         """The mix of these choices; None where nothing of it would be FP8."""
         forms = {group.name: form for group in self.shape.groups for form in FORMS if chosen[group.name].name == form}
         if set(forms.values()) == {"bf16"}:
             return None
-        wide = tuple(module for module in self.shape.cached if module in chosen and chosen[module].name == WIDE)
-        if wide and len(wide) == len(self.shape.cached):
+        in_bf16 = tuple(module for module in self.shape.cached if module in chosen and chosen[module].name == IN_BF16)
+        if in_bf16 and len(in_bf16) == len(self.shape.cached):
             return Mix(forms, rounding, "off")
-        return Mix(forms, rounding, kv_cache, wide)
+        return Mix(forms, rounding, kv_cache, in_bf16)
 
 
 def same(one: Mix, other: Mix) -> bool:

@@ -1,11 +1,11 @@
-"""A plugin for vLLM: products of fp8q's checkpoints with activations in two terms, or with a tail of them.
+"""A plugin for vLLM: GEMMs of fp8q's checkpoints with activations in two terms, or with a tail of them.
 
 config.json of such a checkpoint names the compressed-tensors format, which vLLM loads by itself and multiplies in one
 term. The modules in two terms stand beside it, in `fp8q`. vLLM calls `register` in each of its processes.
 
 rows       the rows of a batch that have second terms
-terms      the arithmetic of the product
-product    the product of codes, as one operator that the compiler does not look into
+terms      the arithmetic of the GEMM
+gemm       the GEMM of codes, as one operator that the compiler does not look into
 config     which modules of a checkpoint it is for, and how vLLM loads them
 interface  the parts of vLLM that it builds on, and what happens where one is missing
 codes      encoding, shared with fp8q (its `quantize/codes`), as are
@@ -28,21 +28,21 @@ def register() -> None:
     """
     from .interface import missing_part, refuse_two_terms
 
-    found, tried = vllm_version(), ", ".join(TRIED)
+    installed, tried = vllm_version(), ", ".join(TRIED)
     if lacking := missing_part():
         reason = (
-            f"fp8q-vllm {version('fp8q-vllm')} was tried with vLLM {tried}, and in this vLLM, {found}, {lacking}: "
+            f"fp8q-vllm {version('fp8q-vllm')} was tried with vLLM {tried}, and in this vLLM, {installed}, {lacking}: "
             "install a vLLM that was tried, or the fp8q-vllm of a later fp8q"
         )
         log.warning("%s; checkpoints with inputs in two terms are refused", reason)
         refuse_two_terms(reason)
         return
-    if ".".join(found.split(".")[:2]) not in TRIED:
+    if ".".join(installed.split(".")[:2]) not in TRIED:
         log.warning(
             "fp8q-vllm was tried with vLLM %s, and this is %s: hold what it answers against the run with "
             "`fp8q validate`, or install a version that was tried",
             tried,
-            found,
+            installed,
         )
     from .config import register_config
 

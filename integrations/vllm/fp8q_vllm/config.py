@@ -1,9 +1,9 @@
-"""How vLLM loads a checkpoint of fp8q: as compressed-tensors, but for the products of modules in two terms.
+"""How vLLM loads a checkpoint of fp8q: as compressed-tensors, but for the GEMMs of modules in two terms.
 
 config.json says `quant_method: compressed-tensors`, so that everything loads it without this plugin. vLLM asks custom
 formats first whether a checkpoint is theirs; `Config` answers for those whose `fp8q` has modules in two terms.
 
-A module that is listed and gets no product of ours would run in one term, so that is an error: while layers are made
+A module that is listed and gets no GEMM of ours would run in one term, so that is an error: while layers are made
 where vLLM multiplies it in another way, and once they are loaded where none has its name. A process may have a part of
 the layers (pipeline stages, drafts), so names are expected of those numbers that it has quantized layers of.
 """
@@ -25,13 +25,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import C
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.utils import WeightsMapper
 
-from . import product
+from . import gemm
 from .rows import FREE_ROWS, keep_starts
 
 NAME = "fp8q"
 #: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, positions of graphs, and
-#: layers whose cache stays wide, which vLLM is told with `--kv-cache-dtype-skip-layers`.
-KNOWN = {"two_terms", "tails", "dynamic_inputs", "bf16_inputs", "stored", "positions", "wide_cache"}
+#: layers whose cache stays in BF16, which vLLM is told with `--kv-cache-dtype-skip-layers`.
+KNOWN = {"two_terms", "tails", "dynamic_inputs", "block_inputs", "bf16_inputs", "stored", "positions", "wide_cache"}
 #: Layers whose rows are not the batch's, so that no tail can be found among them: latent attention expands cached
 #: positions and parts of a batch, and the output head gets the positions that are sampled from.
 OTHER_ROWS = ("kv_b_proj", "lm_head")
@@ -42,7 +42,7 @@ log = logging.getLogger("vllm.fp8q")
 
 
 class TwoTerms(CompressedTensorsW8A8Fp8):
-    """The product of one layer whose input has two terms, or a tail of them."""
+    """The GEMM of one layer whose input has two terms, or a tail of them."""
 
     def __init__(self, like: CompressedTensorsW8A8Fp8, tail: int):
         """Take the place of the scheme `like`; `tail`: 0 for two terms throughout."""
@@ -58,7 +58,7 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
         del self.fp8_linear  # it may lay out weights for a kernel that is not used
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Check what was loaded, and make the constant that the product would make in each call."""
+        """Check what was loaded, and make the constant that the GEMM would make in each call."""
         super().process_weights_after_loading(layer)
         layer.one = torch.ones((), dtype=torch.float32, device=layer.input_scale.device)
         mantissa, _ = torch.frexp(layer.input_scale.float())
@@ -71,10 +71,10 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
     def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x` [..., in] to [..., out] in its type, or in the model's where latent attention has cast `x` to FP8."""
         x = x if x.dtype.itemsize > 1 else x.to(layer.orig_dtype)
-        found: torch.Tensor = torch.ops.vllm.fp8q_linear(
+        y: torch.Tensor = torch.ops.vllm.fp8q_linear(
             x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, layer.one, self.tail, self.free_rows
         )
-        return found
+        return y
 
 
 class Config(CompressedTensorsConfig):
@@ -100,21 +100,21 @@ class Config(CompressedTensorsConfig):
     ) -> str | None:
         """Answer for checkpoints with modules in two terms, unless the user asks for another format."""
         ours = user_quant in (None, NAME) and hf_quant_cfg.get("quant_method") == "compressed-tensors"
-        return NAME if ours and own_of(hf_config).get("two_terms") else None
+        return NAME if ours and fp8q_fields(hf_config).get("two_terms") else None
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Read which modules have two terms.
 
         Raises ValueError for a checkpoint of a later form.
         """
-        own = own_of(hf_config)
-        if unknown := sorted(own.keys() - KNOWN):
+        fields = fp8q_fields(hf_config)
+        if unknown := sorted(fields.keys() - KNOWN):
             raise ValueError(
                 f"{model_name}: config.json has fp8q.{unknown[0]}, which this fp8q-vllm does not know; install the "
                 "version that came with the fp8q that wrote it"
             )
-        tails = dict.fromkeys(own.get("two_terms", ()), 0) | own.get("tails", {})
-        stored = {in_files(name, own.get("stored", {})): name for name in tails}
+        tails = dict.fromkeys(fields.get("two_terms", ()), 0) | fields.get("tails", {})
+        stored = {in_files(name, fields.get("stored", {})): name for name in tails}
         self.modules = {name: name for name in tails} | stored
         self.tails = {name: tails[module] for name, module in self.modules.items()}
         self.taken, self.numbers = set(), set()
@@ -127,14 +127,14 @@ class Config(CompressedTensorsConfig):
         self.modules = {new: self.modules[old] for old, new in mapped.items()}
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of compressed-tensors, with our product where the layer's input has two terms.
+        """The method of compressed-tensors, with our GEMM where the layer's input has two terms.
 
         Raises ValueError for a layer of which a part has two terms, for experts in two terms, and for a layer in two
         terms that vLLM multiplies in another form than FP8 codes by FP8 codes.
         """
-        if isinstance(layer, RoutedExperts) and (found := self._of_experts(prefix)):
+        if isinstance(layer, RoutedExperts) and (experts := self._of_experts(prefix)):
             raise ValueError(
-                f"{found}: experts in two terms are not computed by vLLM; give them one term with `fp8q scales RUN "
+                f"{experts}: experts in two terms are not computed by vLLM; give them one term with `fp8q scales RUN "
                 "--activation-terms 1 --tail '*self_attn*'`"
             )
         method = super().get_quant_method(layer, prefix)
@@ -191,26 +191,26 @@ class Config(CompressedTensorsConfig):
 
     def _tail_of(self, prefix: str) -> int | None:
         """The tail of the layer `prefix`, all of whose parts must have the same; None: one term."""
-        found = {self.tails.get(part) for part in parts_of(prefix, self.packed_modules_mapping)}
-        if len(found) > 1:
+        tails = {self.tails.get(part) for part in parts_of(prefix, self.packed_modules_mapping)}
+        if len(tails) > 1:
             raise ValueError(
                 f"{prefix}: vLLM multiplies {', '.join(parts_of(prefix, self.packed_modules_mapping))} as one, and "
                 "they have different forms; write the checkpoint again with `fp8q scales RUN`"
             )
-        return found.pop()
+        return tails.pop()
 
 
-def own_of(hf_config: Any) -> Mapping[str, Any]:
+def fp8q_fields(hf_config: Any) -> Mapping[str, Any]:
     """What config.json has under `fp8q`."""
-    found = getattr(hf_config, NAME, None)
-    return found if isinstance(found, dict) else {}
+    fields = getattr(hf_config, NAME, None)
+    return fields if isinstance(fields, dict) else {}
 
 
 def in_files(name: str, stored: Mapping[str, str]) -> str:
     """The name that the module has in files; `stored`: patterns of both, in which `{}` is a number."""
     for module, file in stored.items():
-        if found := re.fullmatch(re.escape(module).replace(r"\{\}", r"(\d+)"), name):
-            return file.format(*found.groups())
+        if match := re.fullmatch(re.escape(module).replace(r"\{\}", r"(\d+)"), name):
+            return file.format(*match.groups())
     return name
 
 
@@ -237,4 +237,4 @@ def register_config() -> None:
         keep_starts(AttentionMetadataBuilder)
 
 
-__all__ = ["Config", "product", "register_config"]
+__all__ = ["Config", "gemm", "register_config"]

@@ -1,6 +1,6 @@
 """The interface of vLLM that this plugin builds on, checked before anything of it is used.
 
-vLLM promises none of it to plugins. Where a version lacks a part, checkpoints with inputs in two terms are refused in
+vLLM guarantees none of it to plugins. Where a version lacks a part, checkpoints with inputs in two terms are refused in
 one line that names both versions: without the plugin vLLM would run their first terms alone, and say nothing. All other
 models are served as before.
 """
@@ -43,12 +43,12 @@ def missing_part(needed: Mapping[str, tuple[str, ...]] = NEEDED) -> str | None:
     for part, parameters in needed.items():
         module, _, name = part.partition(":")
         try:
-            found: Any = import_module(module)
+            target: Any = import_module(module)
             for attribute in name.split("."):
-                found = getattr(found, attribute)
+                target = getattr(target, attribute)
         except (ImportError, AttributeError):
             return f"there is no {part}"
-        if lacking := [each for each in parameters if each not in signature(found).parameters]:
+        if lacking := [parameter for parameter in parameters if parameter not in signature(target).parameters]:
             return f"{part} takes no {lacking[0]}"
     return None
 
@@ -74,8 +74,8 @@ def refuse_two_terms(reason: str) -> None:
             cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
         ) -> str | None:
             """Raise ValueError for a checkpoint with inputs in two terms."""
-            own = getattr(hf_config, "fp8q", None)
-            if isinstance(own, dict) and own.get("two_terms"):
+            fields = getattr(hf_config, "fp8q", None)
+            if isinstance(fields, dict) and fields.get("two_terms"):
                 raise ValueError(
                     f"{reason}. This checkpoint has inputs in two terms; VLLM_PLUGINS=none leaves the plugin out, and "
                     "runs one term"

@@ -5,8 +5,9 @@ vLLM computes a batch of rows, and `query_start_loc` [sequences + 1] says where 
 read in chunks has a tail in each of them.
 
 Nothing here waits for the GPU: the number of rows with second terms must be known before it has counted them, so there
-is room for one row of each sequence and for `PROMPTS` whole tails or an eighth of the rows, whichever is more. Where
-more prompts than that come together in one batch their tails are shorter, by the same number of positions each. A batch
+is room for a whole tail of each sequence, but for no more than one row of each and `PROMPTS` whole tails or an eighth
+of the rows, whichever is more. Where more prompts than that come together in one batch their tails are shorter, by the
+same number of positions each. A batch
 of few rows has second terms throughout: finding a tail would take longer, and its shape does not depend on what is in
 it, as CUDA graphs ask.
 """
@@ -49,7 +50,7 @@ def tail_rows(starts: torch.Tensor, rows: int, tail: int) -> Rows:
     distance = (ends[sequence] - 1 - at).long()
     inside = at < starts[-1]
     nearest = torch.where(inside, distance, rows).argsort(stable=True)
-    room = min(rows, len(ends) + max(PROMPTS * tail, rows // SHARE))
+    room = min(rows, len(ends) * tail, len(ends) + max(PROMPTS * tail, rows // SHARE))
     numbers = nearest[:room]
     return Rows(numbers, (inside & (distance < tail))[numbers])
 
@@ -135,7 +136,7 @@ def _warn_once(metadata: Any) -> None:
     if WARNED:
         return
     of_layers = metadata.values() if isinstance(metadata, dict) else ()
-    WARNED.append(", ".join(sorted({type(each).__name__ for each in of_layers})) or "microbatches")
+    WARNED.append(", ".join(sorted({type(layer_metadata).__name__ for layer_metadata in of_layers})) or "microbatches")
     log.warning(
         "attention says nothing of where sequences begin (%s), so all rows have second terms, not the tails of prompts "
         "alone: answers are as exact, and prompts take up to 1.8 times as long",

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.calibrate.input.patterns import MOST_WAYS, BoundedPattern, PatternFile, ways
+from fp8q.calibrate.input.patterns import MOST_MATCHES, BoundedPattern, PatternFile, match_count
 from fp8q.core.errors import InputError
 
 
 def ways_of(expression: str, length: int) -> float:
-    return ways(re._parser.parse(expression), length)  # type: ignore[attr-defined]  # as `patterns` does
+    return match_count(re._parser.parse(expression), length)  # type: ignore[attr-defined]  # as `patterns` does
 
 
 FILE, NAME = Path("config.json"), "model.language_model.layers.61.mlp.experts.255.down_proj"
@@ -80,7 +80,7 @@ PARTS = st.sampled_from(
 def test_what_is_taken_ends_within_a_second(expression: str) -> None:
     """On a text that fails at its very end, after every way was tried."""
     text = "a" * 40
-    if ways_of(expression + "=$", len(text)) <= MOST_WAYS:
+    if ways_of(expression + "=$", len(text)) <= MOST_MATCHES:
         begun = time.thread_time()
         BoundedPattern(expression + "=$", PatternFile(FILE)).matches(text)
         assert time.thread_time() - begun < 5

@@ -9,7 +9,9 @@ from hypothesis.extra import numpy as hnp
 
 from fp8q.calibrate.measure.histogram import PATTERNS, Histogram, magnitudes
 
-PATTERN_LISTS = hnp.arrays(np.uint16, st.integers(0, 60), elements=st.integers(0, 2**16 - 1))
+#: Zeros, infinities, the largest finite value and NaN, which patterns drawn from all would hardly ever be.
+SPECIAL = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F7F, 0x7FC0)
+PATTERN_LISTS = hnp.arrays(np.uint16, st.integers(0, 60), elements=st.integers(0, 2**16 - 1) | st.sampled_from(SPECIAL))
 
 
 def histogram_of(patterns: np.ndarray) -> Histogram:

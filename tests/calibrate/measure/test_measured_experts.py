@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fp8q.calibrate.measure.coverage import coverage
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
-from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_arrays, save_statistics
+from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, coverage, load_arrays, save_statistics
 from fp8q.calibrate.measure.stream import measure_streamed
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.errors import InputError

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.observe import Observer, Watch, probe_groups
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, save_arrays
-from fp8q.calibrate.model.products import matrix_products, output_head
+from fp8q.calibrate.model.gemms import gemm_modules, output_head
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.codes.formats import E4M3
 
@@ -46,7 +46,7 @@ def test_q_k_v_and_gate_up_share_one_observer(model: PreTrainedModel, statistics
 def test_groups_are_the_same_on_the_meta_device(model: PreTrainedModel, statistics: Statistics) -> None:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
-    modules = {name: module for name, module in matrix_products(empty).items() if name != output_head(empty)}
+    modules = {name: module for name, module in gemm_modules(empty).items() if name != output_head(empty)}
     assert probe_groups(empty, modules) == statistics.record.groups
 
 
@@ -105,7 +105,7 @@ def test_batches_in_another_order_or_measured_in_two_runs_give_the_same_bytes(
 
 def test_a_module_of_another_type_rounds_its_input_to_bf16(demo_checkpoint: Path) -> None:
     wide = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.float32).eval()
-    watch = Watch(wide, matrix_products(wide), {"model.layers.0.mlp.down_proj": ["model.layers.0.mlp.down_proj"]}, 1)
+    watch = Watch(wide, gemm_modules(wide), {"model.layers.0.mlp.down_proj": ["model.layers.0.mlp.down_proj"]}, 1)
     watch.forward(torch.from_numpy(WINDOWS[:1]), 0)
     assert watch.statistics()["model.layers.0.mlp.down_proj.input"].histogram.samples == 32 * 704
 

@@ -19,7 +19,7 @@ from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.stages.measure import streamed
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 
 from .streams import CORPUS, IDENTITY, SMALL, WINDOWS, in_memory, streaming
 

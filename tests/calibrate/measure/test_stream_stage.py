@@ -23,10 +23,11 @@ from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions
 from fp8q.stages.corpus import save_tokens
 from fp8q.stages.measure import measure as measure_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 
 from .streams import WINDOWS
 
@@ -41,7 +42,9 @@ def measured(
     """The stage `measure` of `checkpoint` on `windows` in the run directory `root`, streamed or not."""
     run = Run(root)
     if not run.exists():
-        with run.stage("corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}) as log:
+        with RunWriter(run).stage(
+            "corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}
+        ) as log:
             save_tokens(run.calibration, windows)
             log.outputs.append(run.calibration)
     measure_stage(run, open_source(str(checkpoint)), CalibrateOptions(batch_size=2, stream=stream), Notes(report))
@@ -131,7 +134,9 @@ def test_what_was_left_by_other_options_is_not_used(
 
 def test_without_streaming_nothing_of_a_stopped_stream_stays(demo_checkpoint: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    with run.stage("corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}) as log:
+    with RunWriter(run).stage(
+        "corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}
+    ) as log:
         save_tokens(run.calibration, WINDOWS)
         log.outputs.append(run.calibration)
     (run.root / ".measure.work").mkdir()
@@ -147,7 +152,7 @@ from fp8q.options import CalibrateOptions
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.stages.measure import measure
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 measure(Run(Path(sys.argv[1])), open_source(sys.argv[2]), CalibrateOptions(batch_size=2, stream=True), Notes(SILENT))
 """
 

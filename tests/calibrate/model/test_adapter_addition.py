@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity
 from fp8q.calibrate.measure.stream import measure_streamed
-from fp8q.calibrate.model.adapter_addition import add_lora_product
+from fp8q.calibrate.model.adapter_addition import add_lora_output
 from fp8q.calibrate.model.adapter_base import with_adapters
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
@@ -49,7 +49,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 def test_beside_by_hand() -> None:
     a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])
-    found = add_lora_product(torch.tensor([[100.0, 200.0]]), torch.tensor([[10.0, 1.0]]), a, b, 0.5)
+    found = add_lora_output(torch.tensor([[100.0, 200.0]]), torch.tensor([[10.0, 1.0]]), a, b, 0.5)
     # A x = 12, s A x = 6, B s A x = 18, 30
     assert found.tolist() == [[118.0, 230.0]]
 

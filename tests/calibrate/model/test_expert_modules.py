@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fp8q.calibrate.model.bf16_products import widened_products
+from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.calibrate.model.expert_modules import (
     Expert,
     Experts,
@@ -38,7 +38,7 @@ def transformers_own(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 def logits(model: PreTrainedModel) -> torch.Tensor:
     """Of transformers' own model too by the arithmetic that fp8q has on this processor."""
     ids = torch.randint(0, 2048, (2, 48), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode(), widened_products():
+    with torch.inference_mode(), gemms_in_fp32():
         made: torch.Tensor = model(ids).logits
     return made
 

@@ -90,29 +90,31 @@ def test_what_config_json_says_of_the_language_model_inside_is_looked_at(
     )
 
 
-def test_linear_attention_in_a_model_that_does_not_say_that_it_keeps_a_state(damaged: Path) -> None:
+def test_a_hybrid_with_a_cache_of_its_own(damaged: Path) -> None:
     transformers.MiniMaxConfig(num_hidden_layers=2, architectures=["MiniMaxForCausalLM"]).save_pretrained(damaged)
     assert refusal(damaged) == (
-        f"{damaged}: MiniMaxForCausalLM keeps a recurrent state (a state-space or linear-attention model), which fp8q "
-        "does not do for now; give a transformer"
+        f"{damaged}: MiniMaxForCausalLM keeps its recurrent state in a cache of its own in transformers {VERSION}, "
+        "which fp8q does not do for now; give another model, or use `fp8q convert`"
     )
 
 
-def test_an_attention_whose_tokens_an_indexer_chooses(damaged: Path) -> None:
+def test_an_indexer_whose_cache_is_its_classs_own(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in transformers 5.4, where a general cache has no layers with an indexer's keys."""
+    monkeypatch.setattr("fp8q.calibrate.model.architecture.attention_indices", lambda config: None)
     transformers.DeepseekV32Config(num_hidden_layers=2, architectures=["DeepseekV32ForCausalLM"]).save_pretrained(
         damaged
     )
     assert refusal(damaged) == (
-        f"{damaged}: DeepseekV32ForCausalLM attends to tokens that an indexer chooses (index_topk) by a cache of its "
-        "own, which fp8q does not do for now; give another model"
+        f"{damaged}: DeepseekV32ForCausalLM keeps the keys of its indexer in a cache of its own in transformers "
+        f"{VERSION}, which fp8q does not do for now; give another model, or use `fp8q convert`"
     )
 
 
 def test_a_recurrent_model(damaged: Path) -> None:
     transformers.MambaConfig(architectures=["MambaForCausalLM"]).save_pretrained(damaged)
     assert refusal(damaged) == (
-        f"{damaged}: MambaForCausalLM keeps a recurrent state (a state-space or linear-attention model), which fp8q "
-        "does not do for now; give a transformer"
+        f"{damaged}: MambaForCausalLM has no attention that caches keys and values (a state-space or linear-attention "
+        "model alone), which fp8q does not do for now; give a transformer or a hybrid, or use `fp8q convert`"
     )
 
 

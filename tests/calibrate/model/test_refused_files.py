@@ -102,6 +102,11 @@ def test_rotary_frequencies_that_transformers_does_not_know_are_named(damaged: P
         f"{damaged}/config.json: its rope_type foo is unknown to transformers {transformers.__version__}; a newer "
         "transformers may know it"
     )
+    kinds: tuple[object, ...] = ([[]], {}, None, 5)
+    for kind in kinds:
+        odd = transformers.LlamaConfig()
+        odd.rope_parameters = foo | {"rope_type": kind}
+        assert unknown_rotary(odd) == str(kind)
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     for sliding, unknown in ((foo, "foo"), (plain, None)):
         config = transformers.Gemma3TextConfig(

@@ -21,7 +21,7 @@ from transformers import (
 
 from fp8q.calibrate.checkpoint.weights import check_finite
 from fp8q.calibrate.model.architecture import max_positions
-from fp8q.calibrate.model.bf16_products import widened_products
+from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.calibrate.model.source import Source, load_model, meta_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 
@@ -104,7 +104,7 @@ def test_the_model_is_the_one_transformers_loads(
             False,
             "sdpa",
         )
-        with torch.inference_mode(), widened_products():
+        with torch.inference_mode(), gemms_in_fp32():
             assert torch.equal(model(ids).logits, plain(ids).logits)
     load_tokenizer(open_source(demo.name))
     load_model(demo, torch.bfloat16)

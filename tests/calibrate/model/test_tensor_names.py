@@ -16,7 +16,7 @@ from transformers.models.hrm_text.configuration_hrm_text import HrmTextConfig
 from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.errors import InputError
-from fp8q.stages.shared.sources import products_of
+from fp8q.stages.shared.sources import gemms_of
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_the_head_of_gpt_neox_is_stored_as_embed_out(saved: Callable[..., Path])
     source = open_source(str(saved(config)))
     assert source.renamed == {"lm_head.weight": "embed_out.weight"}
     assert_found(source)
-    assert products_of(source).head == "lm_head"
+    assert gemms_of(source).head == "lm_head"
 
 
 def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(saved: Callable[..., Path]) -> None:
@@ -71,7 +71,7 @@ def test_the_gpt2_files_of_2019_have_no_prefix_and_hold_masks_that_nobody_loads(
     source = open_source(str(path))
     assert source.stored("transformer.h.1.mlp.c_fc.weight") == "h.1.mlp.c_fc.weight"
     assert_found(source)
-    assert len(products_of(source).names) == 2 * 4 + 1
+    assert len(gemms_of(source).names) == 2 * 4 + 1
 
 
 def test_what_transformers_cuts_out_of_a_stored_tensor_is_refused_by_name(saved: Callable[..., Path]) -> None:
@@ -80,7 +80,7 @@ def test_what_transformers_cuts_out_of_a_stored_tensor_is_refused_by_name(saved:
         HrmTextConfig(vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     )
     with pytest.raises(InputError) as refused:
-        products_of(open_source(str(path)))
+        gemms_of(open_source(str(path)))
     assert str(refused.value) == (
         f"{path}: HrmTextForCausalLM stores no model.L_module.layers.0.self_attn.q_proj.weight, which transformers "
         "makes of other tensors when it loads them, so that its codes have no place; give a checkpoint that stores it"

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 from fp8q.calibrate.model.adapter_base import adapter_remarks, with_adapters
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import auto_of, load_tokenizer, stored_tokenizer
-from fp8q.quantize.checkpoint.tokenizer_files import write_companions
-from fp8q.quantize.checkpoint.writer import write_config
+from fp8q.quantize.checkpoint.writer import write_companions, write_config
 from fp8q.serve.loop.text import Vocabulary
 from tests.calibrate.conftest import Notebook
 from tests.two_tokenizers import two_tokenizers

@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fp8q.calibrate.text import excerpts
-from fp8q.calibrate.text.documents import load_texts
-from fp8q.calibrate.text.excerpts import line_pieces, spread, text_pieces
+from fp8q.calibrate.text import documents
+from fp8q.calibrate.text.documents import line_pieces, load_texts, spread, text_pieces
 from fp8q.calibrate.text.rows import Reading
 from fp8q.core.errors import InputError
 
@@ -29,7 +28,7 @@ LINES = [f"{number:06} ä" for number in range(1000)]
 
 @pytest.fixture
 def ten_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(excerpts, "PIECES", 10)
+    monkeypatch.setattr(documents, "PIECES", 10)
 
 
 def written(path: Path, lines: list[str], end: str = "\n") -> Path:

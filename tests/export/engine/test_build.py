@@ -15,6 +15,7 @@ from fp8q.core.errors import BackendError, GateError, InputError
 from fp8q.core.files import disk_errors, read_document
 from fp8q.core.reporter import SILENT, Standing
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.export.engine import build as engine
 from fp8q.export.engine import runtime, targets
 from fp8q.export.engine.build import BuildProgress, Job, build, build_engines
@@ -120,7 +121,7 @@ def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fail
 ) -> None:
     where, written = run
     where.record_file.write_text("{}")
-    with where.stage("build-engine", {}, {}) as log:
+    with RunWriter(where).stage("build-engine", {}, {}) as log:
         log.outputs += build_engines(
             where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 16), SILENT
         )
@@ -132,7 +133,7 @@ def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fail
         return build(onnx_file, job, report)
 
     monkeypatch.setattr(engine, "build", fails_for_the_second)
-    with pytest.raises(BackendError, match="the builder failed"), where.stage("build-engine", {}, {}) as log:
+    with pytest.raises(BackendError, match="the builder failed"), RunWriter(where).stage("build-engine", {}, {}) as log:
         log.outputs += build_engines(
             where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 32), SILENT
         )
@@ -181,7 +182,7 @@ def test_a_recorded_stage_gives_its_engines_back(run: tuple[Run, Any]) -> None:
     with pytest.raises(InputError) as none:
         load_engines(where)
     assert str(none.value) == f"{where.engines}: holds no engine; run `fp8q build-engine {where.root}` first"
-    with where.stage("build-engine", {}, {}) as log:
+    with RunWriter(where).stage("build-engine", {}, {}) as log:
         log.outputs += build_engines(
             where, written.modules, EngineOptions("tensorrt-rtx", ("sm120", "sm89"), 1, 16), SILENT
         )

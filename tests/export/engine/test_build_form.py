@@ -37,11 +37,11 @@ class Told(Silent):
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (Evidence("inspector", wide=WIDE), True),
+        (Evidence("inspector", not_fp8=WIDE), True),
         (Evidence("inspector", frozenset("ab")), False),
         (Evidence("inspector", frozenset("ab"), narrow=frozenset("a")), False),
-        (Evidence("plan", wide=WIDE), False),  # TensorRT-RTX makes the same of both
-        (Evidence("unknown", wide=ALL), False),
+        (Evidence("plan", not_fp8=WIDE), False),  # TensorRT-RTX makes the same of both
+        (Evidence("unknown", not_fp8=ALL), False),
     ],
 )
 def test_the_other_form_is_tried_where_the_inspector_shows_wide_products(found: Evidence, expected: bool) -> None:
@@ -55,12 +55,12 @@ def test_the_other_form_is_tried_where_the_inspector_shows_wide_products(found: 
         (Evidence("inspector", frozenset("a"), WIDE), True),
         (Evidence("inspector", frozenset("ab"), narrow=frozenset("b")), True),
         (Evidence("inspector", frozenset("ab"), narrow=frozenset("ab")), True),  # codes at least
-        (Evidence("inspector", wide=ALL), False),
+        (Evidence("inspector", not_fp8=ALL), False),
         (Evidence("unknown"), False),
     ],
 )
 def test_the_engine_with_fewer_products_short_of_the_promise_is_kept(second: Evidence, expected: bool) -> None:
-    assert better(Evidence("inspector", wide=ALL), second) is expected
+    assert better(Evidence("inspector", not_fp8=ALL), second) is expected
 
 
 def building(modules: tuple[str, ...], wide: dict[str, int], refused: str = "") -> Callable[[Path, Path], Built]:
@@ -77,7 +77,7 @@ def building(modules: tuple[str, ...], wide: dict[str, int], refused: str = "") 
         info, found = build_engine(graph, path, job, modules, SILENT)
         assert (found.kind, len(found.fp8)) == ("plan", 7)
         shown = dict.fromkeys(modules[: wide[form]], "bf16 × bf16 -> bf16 in profile 0")
-        return info, replace(found, kind="inspector", fp8=found.fp8 - shown.keys(), wide=shown)
+        return info, replace(found, kind="inspector", fp8=found.fp8 - shown.keys(), not_fp8=shown)
 
     return build
 
@@ -89,9 +89,9 @@ def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder
     build = building(written.modules, {"dq": 7, "mul": 0})
     (info, found), graph = in_better_form(written.path, engines / "sm90.plan", build, told)
     assert told.lines == [
-        "sm89: with --weight-scale dq 7 of 7 products are not FP8 on both sides, 0 with mul; the second is kept"
+        "sm89: with --apply-scales dq 7 of 7 products are not FP8 on both sides, 0 with mul; the second is kept"
     ]
-    assert (graph, info.weight_scale, found.wide) == (engines / "sm90.onnx", "mul", {})
+    assert (graph, info.weight_scale, found.not_fp8) == (engines / "sm90.onnx", "mul", {})
     assert {path.name for path in engines.iterdir()} == {"model.safetensors", "sm90.onnx", "sm90.plan"}
     assert recorded_form(load_graph(graph)) == "mul"
     plan = read_plan((engines / "sm90.plan").read_bytes())
@@ -121,6 +121,6 @@ def test_where_the_other_form_does_no_better_nothing_of_it_stays(
     written, told, path = decoder(), Told(), tmp_path / "sm90.plan"
     build = building(written.modules, wide, refused)
     (info, found), graph = in_better_form(written.path, path, build, told)
-    assert told.lines == [f"sm89: with --weight-scale dq {note}"]
-    assert (graph, info.weight_scale, len(found.wide)) == (written.path, None, 2)
+    assert told.lines == [f"sm89: with --apply-scales dq {note}"]
+    assert (graph, info.weight_scale, len(found.not_fp8)) == (written.path, None, 2)
     assert {each.name for each in tmp_path.iterdir()} == {"model", "sm90.plan"}

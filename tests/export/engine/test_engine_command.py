@@ -59,7 +59,7 @@ def built(demo_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture(scope="session")
 def modules(demo_run: Run) -> list[str]:
-    return load_scales(demo_run).promised
+    return load_scales(demo_run).fp8_gemms
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fp8q.export.engine.inspector import operands_of_kernel, read_inspector
-from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, product_rows
-from fp8q.export.engine.plan import UNTOLD, EngineProduct, Evidence, Plan, evidence
+from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, gemm_rows
+from fp8q.export.engine.plan import UNTOLD, EngineGemm, Evidence, Plan, evidence
 from fp8q.export.onnx_file import names
 
 LAYERS = Path(__file__).parent / "layers"
@@ -50,18 +50,18 @@ def found_in(plan: Plan, modules: list[str] = MODULES) -> Evidence:
 def test_every_product_of_codes_is_fp8_and_a_narrow_answer_is_only_remarked(name: str, narrow: list[str]) -> None:
     found = found_in(dump(name))
     assert (found.kind, sorted(found.fp8)) == ("inspector", sorted(MODULES))
-    assert (found.wide, found.unknown, sorted(found.narrow)) == ({}, {}, sorted(narrow))
+    assert (found.not_fp8, found.unknown, sorted(found.narrow)) == ({}, {}, sorted(narrow))
 
 
 def test_weights_that_are_made_bf16_before_the_product_are_wide() -> None:
     found = found_in(dump("wide"))
     assert (found.kind, found.fp8, found.unknown) == ("inspector", frozenset(), {})
-    assert found.wide == dict.fromkeys(MODULES, "bf16 × bf16 -> bf16 in profile 0")
+    assert found.not_fp8 == dict.fromkeys(MODULES, "bf16 × bf16 -> bf16 in profile 0")
 
 
 def test_what_neither_tensors_nor_kernel_tell_is_unknown_and_neither_fp8_nor_wide() -> None:
     found = found_in(dump("unknown"))
-    assert (found.kind, found.fp8, found.wide) == ("unknown", frozenset(), {})
+    assert (found.kind, found.fp8, found.not_fp8) == ("unknown", frozenset(), {})
     assert found.unknown == dict.fromkeys(MODULES, "fp8 × unknown -> bf16 in profile 0")
 
 
@@ -71,14 +71,14 @@ def test_a_fusion_computes_what_no_other_layer_is_named_after() -> None:
     fusions = [product for product in plan.profiles[0] if f"{MLP}gate_proj.matmul" in product.nodes]
     assert [product.nodes for product in fusions] == [(f"{MLP}gate_proj.matmul", f"{MLP}up_proj.matmul")]
     assert f"{ATTENTION}o_proj.matmul" in fusions[0].layers
-    (merged,) = plan.products(f"{ATTENTION}k_proj.matmul", 1)
+    (merged,) = plan.gemms(f"{ATTENTION}k_proj.matmul", 1)
     assert merged.nodes == tuple(f"{ATTENTION}{name}_proj.matmul" for name in "qkv")
 
 
 def test_the_head_is_a_wide_product_and_attention_is_none() -> None:
     for name in ("dq-10", "dq-11"):
         plan = dump(name)
-        assert [str(product) for product in plan.products("lm_head.matmul", 0)] == ["bf16 × bf16 -> bf16"]
+        assert [str(product) for product in plan.gemms("lm_head.matmul", 0)] == ["bf16 × bf16 -> bf16"]
         assert [row.kernel for row in attention_rows(plan, ["prefill", "decode"])] == [
             kernel.name for kernels in plan.kernels.values() for kernel in kernels if "mha" in kernel.name
         ]
@@ -145,13 +145,13 @@ def test_the_types_of_operands_are_those_that_something_tells(
     }  # fmt: skip
     plan = read_inspector(json.dumps({"Layers": [layer]}))
     assert plan is not None
-    assert [str(product) for product in plan.products("a.matmul", 0)] == [f"{told} -> bf16"]
+    assert [str(product) for product in plan.gemms("a.matmul", 0)] == [f"{told} -> bf16"]
 
 
 def test_a_product_that_is_wide_in_one_profile_is_wide_whatever_the_other_tells() -> None:
     first, second = dump("unknown"), dump("wide")
     plan = Plan({0: first.profiles[0], 1: second.profiles[1]}, "inspector")
-    assert set(found_in(plan).wide.values()) == {"fp8 × unknown -> bf16 in profile 0"}
+    assert set(found_in(plan).not_fp8.values()) == {"fp8 × unknown -> bf16 in profile 0"}
     assert found_in(plan).unknown == {}
 
 
@@ -169,13 +169,13 @@ def test_a_product_that_is_wide_in_one_profile_is_wide_whatever_the_other_tells(
 def test_a_product_is_fp8_on_both_sides_or_wide_or_it_is_not_told(
     operands: tuple[str, str], fp8: bool, untold: bool
 ) -> None:
-    product = EngineProduct(("up.matmul",), operands, "fp32")
+    product = EngineGemm(("up.matmul",), operands, "fp32")
     assert (product.fp8, product.untold) == (fp8, untold)
 
 
 def test_a_product_that_the_inspector_does_not_show_is_unknown() -> None:
     found = found_in(dump("mul"), [*MODULES, "model.layers.1.mlp.down_proj"])
-    assert (found.kind, len(found.fp8), found.wide) == ("inspector", 7, {})
+    assert (found.kind, len(found.fp8), found.not_fp8) == ("inspector", 7, {})
     assert found.unknown == {"model.layers.1.mlp.down_proj": "the inspector shows no such product in profile 0"}
 
 
@@ -210,7 +210,7 @@ def test_the_inspectors_json_of_tensorrt_10_and_11_reads_as_documented(key: str,
     ]
     plan = read_inspector(json.dumps({"Layers": layers}))
     found = evidence(plan, {"a.q.matmul": "a.q", "b.matmul": "b"}, profiles=2)
-    assert (found.kind, found.fp8, dict(found.wide)) == (
+    assert (found.kind, found.fp8, dict(found.not_fp8)) == (
         "inspector",
         frozenset({"b"}),
         {"a.q": "bf16 × fp8 -> bf16 in profile 1"},
@@ -235,7 +235,7 @@ def test_kernels_around_a_product_and_attention_are_told_from_the_inspectors_jso
     ]
     plan = read_inspector(json.dumps({"Layers": layers}))
     assert plan is not None
-    prefill, decode = product_rows(plan, ["prefill", "decode"])
+    prefill, decode = gemm_rows(plan, ["prefill", "decode"])
     assert (prefill.module, prefill.before, prefill.after) == ("a.q", ("__myl_norm_quantize",), ("__myl_Mul",))
     assert (decode.profile, decode.module, decode.before, decode.after) == ("decode", "a.q", (), ())
     assert attention_rows(plan, ["prefill", "decode"]) == [

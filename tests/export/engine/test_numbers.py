@@ -10,11 +10,11 @@ import pytest
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from fp8q.core.errors import InputError
+from fp8q.export.engine.expected_gemms import expected_gemms
 from fp8q.export.engine.numbers import CODES, FACTORS, INPUT, Difference
-from fp8q.export.engine.plan import EngineProduct, Kernel, Plan, read_plan
-from fp8q.export.engine.promise import promises
+from fp8q.export.engine.plan import EngineGemm, Kernel, Plan, read_plan
 from fp8q.export.engine.proof import Proof, broken, prove
-from fp8q.export.lint.rules import Promise
+from fp8q.export.lint.rules import Expectation
 from fp8q.export.onnx_file.loading import load_graph
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -27,7 +27,7 @@ CACHE = dict.fromkeys((f"{LAYER}.self_attn.k", f"{LAYER}.self_attn.v"))
 
 def proof_of(written: Any, plan: bytes, **pledged: Any) -> Proof:
     """A plan held against the graph that was `written`, with an FP8 cache unless told otherwise."""
-    promise = Promise(dict.fromkeys(written.modules), **({"cache": CACHE} | pledged))
+    promise = Expectation(dict.fromkeys(written.modules), **({"cache": CACHE} | pledged))
     return prove(plan, read_plan(plan), load_graph(written.path), promise, PROFILES)
 
 
@@ -107,7 +107,7 @@ def test_one_other_code_is_counted(engine_of: Engines, tmp_path: Path, target: s
     written, plan = engine_of(target)
     (tmp_path / "model.onnx").write_bytes(written.path.read_bytes())
     data = bytearray(written.path.with_name("model.safetensors").read_bytes())
-    codes = next(promises(load_graph(written.path), [GATE])).codes.T.tobytes()
+    codes = next(expected_gemms(load_graph(written.path), [GATE])).codes.T.tobytes()
     data[data.find(codes) + 1000] ^= 1
     (tmp_path / "model.safetensors").write_bytes(data)
     found = proof_of(replace(written, path=tmp_path / "model.onnx"), plan).differences
@@ -186,8 +186,8 @@ def test_attention_on_codes_that_nobody_promised_or_that_is_missing_is_told(engi
 def test_attention_that_is_one_kernel_is_told_by_its_quantizers(engine_of: Engines) -> None:
     """As OPT's is in decoding: whether it rounds to codes is told, the types that it multiplies are not."""
     graph, scores = load_graph(engine_of("sm89")[0].path), "a.attention_scores"
-    promise = Promise({"a.o": None}, attention={scores: (0.5, 0.5)})
-    products = {0: (EngineProduct(("a.o.matmul",), ("fp8", "fp8"), "fp32"),)}
+    promise = Expectation({"a.o": None}, attention={scores: (0.5, 0.5)})
+    products = {0: (EngineGemm(("a.o.matmul",), ("fp8", "fp8"), "fp32"),)}
     for layers, wanted in (
         ((scores, "a.q.attention_quantize"), []),
         ((scores,), [f"{scores}: mha attends in it without codes, and the run has FP8 on both sides"]),

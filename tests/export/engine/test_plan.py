@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from onnx import TensorProto
 
-from fp8q.export.engine.plan import EngineProduct, Plan, evidence, modules_by_types, read_plan
+from fp8q.export.engine.plan import EngineGemm, Plan, evidence, modules_by_types, read_plan
 from fp8q.export.onnx_file import names
 
 Engines = Callable[..., tuple[Any, bytes]]
@@ -50,15 +50,15 @@ def test_every_product_of_a_good_graph_is_fp8_in_both_profiles_and_answers_in_fp
     written, engine = engine_of(target, **options)
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert written.modules == MODULES
-    assert (found.kind, found.fp8, found.wide, found.narrow) == ("plan", frozenset(MODULES), {}, frozenset())
+    assert (found.kind, found.fp8, found.not_fp8, found.narrow) == ("plan", frozenset(MODULES), {}, frozenset())
 
 
 def test_modules_are_counted_by_their_own_products_and_not_by_attentions() -> None:
     wide, codes = ("bf16", "bf16"), ("int8", "int8")
     products = (
-        EngineProduct(("a.q.matmul", "a.k.matmul"), codes, "fp32"),
-        EngineProduct(("a.attention_scores",), wide, "bf16"),
-        EngineProduct(("lm_head.matmul",), wide, "bf16"),
+        EngineGemm(("a.q.matmul", "a.k.matmul"), codes, "fp32"),
+        EngineGemm(("a.attention_scores",), wide, "bf16"),
+        EngineGemm(("lm_head.matmul",), wide, "bf16"),
     )
     assert modules_by_types(Plan({0: products})) == {"int8 × int8 -> fp32": 2, "bf16 × bf16 -> bf16": 1}
 
@@ -79,7 +79,7 @@ def test_the_output_head_is_a_wide_product(engine_of: Engines, target: str) -> N
     plan = read_plan(engine_of(target)[1])
     assert plan is not None
     for profile in (0, 1):
-        assert [str(product) for product in plan.products("lm_head.matmul", profile)] == ["bf16 × bf16 -> bf16"]
+        assert [str(product) for product in plan.gemms("lm_head.matmul", profile)] == ["bf16 × bf16 -> bf16"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -87,7 +87,7 @@ def test_a_graph_with_fp8_weights_alone_has_no_fp8_product(engine_of: Engines, t
     _, engine = engine_of(target, fp8_inputs=False)
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert (found.kind, found.fp8) == ("plan", frozenset())
-    assert dict(found.wide) == dict.fromkeys(MODULES, "bf16 × bf16 -> bf16 in profile 0")
+    assert dict(found.not_fp8) == dict.fromkeys(MODULES, "bf16 × bf16 -> bf16 in profile 0")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -95,7 +95,7 @@ def test_a_bf16_graph_has_no_fp8_product(engine_of: Engines, target: str) -> Non
     _, engine = engine_of(target, fp8=False, fp8_cache=False)
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert (found.kind, found.fp8) == ("plan", frozenset())
-    assert dict(found.wide) == dict.fromkeys(MODULES, "bf16 × bf16 -> bf16 in profile 0")
+    assert dict(found.not_fp8) == dict.fromkeys(MODULES, "bf16 × bf16 -> bf16 in profile 0")
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -104,15 +104,15 @@ def test_one_missing_qdq_pair_is_found_and_named(engine_of: Engines, target: str
     _, engine = engine_of(target, wide_inputs=(module,))
     found = evidence(read_plan(engine), promise(), profiles=2)
     assert found.fp8 == frozenset(MODULES) - {module}
-    assert dict(found.wide) == {module: "bf16 × bf16 -> bf16 in profile 0"}
+    assert dict(found.not_fp8) == {module: "bf16 × bf16 -> bf16 in profile 0"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_module_kept_in_bf16_is_wide_and_its_group_is_not(engine_of: Engines, target: str) -> None:
     _, engine = engine_of(target, wide=("model.layers.0.self_attn.q_proj",))
     found = evidence(read_plan(engine), promise(MODULES[1:]), profiles=2)
-    assert (found.fp8, found.wide) == (frozenset(MODULES[1:]), {})
-    assert dict(evidence(read_plan(engine), promise(), profiles=2).wide) == {
+    assert (found.fp8, found.not_fp8) == (frozenset(MODULES[1:]), {})
+    assert dict(evidence(read_plan(engine), promise(), profiles=2).not_fp8) == {
         MODULES[0]: "bf16 × bf16 -> bf16 in profile 0"
     }
 
@@ -149,7 +149,7 @@ def test_a_promised_layer_that_the_engine_lacks_is_wide(engine_of: Engines) -> N
     _, engine = engine_of("sm89")
     found = evidence(read_plan(engine), promise((*MODULES, "model.layers.1.mlp.down_proj")), profiles=2)
     assert (found.kind, found.fp8) == ("plan", frozenset(MODULES))
-    assert dict(found.wide) == {"model.layers.1.mlp.down_proj": "the engine shows no such product in profile 0"}
+    assert dict(found.not_fp8) == {"model.layers.1.mlp.down_proj": "the engine shows no such product in profile 0"}
 
 
 def test_an_engine_with_fewer_profiles_than_asked_for_is_unknown(engine_of: Engines) -> None:
@@ -174,14 +174,14 @@ def test_an_engine_whose_text_does_not_read_is_unknown(engine_of: Engines) -> No
     ):
         assert read_plan(foreign) is None
     found = evidence(None, promise(), profiles=2)
-    assert (found.kind, found.wide, found.unknown[DOWN]) == ("unknown", {}, "the engine does not read")
+    assert (found.kind, found.not_fp8, found.unknown[DOWN]) == ("unknown", {}, "the engine does not read")
 
 
 def test_an_operand_whose_type_is_not_told_is_not_fp8(engine_of: Engines) -> None:
     _, engine = engine_of("sm89")
     found = evidence(read_plan(engine.replace(b"type=fp8_e4m3 }", b"type=fp8_e4m3!}")), promise(), profiles=2)
     assert (found.kind, found.fp8) == ("plan", frozenset())
-    assert found.wide[DOWN] == "unknown × unknown -> fp32 in profile 0"
+    assert found.not_fp8[DOWN] == "unknown × unknown -> fp32 in profile 0"
 
 
 def test_a_plan_is_read_from_any_buffer(engine_of: Engines) -> None:
@@ -191,9 +191,9 @@ def test_a_plan_is_read_from_any_buffer(engine_of: Engines) -> None:
 
 def test_fp8_in_one_profile_is_not_enough() -> None:
     fp8, wide = (
-        EngineProduct(("a.matmul",), ("fp8", "fp8"), "fp32"),
-        EngineProduct(("a.matmul",), ("bf16", "fp8"), "bf16"),
+        EngineGemm(("a.matmul",), ("fp8", "fp8"), "fp32"),
+        EngineGemm(("a.matmul",), ("bf16", "fp8"), "bf16"),
     )
     found = evidence(Plan({0: (fp8,), 1: (wide,)}), {"a.matmul": "a"}, profiles=2)
-    assert (found.fp8, dict(found.wide)) == (frozenset(), {"a": "bf16 × fp8 -> bf16 in profile 1"})
+    assert (found.fp8, dict(found.not_fp8)) == (frozenset(), {"a": "bf16 × fp8 -> bf16 in profile 1"})
     assert evidence(Plan({0: (fp8,), 1: (fp8, wide)}), {"a.matmul": "a"}, profiles=2).fp8 == frozenset()

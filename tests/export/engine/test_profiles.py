@@ -11,38 +11,45 @@ from fp8q.serve.loop import engine_session
 def test_every_inputs_shapes_follow_from_the_names_of_its_dimensions() -> None:
     prefill, decode = profiles(max_batch=8, max_seq_len=2048)
     assert prefill == Profile(
-        name="prefill", batch=(1, 1, 8), seq=(1, 1024, 2048), capacity=(0, 0, 2048), scored=(1, 1, 2048)
+        name="prefill", batch=(1, 1, 8), seq=(2, 1024, 2048), capacity=(0, 0, 2048), scored=(1, 1, 2048)
     )
     assert decode == Profile(name="decode", batch=(1, 8, 8), seq=(1, 1, 1), capacity=(0, 2048, 2048))
-    assert prefill.shapes("attention_mask", ("batch", "capacity + seq")) == ((1, 1), (1, 1024), (8, 4096))
+    assert prefill.shapes("attention_mask", ("batch", "capacity + seq")) == ((1, 2), (1, 1024), (8, 4096))
     assert prefill.shapes("logits_indices", ("batch", "scored")) == ((1, 1), (1, 1), (8, 2048))
     assert decode.shapes("logits_indices", ("batch", "scored")) == ((1, 1), (8, 1), (8, 1))
     assert decode.shapes("attention_mask", ("batch", "seq + capacity")) == ((1, 1), (8, 2049), (8, 2049))
     assert decode.shapes("past", ("batch", 2, "capacity", 64)) == ((1, 2, 0, 64), (8, 2, 2048, 64), (8, 2, 2048, 64))
+    in_blocks = decode.shapes("past", ("2*batch*blocks", 64, 64))
+    assert in_blocks == ((0, 64, 64), (2 * 8 * 32, 64, 64), (2 * 8 * 32, 64, 64))
     assert decode.shapes("mask", ("batch", "capacity + 1")) == ((1, 1), (8, 2049), (8, 2049))
 
 
 def test_profiles_of_the_smallest_engine() -> None:
     prefill, decode = profiles(max_batch=1, max_seq_len=1)
-    assert (prefill.batch, prefill.seq, prefill.capacity) == ((1, 1, 1), (1, 1, 1), (0, 0, 1))
-    assert (decode.batch, decode.seq, decode.capacity) == ((1, 1, 1), (1, 1, 1), (0, 1, 1))
+    assert (prefill.batch, prefill.seq, prefill.capacity) == ((1, 1, 1), (2, 2, 2), (0, 0, 64))
+    assert (decode.batch, decode.seq, decode.capacity) == ((1, 1, 1), (1, 1, 1), (0, 64, 64))
+
+
+def test_capacities_are_rounded_up_to_whole_blocks() -> None:
+    prefill, decode = profiles(8, 200, opt_seq_len=65)
+    assert (prefill.seq, prefill.capacity, decode.capacity) == ((2, 65, 200), (0, 0, 256), (0, 128, 256))
 
 
 def test_profiles_follow_the_prompt_and_the_likely_sizes() -> None:
     prefill, decode = profiles(8, 2048, max_prompt=1024, opt_batch=4, opt_seq_len=512)
-    assert (prefill.batch, prefill.seq, prefill.capacity) == ((1, 4, 8), (1, 512, 1024), (0, 0, 2048))
+    assert (prefill.batch, prefill.seq, prefill.capacity) == ((1, 4, 8), (2, 512, 1024), (0, 0, 2048))
     assert (decode.batch, decode.seq, decode.capacity) == ((1, 4, 8), (1, 1, 1), (0, 512, 2048))
     prefill, decode = profiles(8, 2048, max_prompt=256)  # a chunk is more than a step takes
     assert (prefill.batch, prefill.seq) == (
         (1, 1, 8),
-        (1, 256, 256),
+        (2, 256, 256),
     )
     assert (decode.batch, decode.capacity) == ((1, 8, 8), (0, 2048, 2048))
 
 
 def test_kernels_of_prompts_are_chosen_for_a_chunk_of_the_serving_loop_however_long_sequences_are() -> None:
     assert engine_session.CHUNK == CHUNK == 1024
-    assert profiles(8, 131_072)[0].seq == (1, CHUNK, 131_072)
+    assert profiles(8, 131_072)[0].seq == (2, CHUNK, 131_072)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +77,9 @@ def test_sizes_that_do_not_fit_together_are_refused(sizes: dict[str, int], messa
 @pytest.mark.parametrize(
     ("dimension", "what"),
     [
-        ("time", "time is none of batch, seq, scored, capacity"),
+        ("time", "time is none of batch, seq, scored, capacity, blocks"),
         ("", "it has no name"),
-        ("batch*seq", "batch*seq is none of batch, seq, scored, capacity"),
+        ("batch*time", "time is none of batch, seq, scored, capacity, blocks"),
     ],
 )
 def test_a_dimension_of_another_name_is_refused(dimension: str, what: str) -> None:

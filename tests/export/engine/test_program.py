@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp8q.export.engine.expected_gemms import expected_gemms
 from fp8q.export.engine.program import (
     Pool,
     Program,
@@ -20,7 +21,6 @@ from fp8q.export.engine.program import (
     read_sizes,
     value_of,
 )
-from fp8q.export.engine.promise import promises
 from fp8q.export.onnx_file import names
 from fp8q.export.onnx_file.loading import load_graph
 
@@ -33,7 +33,7 @@ def main_programs(plan: bytes) -> list[Program]:
     return [program for program in read_programs(plan) if any(statement.nodes for statement in program.statements)]
 
 
-def product_of(program: Program, module: str) -> Statement:
+def gemm_name(program: Program, module: str) -> Statement:
     (found,) = [statement for statement in program.statements if names.matmul(module) in statement.nodes]
     return found
 
@@ -41,14 +41,14 @@ def product_of(program: Program, module: str) -> Statement:
 @pytest.mark.parametrize("target", TARGETS)
 def test_both_profiles_name_the_same_constants_and_each_is_read_from_its_place(engine_of: Engines, target: str) -> None:
     written, plan = engine_of(target)
-    pool, (own,) = read_pool(plan), promises(load_graph(written.path), ["model.layers.0.mlp.down_proj"])
+    pool, (own,) = read_pool(plan), expected_gemms(load_graph(written.path), ["model.layers.0.mlp.down_proj"])
     assert pool is not None
     programs = main_programs(plan)
     assert [(program.profile, program.targets) for program in programs] == [
         (profile, frozenset({target})) for profile in (0, 1)
     ]
     for program in programs:
-        _, weight, alpha, beta = product_of(program, own.module).inputs
+        _, weight, alpha, beta = gemm_name(program, own.module).inputs
         for name, expected in ((alpha, [1.0]), (beta, [0.0]), (weight, own.codes)):
             found = pool.read(program.tensors[name])
             assert found is not None
@@ -57,7 +57,7 @@ def test_both_profiles_name_the_same_constants_and_each_is_read_from_its_place(e
 
 def test_a_part_of_a_tensor_is_followed_to_the_product_that_makes_it(engine_of: Engines) -> None:
     program = main_programs(engine_of("sm89")[1])[0]
-    merged = product_of(program, "model.layers.0.self_attn.k_proj")
+    merged = gemm_name(program, "model.layers.0.self_attn.k_proj")
     made, _ = program.root(merged.outputs[0])
     assert program.makers[made] is merged
     assert program.tensors[made].dims == (0, 512)  # rows are known at run time only; q, k and v are 256, 128, 128 wide

@@ -139,7 +139,7 @@ def test_a_graph_with_other_dynamic_dimensions_is_refused(decoder: Decoders, edi
     edited(written.path, rename)
     with pytest.raises(
         InputError,
-        match=r"input_ids: its dimension 'time' has no range \(time is none of batch, seq, scored, capacity\)",
+        match=r"input_ids: its dimension 'time' has no range \(time is none of batch, seq, scored, capacity, blocks\)",
     ):
         build(written.path, job(), SILENT)
 

@@ -94,8 +94,8 @@ def test_the_same_graph_is_built_in_the_same_profiles_and_both_are_timed(
             decode,
             "1",
             (
-                "input_ids:2x1,attention_mask:2x33,position_ids:2x1,"
-                "past_key_values.0.key:2x2x32x64,past_key_values.0.value:2x2x32x64"
+                "input_ids:2x1,attention_mask:2x65,position_ids:2x1,"
+                "past_key_values.0.key:2x2x64x64,past_key_values.0.value:2x2x64x64"
             ),
         ),
     ):
@@ -105,11 +105,11 @@ def test_the_same_graph_is_built_in_the_same_profiles_and_both_are_timed(
         tuple(np.fromfile(folder / name, np.int64).size for name in ("input_ids", "attention_mask", "position_ids"))
         for folder in inputs
     }
-    assert sizes == {(64, 64, 64), (2, 66, 2)}
+    assert sizes == {(64, 64, 64), (2, 130, 2)}
     codes = {
         tuple((folder / f"past_key_values.0.{part}").read_bytes() for part in ("key", "value")) for folder in inputs
     }
-    assert codes == {(b"\0", b"\0"), (bytes(2 * 2 * 32 * 64),) * 2}  # an empty past is one byte to trtexec
+    assert codes == {(b"\0", b"\0"), (bytes(2 * 2 * 64 * 64),) * 2}  # an empty past is one byte to trtexec
     for folder in inputs:
         assert [
             set(np.fromfile(folder / name, np.int64)) for name in ("input_ids", "attention_mask", "position_ids")

@@ -18,11 +18,11 @@ def fully_traced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories of which every layer was traced."""
     directories: list[Path] = []
 
-    def whole(directory: Path, *_: object) -> ir.Model:
+    def trace_all(directory: Path, *_: object) -> ir.Model:
         directories.append(directory)
         return ir.Model(ir.Graph([], [], nodes=[]), ir_version=11)
 
-    monkeypatch.setattr(trace, "whole", whole)
+    monkeypatch.setattr(trace, "trace_all", trace_all)
     return directories
 
 

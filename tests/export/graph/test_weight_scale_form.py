@@ -58,7 +58,7 @@ def test_both_forms_multiply_by_the_checkpoints_scales(decoder: Decoders, option
         write_form(written.path, written.path, form)
         graph = load_graph(written.path)
         assert recorded_form(graph) == form
-        found = {product.node.name.removesuffix(".matmul"): weight_scales(graph, product) for product in graph.products}
+        found = {product.node.name.removesuffix(".matmul"): weight_scales(graph, product) for product in graph.gemms}
         for module in written.modules:
             np.testing.assert_array_equal(found[module], written.weight_scales[module])
     assert (other("dq"), other("mul")) == ("mul", "dq")

@@ -6,7 +6,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 from fp8q.export.lint.check import lint_file
-from fp8q.export.onnx_file.bodies import nodes_of, one_value_a_name
+from fp8q.export.onnx_file.indexed import nodes_of, one_value_a_name
 
 from .test_lint_form import node, quantized
 

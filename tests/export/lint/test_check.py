@@ -14,10 +14,10 @@ from onnx import ModelProto, TensorProto, helper
 
 from fp8q.core.errors import InputError
 from fp8q.export.lint.check import RULES, Finding, lint_file, lint_graph
-from fp8q.export.lint.rules import Promise
+from fp8q.export.lint.rules import Expectation
 from fp8q.export.onnx_file.loading import load_graph
 
-from . import cases_codes, cases_graph, cases_products, cases_storage
+from . import cases_codes, cases_gemms, cases_graph, cases_storage
 from .changes import (
     DOWN,
     KEY,
@@ -53,7 +53,7 @@ GOOD: list[dict[str, Any]] = [
     {"two_terms": True},
     {"two_terms": True, "weight_scale": "mul"},
 ]
-CASES = [*cases_codes.CASES, *cases_products.CASES, *cases_graph.CASES, *cases_storage.CASES]
+CASES = [*cases_codes.CASES, *cases_gemms.CASES, *cases_graph.CASES, *cases_storage.CASES]
 
 
 def scattered_codes(model: ModelProto) -> None:
@@ -121,7 +121,7 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
     numbers = places(written.path) if any("{" in text for text in case.expected) else {}
     edited(written.path, case.change)
     inputs = promise_of(case, written)
-    promise = None if inputs is None else Promise(
+    promise = None if inputs is None else Expectation(
         {name: scale for name, scale in inputs.items() if name not in case.bf16_inputs},
         case.weight_scales, case.attention, case.two_terms, cache=case.cache, bf16_inputs=case.bf16_inputs,
     )  # fmt: skip

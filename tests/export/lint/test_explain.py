@@ -47,7 +47,7 @@ def test_explained_rules_are_apart_by_a_line(fp8q: Fp8q) -> None:
 def test_a_code_of_no_rule_is_refused(fp8q: Fp8q, code: str) -> None:
     assert fp8q("lint", "--explain", code).complaint() == (
         f"--explain {code}: is no rule's code; name one, such as F101, or its beginning: F (graphs), C (checkpoints), "
-        "R (Triton repositories)"
+        "S (servers), R (repositories)"
     )
 
 

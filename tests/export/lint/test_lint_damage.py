@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.stages.commands.lint import Linted
+from fp8q.stages.lint import Linted
 
 from ...graphs import products_of_the_demo
 from .foreign_nodes import node
@@ -50,7 +50,7 @@ def test_a_scale_that_was_changed_in_the_checkpoint_is_found(fp8q: Fp8q, demo_ru
     linted = api.lint(run.onnx)
     assert {finding.rule for finding in linted.findings} == {"F206"}
     assert isinstance(linted, Linted)
-    assert linted.promised_by == run.scales
+    assert linted.compared_with == run.scales
 
 
 def test_weights_cut_short_or_gone_are_wrong_input(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:

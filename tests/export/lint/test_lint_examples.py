@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import text_format
 
 from fp8q.export.lint.check import RULES, lint_file, lint_graph
-from fp8q.export.lint.rules import Promise
+from fp8q.export.lint.rules import Expectation
 from fp8q.export.onnx_file.loading import load_graph
 
 PAGE = Path(__file__).with_name("examples.md")
@@ -111,7 +111,7 @@ def test_the_example_breaks_its_rule_with_the_words_that_are_printed(entry: Sect
     path = write(changed(entry.difference), tmp_path)
     alone = BF16_INPUTS.get(number, ())
     inputs = {name: scale for name, scale in PROMISED.items() if name not in alone}
-    promise = Promise(
+    promise = Expectation(
         inputs,
         WEIGHT_SCALES,
         ATTENTION.get(number, {}),

@@ -12,16 +12,18 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from fp8q.export.graph.trace import trace
 from fp8q.export.modules.attention import Scoring, plain_attention
 from fp8q.export.modules.graph_model import GraphPlan, QuantizedAttention
-from fp8q.export.onnx_file.names import module_of, product_of
+from fp8q.export.onnx_file.names import gemm_name, module_of
 from fp8q.quantize.reference.attention import attention_on_codes
 
 
 @pytest.mark.parametrize(
     ("heads", "size", "fused"),
     [
-        (4, 8, False),
         (4, 16, True),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 256, True), (4, 264, False), (2, 64, False)]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(4, 8, False), (4, 256, True), (4, 264, False), (2, 64, False)]
+        ),
     ],
     ids=lambda value: str(value).lower(),
 )
@@ -81,7 +83,8 @@ def test_attention_in_fp8_caps_its_logits_as_the_reference_does() -> None:
     assert not torch.allclose(module(query, key, value, allowed, 0.25).transpose(1, 2), expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("operator", ["Attention", pytest.param("plain products", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["Attention", "plain products"])
 def test_gemma_2s_attention_is_plain_products(operator: str, tmp_path: Path) -> None:
     """TensorRT-RTX does not parse `softcap`; without caps there is the operator."""
     config = Gemma2Config(
@@ -105,4 +108,4 @@ def test_the_two_products_of_an_attention_are_told_apart_where_products_are_list
         ("a.attention_scores", "a.attention_scores"),
         ("node_matmul", "node_matmul"),
     ):
-        assert product_of(node) == listed
+        assert gemm_name(node) == listed

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from fp8q.calibrate.model.products import cache_shapes
+from fp8q.calibrate.model.gemms import cache_shapes
 from fp8q.export.modules.graph_model import GraphPlan, QuantizedAttention
 
 

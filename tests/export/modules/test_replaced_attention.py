@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, LlamaConfig, PreTrainedModel
 
-from fp8q.calibrate.model.products import cache_shapes
+from fp8q.calibrate.model.gemms import cache_shapes
 from fp8q.export.modules.replaced_attention import alibi_slopes, bias, replace, replaceable, restore
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from fp8q.export.onnx_file.indexed import PRODUCTS, Indexed, in_order
+from fp8q.export.onnx_file.indexed import GEMM_OPS, Indexed, in_order
 
 OPERATORS = ["Transpose", "Relu", "Mul", "Identity", "DequantizeLinear", "MatMul", "Add", "Concat"]
 
@@ -70,7 +70,7 @@ def folded(graph: Indexed, value: str) -> bool:
 def searched(graph: Indexed, value: str) -> str | None:
     """The first DequantizeLinear of FP8 codes that a value is computed from, alone or with constants."""
     node = graph.producers.get(value)
-    if node is None or node.op_type in PRODUCTS:
+    if node is None or node.op_type in GEMM_OPS:
         return None
     if node.op_type == "DequantizeLinear" and node.input[0] in graph.codes:
         return str(node.name)

@@ -21,7 +21,7 @@ from fp8q.quantize.checkpoint.baselines import write_bf16
 from fp8q.quantize.checkpoint.narrowing import Narrowing, rounded_remark
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.shared.sources import products_of
+from fp8q.stages.shared.sources import gemms_of
 from tests.mixtures import random_of
 
 Calibrated = Callable[[Run, Source, Path, CalibrateOptions], None]
@@ -138,7 +138,7 @@ def test_weights_that_fp8_is_compared_with_have_them_too(tmp_path: Path) -> None
 
 def test_products_that_transformers_keeps_in_fp32_are_known_by_their_names(tmp_path: Path) -> None:
     source = family(tmp_path / "source", "ernie4_5_moe")
-    assert products_of(source).fp32 == {"model.layers.1.mlp.gate"}
+    assert gemms_of(source).fp32 == {"model.layers.1.mlp.gate"}
 
 
 def test_a_checkpoint_of_roundings_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from fp8q.calibrate.model.products import attention_modules
+from fp8q.calibrate.model.gemms import attention_modules
 from fp8q.quantize.checkpoint.hf_layout import has_place
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}

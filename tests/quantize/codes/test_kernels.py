@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="Triton is not installed (it comes with PyT
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.epilogue import Epilogue
 from fp8q.quantize.codes.formats import E4M3, TWO_TERMS
+from fp8q.quantize.codes.gemm import scale_sums
 from fp8q.quantize.codes.kernels import triton_encode, triton_scale
-from fp8q.quantize.codes.products import scale_sums
 from tests.conftest import has_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")  # NumPy in the interpreter

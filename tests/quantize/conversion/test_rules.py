@@ -71,7 +71,9 @@ KEPT = {
 def test_products_are_quantized_and_the_rest_kept_with_its_reason() -> None:
     found = selected(*QUANTIZED, *KEPT)
     assert [name.removesuffix(".weight") for name in found.matrices] == list(QUANTIZED)
-    assert {name.removesuffix(".weight"): reason.partition(":")[0] for name, reason in found.kept.items()} == KEPT
+    assert {
+        name.removesuffix(".weight"): reason.partition(":")[0] for name, reason in found.unquantized.items()
+    } == KEPT
 
 
 def test_layers_of_multi_token_prediction_are_kept_unless_asked_for() -> None:
@@ -85,7 +87,7 @@ def test_conv1d_modules_are_kept_by_the_type_of_the_model() -> None:
     names = ("transformer.h.0.attn.c_attn", "transformer.h.0.new_proj")
     found = selected(*names, config={"model_type": "gpt2"})
     assert found.matrices == ("transformer.h.0.new_proj.weight",)
-    assert "Conv1D" in found.kept["transformer.h.0.attn.c_attn.weight"]
+    assert "Conv1D" in found.unquantized["transformer.h.0.attn.c_attn.weight"]
 
 
 def test_what_is_no_matrix_of_a_module_is_not_looked_at() -> None:
@@ -95,12 +97,15 @@ def test_what_is_no_matrix_of_a_module_is_not_looked_at() -> None:
         **{"model.layers.0.conv1d.weight": (64, 1, 4), "model.layers.0.norm.weight": (64,)},
     )
     found = select_tensors(load_rules(), {}, tensors)
-    assert (found.matrices, dict(found.kept)) == (("model.layers.0.up_proj.weight",), {})
+    assert (found.matrices, dict(found.unquantized)) == (("model.layers.0.up_proj.weight",), {})
 
 
 def test_a_pattern_adds_to_the_rule_and_must_match() -> None:
     found = selected("a.up_proj", "b.up_proj", skip=("b.*",))
-    assert (found.matrices, dict(found.kept)) == (("a.up_proj.weight",), {"b.up_proj.weight": "asked for: --skip b.*"})
+    assert (found.matrices, dict(found.unquantized)) == (
+        ("a.up_proj.weight",),
+        {"b.up_proj.weight": "asked for: --skip b.*"},
+    )
     with pytest.raises(InputError, match=r"^--skip c\.\*: matches no matrix of the checkpoint; "):
         selected("a.up_proj", skip=("c.*",))
     with pytest.raises(InputError, match="^all 1 matrices of the checkpoint stay as they are"):
@@ -110,14 +115,14 @@ def test_a_pattern_adds_to_the_rule_and_must_match() -> None:
 def test_a_small_side_is_kept() -> None:
     tensors = headers("a.up_proj.weight", **{"b.up_proj.weight": (8, 64)})
     found = select_tensors(load_rules(), {}, tensors)
-    assert found.kept == {"b.up_proj.weight": "a side of 8, smaller than 16"}
+    assert found.unquantized == {"b.up_proj.weight": "a side of 8, smaller than 16"}
 
 
 def test_another_rule_takes_the_place_of_the_packages(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('[[keep]]\nreason = "mine"\nends = ["up_proj"]\n', encoding="utf-8")
     found = select_tensors(load_rules(file), {}, headers("a.up_proj.weight", "lm_head.weight"))
-    assert (found.matrices, dict(found.kept)) == (("lm_head.weight",), {"a.up_proj.weight": "mine"})
+    assert (found.matrices, dict(found.unquantized)) == (("lm_head.weight",), {"a.up_proj.weight": "mine"})
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fp8q.calibrate.checkpoint.adapter import open_adapter
-from fp8q.calibrate.model.products import observed_products
+from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.learning.adapter import FrozenLinear, adam, add_adapter, save_adapter, target_names
@@ -48,7 +48,7 @@ def unadapted() -> Models:
     )  # fmt: skip
     teacher = LlamaForCausalLM(config).eval().requires_grad_(False)
     student, layers = deepcopy(teacher), {}
-    for name, module in observed_products(student).items():
+    for name, module in observed_gemms(student).items():
         rounded = quantize_weight(weight_rows(module), "amax")
         assert isinstance(rounded, QuantizedWeight)
         layers[name] = FrozenLinear(rounded.codes, rounded.scale, None, None)

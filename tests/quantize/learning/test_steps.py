@@ -6,8 +6,7 @@ from torch import nn
 
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.learning.linear import LearnedLinear
-from fp8q.quantize.learning.steps import weight_steps
+from fp8q.quantize.learning.linear import LearnedLinear, weight_steps
 
 
 def learned(weight: torch.Tensor) -> LearnedLinear:

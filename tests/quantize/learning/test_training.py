@@ -12,11 +12,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, TrainerState
 
-from fp8q.calibrate.model.products import observed_products
+from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.quantize.learning.document import Moment
-from fp8q.quantize.learning.linear import LearnedLinear
+from fp8q.quantize.learning.linear import LearnedLinear, weight_steps
 from fp8q.quantize.learning.progress import StepPace, moments_of
-from fp8q.quantize.learning.steps import weight_steps
 from fp8q.quantize.learning.training import (
     Listener,
     LossIsNotFiniteError,
@@ -52,7 +51,7 @@ def build_models(learn_scales: bool = False) -> tuple[PreTrainedModel, PreTraine
     teacher = LlamaForCausalLM(config).eval().requires_grad_(False)
     student = deepcopy(teacher)
     layers = {}
-    for name, module in observed_products(student).items():
+    for name, module in observed_gemms(student).items():
         rounded = quantize_weight(weight_rows(module), "amax")
         assert isinstance(rounded, QuantizedWeight)
         layers[name] = LearnedLinear(rounded.codes, rounded.scale, None, None, learn_scales)

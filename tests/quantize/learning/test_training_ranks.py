@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8q.quantize.learning.steps import SMALLER
+from fp8q.quantize.learning.linear import SMALLER
 from fp8q.quantize.learning.training import Listener, learn
 
 from ...calibrate.ranks.test_world import start

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from fp8q.quantize.learning.linear import learned_layers
-from fp8q.quantize.learning.steps import SMALLER
+from fp8q.quantize.learning.linear import SMALLER, learned_layers
 from fp8q.quantize.learning.training import Listener, Schedule, learn
 
 from ...calibrate.ranks.test_world import start

@@ -16,6 +16,8 @@ from ..reading import fp8_checkpoints
 Tensors = dict[str, torch.Tensor]
 #: The goods: ModelOpt's with an FP8 cache, fp8 in blocks and with one scale a weight.
 FORMS = ("compressed-tensors", "modelopt", "fp8", "fp8 tensor")
+#: The original, which servers are held against too.
+ORIGINAL = "bf16"
 
 
 class Damaged:
@@ -55,6 +57,7 @@ class Damaged:
 def goods(made_once: MadeOnce, demo_checkpoint: Path) -> dict[str, Path]:
     """Form -> a good checkpoint; nothing is changed in them."""
     return {
+        ORIGINAL: demo_checkpoint,
         "compressed-tensors": made_once(
             "lint-compressed", lambda folder: fp8_checkpoints.compressed(demo_checkpoint, folder)
         ),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -124,8 +125,11 @@ def compressed(source: Path, folder: Path, strategy: str = "tensor") -> Path:
     )
 
 
-def modelopt(source: Path, folder: Path, configuration: str = "FP8_DEFAULT_CFG", cache: bool = False) -> Path:
-    """What ModelOpt itself quantizes and exports, on random tokens."""
+def modelopt(
+    source: Path, folder: Path, configuration: str = "FP8_DEFAULT_CFG", cache: bool = False,
+    windows: "np.ndarray[Any, np.dtype[np.int64]] | None" = None,
+) -> Path:  # fmt: skip
+    """What ModelOpt itself quantizes and exports, on `windows` int64 [windows, context], or on random tokens."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
@@ -136,8 +140,9 @@ def modelopt(source: Path, folder: Path, configuration: str = "FP8_DEFAULT_CFG",
         config = update_quant_cfg_with_kv_cache_quant(config, mtq.FP8_KV_CFG["quant_cfg"])
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     tokens = torch.randint(2, 2000, (2, 32), generator=torch.Generator().manual_seed(0))
+    batches = [tokens] if windows is None else torch.from_numpy(windows).split(4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own, of tensors that it copies
-        mtq.quantize(model, config, lambda quantizing: quantizing(tokens))
+        mtq.quantize(model, config, lambda quantizing: [quantizing(batch) for batch in batches])
         export_hf_checkpoint(model, torch.bfloat16, export_dir=folder)
     return folder

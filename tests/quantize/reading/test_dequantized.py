@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from fp8q.calibrate.model.bf16_products import widened_products
+from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
 from fp8q.quantize.reading.dequantized import fp8_source
@@ -122,7 +122,7 @@ def test_the_model_is_the_one_that_transformers_dequantizes(demo_checkpoint: Pat
     ours = load_model(opened(str(folder)), torch.bfloat16)
     for name, parameter in ours.named_parameters():
         assert torch.equal(theirs.get_parameter(name), parameter), name
-    with torch.inference_mode(), widened_products():
+    with torch.inference_mode(), gemms_in_fp32():
         assert torch.equal(ours(IDS).logits, theirs(IDS, use_cache=False).logits)
 
 

@@ -23,8 +23,8 @@ from fp8q.quantize.scales.decisions import Scales, Skipped, load_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.commands.lint import LintedRun
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.lint import LintedRun
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import opened
 from fp8q.validate.report.rows import fact_rows
@@ -46,7 +46,7 @@ def calibrate(tmp_path: Path, data: Path) -> Callable[..., tuple[Run, list[str]]
     def run_of(folder: Path, name: str = "run", **options: Any) -> tuple[Run, list[str]]:
         run, source, notes = Run(tmp_path / name), opened(str(folder)), Notes(SILENT)
         chosen = CalibrateOptions(samples=4, seq_len=64, batch_size=2, **options)
-        products = sources.products_of(source, chosen)
+        products = sources.gemms_of(source, chosen)
         collected = corpus_stage.collect(source, load_tokenizer(source), str(data), None, chosen, notes)
         corpus_stage.write_corpus(run, source, collected, notes)
         measure_stage.measure(run, source, chosen, notes, moments=chosen.needs_moments)
@@ -262,7 +262,7 @@ def test_modelopts_own_export(
 
 def refusal(folder: Path, **options: Any) -> str:
     with pytest.raises(InputError) as refused:
-        sources.products_of(opened(str(folder)), CalibrateOptions(**options))
+        sources.gemms_of(opened(str(folder)), CalibrateOptions(**options))
     return str(refused.value)
 
 
@@ -321,7 +321,7 @@ def test_scales_are_chosen_again_from_the_given_codes(
     assert chosen.inherit
     chosen = quantize_stage.rescaled(run, RescaleOptions(inherit=False))
     source = sources.source_of(run)
-    quantize_stage.quantize(run, source, sources.products_of(source, chosen), chosen, Notes(SILENT))
+    quantize_stage.quantize(run, source, sources.gemms_of(source, chosen), chosen, Notes(SILENT))
     again = load_scales(run)
     assert again.weights == given.weights
     assert {found.method for found in again.activations.values()} == {"amax"}

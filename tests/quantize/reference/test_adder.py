@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8q.options import Accumulator
 from fp8q.quantize.codes.encoding import CODE
-from fp8q.quantize.reference.adder import ADDERS, TILE, Adder, add_in, add_products, seconds_a_product
+from fp8q.quantize.reference.adder import ADDERS, TILE, Adder, accumulated_gemm, add_in, seconds_per_multiply_add
 from fp8q.quantize.reference.linear import FP8Linear
 
 BITS = 13
@@ -101,40 +101,40 @@ def test_the_fast_sum_is_the_slow_one_bit_for_bit(pair: tuple[list[int], list[in
 
 def test_what_lies_fourteen_bits_below_the_largest_product_is_lost() -> None:
     # 448 = 1.75 · 2^8: the last bit that is kept is 2^-5
-    assert add_products(numbers(448, 2**-5), ones(2), "fp22").item() == 448 + 2**-5
-    assert add_products(numbers(448, 2**-6), ones(2), "fp22").item() == 448
-    assert add_products(numbers(448, 2**-6), ones(2), "fp32").item() == 448 + 2**-6
+    assert accumulated_gemm(numbers(448, 2**-5), ones(2), "fp22").item() == 448 + 2**-5
+    assert accumulated_gemm(numbers(448, 2**-6), ones(2), "fp22").item() == 448
+    assert accumulated_gemm(numbers(448, 2**-6), ones(2), "fp32").item() == 448 + 2**-6
 
 
 def test_each_product_is_cut_toward_zero_by_itself_whatever_its_sign() -> None:
-    assert add_products(numbers(-448, *[-(2**-6)] * 31), ones(32), "fp22").item() == -448
+    assert accumulated_gemm(numbers(-448, *[-(2**-6)] * 31), ones(32), "fp22").item() == -448
     # 448, cut to 2^-5: 2^-5 + 2^-6 gives 2^-5, and less of it gives more than 448 - 2^-5 - 2^-6
-    assert add_products(numbers(448, -(2**-5) - 2**-6), ones(2), "fp22").item() == 448 - 2**-5
+    assert accumulated_gemm(numbers(448, -(2**-5) - 2**-6), ones(2), "fp22").item() == 448 - 2**-5
 
 
 def test_a_product_has_the_sum_of_its_factors_exponents_even_where_it_reaches_two() -> None:
     # 1.75² = 3.0625 with exponent 0, so that each 2^-13 counts, and two of them are the sum's last bit
     x, weight = numbers(1.75, 2**-6, 2**-6), numbers(1.75, 2**-7, 2**-7)
-    assert add_products(x, weight, "fp22").item() == 3.0625 + 2**-12
-    assert add_products(x[:, :2], weight[:, :2], "fp22").item() == 3.0625  # one alone is half of it
+    assert accumulated_gemm(x, weight, "fp22").item() == 3.0625 + 2**-12
+    assert accumulated_gemm(x[:, :2], weight[:, :2], "fp22").item() == 3.0625  # one alone is half of it
 
 
 def test_a_large_sum_swallows_what_comes_after_it_unless_it_was_put_away_before() -> None:
     values = [448, *[0] * 127, *[2**-6] * 128]  # 128 · 2^-6 = 2
     x = numbers(*values)
-    assert add_products(x, ones(256), "fp32").item() == 450
-    assert add_products(x, ones(256), "fp22").item() == 448
-    assert add_products(x, ones(256), "two-level").item() == 450
-    assert add_products(numbers(*reversed(values)), ones(256), "fp22").item() == 450  # the small ones first
+    assert accumulated_gemm(x, ones(256), "fp32").item() == 450
+    assert accumulated_gemm(x, ones(256), "fp22").item() == 448
+    assert accumulated_gemm(x, ones(256), "two-level").item() == 450
+    assert accumulated_gemm(numbers(*reversed(values)), ones(256), "fp22").item() == 450  # the small ones first
 
 
 def test_sums_of_one_sign_come_out_too_small_the_more_so_the_longer_they_are() -> None:
     x, weight = drawn(1, 8192).float().abs().to(CODE), drawn(1, 8192, seed=1).float().abs().to(CODE)
     exact = (x.double() @ weight.double().T).item()
-    short = [add_products(x[:, :n], weight[:, :n], "fp22").item() for n in (64, 8192)]
+    short = [accumulated_gemm(x[:, :n], weight[:, :n], "fp22").item() for n in (64, 8192)]
     assert -0.001 < short[0] / (x[:, :64].double() @ weight[:, :64].double().T).item() - 1 < 0
     assert short[1] / exact - 1 < -0.05
-    assert -0.001 < add_products(x, weight, "two-level").item() / exact - 1 < 0
+    assert -0.001 < accumulated_gemm(x, weight, "two-level").item() / exact - 1 < 0
 
 
 def test_a_row_of_zeros_adds_up_to_zero_and_nan_stays_nan() -> None:
@@ -147,25 +147,25 @@ def test_a_row_of_zeros_adds_up_to_zero_and_nan_stays_nan() -> None:
 
 def test_every_sum_is_that_of_its_own_row_and_output_over_the_edges_of_tiles() -> None:
     x, weight = drawn(TILE[0] + 3, 80), drawn(TILE[1] + 5, 80, seed=1)
-    whole = add_products(x, weight, "fp22")
+    whole = accumulated_gemm(x, weight, "fp22")
     assert whole.shape == (TILE[0] + 3, TILE[1] + 5)
     for row, out in ((0, 0), (TILE[0] - 1, TILE[1]), (TILE[0], TILE[1] - 1), (TILE[0] + 2, TILE[1] + 4)):
-        alone = add_products(x[row : row + 1], weight[out : out + 1], "fp22")
+        alone = accumulated_gemm(x[row : row + 1], weight[out : out + 1], "fp22")
         assert whole[row, out] == alone.item()
 
 
 @pytest.mark.parametrize("held", [CODE, torch.bfloat16, torch.float32])
 def test_codes_add_up_the_same_in_whatever_type_they_are_held(held: torch.dtype) -> None:
     x, weight = drawn(6, 160), drawn(5, 160, seed=1)
-    expected = add_products(x, weight, "two-level")
-    found = add_products(x.to(held).view(2, 3, 160), weight.to(held), "two-level")
+    expected = accumulated_gemm(x, weight, "two-level")
+    found = accumulated_gemm(x.to(held).view(2, 3, 160), weight.to(held), "two-level")
     assert torch.equal(found, expected.view(2, 3, 5))
 
 
 def test_sums_in_fp32_are_those_of_the_exact_reference() -> None:
     x, weight = drawn(6, 160), drawn(5, 160, seed=1)
     torch.testing.assert_close(
-        add_products(x, weight, "fp32").double(), x.double() @ weight.double().T, rtol=1e-6, atol=1e-2
+        accumulated_gemm(x, weight, "fp32").double(), x.double() @ weight.double().T, rtol=1e-6, atol=1e-2
     )
 
 
@@ -174,12 +174,12 @@ def test_a_layer_scales_and_rounds_the_sum_that_it_is_told_to_make() -> None:
     layer = FP8Linear(weight, scales, torch.tensor(0.5), torch.ones(24), "fast")
     x = (drawn(7, 96).float() * 0.5).to(torch.bfloat16)
     layer.accumulator = "fp22"
-    expected = add_products(drawn(7, 96), weight, "fp22") * (torch.tensor(0.5) * scales) + 1
+    expected = accumulated_gemm(drawn(7, 96), weight, "fp22") * (torch.tensor(0.5) * scales) + 1
     assert torch.equal(layer(x), expected.to(torch.bfloat16))
 
 
 def test_the_time_of_a_product_is_measured_where_it_will_be_made() -> None:
-    assert 0 < seconds_a_product("fp22", "cpu") < 1e-5
+    assert 0 < seconds_per_multiply_add("fp22", "cpu") < 1e-5
 
 
 @pytest.mark.gpu
@@ -190,4 +190,4 @@ def test_hopper_adds_as_the_adder_does(fast: bool, accumulator: Accumulator) -> 
     x, weight = drawn(512, 1024).cuda(), drawn(512, 1024, seed=1).cuda()  # so large that cuBLAS does not split the rows
     one = torch.ones((), device="cuda")
     found = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
-    assert torch.equal(found, add_products(x, weight, accumulator))
+    assert torch.equal(found, accumulated_gemm(x, weight, accumulator))

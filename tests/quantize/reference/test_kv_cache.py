@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fp8q import api
 from fp8q.core.run import Run
-from fp8q.quantize.reference.kv_cache import FP8Layer, round_to_codes
+from fp8q.quantize.reference.fp8_model import FP8Layer, round_to_codes
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens

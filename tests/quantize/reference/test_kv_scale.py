@@ -23,7 +23,7 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.program import read_pool
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reading.dequantized import fp8_source
-from fp8q.quantize.reference.kv_cache import FP8Layer, round_to_codes
+from fp8q.quantize.reference.fp8_model import FP8Layer, round_to_codes
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8q.options import Accumulator
 from fp8q.quantize.codes.encoding import CODE, code_tables, code_values, encode, encode_two, two_code_values
 from fp8q.quantize.codes.formats import E4M3
-from fp8q.quantize.codes.products import scaled_product
+from fp8q.quantize.codes.gemm import scaled_gemm
 from fp8q.quantize.reference.linear import FP8Linear, Mode
 
 
@@ -82,14 +82,14 @@ def test_the_quotient_is_taken_in_fp32_not_in_bf16() -> None:
 def test_a_gpu_s_scaled_product_gives_the_sum_that_exact_mode_accumulates() -> None:
     _, codes, _, input_scale = layer("exact")
     x = encode(torch.randn(16, 64, generator=torch.Generator().manual_seed(2)), input_scale)
-    torch.testing.assert_close(scaled_product(x, codes).double(), x.double() @ codes.double().T, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(scaled_gemm(x, codes).double(), x.double() @ codes.double().T, rtol=1e-6, atol=1e-3)
 
 
 @pytest.mark.parametrize(("width", "out"), [(172, 24), (64, 7), (1, 1), (48, 32)])
 def test_a_scaled_product_of_any_width_is_the_sum_of_its_own_codes(width: int, out: int) -> None:
     generator = torch.Generator().manual_seed(2)
     x, weight = ((torch.randn(rows, width, generator=generator) * 50).to(CODE) for rows in (5, out))
-    found = scaled_product(x, weight)
+    found = scaled_gemm(x, weight)
     assert found.shape == (5, out)
     torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-6, atol=1e-2)
 
@@ -99,7 +99,7 @@ def test_a_scaled_product_of_any_width_is_one_that_cuda_takes(width: int, out: i
     """By torch's own rules for CUDA, which refuse 172; nothing is computed."""
     with FakeTensorMode():
         x, weight = (torch.empty(rows, width, dtype=CODE, device="cuda") for rows in (5, out))
-        assert scaled_product(x, weight).shape == (5, out)
+        assert scaled_gemm(x, weight).shape == (5, out)
 
 
 @pytest.mark.parametrize("accumulator", [None, "fp22", "two-level", "fp32"])

@@ -1,7 +1,6 @@
 """The dynamic form: a scale for each token. The oracles are compressed-tensors' own functions and transformers."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,27 +17,23 @@ from transformers import AutoModelForCausalLM
 from fp8q import api
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
-from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import DYNAMIC, ONE, CalibrateOptions, RescaleOptions, ScaleOptions
+from fp8q.options import DYNAMIC, ONE, ScaleOptions
 from fp8q.quantize.codes.encoding import SMALLEST_TOKEN_SCALE, code_values, token_scales
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.quantize.scales.policy import Products, check_dynamic
-from fp8q.quantize.weights.sequential import product_input
-from fp8q.stages import quantize as quantize_stage
+from fp8q.quantize.scales.policy import ModelGemms, check_dynamic
+from fp8q.quantize.weights.sequential import gemm_input
 from fp8q.stages.export import why_no_graph
-from fp8q.stages.pipeline.steps import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.report.report import render
 from fp8q.validate.report.rows import module_rows
 from fp8q.validate.report.run_comparison import terms
 from fp8q.validate.report.tables import module_table
 
-ASKED = CalibrateOptions(
-    samples=6, seq_len=64, batch_size=2, stream=False, skip=("model.layers.[!0].*",), weight_rounding="gptq"
-)
+#: The fixture `rescaled_layer`.
+RescaledLayer = Callable[..., Run]
 #: compressed-tensors' description of a scale for each token.
 TOKENS = QuantizationArgs(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 NO_GRAPH = (
@@ -48,28 +43,9 @@ NO_GRAPH = (
 
 
 @pytest.fixture(scope="module")
-def static(
-    tmp_path_factory: pytest.TempPathFactory, source: Source, data: Path, calibrated: Callable[..., None]
-) -> Run:
-    """The demo's first layer in one code, under static scales."""
-    made = Run(tmp_path_factory.mktemp("static") / "run")
-    calibrated(made, source, data, ASKED)
-    return made
-
-
-def in_forms(run: Run, source: Source, *forms: str) -> Run:
-    """Choose the forms of `run` again, as `fp8q scales` does."""
-    options = quantize_stage.rescaled(run, RescaleOptions(form=forms))
-    quantize_stage.quantize(run, source, sources.products_of(source, options), options, Notes(SILENT))
-    return run
-
-
-@pytest.fixture(scope="module")
-def dynamic(static: Run, source: Source, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run in dynamic form."""
-    return in_forms(
-        Run(Path(shutil.copytree(static.root, tmp_path_factory.mktemp("dynamic") / "run"))), source, "dynamic"
-    )
+def dynamic(rescaled_layer: RescaledLayer) -> Run:
+    """The first layer in dynamic form."""
+    return rescaled_layer(form=("dynamic",))
 
 
 def tensors_of(run: Run) -> dict[str, torch.Tensor]:
@@ -116,8 +92,8 @@ def test_a_layer_multiplies_the_codes_of_each_row_by_its_own_scale() -> None:
     assert layer(x[:, :0]).shape == (1, 0, 2)
 
 
-def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(static: Run, dynamic: Run) -> None:
-    before, after = tensors_of(static), tensors_of(dynamic)
+def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(first_layer: Run, dynamic: Run) -> None:
+    before, after = tensors_of(first_layer), tensors_of(dynamic)
     scales = load_scales(dynamic)
     gone = {f"{module}.input_scale" for module in scales.weights}
     assert before.keys() - after.keys() == gone
@@ -128,11 +104,11 @@ def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(static:
     assert group["weights"]["strategy"] == "channel"
     assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
     assert json.loads((dynamic.model / "config.json").read_text())["fp8q"] == {"dynamic_inputs": scales.dynamic_inputs}
-    assert scales.dynamic_inputs == [*scales.weights] == scales.promised
+    assert scales.dynamic_inputs == [*scales.weights] == scales.fp8_gemms
     assert scales.static_inputs == {}
     assert set(scales.forms.values()) == {DYNAMIC}
     kept = {name: scale.model_copy(update={"dynamic": None}) for name, scale in scales.activations.items()}
-    assert kept == load_scales(static).activations
+    assert kept == load_scales(first_layer).activations
     assert terms(scales) == "dynamic"
     card = (dynamic.model / "README.md").read_text(encoding="utf-8")
     assert "E4M3 activations with one\nscale per token, the KV cache in the compute type." in card
@@ -140,19 +116,17 @@ def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(static:
 
 
 def test_one_form_again_gives_back_the_files_of_before(
-    static: Run, dynamic: Run, source: Source, tmp_path: Path
+    first_layer: Run, dynamic: Run, rescaled_layer: RescaledLayer
 ) -> None:
-    again = in_forms(Run(Path(shutil.copytree(dynamic.root, tmp_path / "run"))), source, "one")
-    assert load_scales(again).forms == dict.fromkeys(load_scales(static).weights, ONE)
-    assert again.scales.read_bytes() == static.scales.read_bytes()
-    for path in static.model.rglob("*"):
-        assert (again.model / path.relative_to(static.model)).read_bytes() == path.read_bytes(), path.name
+    again = rescaled_layer(dynamic, form=("one",))
+    assert load_scales(again).forms == dict.fromkeys(load_scales(first_layer).weights, ONE)
+    assert again.scales.read_bytes() == first_layer.scales.read_bytes()
+    for path in first_layer.model.rglob("*"):
+        assert (again.model / path.relative_to(first_layer.model)).read_bytes() == path.read_bytes(), path.name
 
 
-def test_patterns_mix_it_with_other_forms(static: Run, source: Source, tmp_path: Path) -> None:
-    run = in_forms(
-        Run(Path(shutil.copytree(static.root, tmp_path / "run"))), source, "*.down_proj=dynamic", "*.o_proj=bf16"
-    )
+def test_patterns_mix_it_with_other_forms(rescaled_layer: RescaledLayer) -> None:
+    run = rescaled_layer(form=("*.down_proj=dynamic", "*.o_proj=bf16"))
     layer, groups = "model.layers.0", groups_of(run)
     assert groups["dynamic"]["targets"] == load_scales(run).dynamic_inputs == [f"{layer}.mlp.down_proj"]
     assert groups["weights_alone"]["targets"] == [f"{layer}.self_attn.o_proj"]
@@ -166,14 +140,16 @@ def test_patterns_mix_it_with_other_forms(static: Run, source: Source, tmp_path:
     }
     named = {f"{layer}.mlp.down_proj": True, f"{layer}.self_attn.o_proj": None}
     assert inputs == dict.fromkeys(load_scales(run).weights, False) | named
-    in_forms(run, source, "dynamic", "*.o_proj=bf16")
+    run = rescaled_layer(run, form=("dynamic", "*.o_proj=bf16"))
     assert {name: group.get("input_activations", {}).get("strategy") for name, group in groups_of(run).items()} == {
         "group_0": "token",
         "weights_alone": None,
     }
 
 
-def test_the_reference_computes_what_compressed_tensors_does(dynamic: Run, static: Run, demo_checkpoint: Path) -> None:
+def test_the_reference_computes_what_compressed_tensors_does(
+    dynamic: Run, first_layer: Run, demo_checkpoint: Path
+) -> None:
     """Of the source model: weights are codes × scales in FP32, and inputs rounded by compressed-tensors."""
     tensors, modules = tensors_of(dynamic), load_scales(dynamic).weights
     oracle = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.float32)
@@ -198,7 +174,7 @@ def test_the_reference_computes_what_compressed_tensors_does(dynamic: Run, stati
     right, found = log_p(oracle), log_p(load_reference(dynamic.model, "exact", torch.float32).model)
     torch.testing.assert_close(found, right, atol=1e-3, rtol=0)
     loaded = log_p(AutoModelForCausalLM.from_pretrained(dynamic.model, dtype=torch.float32))
-    one = log_p(load_reference(static.model, "exact", torch.float32).model)
+    one = log_p(load_reference(first_layer.model, "exact", torch.float32).model)
     # transformers rounds dequantized weights to BF16
     assert (loaded - found).abs().mean() < 0.5 * (one - found).abs().mean()
     fast = log_p(load_reference(dynamic.model, "fast", torch.bfloat16).model)
@@ -209,7 +185,7 @@ def test_sensitivity_and_sequential_rounding_see_the_same_values(dynamic: Run) -
     x = torch.randn(2, 5, 256)
     scale = next(iter(load_scales(dynamic).activations.values()))
     theirs, zero = compute_dynamic_scales_and_zp(x, TOKENS, torch.nn.Identity())
-    assert torch.equal(product_input(x, scale), fake_quantize(x, theirs, zero, TOKENS))
+    assert torch.equal(gemm_input(x, scale), fake_quantize(x, theirs, zero, TOKENS))
 
 
 def test_the_report_says_nothing_of_the_scale_that_it_would_have(dynamic: Run) -> None:
@@ -222,10 +198,10 @@ def test_the_report_says_nothing_of_the_scale_that_it_would_have(dynamic: Run) -
     assert "dynamic" in render(dynamic)
 
 
-def test_it_has_no_graph_and_says_so_before_and_after(dynamic: Run, static: Run, source: Source) -> None:
+def test_it_has_no_graph_and_says_so_before_and_after(dynamic: Run, first_layer: Run, source: Source) -> None:
     assert why_no_graph(dynamic) == NO_GRAPH
-    assert why_no_graph(static) is None
-    assert sources.products_of(source, ScaleOptions(form=("dynamic",))).no_graph == NO_GRAPH
+    assert why_no_graph(first_layer) is None
+    assert sources.gemms_of(source, ScaleOptions(form=("dynamic",))).no_graph == NO_GRAPH
     with pytest.raises(InputError) as refused:
         api.export(dynamic.root)
     assert str(refused.value).startswith(f"{dynamic.root}: has no ONNX graph, since --form dynamic gives each token a ")
@@ -241,7 +217,7 @@ def test_tune_is_refused(dynamic: Run) -> None:
 
 
 def test_a_conv1d_has_no_dynamic_form() -> None:
-    products = Products(("h.0.attn.c_attn", "lm_head"), "lm_head", {})
+    products = ModelGemms(("h.0.attn.c_attn", "lm_head"), "lm_head", {})
     check_dynamic(ScaleOptions(form=("two",)), products, ["h.0.attn.c_attn"], ["h.0.attn.c_attn"])
     for forms in (("dynamic",), ("*.c_attn=dynamic",)):
         with pytest.raises(InputError) as refused:

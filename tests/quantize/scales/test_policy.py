@@ -11,19 +11,19 @@ from fp8q.core.errors import InputError
 from fp8q.options import BF16, ONE, TWO, Form, FormRule, RescaleOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale
 from fp8q.quantize.scales.policy import (
-    Products,
+    ModelGemms,
     check_tail_length,
+    complete_groups,
     mixed_experts_warning,
     mixed_group_warning,
     module_forms,
     rule_modules,
     select,
     taken_along,
-    whole_groups,
 )
 
 NAMES = ("l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj", "l.0.mlp.conv", "lm_head")
-PRODUCTS = Products(NAMES, "lm_head", {"l.0.mlp.conv": "Conv1d"})
+PRODUCTS = ModelGemms(NAMES, "lm_head", {"l.0.mlp.conv": "Conv1d"})
 HEAD = "output head: its error would go straight into the logits"
 CONV = "of class Conv1d, which does not compute as a linear layer does"
 
@@ -74,7 +74,7 @@ def test_two_terms_are_for_what_is_quantized_and_a_group_is_whole() -> None:
     chosen = select(PRODUCTS, ("*.up_proj",))[0]
     assert rule_modules(FormRule(TWO, "*.q_proj", "--two-terms *.q_proj"), PRODUCTS, chosen) == ["l.0.attn.q_proj"]
     groups = [["l.0.attn.q_proj", "l.0.attn.k_proj"], ["l.0.mlp.up_proj"]]
-    assert whole_groups(["l.0.attn.k_proj"], groups) == ["l.0.attn.q_proj", "l.0.attn.k_proj"]
+    assert complete_groups(["l.0.attn.k_proj"], groups) == ["l.0.attn.q_proj", "l.0.attn.k_proj"]
     assert taken_along(("*.q_proj",), ["l.0.attn.q_proj", "l.0.attn.k_proj"]) == ["l.0.attn.k_proj"]
     assert taken_along((), ["l.0.attn.q_proj"]) == []
     for pattern, message in {
@@ -114,7 +114,7 @@ def test_the_last_form_that_matches_counts_and_older_options_spell_the_same() ->
     assert forms("tail:8", "*.up_proj=tail:16")["l.0.mlp.up_proj"] == Form("tail", 16)
 
 
-NO_FORM = "is no form; give one of one, two, tail, dynamic, bf16 or tail:N, or PATTERN=FORM"
+NO_FORM = "is no form; give one of one, two, tail, dynamic, block, bf16 or tail:N, or PATTERN=FORM"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_errors_and_shares_are_those_of_each_value(values: list[float], power: i
     scale = np.float32(2.0**power)
     left = x - by_ml_dtypes(x, scale)
     measured = counted(x)
-    assert squared_error(measured, TWO_TERMS, [scale])[0] == (left**2).sum()
+    assert squared_error(measured, TWO_TERMS, [scale])[0] == pytest.approx((left**2).sum(), rel=1e-12, abs=0)
     assert saturation(measured, TWO_TERMS, float(scale)) == (x > 476 * scale).mean()
     lost = ((x > 0) & (by_ml_dtypes(x, scale) == 0)).sum() / max((x > 0).sum(), 1)
     assert underflow(measured, TWO_TERMS, float(scale)) == lost

@@ -14,11 +14,12 @@ from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import Source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, ScaleOptions
 from fp8q.quantize.checkpoint.baselines import write_int8
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 
 TWO = CalibrateOptions(
@@ -50,7 +51,7 @@ def copied(run: Run, tmp_path: Path) -> Run:
 
 def chosen(run: Run, source: Source, options: ScaleOptions) -> dict[str, int]:
     """Scales chosen again; the terms of each product's input."""
-    quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+    quantize_stage.quantize(run, source, sources.gemms_of(source), options, Notes(SILENT))
     return {name: scale.terms for name, scale in load_scales(run).activations.items()}
 
 
@@ -88,7 +89,7 @@ def test_a_run_of_before_there_were_terms_has_one(copied: Run) -> None:
     stored = json.loads(copied.scales.read_text(encoding="utf-8"))
     for scale in stored["activations"].values():
         assert scale.pop("terms") == 2
-    with copied.stage("quantize", {}, {}) as log:
+    with RunWriter(copied).stage("quantize", {}, {}) as log:
         copied.scales.write_text(json.dumps(stored), encoding="utf-8")
         log.outputs += [copied.scales]
     assert {scale.terms for scale in load_scales(copied).activations.values()} == {1}

@@ -4,13 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from emulation import EmulatedLinear, Emulation, emulate
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from fp8q.options import GradientFormat
 from fp8q.quantize.codes.formats import E4M3, E5M2, FORMATS
-from fp8q.quantize.training.emulation import DelayedScale, EmulatedLinear, Emulation, emulate, grid_values
+from fp8q.quantize.training.emulation import DelayedScale, grid_values
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 

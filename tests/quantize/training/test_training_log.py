@@ -1,5 +1,6 @@
 """Reading a training log: one whose run ended while it wrote, and what is no such log."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -75,3 +76,11 @@ def test_what_is_no_log_is_refused(log: Path, change: Callable[[str], str], why:
     log.write_text(change(log.read_text()))
     with pytest.raises(InputError, match=re.escape(f"{log}: {why}")):
         read_log(log)
+
+
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(log: Path) -> None:
+    log.unlink()
+    os.mkfifo(log)
+    with pytest.raises(InputError) as refused:
+        read_log(log)
+    assert str(refused.value) == f"{log}: is a pipe; name a file"

@@ -15,10 +15,10 @@ from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.weights.channels import channel_scales
-from fp8q.quantize.weights.coordinate_descent import MARGIN
 from fp8q.quantize.weights.gptq import (
     BLOCK,
     DAMPING,
+    MARGIN,
     RUN,
     Compensations,
     compensation,
@@ -154,8 +154,8 @@ def test_no_other_code_for_one_weight_lowers_the_error(drawn: tuple[int, int]) -
     """Each weight is tried with the codes below and above its own, in float64, when passes go on to the end."""
     weight, scale, moments = problem(min(drawn[0], 5), drawn[1], outputs=3)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("fp8q.quantize.weights.coordinate_descent.PASSES", 100)
-        patched.setattr("fp8q.quantize.weights.coordinate_descent.WORTHWHILE", 0.0)
+        patched.setattr("fp8q.quantize.weights.gptq.PASSES", 100)
+        patched.setattr("fp8q.quantize.weights.gptq.WORTHWHILE", 0.0)
         codes = gptq_codes(weight, scale, compensation(moments)).double()
     wide = damped(moments)
     grid = torch.from_numpy(np.unique(np.concatenate([-E4M3.grid, E4M3.grid]))).double()

@@ -23,7 +23,7 @@ from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.stages import quantize as quantize_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 
 NEAREST = CalibrateOptions(samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",))
@@ -101,7 +101,7 @@ def test_the_same_batches_give_the_same_bytes_and_nearest_needs_no_second_measur
 def test_in_two_terms_there_is_nothing_to_make_up_for(rounded: Run, source: Source, tmp_path: Path) -> None:
     run = Run(Path(shutil.copytree(rounded.root, tmp_path / "run")))
     options = quantize_stage.rescaled(run, RescaleOptions(activation_terms=2))
-    quantize_stage.quantize(run, source, sources.products_of(source), options, Notes(SILENT))
+    quantize_stage.quantize(run, source, sources.gemms_of(source), options, Notes(SILENT))
     assert {scales.rounding for scales in load_scales(run).weights.values()} == {"gptq"}
     assert lost_of(run) < 1e-9
     assert torch.equal(codes_of(run), expected_codes(run, source, 0.0))

@@ -7,11 +7,12 @@ import pytest
 import torch
 from gpu.waits import host_waits
 
-from fp8q.calibrate.model.products import observed_products
+from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.quantize.weights import paired_inputs
+from fp8q.quantize.weights.channels import WeightScaling
 from fp8q.quantize.weights.paired_inputs import HELD_BYTES, GroupInput, InputSums, passes
 from fp8q.quantize.weights.sequential import SequentialRounding
 
@@ -92,8 +93,8 @@ def test_a_pass_gathers_what_memory_is_there_for_and_one_input_at_the_least() ->
 def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], int]:
     """Codes and scales of every product of the layers, and how often a batch went through one."""
     folder.mkdir()
-    names = observed_products(load_model(source, torch.float32, "cpu"))
-    sequence = SequentialRounding(source, dict.fromkeys(names, SCALE), "mse", BATCHES, folder)
+    names = observed_gemms(load_model(source, torch.float32, "cpu"))
+    sequence = SequentialRounding(source, dict.fromkeys(names, SCALE), WeightScaling("mse"), BATCHES, folder)
     count, record = 0, SequentialRounding._record_inputs
 
     def counting(*given: object) -> object:

@@ -11,20 +11,20 @@ import transformers
 from transformers import PreTrainedModel
 
 from fp8q.calibrate.measure.observe import probe_groups
-from fp8q.calibrate.model.products import observed_products, output_channel_axis
+from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.decisions import TensorScale
-from fp8q.quantize.weights.channels import QuantizedWeight, quantize_weight
+from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, quantize_weight
 from fp8q.quantize.weights.gptq import compensation
-from fp8q.quantize.weights.residual import residual_bases
 from fp8q.quantize.weights.ridge_target import MomentSums
 from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.quantize.weights.sequential import (
     SequentialRounding,
     check_sequential,
-    product_input,
+    gemm_input,
+    residual_bases,
 )
 
 SMALL = {
@@ -65,7 +65,7 @@ def rounded(
     """The float model in FP32, and every product of its layers rounded."""
     folder.mkdir()
     model = load_model(source, torch.float32, "cpu")
-    sequence = kind(source, dict.fromkeys(observed_products(model), SCALE), "mse", BATCHES, folder)
+    sequence = kind(source, dict.fromkeys(observed_gemms(model), SCALE), WeightScaling("mse"), BATCHES, folder)
     return model, sequence, sequence.run(SILENT)
 
 
@@ -90,7 +90,7 @@ def leaving(model: PreTrainedModel, sequence: SequentialRounding) -> dict[int, t
 
 def put(model: PreTrainedModel, sequence: SequentialRounding, kept: Rounded, but: str = "") -> list[str]:
     """Give the products of the layers the numbers of their codes, `but` one; which they are."""
-    products = observed_products(model)
+    products = observed_gemms(model)
     inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
     for name in inside:
         made = kept.get(name)
@@ -104,7 +104,7 @@ def test_what_two_terms_leave_of_an_input_is_all_of_it() -> None:
     x = torch.tensor([3.140625, -0.0712890625, 27.5, 2.0**-10])  # of BF16's eight digits
     scale = {"method": "amax", "amax": 27.5, "clip": 28.0, "scale": 2.0**-4, "saturation": 0, "underflow": 0}
     two, one = (
-        product_input(x, TensorScale.model_validate(scale | {"terms": terms, "sqnr_db": None})) for terms in (2, 1)
+        gemm_input(x, TensorScale.model_validate(scale | {"terms": terms, "sqnr_db": None})) for terms in (2, 1)
     )
     assert two.tolist() == x.tolist()
     assert one.tolist() == [3.25, -0.0703125, 28.0, 2.0**-10]
@@ -118,12 +118,12 @@ def test_what_leaves_the_last_layer_is_that_of_both_models_in_memory(
     """The oracle runs whole models; the quantized one has the weights that were kept, and rounds its inputs."""
 
     def values(x: torch.Tensor) -> torch.Tensor:
-        return x.float() if kind is ExactInputs else product_input(x, SCALE)
+        return x.float() if kind is ExactInputs else gemm_input(x, SCALE)
 
     model, sequence, kept = rounded(tiny(*ARCHITECTURES[name]), tmp_path / "work", kind)
     for batch, hidden in leaving(model, sequence).items():
         torch.testing.assert_close(sequence.float[0].read(batch, "cpu"), hidden, rtol=1e-5, atol=1e-5)
-    products = observed_products(model)
+    products = observed_gemms(model)
     for module in put(model, sequence, kept):
         products[module].register_forward_pre_hook(lambda m, inputs: (values(inputs[0]), *inputs[1:]))
     for batch, hidden in leaving(model, sequence).items():
@@ -155,7 +155,7 @@ def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_we
 ) -> None:
     """Nothing was lost before the first product, so its drift is zero to the bit; before the last one something was."""
     model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work")
-    products = observed_products(model)
+    products = observed_gemms(model)
     first, last = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
     for name, equal in ((first, True), (last, False)):
         inputs: list[torch.Tensor] = []
@@ -193,7 +193,7 @@ def test_what_a_product_is_added_to_is_found_in_the_layer(
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.ModuleList)
     )
-    products = {name: module for name, module in observed_products(model).items() if name.startswith(f"{prefix}.0.")}
+    products = {name: module for name, module in observed_gemms(model).items() if name.startswith(f"{prefix}.0.")}
     entering: list[torch.Tensor] = []
 
     def see(module: torch.nn.Module, args: tuple[torch.Tensor, ...], given: dict[str, torch.Tensor]) -> None:
@@ -224,7 +224,7 @@ def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
     source = tiny(*ARCHITECTURES["llama"])
     model, sequence, _ = rounded(source, tmp_path / "work")
     exact = leaving(model, sequence)
-    products = observed_products(model)
+    products = observed_gemms(model)
     moments: dict[str, torch.Tensor] = {}
 
     def see(name: str) -> Callable[..., None]:

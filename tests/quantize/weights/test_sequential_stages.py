@@ -18,23 +18,26 @@ from fp8q.calibrate.ranks.world import World
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions, ScaleOptions
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.quantize.weights.sequential import SequentialRounding
-from fp8q.stages.commands.preflight import check_calibrate
 from fp8q.stages.corpus import save_tokens
 from fp8q.stages.measure import check_batches, measure
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
+from fp8q.stages.preflight import check_calibrate
 from fp8q.stages.quantize import quantize, rescaled
-from fp8q.stages.shared.sources import products_of
+from fp8q.stages.shared.sources import gemms_of
 
 
 @pytest.fixture(scope="module")
 def measured(demo_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of the demo with nothing quantized yet, on two batches."""
     run, source = Run(tmp_path_factory.mktemp("measured") / "run"), open_source(str(demo_checkpoint))
-    with run.stage("corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}) as log:
+    with RunWriter(run).stage(
+        "corpus", {}, {"data": "random tokens", "eval_data": "random tokens", "model": "demo"}
+    ) as log:
         save_tokens(run.calibration, np.random.default_rng(0).integers(3, 500, (3, 24)))
         log.outputs.append(run.calibration)
     measure(run, source, CalibrateOptions(batch_size=2), Notes(SILENT))
@@ -45,7 +48,7 @@ def quantized(run: Run, checkpoint: Path, **options: Any) -> dict[str, bytes]:
     """What the stage `quantize` writes of `run`: the checkpoint's files, and the decisions."""
     source = open_source(str(checkpoint))
     chosen = ScaleOptions(only=("*.o_proj",), weight_rounding="sequential", **options)
-    quantize(run, source, products_of(source), chosen, Notes(SILENT))
+    quantize(run, source, gemms_of(source), chosen, Notes(SILENT))
     assert not any(path.name.endswith(".work") for path in run.root.iterdir())
     return {path.name: path.read_bytes() for path in [run.scales, *sorted(run.model.iterdir())]}
 
@@ -159,10 +162,10 @@ from fp8q.options import ScaleOptions
 from fp8q.quantize.weights.rounding_progress import Rounded
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.stages.commands.preflight import check_calibrate
+from fp8q.stages.preflight import check_calibrate
 from fp8q.stages.quantize import quantize
-from fp8q.stages.shared.sources import products_of
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.shared.sources import gemms_of
+from fp8q.stages.pipeline.stage import Notes
 import torch
 torch.set_num_threads(int(sys.argv[3]))
 add = Rounded.add
@@ -173,7 +176,7 @@ def adding(self, module, made):
 Rounded.add = adding
 source = open_source(sys.argv[2])
 options = ScaleOptions(only=("*.o_proj",), weight_rounding="sequential")
-quantize(Run(Path(sys.argv[1])), source, products_of(source), options, Notes(SILENT))
+quantize(Run(Path(sys.argv[1])), source, gemms_of(source), options, Notes(SILENT))
 """
 
 

@@ -47,7 +47,7 @@ def test_what_is_timed_is_the_greedy_answer_of_every_row(counting: CountingModel
     for _ in range(2):  # the second begins anew
         found = time_batch(batch, Pace(chunk=4, share=1), prompts, 4)
         assert len(found.between) == 3
-        assert 0 < found.first < found.whole
+        assert 0 < found.first < found.total
     # 3·1 + 1·2 + 4·3 + 1·1 + 5·2 = 28 -> 12, + 12·3 -> 0, + 0 -> 0; 9 + 4 + 18 + 5 + 6 = 42 -> 10, + 30 -> 8, + 8 -> 0
     assert batch.steps == [[12, 10], [0, 8], [0, 0]] * 2
     # a chunk of four positions holds no second row of five
@@ -108,7 +108,7 @@ def test_models_take_turns_and_another_begins_each_round(counting: CountingModel
 class Stepped:
     """A meter whose memory and energy are made up."""
 
-    device, whole_bytes = "a meter", 100
+    device, total_bytes = "a meter", 100
 
     def __init__(self, memory: list[int]) -> None:
         self.memory, self.spent = iter(memory), 0.0
@@ -138,7 +138,7 @@ def test_this_process_is_measured_where_no_gpu_runs_the_model() -> None:
     with held.counting():
         taken = np.ones(50_000_000)  # 400 MB: what the process gives back meanwhile is little of it
     assert 0.9 * taken.nbytes < held.bytes < 1.2 * taken.nbytes
-    assert taken.nbytes < meter.memory_bytes() < meter.whole_bytes
+    assert taken.nbytes < meter.memory_bytes() < meter.total_bytes
     assert meter.joules() is None
 
 
@@ -159,7 +159,7 @@ def nvml(**functions: Any) -> Any:
 
 def test_nvml_counts_millijoules_and_the_whole_gpu() -> None:
     meter = GpuMeter(nvml(), "handle")
-    assert (meter.device, meter.whole_bytes) == ("NVIDIA H100", 80 * 10**9)
+    assert (meter.device, meter.total_bytes) == ("NVIDIA H100", 80 * 10**9)
     assert (meter.memory_bytes(), meter.joules()) == (3 * 10**9, 2.5)
 
 
@@ -174,4 +174,4 @@ def test_a_gpu_without_a_counter_of_energy_has_none() -> None:
 def test_a_gpu_is_measured_by_nvml() -> None:
     meter = open_meter(on_gpu=True)
     assert isinstance(meter, GpuMeter)
-    assert 0 < meter.memory_bytes() < meter.whole_bytes
+    assert 0 < meter.memory_bytes() < meter.total_bytes

@@ -11,6 +11,7 @@ import pytest
 
 from fp8q import api
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.serve.lint.check import RULES, lint_engines
 
 PAGE = Path(__file__).with_name("examples.md")
@@ -39,7 +40,7 @@ def damage(run: Run, entry: Section) -> list[str]:
     number = entry.title.partition(" ")[0]
     of_run = RULES[number].scope == "run"
     if entry.commands.startswith("fp8q export "):  # needs torch, and more than a graph of numbers
-        with run.stage("export", {}, {"again": True}) as log:
+        with RunWriter(run).stage("export", {}, {"again": True}) as log:
             run.onnx_fp32.write_bytes(run.onnx_fp32.read_bytes() + b"\x2a\0")
             log.outputs += [run.onnx, run.onnx_fp32]
     else:

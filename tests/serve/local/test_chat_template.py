@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,12 @@ def test_templates_lie_in_files_in_a_list_or_in_a_processors_file(tmp_path: Path
     (tmp_path / "chat_template.jinja").write_text("a file")
     assert ChatTemplate(tmp_path).render(MESSAGES) == "a file"
     assert ChatTemplate(tmp_path, tmp_path / "additional_chat_templates" / "rag.jinja").render(MESSAGES) == "named"
+
+
+def test_a_pipe_in_the_place_of_a_template_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    pipe = tmp_path / "additional_chat_templates" / "rag.jinja"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError) as raised:
+        write(tmp_path)
+    assert str(raised.value) == f"{pipe}: is a pipe; copy it again from the model"

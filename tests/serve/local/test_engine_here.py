@@ -105,7 +105,7 @@ def test_a_server_that_has_no_room_for_its_cache_does_not_begin(hopper: Machine,
     with pytest.raises(BackendError) as refused:
         open_generator(built, session, 4)
     assert str(refused.value) == (
-        "a cache of 4 sequences of 32 positions takes 8.19 kB and the engine 44.3 kB to work in, and this GPU has 51.1 "
-        "kB free, room for 3 of them; take --max-batch 3"
+        "a cache of 4 sequences of 40 positions takes 10.2 kB and the engine 44.8 kB to work in, and this GPU has 51.1 "
+        "kB free, room for 2 of them; take --max-batch 2"
     )
     assert hopper.driver.held == {}

@@ -25,8 +25,8 @@ SHAPES = {
     "new_key_values.0.key": (-1, 2, -1, 64),
     "new_key_values.0.value": (-1, 2, -1, 64),
 }
-#: The largest tokens and past of each profile: prompts, and steps.
-MOST = [{"input_ids": (2, 2048), "past": (2, 2, 4096, 64)}, {"input_ids": (8, 1), "past": (8, 2, 4096, 64)}]
+#: The largest tokens and mask of each profile, over 4,096 slots: prompts, and steps.
+MOST = [{"input_ids": (2, 2048), "attention_mask": (2, 6144)}, {"input_ids": (8, 1), "attention_mask": (8, 4097)}]
 
 
 class Context:
@@ -105,7 +105,7 @@ class Engine:
         return SimpleNamespace(name="BF16" if "key" in name else "FLOAT")
 
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        most = MOST[profile]["past" if name.startswith("past") else name]
+        most = MOST[profile][name]
         return [most, most, most]
 
     def get_device_memory_size_for_profile_v2(self, profile: int) -> int:

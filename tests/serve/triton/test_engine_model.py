@@ -14,6 +14,7 @@ from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import Standing
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.export.engine.profiles import profiles
 from fp8q.options import TritonOptions
 from fp8q.serve.triton.engine_model import TRITON_TYPES, describe
@@ -96,8 +97,8 @@ def test_all_profiles_are_used_and_warmed_up_and_the_newest_version_is_served(en
         "past_key_values.0.value": ("TYPE_FP32", 2, 1, 4),
     }
     assert (warmed["decode"]["attention_mask"], warmed["decode"][past]) == (
-        ("TYPE_INT64", 33),
-        ("TYPE_FP32", 2, 32, 4),
+        ("TYPE_INT64", 65),
+        ("TYPE_FP32", 2, 64, 4),
     )
 
 
@@ -174,7 +175,7 @@ def test_why_an_engine_stays_out_is_told(wide_run: Run) -> None:
         )
     ]
     record_engine(wide_run)
-    with wide_run.stage("export", {}, {"again": True}) as log:
+    with RunWriter(wide_run).stage("export", {}, {"again": True}) as log:
         wide_run.onnx.write_bytes(onnx.load(wide_run.onnx, load_external_data=False).SerializeToString() + b"\x2a\0")
         log.outputs += [wide_run.onnx, wide_run.onnx_fp32]
     assert written(wide_run) == [
@@ -192,7 +193,7 @@ def fp8_cache(run: Run) -> None:
     for value in (*model.graph.input, *model.graph.output):
         if "key_values" in value.name:
             value.type.tensor_type.elem_type = TensorProto.FLOAT8E4M3FN
-    with run.stage("export", {}, {"cache": "fp8"}) as log:
+    with RunWriter(run).stage("export", {}, {"cache": "fp8"}) as log:
         run.onnx.write_bytes(model.SerializeToString())
         log.outputs += [run.onnx, run.onnx_fp32]
 

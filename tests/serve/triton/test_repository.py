@@ -69,7 +69,13 @@ def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> No
         "README.md",
         "repository.json",
     ]
-    assert sorted(path.name for path in counting_run.root.iterdir()) == [".lock", "model", "run.json", "triton"]
+    assert sorted(path.name for path in counting_run.root.iterdir()) == [
+        ".lock",
+        "model",
+        "run.json",
+        "scales.json",
+        "triton",
+    ]
 
 
 def test_the_code_is_copied_as_it_is(counting_run: Run) -> None:
@@ -103,7 +109,13 @@ def test_a_full_disk_leaves_the_last_good_repository(counting_run: Run, monkeypa
         sorted(str(path.relative_to(counting_run.triton)) for path in counting_run.triton.rglob("*") if path.is_file())
         == before
     )
-    assert sorted(path.name for path in counting_run.root.iterdir()) == [".lock", "model", "run.json", "triton"]
+    assert sorted(path.name for path in counting_run.root.iterdir()) == [
+        ".lock",
+        "model",
+        "run.json",
+        "scales.json",
+        "triton",
+    ]
 
 
 def test_another_name_takes_the_place_of_the_first(counting_run: Run) -> None:

@@ -6,15 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from loaded_runtimes import compare_runtimes
 
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import ValidateOptions
-from fp8q.stages.shared.gates import check_increase
+from fp8q.core.run_writer import RunWriter
+from fp8q.options import ValidateOptions, VerdictLimits
+from fp8q.stages.shared.gates import check_verdict
 from fp8q.stages.validate import check_accumulator
-from fp8q.validate.accuracy.adder_cost import cost, products_a_token, sample
+from fp8q.validate.accuracy.adder_cost import cost, multiply_adds_per_token, sample
 from fp8q.validate.accuracy.bootstrap import increase_interval
-from fp8q.validate.accuracy.compare import compare_runtimes
 from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.accuracy.perplexity import cut
@@ -43,7 +44,7 @@ def test_a_sample_is_these_windows_and_spreads_what_was_found_over_all() -> None
 
 def test_what_is_going_to_be_run_is_said_with_what_it_takes(calibrated_run: Run) -> None:
     # five weights of 16 × 32 codes; 2 windows of 4 tokens
-    assert products_a_token(calibrated_run) == 5 * 16 * 32
+    assert multiply_adds_per_token(calibrated_run) == 5 * 16 * 32
     said = cost(calibrated_run, sample(EVALUATION, 2), "two-level", "cpu")
     before, _, after = said.rpartition(" take about ")
     assert before == (
@@ -55,10 +56,10 @@ def test_what_is_going_to_be_run_is_said_with_what_it_takes(calibrated_run: Run)
 def test_an_input_of_two_terms_takes_every_product_twice(calibrated_run: Run) -> None:
     scales = json.loads(calibrated_run.scales.read_text(encoding="utf-8"))
     scales["activations"]["model.layers.0.down"]["terms"] = 2
-    with calibrated_run.stage("quantize", {}, {}) as log:
+    with RunWriter(calibrated_run).stage("quantize", {}, {}) as log:
         calibrated_run.scales.write_text(json.dumps(scales), encoding="utf-8")
         log.outputs += [calibrated_run.scales, *sorted(calibrated_run.model.iterdir())]
-    assert products_a_token(calibrated_run) == 6 * 16 * 32
+    assert multiply_adds_per_token(calibrated_run) == 6 * 16 * 32
 
 
 def test_sums_are_held_against_those_in_fp32_on_the_same_tokens() -> None:
@@ -85,7 +86,7 @@ def with_sums(run: Run) -> Run:
         perplexity=20, nll_nats=float(np.log(20)), perplexity_increase=1.0, kl_sums_nats=0.00125, tokens=126
     )
     accuracy = accuracy.model_copy(update={"runtimes": accuracy.runtimes | {"reference-fp22": more}})
-    with run.stage("validate", {}, {"context": 64}) as log:
+    with RunWriter(run).stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(run, accuracy, nll | {"reference-fp22": sampled})
     return run
 
@@ -129,9 +130,10 @@ def test_no_gate_is_for_what_ran_some_windows() -> None:
     sampled = good.model_copy(update={"perplexity_increase": 0.5, "tokens": 4})
     runtimes = {"bf16": good, "reference": good, "reference-fp22": sampled}
     accuracy = Accuracy(protocol=EVALUATION.protocol, runtimes=runtimes)
-    verdict = decide(accuracy, {}, 0.01)
+    limits = VerdictLimits(max_ppl_increase=0.01)
+    verdict = decide(accuracy, {}, limits)
     assert verdict.kind == "unknown"
-    check_increase(Run(Path("run")), accuracy.model_copy(update={"verdict": verdict}), 0.01)
+    check_verdict(Run(Path("run")), accuracy.model_copy(update={"verdict": verdict}), limits)
 
 
 @pytest.mark.parametrize("asked", [ValidateOptions(accumulator="fp22"), ValidateOptions(("bf16",))])

@@ -13,6 +13,7 @@ from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.as_served import by_distance, served
+from fp8q.validate.accuracy.compare import WindowBatch, windows_at_once
 from fp8q.validate.accuracy.document import DistanceBucket, load_accuracy, load_token_losses
 from fp8q.validate.accuracy.perplexity import cut
 
@@ -40,15 +41,30 @@ def test_a_prompt_is_read_in_one_call_and_each_further_token_but_the_last_in_one
     ids = np.array([[1, 2, 3, 4, 5, 6], [2, 2, 2, 2, 2, 2]])
     logits = served(counting(calls), 3)(ids)
     assert calls == [(2, 3), (2, 1), (2, 1)]
-    assert logits[:, :, 0].tolist() == [[0, 0, 6, 10, 15], [0, 0, 6, 8, 10]]
-    assert logits.shape == (2, 5, VOCABULARY)
+    assert logits[:, :, 0].tolist() == [[6, 10, 15], [6, 8, 10]]
+    assert logits.shape == (2, 3, VOCABULARY)
+
+
+def test_decoded_windows_go_together_by_the_size_of_their_own_logits() -> None:
+    assert windows_at_once(512, None, 49152) == 1  # 101 MB a window, of 16
+    assert windows_at_once(512, 307, 49152) == 6  # 40 MB behind a prompt, of 256
+
+
+def test_logits_of_the_last_positions_are_of_the_end_of_windows() -> None:
+    scored = np.array([[False, False, False, True, True]])
+    batch = WindowBatch(np.arange(5)[None], scored, scored, 7, 9)
+    last = batch.of_last(2)  # of the positions 2 and 3, from 0, which the tokens at 3 and 4 are scored by
+    assert last.ids.tolist() == [[2, 3, 4]]
+    assert last.scored.tolist() == last.top_positions.tolist() == [[False, True, True]]
+    assert (last.row, last.top_row) == (7, 9)
+    assert batch.of_last(5) is batch
 
 
 def test_only_the_tokens_behind_the_prompt_are_scored() -> None:
     evaluation = cut(np.arange(10), "text", 5, 5, prompt=3)
     assert evaluation.scored.tolist() == [[False, False, False, True, True]] * 2
     assert (evaluation.protocol.tokens, evaluation.protocol.prompt) == (4, 3)
-    assert evaluation.protocol.told == (
+    assert evaluation.protocol.description == (
         "4 tokens of text, each scored once, decoded behind prompts of 3, in windows of 5 tokens every 5"
     )
     with pytest.raises(InputError) as refused:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from loaded_runtimes import compare_runtimes
 
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT
@@ -16,7 +17,6 @@ from fp8q.validate.accuracy.compare import (
     Outcome,
     Turns,
     compare_in_turn,
-    compare_runtimes,
     summarize_tokens,
 )
 from fp8q.validate.accuracy.divergence import TokenValues, overlap

@@ -1,4 +1,4 @@
-"""One limit decides whether FP8 is good enough; the interval says how sure that is."""
+"""Limits of perplexity, KL and flips decide whether FP8 is good enough; intervals say how sure that is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fp8q.options import VerdictLimits
 from fp8q.validate.accuracy.bootstrap import increase_halves
 from fp8q.validate.accuracy.decision import decide, noise_floor
-from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
+from fp8q.validate.accuracy.document import (
+    Accuracy,
+    AgainstStored,
+    Estimate,
+    Protocol,
+    RuntimeAccuracy,
+    StoredDistance,
+    Verdict,
+)
+from fp8q.validate.accuracy.limits import RuntimeLoss, limits_for, tune_budget, used
 
 PROTOCOL = Protocol(dataset="text", sha256="0", tokens=40, context=3, stride=2)
 BF16 = RuntimeAccuracy(perplexity=10.0, nll_nats=2.3)
+DEFAULTS = "The limits are fp8q’s defaults; --max-ppl-increase, --max-kl and --max-flips set yours."
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Text:
 def judged(text: Text, limit: float | None = None) -> tuple[str, str, str]:
     fp8 = RuntimeAccuracy(perplexity=10.1, nll_nats=2.31, perplexity_increase=text.rise)
     accuracy = Accuracy(protocol=PROTOCOL, runtimes={"bf16": BF16, "reference": fp8})
-    found = decide(accuracy, text.nll, limit)
+    found = decide(accuracy, text.nll, VerdictLimits(max_ppl_increase=limit))
     assert found.runtime == "reference"
     assert (found.limit, found.limit_is_default) == (limit or 0.01, limit is None)
     return found.kind, found.sentence, found.detail
@@ -50,7 +61,7 @@ def test_an_increase_within_the_limit_is_acceptable_however_sure_it_is() -> None
     assert judged(Text(0.0017, 0.0017)) == (
         "acceptable",
         "Acceptable: +0.17 % perplexity (limit 1 %)",
-        "Of reference. 95 % interval +0.17 to +0.17 %. The limit is fp8q’s default; --max-ppl-increase sets yours.",
+        "Of reference. 95 % interval +0.17 to +0.17 %. " + DEFAULTS,
     )
 
 
@@ -108,8 +119,8 @@ def test_an_adapter_decides_where_it_exceeds_the_limit() -> None:
         runtimes={"bf16": BF16, "reference": fp8},
         adapters={"poems": {"bf16": BF16, "reference": dearer}},
     )
-    assert decide(accuracy, text.nll, 0.05).runtime == "reference"
-    found = decide(accuracy, text.nll, 0.01)
+    assert decide(accuracy, text.nll, VerdictLimits(max_ppl_increase=0.05)).runtime == "reference"
+    found = decide(accuracy, text.nll, VerdictLimits(max_ppl_increase=0.01))
     assert (found.kind, found.runtime) == ("worse", "reference with poems")
 
 
@@ -121,6 +132,121 @@ def test_fp8_no_farther_from_fp32_than_bf16_says_so() -> None:
     assert "FP8 is no farther from FP32 than BF16 is: KL 6.7e-05 nats against 6.8e-05." in (
         decide(accuracy, text.nll).detail
     )
+
+
+def fp8(kl: float, flips: float, rise: float = 0.0) -> RuntimeAccuracy:
+    return RuntimeAccuracy(
+        perplexity=10.0, nll_nats=2.3, perplexity_increase=rise, kl_mean_nats=kl, top1_agreement=1 - flips
+    )
+
+
+def of_all(reference: RuntimeAccuracy, asked: VerdictLimits = VerdictLimits(), **others: RuntimeAccuracy) -> Verdict:
+    """The verdict on 20 windows of 2 scored tokens."""
+    text = Text(reference.perplexity_increase or 0.0, reference.perplexity_increase or 0.0)
+    accuracy = Accuracy(protocol=PROTOCOL, runtimes={"bf16": BF16, "reference": reference, **others})
+    kl = np.full((20, 3), reference.kl_mean_nats, np.float32)
+    kl[:, 0] = nan
+    return decide(accuracy, text.nll, asked, {"reference": kl})
+
+
+def test_a_perplexity_that_falls_is_worse_where_kl_and_flips_are_far_beyond() -> None:
+    found = of_all(fp8(0.032, 0.125, rise=-0.003))
+    assert found.kind == "worse"
+    assert found.exceeded == ["kl", "flips"]
+    assert found.sentence == (
+        "Worse: KL 0.032 nats (limit 0.00995), 12 of 100 next tokens differ (limit 8), −0.30 % perplexity (limit 1 %)"
+    )
+    assert (found.kl_nats, found.flips, found.kl_limit_nats) == (0.032, 0.125, log1p(0.01))
+
+
+def test_a_loss_within_all_limits_is_acceptable_with_the_three_intervals() -> None:
+    found = of_all(fp8(0.0037, 0.05, rise=0.0019))
+    assert (found.kind, found.exceeded) == ("acceptable", [])
+    assert found.sentence == (
+        "Acceptable: +0.19 % perplexity (limit 1 %), KL 0.0037 nats (limit 0.00995), 5 of 100 next tokens differ "
+        "(limit 8)"
+    )
+    # Clopper and Pearson: 2 of 40 tokens
+    assert "95 % interval +0.19 to +0.19 %. KL 0.0037 to 0.0037 nats; 0.61 to 17 of 100 tokens, which reaches over" in (
+        found.detail
+    )
+
+
+@pytest.mark.parametrize(
+    ("kl", "agreement", "beyond"),
+    [(log1p(0.01), 0.92, []), (0.00996, 0.92, ["kl"]), (log1p(0.01), 0.9199, ["flips"])],
+)
+def test_a_measure_at_its_limit_is_within(kl: float, agreement: float, beyond: list[str]) -> None:
+    found = of_all(fp8(kl, 0.0).model_copy(update={"top1_agreement": agreement}))
+    assert found.exceeded == beyond
+    assert found.kind == ("worse" if beyond else "acceptable")
+
+
+@pytest.mark.parametrize(
+    ("asked", "own_kl", "own_flips", "kl", "flips"),
+    [
+        (VerdictLimits(), None, None, log1p(0.01), 0.08),
+        (VerdictLimits(max_ppl_increase=0.001), None, None, log1p(0.01), 0.08),  # never below the defaults
+        (VerdictLimits(max_ppl_increase=expm1(4 * log1p(0.01))), None, None, 4 * log1p(0.01), 0.16),  # √4 times
+        (VerdictLimits(max_kl=0.002), None, None, 0.002, 0.08),
+        (VerdictLimits(max_kl=4 * log1p(0.01), max_flips=0.03), None, None, 4 * log1p(0.01), 0.03),
+        (VerdictLimits(), 1e-4, 0.01, log1p(0.01), 0.08),
+        (VerdictLimits(), 4e-3, 0.05, 0.04, 0.08 * (0.04 / log1p(0.01)) ** 0.5),  # 10 times BF16's own KL
+        (VerdictLimits(), 1e-4, 0.05, log1p(0.01), 0.05 * 10**0.5),  # √10 times BF16's own flips
+        (VerdictLimits(max_kl=0.5, max_flips=0.5), 4e-3, 0.05, 0.5, 0.5),
+        (VerdictLimits(max_ppl_increase=1e6), None, None, log1p(1e6), 1.0),
+    ],
+)
+def test_limits_follow_from_that_of_perplexity_and_from_the_distance_of_bf16(
+    asked: VerdictLimits, own_kl: float | None, own_flips: float | None, kl: float, flips: float
+) -> None:
+    bf16 = BF16.model_copy(update={"kl_fp32_nats": own_kl})
+    runtimes = {"bf16": bf16}
+    if own_flips is not None:
+        runtimes["fp32"] = BF16.model_copy(update={"top1_agreement": 1 - own_flips})
+    limits = limits_for(runtimes, asked)
+    assert (limits.kl_nats, limits.flips) == pytest.approx((kl, flips))
+
+
+def test_the_runtime_that_uses_most_of_the_limits_decides() -> None:
+    # of perplexity 0.5 %, half of the limit; of KL 0.009, nine tenths
+    found = of_all(fp8(0.001, 0.01, rise=0.005), onnxruntime=fp8(0.009, 0.02))
+    assert found.runtime == "onnxruntime"
+    assert found.kl_nats == 0.009
+
+
+def test_the_share_used_is_of_the_measure_that_uses_most_and_in_proportion_to_kl() -> None:
+    limits = limits_for({}, VerdictLimits())
+    assert used(RuntimeLoss(0.01), limits) == pytest.approx(1.0)
+    assert used(RuntimeLoss(-0.5, 2 * log1p(0.01)), limits) == pytest.approx(2.0)
+    assert used(RuntimeLoss(0.0, 0.001, 0.04), limits) == pytest.approx(
+        0.25
+    )  # half of the flips are a quarter of the KL
+    none = limits_for({}, VerdictLimits(max_kl=0))
+    assert used(RuntimeLoss(0.0, 0.0), none) == 0.0
+    assert used(RuntimeLoss(0.0, 1e-6), none) == float("inf")
+
+
+def test_the_budget_of_tune_is_the_kl_at_which_all_measures_are_within() -> None:
+    assert tune_budget(of_all(fp8(0.001, 0.01, rise=0.02))) == "--max-ppl-increase 1%"
+    assert tune_budget(of_all(fp8(0.032, 0.10))) == "--max-kl 0.01"
+    assert tune_budget(of_all(fp8(0.008, 0.16))) == "--max-kl 0.002"  # flips are to halve, and so KL to a quarter
+    assert tune_budget(Verdict(kind="worse", sentence="", limit=0.02)) == "--max-ppl-increase 2%"  # an older file's
+
+
+def test_what_another_host_stored_bounds_the_kl_from_below() -> None:
+    distance = StoredDistance(
+        nll_increase_nats=Estimate(mean=0.0, low=0.0, high=0.0), kl_nats=Estimate(mean=0.02, low=0.018, high=0.022),
+        kl_most_nats=1.0, rest=0.1, top1_agreement=0.95,
+    )  # fmt: skip
+    stored = AgainstStored(positions=100, top=32, runtimes={"bf16": distance})
+    engine = RuntimeAccuracy(perplexity=10.0, nll_nats=2.3, perplexity_increase=0.0, stored=stored)
+    text = Text(0.0, 0.0)
+    accuracy = Accuracy(protocol=PROTOCOL, runtimes={"bf16": BF16, "tensorrt": engine})
+    found = decide(accuracy, {"bf16": text.nll["bf16"], "tensorrt": text.nll["reference"]})
+    assert (found.kind, found.exceeded) == ("worse", ["kl"])
+    assert found.sentence.startswith("Worse: KL at least 0.02 nats (limit 0.00995), +0.00 % perplexity")
+    assert "KL 0.018 to 0.022 nats; 1.6 to 11 of 100 tokens" in found.detail  # 5 of 100, exactly
 
 
 def test_nothing_compared_is_not_known_and_no_number_is_broken() -> None:

@@ -9,17 +9,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loaded_runtimes import compare_runtimes
 
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.stages.shared.gates import check_increase, check_numbers
-from fp8q.validate.accuracy.compare import compare_runtimes
+from fp8q.options import VerdictLimits
+from fp8q.stages.shared.gates import check_numbers, check_verdict
 from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
 from fp8q.validate.accuracy.perplexity import cut, evenly_spaced
 
 IDS = np.arange(10, dtype=np.int64)
+ONE = VerdictLimits(max_ppl_increase=0.01)
 
 
 def test_windows_without_overlap_score_all_but_their_first_token() -> None:
@@ -172,7 +174,7 @@ def test_a_long_text_is_scored_in_evenly_spaced_windows() -> None:
     some = evenly_spaced(whole, 40)
     assert some.ids[:, 0].tolist() == [0, 30, 60, 90]
     assert (some.protocol.tokens, some.protocol.of_tokens) == (36, 90)
-    assert some.protocol.told == (
+    assert some.protocol.description == (
         "36 of the 90 tokens of text, each scored once, in windows of 10 tokens every 10, evenly spaced"
     )
     assert some.protocol.sha256 == whole.protocol.sha256
@@ -197,7 +199,7 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
     with pytest.raises(
         GateError, match="^reference: perplexity is not a number, more than --max-ppl-increase 1%; `fp8q tune run "
     ):
-        check_increase(Run(Path("run")), lost.model_copy(update={"verdict": decide(lost, {}, 0.01)}), 0.01)
+        check_verdict(Run(Path("run")), lost.model_copy(update={"verdict": decide(lost, {}, ONE)}), ONE)
     with pytest.raises(
         InputError,
         match=(
@@ -205,7 +207,7 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
             "what is missing to --runtimes$"
         ),
     ):
-        check_increase(Run(Path("run")), Accuracy(protocol=protocol, runtimes={"reference": bf16}), 0.01)
+        check_verdict(Run(Path("run")), Accuracy(protocol=protocol, runtimes={"reference": bf16}), ONE)
 
 
 def test_runtimes_are_the_same_however_many_windows_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

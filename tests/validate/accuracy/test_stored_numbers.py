@@ -185,6 +185,9 @@ LOSSES: dict[str, tuple[Callable[[Arrays], Any], str]] = {
         reshaped("reference", lambda values: values.T), "reference is float32 [4, 3] and not float32 [3, 4]",
     ),
     "nothing": (lambda arrays: arrays.clear(), "it has no runtime"),
+    "none of a runtime": (
+        lambda arrays: arrays.pop("reference"), "it has no losses of reference, which accuracy.json has"
+    ),
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fp8q.quantize.scales.decisions import TensorScale
 from fp8q.validate.advice import model_checks
 from fp8q.validate.advice.activation_watch import LargestValues, Watcher, head_logits, one_hot
 from fp8q.validate.advice.checkup import Remedies
-from fp8q.validate.advice.hidden_states import Divergences, Sums, float_product, fp8_product
+from fp8q.validate.advice.hidden_states import Divergences, Sums, float_gemm, fp8_gemm
 
 REMEDIES = Remedies("RUN", "MODEL", "TEXT", 8)
 INFINITY = float("inf")
@@ -205,7 +205,7 @@ def parted(*errors: float) -> Divergences:
     for layer, error in enumerate(errors):
         exact = torch.tensor([[[3.0, 4.0]]])
         found.add(layer, exact + torch.tensor([0.0, 5.0 * error]), exact)
-        found.products[f"h.{layer}.up"] = Sums(error**2, 1.0)
+        found.gemms[f"h.{layer}.up"] = Sums(error**2, 1.0)
     return found
 
 
@@ -238,11 +238,11 @@ def scale_in(terms: Literal[1, 2]) -> TensorScale:
 
 def test_each_product_answers_for_its_own_error() -> None:
     inputs = {"h.1.up": scale_in(1), "h.2.up": scale_in(2)}
-    found = model_checks.product_errors(parted(0.01, 0.1, 0.2), inputs, REMEDIES)
+    found = model_checks.gemm_errors(parted(0.01, 0.1, 0.2), inputs, REMEDIES)
     assert [(each.verdict, each.module) for each in found] == [("bad", "h.2.up"), ("watch", "h.1.up")]
     assert found[0].remedy == "`fp8q scales RUN --skip h.2.up`"
     assert found[1].remedy == "`fp8q scales RUN --two-terms h.1.up`"
-    assert model_checks.product_errors(Divergences(), {}, REMEDIES)[0].verdict == "unknown"
+    assert model_checks.gemm_errors(Divergences(), {}, REMEDIES)[0].verdict == "unknown"
 
 
 def test_a_bias_hides_no_error_of_its_product() -> None:
@@ -253,8 +253,8 @@ def test_a_bias_hides_no_error_of_its_product() -> None:
     product = nn.Linear(2, 1).to(torch.bfloat16)
     product.weight.data, product.bias.data = torch.tensor([[3.0, 5.0]]).bfloat16(), bias.bfloat16()
     x = torch.tensor([[1.0, 2.0], [1.03125, 2.0]], dtype=torch.bfloat16)
-    assert fp8_product(layer, x).tolist() == [[13.0], [13.0]]
-    assert float_product(product, x)[0].tolist() == [13.0]
+    assert fp8_gemm(layer, x).tolist() == [[13.0], [13.0]]
+    assert float_gemm(product, x)[0].tolist() == [13.0]
     column = Conv1D(1, 2).to(torch.bfloat16)
     column.weight.data = torch.tensor([[3.0], [5.0]]).bfloat16()
-    assert float_product(column, x)[0].tolist() == [13.0]
+    assert float_gemm(column, x)[0].tolist() == [13.0]

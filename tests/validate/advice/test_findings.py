@@ -32,7 +32,7 @@ from fp8q.validate.advice.findings import (
     outlier_channels,
     prospective_scales,
 )
-from fp8q.validate.report.rows import wide_cache_rows
+from fp8q.validate.report.rows import bf16_cache_rows
 
 
 def tensor(values: list[float], batches: list[float], channels: list[float]) -> TensorStatistics:
@@ -96,7 +96,10 @@ def test_a_clip_far_below_the_amax_is_told_with_what_to_do() -> None:
     found = {finding.what: finding for finding in findings(measured, chosen(measured, Clipping(margin=-1)))}
     saturated = found["share of values beyond the clip"]
     assert (saturated.value, saturated.remedy) == (0.25, "clip less: --method amax, or --margin 1")
-    assert found["dB of signal to noise below the best scale"].remedy == "--method mse finds the best scale there is"
+    assert (
+        found["dB of signal to noise below the best scale"].remedy
+        == "two codes lose nothing of it: --form 'MODULE=two'"
+    )
 
 
 #: Of 100 values 6 round to zero at the scale of its amax, as of what `down_proj` reads in the demo; its other values
@@ -154,7 +157,7 @@ def test_a_cache_in_bf16_is_judged_by_the_scale_that_it_would_have() -> None:
         "in BF16; before it goes into FP8: harmless while little underflows; else keep its layer's cache in BF16 with "
         "--kv-skip, or all keys with --kv-cache v"
     )
-    assert wide_cache_rows(measured, prospective)[0].underflow == 0.75
+    assert bf16_cache_rows(measured, prospective)[0].underflow == 0.75
     values = Scales(weights={}, activations={}, kv_cache=kv_cache_scales(measured, Clipping(), "v"), skipped={})
     assert prospective_scales(measured, values, Clipping()).keys() == {"0.k"}
 

@@ -74,13 +74,13 @@ def standing_out(amax: float) -> Check:
 
 def product_off(thousandths: float) -> Check:
     """A product of length 1,000 that is off by so much."""
-    parted = Divergences(products={"0.up": Sums(thousandths**2, 1e6)})
-    return model_checks.product_errors(parted, {"0.up": CHOSEN}, REMEDIES)[0]
+    parted = Divergences(gemms={"0.up": Sums(thousandths**2, 1e6)})
+    return model_checks.gemm_errors(parted, {"0.up": CHOSEN}, REMEDIES)[0]
 
 
 def hidden_off(thousandths: float) -> Check:
     """Hidden states 3 and 4, of length 5, the second of them off by so many thousandths of that."""
-    parted, exact = Divergences(products={"h.0.up": Sums(1, 1)}), torch.tensor([[[3.0, 4.0]]])
+    parted, exact = Divergences(gemms={"h.0.up": Sums(1, 1)}), torch.tensor([[[3.0, 4.0]]])
     parted.add(0, exact + torch.tensor([0.0, 5e-3 * thousandths]), exact)
     return model_checks.hidden_states(parted, Layers("h", 1), [], REMEDIES)[0]
 

@@ -19,7 +19,7 @@ from fp8q.validate.endpoint.client import Client
 from fp8q.validate.endpoint.distance import distances
 from fp8q.validate.endpoint.judgement import Judged, judge, judge_prompt
 from fp8q.validate.endpoint.prompts import prompts_of
-from fp8q.validate.endpoint.reading import OwnReading, other_reading, own_readings
+from fp8q.validate.endpoint.reading import ReferenceReading, other_reading, reference_readings
 
 from .stand_in import BOS, CONTEXT, TOKENS, WINDOWS, StandIn, kept_tokens, serving, table, vocabulary
 
@@ -35,6 +35,8 @@ NEW = table(5, 0.01, TWO_TERMS)
 OTHER_ONE_TERM = table(7, 0.07, table(3, 0.07, TWO_TERMS))
 #: Runtimes that differ often in the likeliest token.
 COARSE = kept_tokens({"bf16": BF16, "reference": TWO_TERMS, "one-term": table(3, 0.4, TWO_TERMS)})
+#: Where the run was validated in two codes, and the KL from one is five times that from the nearest.
+TWO = r"in two codes, as validated; not one, which is \S+ nats of KL away"
 #: The power of a verdict that passes.
 POWER = r"further than \S+ nats of KL, \S+% flips or \S+% of perplexity would not pass"
 EVERY = ("prompt_logprobs", "echo", "logprobs", "text")
@@ -111,7 +113,7 @@ def test_what_a_server_reads_of_texts_and_chats_is_held_against_the_runs_own(cas
     fields, told = READINGS[case]
     with serving(StandIn(NEW, **fields)) as server:
         endpoint, _ = find_server(Client(server.url, 5), None, KEPT, vocabulary())
-        readings = own_readings(KEPT, vocabulary())
+        readings = reference_readings(KEPT, vocabulary())
         assert other_reading(endpoint, readings, lambda text: f"t5 {text}", 0.01) == told
 
 
@@ -124,7 +126,7 @@ def test_a_chat_gets_no_bos_but_its_templates(returns_ids: bool) -> None:
     for template in ("t5", "t0 t5"):
         with serving(StandIn(NEW, template=template, returns_ids=returns_ids)) as server:
             endpoint, _ = find_server(Client(server.url, 5), None, KEPT, opening)
-            readings = own_readings(KEPT, opening)
+            readings = reference_readings(KEPT, opening)
             answers[template] = other_reading(endpoint, readings, lambda text: f"t5 {text}", 0.01)
     assert answers == {
         "t5": None,
@@ -137,7 +139,7 @@ def test_a_chat_gets_no_bos_but_its_templates(returns_ids: bool) -> None:
 def test_another_tokenizer_of_as_many_tokens_is_told_by_what_comes_next(tmp_path: Path) -> None:
     with serving(StandIn(NEW, second_bos=table(9))) as server:
         endpoint, _ = find_server(Client(server.url, 5), None, KEPT, vocabulary())
-        readings = [OwnReading("t3 t9", (3, 8)), OwnReading("t4 t9", (4, 9))]
+        readings = [ReferenceReading("t3 t9", (3, 8)), ReferenceReading("t4 t9", (4, 9))]
         told = other_reading(endpoint, readings, None, 0.01)
     assert told is not None
     distance = abs(NEW[8].max() - NEW[9][NEW[8].argmax()]) / 2 if NEW[8].argmax() in np.argsort(-NEW[9])[:5] else np.inf
@@ -190,7 +192,7 @@ def test_a_killed_call_goes_on_and_another_model_is_asked_anew(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("model", "verdict", "words"), [
-    (NEW, "validated", rf"the validated model: \S+ nats of KL from reference; {POWER}"),
+    (NEW, "validated", rf"the validated model: \S+ nats of KL from reference, {TWO}; {POWER}"),
     (table(6, 0.01, BF16), "other-arithmetic", r"the model, but in BF16: \S+ nats of KL from bf16"),
     (OTHER_ONE_TERM, "other-arithmetic",
      r"the model, but in one term where two were validated: \S+ nats of KL from one-term"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import expm1, sqrt
 
 import numpy as np
@@ -106,6 +107,20 @@ def test_an_implementation_passes_and_says_its_power() -> None:
     found = judged(logits_of(4, 0.02, REFERENCE), RUNTIMES)
     assert found.verdict == "validated"
     assert found.sentence.endswith(f"; further than {found.noticed} would not pass")
+
+
+def test_a_server_of_two_codes_is_told_from_one_of_one() -> None:
+    one = logits_of(5, 0.3, REFERENCE)
+    both = judged(logits_of(4, 0.02, REFERENCE), RUNTIMES | {"one-term": one})
+    assert both.verdict == "validated"
+    assert re.match(
+        r"the validated model: \S+ nats of KL from (reference|onnxruntime), in two codes, as validated; not one, "
+        r"which is \S+ nats of KL away; further than ",
+        both.sentence,
+    ), both.sentence
+    first = judged(logits_of(6, 0.02, one), RUNTIMES | {"one-term": one})
+    assert first.verdict == "other-arithmetic"
+    assert first.arithmetics == ["one term where two were validated"]
 
 
 def test_what_flips_no_token_is_another_model_by_kl_and_says_so() -> None:

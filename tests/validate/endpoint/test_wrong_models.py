@@ -11,23 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8q.validate.endpoint.document import ModelComparison
 from fp8q.validate.endpoint.judgement import Judged
 
-from .wrong_models import RIGHT, World, wrong_models
+from .wrong_models import NEAR, RIGHT, World, compared, wrong_models
 
 #: Another checkpoint, such as SmolLM2's (docs/decisions/0060-each-measure-suffices.md).
 OTHER = os.environ.get("FP8Q_WRONG_MODELS_OF")
-#: Nearer to the validated model than its own implementations may be, so that they may pass; by what was validated.
-NEAR = {
-    2: {"epsilon 0.001", "epsilon 0.00001", "an adapter of a hundredth", "weights in INT8"},
-    1: {
-        "epsilon 0.001", "epsilon 0.00001", "attention scale × 1.05", "an MLP × 1.1", "RoPE base × 1.2",
-        "an adapter of a hundredth", "a weak adapter", "one scale for all rows", "weights in INT8", "weights in INT6",
-        "cache in FP8", "cache in FP8, scaled", "head in FP8", "first token missing", "other calibration text",
-        "input scales × 1.1",
-    },
-}  # fmt: skip
 #: With inputs in one code, those that are about inputs, or that pass.
 OF_ONE_CODE = NEAR[1] | {
     "final norm's sign", "head rolled by 1,000", "random, small", "clipped at 99 %", "input scales / 4", "BF16",
@@ -40,13 +29,6 @@ DEMO = Path(__file__).resolve().parents[3] / "examples" / "demo"
 def worlds() -> dict[int, World]:
     text = (DEMO / "evaluation.txt").read_text(encoding="utf-8")
     return {terms: World(Path(OTHER or DEMO / "checkpoint"), text, terms, windows=4, length=96) for terms in (2, 1)}
-
-
-def compared(found: Judged) -> ModelComparison:
-    return ModelComparison(
-        answered="", model="", form="", requests=0, prompts=4, sent=384, positions=352, runtimes=found.runtimes,
-        verdict=found.verdict, arithmetics=found.arithmetics, sentence=found.sentence, noticed=found.noticed,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +59,7 @@ def test_no_other_model_passes_where_two_codes_were_validated(
     assert passing({name: judged(2, name) for name in wrong_models(worlds[2])}) <= NEAR[2]
 
 
+@pytest.mark.slow
 def test_nor_where_one_code_was_but_for_those_that_are_nearer_than_its_rounding(
     worlds: dict[int, World], judged: Callable[[int, str], Judged]
 ) -> None:

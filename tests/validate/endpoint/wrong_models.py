@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fp8q.calibrate.model.bf16_gemms import gemms_in_fp32
 from fp8q.validate.accuracy.top_logits import TopTokens, top_of
 from fp8q.validate.endpoint.answers import LikelyTokens
+from fp8q.validate.endpoint.document import ModelComparison
 from fp8q.validate.endpoint.judgement import Judged, judge
 
 LARGEST = 448.0
@@ -75,8 +77,9 @@ def amax_of(model: Model, ids: Tensor, quantile: float = 1.0) -> dict[str, float
         found.setdefault(name, []).append(float(values.kthvalue(max(1, int(quantile * len(values)))).values))
 
     handles = [each.register_forward_pre_hook(partial(see, name)) for name, each in layers_of(model).items()]
-    for window in ids:
-        model(input_ids=window[None], use_cache=False)
+    with torch.inference_mode(), gemms_in_fp32():
+        for window in ids:
+            model(input_ids=window[None], use_cache=False)
     for handle in handles:
         handle.remove()
     return {name: max(values) for name, values in found.items()}
@@ -152,7 +155,7 @@ class World:
 
     def run(self, model: Model, ids: Tensor, together: bool = True) -> Tensor:
         """The logits that score the kept positions, the last of `ids`: float32 [positions, vocabulary]."""
-        with torch.inference_mode():
+        with torch.inference_mode(), gemms_in_fp32():
             found = [model(input_ids=each, use_cache=False).logits for each in ids.split(len(ids) if together else 1)]
         return torch.cat([logits[:, :-1].float()[:, self.kept_from - self.length :].flatten(0, 1) for logits in found])
 
@@ -539,3 +542,21 @@ RIGHT = {
     "logits in FP16": Variant(logits=lambda z: z.half().float()),
     "a logit's constant": Variant(logits=lambda z: z + 3),
 }
+#: Nearer to the validated model than its own implementations may be, so that they may pass; by what was validated.
+NEAR = {
+    2: {"epsilon 0.001", "epsilon 0.00001", "an adapter of a hundredth", "weights in INT8"},
+    1: {
+        "epsilon 0.001", "epsilon 0.00001", "attention scale × 1.05", "an MLP × 1.1", "RoPE base × 1.2",
+        "an adapter of a hundredth", "a weak adapter", "one scale for all rows", "weights in INT8", "weights in INT6",
+        "cache in FP8", "cache in FP8, scaled", "head in FP8", "first token missing", "other calibration text",
+        "input scales × 1.1",
+    },
+}  # fmt: skip
+
+
+def compared(found: Judged) -> ModelComparison:
+    """Put a verdict into the document of `fp8q compare`, which tells whether it passes."""
+    return ModelComparison(
+        answered="", model="", form="", requests=0, prompts=4, sent=384, positions=352, runtimes=found.runtimes,
+        verdict=found.verdict, arithmetics=found.arithmetics, sentence=found.sentence, noticed=found.noticed,
+    )  # fmt: skip

@@ -66,6 +66,20 @@ def quantized(original: Path, out: Path, damage: Damage = lambda tensors, path: 
     return out
 
 
+def as_modelopt(tensors: Tensors, path: Path) -> None:
+    """Declare it as NVIDIA ModelOpt does, which transformers does not know: a scale a tensor, also of the inputs."""
+    for name in [name for name in tensors if f"{name}_scale" in tensors]:
+        values = tensors[name].float() * tensors[f"{name}_scale"]
+        scale = values.abs().amax() / LARGEST
+        tensors[name] = (values / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}_scale": scale, f"{name.removesuffix('weight')}input_scale": torch.tensor(0.05)}
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (path / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}), "utf-8"
+    )
+    edit_json(path / "config.json", lambda fields: fields.pop("quantization_config"))
+
+
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a JSON file."""
     fields = json.loads(path.read_text(encoding="utf-8"))
@@ -148,3 +162,30 @@ def other_template(tensors: Tensors, path: Path) -> None:
 def endless(tensors: Tensors, path: Path) -> None:
     """generation_config.json names another token as the end of a text."""
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}), encoding="utf-8")
+
+
+def as_integers(tensors: Tensors, path: Path, bits: int) -> None:
+    """Write weights in INT8 with inputs dynamic per token (W8A8), or packed in INT4 by groups of 64 (W4A16)."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    largest = 2 ** (bits - 1) - 1
+    for name in [name for name in tensors if f"{name}_scale" in tensors]:
+        values = tensors.pop(name).float() * tensors[f"{name}_scale"]
+        groups = values.reshape(len(values), -1, 64) if bits == 4 else values[:, None]
+        scales = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12).div(largest).to(torch.bfloat16)
+        codes = (groups / scales.float()).round().clamp(-largest, largest).to(torch.int8).reshape(values.shape)
+        tensors[f"{name}_scale"] = scales[..., 0]
+        if bits == 4:
+            tensors |= {f"{name}_packed": pack_to_int32(codes, 4), f"{name}_shape": torch.tensor(values.shape)}
+        else:
+            tensors[name] = codes
+
+    def change(fields: dict[str, Any]) -> None:
+        said = fields["quantization_config"]
+        whole = {"num_bits": bits, "type": "int", "symmetric": True}
+        grouped = {"strategy": "group", "group_size": 64} if bits == 4 else {"strategy": "channel"}
+        inputs = None if bits == 4 else whole | {"strategy": "token", "dynamic": True}
+        group = {"targets": ["Linear"], "weights": whole | grouped | {"dynamic": False}, "input_activations": inputs}
+        said |= {"format": "pack-quantized" if bits == 4 else "int-quantized", "config_groups": {"group_0": group}}
+
+    edit_json(path / "config.json", change)

@@ -8,35 +8,26 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions, PairOptions
-from fp8q.validate.pair.document import PairComparison, check_pair
+from fp8q.stages.compare_pair import CheckpointPair, results_lock
+from fp8q.validate.accuracy.perplexity import Evaluation
+from fp8q.validate.pair.causes import _ends
+from fp8q.validate.pair.document import CheckpointIdentity, PairComparison, check_pair
+from tests.quantize.reading.fp8_checkpoints import fine_grained
 from tests.validate.pair import damaged
 from tests.validate.pair.damaged import UP, quantized
 
 Compare = Callable[..., PairComparison]
-
-
-@pytest.fixture
-def compared(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> Compare:
-    """Damage an FP8 checkpoint of the demo, and compare it with the demo on some windows of 64 tokens."""
-
-    def compare(
-        damage: damaged.Damage = lambda tensors, path: None, cache: bool = False, **more: Any
-    ) -> PairComparison:
-        candidate = tmp_path / "candidate"
-        if not candidate.exists():
-            quantized(demo_checkpoint, candidate, damage, cache)
-        options = PairOptions(data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=800, **more)
-        return api.compare_checkpoints(demo_checkpoint, candidate, options, SILENT)
-
-    return compare
 
 
 def test_a_sound_candidate_passes_and_its_numbers_are_written(compared: Compare, tmp_path: Path) -> None:
@@ -49,7 +40,8 @@ def test_a_sound_candidate_passes_and_its_numbers_are_written(compared: Compare,
     assert 0.005 < found.modules[0].error < 0.1, "FP8 rounds to some percent"
     assert [one.layer for one in found.hidden] == [0, 1, 2, 3, 4]
     assert found.hidden[0].error == 0, "the embedding stays"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"comparison.json", "report.html", "tokens.npz"}
+    written = {"comparison.json", "report.html", "tokens.npz", ".lock"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == written
     stored = json.loads((tmp_path / "out" / "comparison.json").read_text(encoding="utf-8"))
     assert stored["candidate"]["quantization"] == "compressed-tensors float-quantized"
     assert stored["runtimes"]["candidate"]["divergences"].keys() >= {"bf16||this", "this||bf16"}
@@ -70,6 +62,27 @@ def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
     assert strict.verdict.limit == 0.0
 
 
+def test_two_comparisons_at_once_do_not_mix(compared: Compare, tmp_path: Path) -> None:
+    with results_lock(tmp_path / "out"):  # as another process holds it
+        told = "another fp8q process is comparing here; wait for it, or name another directory"
+        with pytest.raises(InputError, match=told):
+            compared()
+    assert not (tmp_path / "out").exists(), "nothing was written there"
+
+
+@pytest.mark.parametrize("block", [(128, 128), None])
+def test_transformers_own_form_is_read(
+    block: tuple[int, int] | None, compared: Compare, demo_checkpoint: Path, tmp_path: Path
+) -> None:
+    fine_grained(demo_checkpoint, tmp_path / "candidate", block)
+    found = compared(max_ppl_increase=0.05, module_windows=1)
+    assert found.passes
+    assert found.candidate.quantization == ("fp8 blocks" if block else "fp8")
+    assert 0 < found.kl_nats.mean < 0.05
+    if not torch.cuda.is_available():
+        assert "the rounding of the weights alone" in found.notes[0]
+
+
 @pytest.mark.parametrize(
     ("damage", "rule", "said"),
     [
@@ -78,16 +91,32 @@ def test_the_same_comparison_is_not_run_again_and_another_limit_judges_it_anew(
             "module",
             f"{UP}: its outputs are 8 times the original's: a scale is wrong by that factor",
         ),
-        (damaged.weight_of_another_layer, "module", f"{UP}: it has the weight of model.layers.0.mlp.up_proj"),
-        (damaged.zero_weight, "module", f"{UP}: its output is zero: its weight, or its scale, is"),
+        pytest.param(
+            damaged.weight_of_another_layer,
+            "module",
+            f"{UP}: it has the weight of model.layers.0.mlp.up_proj",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            damaged.zero_weight,
+            "module",
+            f"{UP}: its output is zero: its weight, or its scale, is",
+            marks=pytest.mark.slow,
+        ),
         (damaged.norm_of_the_other_sign, "module", "model.norm: its outputs are -1 times the original's"),
-        (damaged.another_seed, "other-model", "28 of 39 modules compute something else than the original's"),
+        pytest.param(
+            damaged.another_seed,
+            "other-model",
+            "28 of 39 modules compute something else than the original's",
+            marks=pytest.mark.slow,
+        ),
         (damaged.other_beginning, "special-tokens", "tokenizer.json: reads 'Hello' as"),
         (damaged.other_template, "chat-template", "chat template: is new"),
-        (
+        pytest.param(
             damaged.endless,
             "end-of-text",
             "generation_config.json: answers end at tokens [7], and the original's at [1]",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -102,11 +131,14 @@ def test_a_damaged_candidate_does_not_pass_and_its_cause_is_named(
     assert said in str(first)
 
 
-def test_a_nan_code_is_found_where_it_is(compared: Compare) -> None:
+def test_a_nan_code_is_found_where_it_is(compared: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compared(damaged.nan_code)
     assert found.verdict.kind == "broken"
     assert str(found.causes[0]).startswith(f"{UP}: its output is not finite")
     assert found.modules[0].error is None
+    monkeypatch.setattr("fp8q.stages.compare_pair._run", None)
+    stored = compared(damaged.nan_code)
+    assert (stored.modules, stored.hidden) == (found.modules, found.hidden), "results without a number are read again"
 
 
 def test_scales_of_a_cache_that_were_never_set_are_told(compared: Compare) -> None:
@@ -149,6 +181,45 @@ def test_drafting_layers_that_the_candidate_lacks_are_told(
     )
     found = api.compare_checkpoints(original, candidate, options, SILENT)
     assert [cause.rule for cause in found.causes] == ["drafting-layers"]
+
+
+def test_losses_that_were_changed_since_are_refused(compared: Compare, tmp_path: Path) -> None:
+    compared(module_windows=0)
+    path = tmp_path / "out" / "tokens.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    np.savez(path, allow_pickle=False, **(arrays | {"candidate": arrays["candidate"] * 2}))
+    with pytest.raises(
+        InputError,
+        match=r"tokens\.npz: is not the file that comparison\.json was written with; remove the directory and compare",
+    ):
+        compared(module_windows=0)
+
+
+def test_other_tokens_of_the_same_text_are_another_comparison() -> None:
+    """Another tokenizer may cut a text into as many tokens."""
+    identity, options = CheckpointIdentity(name="a", sha256="0" * 64), PairOptions()
+    protocol = SimpleNamespace(model_dump_json=lambda: "{}")
+    keys = {
+        CheckpointPair(
+            (Path("a"), Path("b")), ({}, {}), (identity, identity),
+            cast(Evaluation, SimpleNamespace(ids=np.array([ids]), protocol=protocol)), options, SILENT,
+        ).key
+        for ids in ([1, 2, 3], [1, 2, 4], [1, 2, 3])
+    }  # fmt: skip
+    assert len(keys) == 2
+
+
+def test_a_tokenizer_that_does_not_load_is_refused_in_a_line(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    original = Path(shutil.copytree(demo_checkpoint, tmp_path / "original"))
+    candidate = quantized(original, tmp_path / "candidate")
+    with open(original / "tokenizer_config.json", "ab") as file:
+        file.write(b"\x94")
+    options = PairOptions(data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=200)
+    with pytest.raises(InputError, match=r"original/tokenizer_config.json: is not JSON \('utf-8' codec can't decode"):
+        api.compare_checkpoints(original, candidate, options, SILENT)
 
 
 def test_other_models_and_other_directories_are_refused(
@@ -214,6 +285,16 @@ def test_a_form_that_transformers_cannot_run_is_dequantized_with_a_note(
     assert 0.005 < comparison.modules[0].error < 0.1
 
 
+def test_codes_that_transformers_takes_for_values_are_dequantized_with_a_note(compared: Compare) -> None:
+    """ModelOpt's form: transformers warns of scales that it does not read, and goes on with the codes."""
+    comparison = compared(damaged.as_modelopt, max_ppl_increase=0.05)
+    assert (comparison.candidate.quantization, comparison.candidate.loaded_by) == ("modelopt", "fp8q")
+    assert len(comparison.notes) == 1
+    assert comparison.kl_nats.mean < 0.05
+    assert comparison.modules[0].error is not None
+    assert comparison.modules[0].error < 0.1
+
+
 def test_another_file_beside_the_weights_is_another_comparison(compared: Compare, tmp_path: Path) -> None:
     """What a cause is read from is part of what the stored results depend on."""
     assert compared(max_ppl_increase=0.05).passes
@@ -243,6 +324,37 @@ def test_what_cannot_be_loaded_leaves_nothing_behind(compared: Compare, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("name", "content", "fault"), [
+    ("tokenizer_config.json", b"{", "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2"),
+    ("generation_config.json", b"[", "is not JSON (Expecting value: line 1 column 2 (char 1)); copy it again from the"),
+    ("chat_template.jinja", b"\xff", "is no text in UTF-8 ('utf-8' codec can't decode byte 0xff in position 0:"),
+])  # fmt: skip
+def test_a_damaged_file_beside_the_weights_is_named_before_any_model_runs(
+    name: str, content: bytes, fault: str, compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8q.stages.compare_pair._compared", None)
+    with pytest.raises(InputError) as refused:
+        compared(lambda tensors, path: (path / name).write_bytes(content))
+    assert str(refused.value).startswith(f"{tmp_path / 'candidate' / name}: {fault}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ends_of_a_text_that_are_no_tokens_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [[], 3, "x", {}, null]}', encoding="utf-8")
+    assert _ends(tmp_path, {}) == {3}
+
+
+def test_a_full_disk_leaves_nothing_behind(compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(pair: CheckpointPair, vocabulary: int, folder: Path) -> None:
+        (folder / "windows").write_bytes(b"half")
+        raise OSError("524096 requested and 2000 written")
+
+    monkeypatch.setattr("fp8q.stages.compare_pair._run", run_out)
+    with pytest.raises(InputError, match="a file could not be written to its end; free space there, or name another"):
+        compared()
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_shows_the_worst_modules_and_ends_by_the_verdict(
     fp8q: Callable[..., Any], demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
 ) -> None:
@@ -265,8 +377,8 @@ def test_the_command_shows_the_worst_modules_and_ends_by_the_verdict(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--url", "http://localhost:1"], "--url http://localhost:1: a server is compared with a run"),
-        (["--model", "x", "--windows", "3"], "--windows 3: is for a run"),
+        (["--url", "http://localhost:1"], "is no run, and two checkpoints are compared on a text"),
+        (["--model", "x", "--windows", "3"], "--windows 3: is for a server"),
         ([], "is a checkpoint, and nothing to compare it with is given"),
         (["--model", "x"], "is no run, and two checkpoints are compared on a text"),
         (["--model", "x", "--data", "t", "--out", "o"], "--model x: there is no such directory"),

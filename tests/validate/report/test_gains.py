@@ -6,6 +6,7 @@ import pytest
 
 from fp8q.core.files import write_document
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.validate.bench.document import Bench, BenchProtocol, BenchRow
 from fp8q.validate.report.gains import gain_table, gains, operations_text
 
@@ -22,7 +23,7 @@ def write(run: Run, emulated: bool, rows: list[BenchRow]) -> None:
         runtime="tensorrt", version="10", device="H100", emulated=emulated, tokens=64, rounds=3, positions=192,
         memory_bytes=1, method="",
     )  # fmt: skip
-    with run.stage("bench", {}, {}) as log:
+    with RunWriter(run).stage("bench", {}, {}) as log:
         write_document(run.bench, Bench(protocol=protocol, rows=rows, capacity=[]))
         log.outputs.append(run.bench)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.validate.accuracy.document import (
     Accuracy,
     FrequencyBucket,
@@ -66,7 +67,7 @@ def test_the_run_s_rows_are_percent_and_nats_and_a_flat_divergence_is_a_sentence
             update={"by_position": by_position(more, nll["bf16"], kl["reference"])}
         ),
     }
-    with evaluated_run.stage("validate", {}, {}) as log:
+    with RunWriter(evaluated_run).stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(evaluated_run, accuracy.model_copy(update={"runtimes": runtimes}), nll, kl)
     rows = position_rows(evaluated_run)
     assert [(row.first, row.last) for row in rows] == [(1, 32), (33, 64)]
@@ -135,7 +136,7 @@ def test_the_table_has_a_column_for_each_runtime_beside_bf16(evaluated_run: Run)
         )
         for name, more in of.items()
     }
-    with evaluated_run.stage("validate", {}, {"context": 64}) as log:
+    with RunWriter(evaluated_run).stage("validate", {}, {"context": 64}) as log:
         log.outputs += save_accuracy(evaluated_run, accuracy.model_copy(update={"runtimes": runtimes}), nll)
     table = frequency_table(frequency_rows(evaluated_run))
     titles = ["in the calibration text", "tokens", "NLL of BF16, nats", "reference: more"]

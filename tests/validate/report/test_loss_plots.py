@@ -11,9 +11,10 @@ import pytest
 
 from fp8q.core.files import write_document
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.quantize.learning.document import Distillation, Moment
 from fp8q.validate.accuracy.document import load_accuracy, load_divergences, load_token_losses, save_accuracy
-from fp8q.validate.report.loss_plots import (
+from fp8q.validate.report.drawings import (
     by_layer,
     divergence_plot,
     frontier_plot,
@@ -50,7 +51,7 @@ def test_losses_are_added_up_by_layer_and_kind() -> None:
 def test_divergences_are_kept_beside_losses_and_are_no_runtimes(evaluated_run: Run) -> None:
     accuracy, nll = load_accuracy(evaluated_run), load_token_losses(evaluated_run)
     kl = {"reference": np.where(np.isnan(nll["reference"]), np.nan, 0.25).astype(np.float32)}
-    with evaluated_run.stage("validate", {}, {}) as log:
+    with RunWriter(evaluated_run).stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(evaluated_run, accuracy, nll, kl)
     assert load_token_losses(evaluated_run).keys() == nll.keys()
     found = load_divergences(evaluated_run)
@@ -111,9 +112,9 @@ def test_codes_that_were_left_out_since_are_not_drawn(
     run = Run(tmp_path / "run")
     assert learned_weights(run) is None
     found = learned(*divergences)
-    with run.stage("distill", {}, {}) as log:
+    with RunWriter(run).stage("distill", {}, {}) as log:
         write_document(run.distillation, found)
         log.outputs.append(run.distillation)
-    with run.stage("quantize", {run.distilled.name: "0"} if in_checkpoint else {}, {}):
+    with RunWriter(run).stage("quantize", {run.distilled.name: "0"} if in_checkpoint else {}, {}):
         pass
     assert learned_weights(run) == (found if drawn else None)

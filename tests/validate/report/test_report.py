@@ -14,6 +14,7 @@ from fp8q.core.errors import BackendError
 from fp8q.core.files import write_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.quantize.scales.decisions import Scales, Skipped
 from fp8q.validate.accuracy import bootstrap
 from fp8q.validate.report import curves, plots, report, tables
@@ -131,7 +132,7 @@ def test_what_has_not_been_run_is_named_with_its_command(calibrated_run: Run) ->
 
 def test_a_run_in_which_nothing_is_fp8_has_a_report_too(calibrated_run: Run) -> None:
     head = Skipped(reason="asked for: --skip *")
-    with calibrated_run.stage("quantize", {}, {}) as log:
+    with RunWriter(calibrated_run).stage("quantize", {}, {}) as log:
         write_document(calibrated_run.scales, Scales(weights={}, activations={}, skipped={"lm_head": head}))
         log.outputs.append(calibrated_run.scales)
     text = words(Page(report.render(calibrated_run)).text)

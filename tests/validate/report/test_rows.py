@@ -13,6 +13,7 @@ from fp8q.core.columns import Cell, Column, Table
 from fp8q.core.errors import InputError
 from fp8q.core.files import sha256_file, write_document
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
 from fp8q.validate.accuracy.decision import interval_text
@@ -119,7 +120,7 @@ def test_the_bf16_size_is_two_bytes_a_parameter_read_from_the_headers(calibrated
 
 
 def with_engines(run: Run, *engines: EngineInfo, inputs: dict[str, str] | None = None) -> Run:
-    with run.stage("build-engine", inputs or {}, {}) as log:
+    with RunWriter(run).stage("build-engine", inputs or {}, {}) as log:
         for engine in engines:
             write_document(run.engines / f"{engine.target}.json", engine)
             log.outputs.append(run.engines / f"{engine.target}.json")
@@ -174,7 +175,7 @@ def test_an_engine_that_was_built_from_other_files_is_outdated_and_nothing_is_sa
 
 
 def test_stages_come_in_the_order_of_work_with_their_notes_and_without_the_report(evaluated_run: Run) -> None:
-    with evaluated_run.stage("report", {}, {}):
+    with RunWriter(evaluated_run).stage("report", {}, {}):
         pass
     rows = stage_rows(evaluated_run)
     assert [row.stage for row in rows] == ["measure", "quantize", "validate"]
@@ -271,7 +272,7 @@ def test_a_table_without_rows_says_what_to_run() -> None:
 
 def test_modules_in_fp8_and_in_bf16_make_two_tables(calibrated_run: Run) -> None:
     rows = module_rows(calibrated_run)
-    fp8, kept = tables.module_table(rows), tables.kept_table(rows)
+    fp8, kept = tables.module_table(rows), tables.bf16_module_table(rows)
     assert [column.title for column in fp8.columns] == [
         "module",
         "amax",

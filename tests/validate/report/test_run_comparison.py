@@ -14,8 +14,9 @@ from fp8q.calibrate.measure.statistics import load_record
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
 from fp8q.stages import report as report_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.accuracy.document import load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.report.report import render
 from fp8q.validate.report.run_comparison import names, run_rows, run_table, than
@@ -27,7 +28,7 @@ def other_of(run: Run, more_nats: float) -> Run:
     shutil.copytree(run.root, other.root)
     accuracy, nll = load_accuracy(run), load_token_losses(run)
     nll["reference"] = nll["reference"] + np.float32(more_nats)
-    with other.stage("validate", {}, {}) as log:
+    with RunWriter(other).stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy, nll)
     return other
 
@@ -49,7 +50,7 @@ def test_other_windows_are_not_compared(evaluated_run: Run) -> None:
     other = other_of(evaluated_run, 0.01)
     accuracy, nll = load_accuracy(other), load_token_losses(other)
     protocol = accuracy.protocol.model_copy(update={"stride": accuracy.protocol.stride - 1})
-    with other.stage("validate", {}, {}) as log:
+    with RunWriter(other).stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy.model_copy(update={"protocol": protocol}), nll)
     assert than(evaluated_run, other, "reference") is None
     assert than(evaluated_run, evaluated_run, "tensorrt") is None
@@ -127,7 +128,7 @@ def test_the_report_is_written_again_when_another_run_is_another(
     report_stage.write_report(evaluated_run, [other], Notes(SILENT))
     accuracy, nll = load_accuracy(other), load_token_losses(other)
     nll["reference"] += 1
-    with other.stage("validate", {}, {}) as log:
+    with RunWriter(other).stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(other, accuracy, nll)
     report_stage.write_report(evaluated_run, [other], Notes(SILENT))
     assert written == [1, 0, 1, 1]

@@ -9,8 +9,11 @@ import pytest
 
 from fp8q.core.commands import in_run
 from fp8q.core.run import Run
+from fp8q.core.run_writer import RunWriter
+from fp8q.quantize.scales.decisions import Scales
 from fp8q.validate.accuracy.document import Verdict, load_accuracy, load_token_losses, save_accuracy
-from fp8q.validate.report.verdict import NextStep, Standing, next_steps, report_verdict
+from fp8q.validate.advice.remedy import Remedy
+from fp8q.validate.report.verdict import NextStep, Standing, forms_in_words, next_steps, report_verdict
 
 NOTHING = Standing("RUN", located=False, tuned=None, engine=False, repository=False)
 
@@ -66,15 +69,48 @@ def test_a_run_without_a_stored_verdict_gets_it_by_the_default(evaluated_run: Ru
     assert stored.limit_is_default
     accuracy, nll = load_accuracy(evaluated_run), load_token_losses(evaluated_run)
     asked = stored.model_copy(update={"limit": 0.5, "limit_is_default": False})
-    with evaluated_run.stage("validate", {}, {}) as log:
+    with RunWriter(evaluated_run).stage("validate", {}, {}) as log:
         log.outputs += save_accuracy(evaluated_run, accuracy.model_copy(update={"verdict": asked}), nll)
     assert report_verdict(evaluated_run) == asked
+
+
+def test_a_verdict_of_an_older_version_is_made_anew_by_its_limit_of_perplexity(evaluated_run: Run) -> None:
+    accuracy, nll = load_accuracy(evaluated_run), load_token_losses(evaluated_run)
+    older = Verdict(kind="acceptable", sentence="Acceptable: +0.19 %", limit=0.5, runtime="reference")
+    with RunWriter(evaluated_run).stage("validate", {}, {}) as log:
+        log.outputs += save_accuracy(evaluated_run, accuracy.model_copy(update={"verdict": older}), nll)
+    found = report_verdict(evaluated_run)
+    assert (found.limit, found.limit_is_default) == (0.5, False)
+    assert found.kl_limit_nats == pytest.approx(0.405465, abs=1e-6)  # ln 1.5
+    assert found.flips_limit == pytest.approx(0.5107, abs=1e-4)  # 8 % · √(ln 1.5 / ln 1.01)
 
 
 def test_what_was_not_evaluated_is_not_known(calibrated_run: Run) -> None:
     found = report_verdict(calibrated_run)
     assert (found.kind, found.runtime) == ("unknown", None)
     assert found.sentence == "Not known yet: FP8 was not held against BF16 on any text"
+
+
+def test_a_form_with_second_codes_goes_to_vllm_with_the_plugin_alone() -> None:
+    coded = replace(NOTHING, alone="RUN/model", form="a tail of 64", plugin=True)
+    (step,) = next_steps(of("acceptable"), coded)
+    assert step.command == "pip install ./integrations/vllm && vllm serve RUN/model"
+    assert step.why.startswith("Serve it (a tail of 64) in vLLM with the plugin fp8q-vllm")
+    tune = next_steps(of("worse"), replace(coded, located=True))[0].command
+    assert tune == "fp8q tune RUN --for vllm-plugin --max-ppl-increase 0.5%"
+
+
+def test_the_remedy_comes_first_with_its_effect() -> None:
+    command = "fp8q scales RUN --form tail:64"
+    has = replace(NOTHING, located=True, remedy=Remedy("inputs 0.02 -> 0.00001 in two codes", command))
+    first, *_ = next_steps(of("worse"), has)
+    assert first == NextStep("inputs 0.02 -> 0.00001 in two codes.", command)
+    assert next_steps(of("acceptable"), has)[0].command == ENGINE
+
+
+def test_forms_are_named_in_words_the_most_frequent_first() -> None:
+    scales = Scales(weights={}, activations={}, skipped={}, bf16_inputs=["a", "b"])
+    assert forms_in_words(scales) == "BF16"
 
 
 def test_a_run_without_graph_goes_to_vllm() -> None:

@@ -22,7 +22,7 @@ from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages import sensitivity as sensitivity_stage
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.sensitivity import layerwise
@@ -138,7 +138,7 @@ def calibrated(run: Run, model: Path, text: Path, seq_len: int) -> Run:
     collected = corpus_stage.collect(source, load_tokenizer(source), str(text), None, options, notes)
     corpus_stage.write_corpus(run, source, collected, notes)
     measure_stage.measure(run, source, options, notes)
-    quantize_stage.quantize(run, source, sources.products_of(source), options, notes)
+    quantize_stage.quantize(run, source, sources.gemms_of(source), options, notes)
     return run
 
 

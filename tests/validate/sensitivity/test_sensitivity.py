@@ -24,7 +24,7 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages import sensitivity as sensitivity_stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.sensitivity.document import AS_IT_IS, TWO_TERMS, Sensitivity, Site
+from fp8q.validate.sensitivity.document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Sensitivity, Site
 from fp8q.validate.sensitivity.gradients import predict_sites, summed
 from fp8q.validate.sensitivity.single_site import Float, Prefix
 from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
@@ -305,7 +305,7 @@ def test_a_scale_a_tenth_as_large_is_the_worst_of_all(run: Run, quantizer: Quant
     worst = max(found, key=lambda key: found[key][AS_IT_IS])
     assert worst == f"activation:{culprit}"
     assert found[worst][AS_IT_IS] > 3 * sorted(variants[AS_IT_IS] for variants in found.values())[-2]
-    assert set(found[worst]) == {AS_IT_IS, TWO_TERMS}
+    assert set(found[worst]) == {AS_IT_IS, TWO_TERMS, BY_TOKEN}
 
 
 def test_what_is_kept_of_a_killed_call_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.core.errors import InputError
+from fp8q.validate.accuracy.share_interval import share_interval
 from fp8q.validate.tasks.document import (
     MetricAnswers,
     RuntimeName,
@@ -19,8 +20,9 @@ from fp8q.validate.tasks.document import (
     answers_file,
     evaluation_table,
     markdown_table,
+    weak_results,
 )
-from fp8q.validate.tasks.harness import read_answers
+from fp8q.validate.tasks.harness import guessed, read_answers
 from fp8q.validate.tasks.results import (
     Flips,
     all_results,
@@ -158,7 +160,8 @@ def test_the_table_adds_flips_and_p_and_says_how_it_was_measured() -> None:
     table = evaluation_table(scores())
     assert table.title == "Tasks, lm-eval 0.4.13, the first 40 questions of each task alone"
     assert [column.title for column in table.columns] == [
-        "task", "metric", "BF16", "FP8", "recovery (95 %)", "questions", "flips to wrong + right", "p",
+        "task", "metric", "BF16", "FP8", "recovery (95 %)", "questions", "flips to wrong + right", "share (95 %)",
+        "p",
     ]  # fmt: skip
     assert evaluation_table(None).missing == "Not measured: `fp8q evaluate RUN --tasks TASKS` does."
 
@@ -189,6 +192,44 @@ def test_p_is_scipys_of_a_binomial_test(right_to_wrong: int, wrong_to_right: int
     flips = Flips(right_to_wrong, wrong_to_right)
     expected = stats.binomtest(right_to_wrong, sum(flips)).pvalue if sum(flips) else 1.0
     assert mcnemar_p(flips) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("found", "number", "interval"), [
+    (0, 40, (0.0, 1 - 0.025 ** (1 / 40))),  # no flip of 40 allows 8.8 %
+    (40, 40, (0.025 ** (1 / 40), 1.0)),
+    (1, 1, (0.025, 1.0)),
+    (5, 10, (0.18708603, 0.81291397)),
+])  # fmt: skip
+def test_the_interval_of_a_share_is_exact(found: int, number: int, interval: tuple[float, float]) -> None:
+    assert share_interval(found, number) == pytest.approx(interval, abs=1e-7)
+
+
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_the_interval_is_scipys(found: int, number: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    found = min(found, number)
+    expected = stats.binomtest(found, number).proportion_ci(0.95, "exact")
+    assert share_interval(found, number) == pytest.approx((expected.low, expected.high), abs=1e-7)
+
+
+def test_few_questions_and_scores_of_a_guess_have_a_remark() -> None:
+    values = [1.0, 0.0] * 20
+    models: dict[RuntimeName, list[TaskAnswers]] = {name: [answers(values, name, chance=0.5)] for name in MODELS}
+    rows = list(task_results("a", models))
+    assert weak_results(rows) == [
+        "a: 40 questions, of which 0 flips allow 0 to 8.8 %; from 200 on the interval is of use (--limit).",
+        (
+            "a, acc: BF16's score is that of a guess (50 %), so that flips and recovery say nothing of FP8; take a "
+            "task that the model can do."
+        ),
+    ]
+    many: dict[RuntimeName, list[TaskAnswers]] = {name: [answers([1.0] * 300, name, chance=0.5)] for name in MODELS}
+    assert weak_results(list(task_results("a", many))) == []
+
+
+def test_a_guess_is_right_by_the_number_of_choices() -> None:
+    assert guessed([[(-1.0, True), (-2.0, False)], [(-1.0, True)] * 4]) == 0.375
+    assert guessed([["a text"]]) is None
 
 
 def test_thousands_of_flips_have_a_p() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.validate.tuning.frontier import LEVELS, Choice, Items, cheapest, hull, least, loss_of, price_of, steps
+from fp8q.validate.tuning.solve import LEVELS, Choice, Items, cheapest, hull, least, loss_of, price_of, steps
 
 ONE, TWO, WIDE = Choice("one", 10, 1), Choice("two", 2, 2), Choice("wide", 0, 4)
 

@@ -18,10 +18,9 @@ from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
-from fp8q.stages.pipeline.steps import Notes
+from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
-from fp8q.stages.tune import check_met
-from fp8q.stages.tune_candidates import PredictedCandidates, batches_of, parted, predicted_candidates
+from fp8q.stages.tune import PredictedCandidates, batches_of, check_met, parted, predicted_candidates
 from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict_choices
@@ -110,9 +109,9 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
     """
     notes, checkpoint = Notes(SILENT), logits_of_decoded(load_reference(run.model, "exact", torch.float32))
     before = prepared.candidates.exact(choosing[0][0])
-    apart = measure_mixes(prepared.candidates.runner(prepared.own), {"file": checkpoint}, choosing, notes)["file"]
+    apart = measure_mixes(prepared.candidates.runner(prepared.run_mix), {"file": checkpoint}, choosing, notes)["file"]
     own, as_it_is = (
-        prepared.measured("choosing", prepared.own, choosing, notes),
+        prepared.measured("choosing", prepared.run_mix, choosing, notes),
         prepared.as_it_is("choosing", choosing, notes),
     )
     assert own.kl_nats == pytest.approx(as_it_is.kl_nats, rel=0.02)
@@ -123,7 +122,7 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
 def test_a_group_s_loss_is_predicted_as_it_is_measured(
     prepared: PredictedCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    wide: dict[str, Form] = dict.fromkeys(prepared.own.forms, "bf16")
+    wide: dict[str, Form] = dict.fromkeys(prepared.run_mix.forms, "bf16")
     for rounding in ROUNDINGS:
         for form in TERMS:
             predicted, measured = 0.0, 0.0
@@ -229,7 +228,7 @@ def test_a_killed_call_goes_on_and_finds_the_same(tuned: Tuning, run: Run, monke
             raise KeyboardInterrupt
         return predict_choices(candidates, ids, draw)
 
-    monkeypatch.setattr("fp8q.stages.tune_candidates.predict_choices", interrupted)
+    monkeypatch.setattr("fp8q.stages.tune.predict_choices", interrupted)
     with pytest.raises(KeyboardInterrupt):
         api.tune(run.root, options)
     resumed = api.tune(run.root, options)

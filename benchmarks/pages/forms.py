@@ -1,0 +1,62 @@
+"""The table of docs/forms.md: what each form costs, beside the servers that read it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from markdown import load, table
+
+#: Row of the result -> its name in the table, and whether transformers, vLLM, SGLang and TensorRT-LLM read what fp8q
+#: writes of it (`fp8q lint --for`); None for what it does not write.
+READERS: Mapping[str, tuple[str, tuple[bool, bool, bool, bool] | None]] = {
+    "BF16": ("BF16 itself", (True, True, True, True)),
+    "one": ("`one`", (True, True, True, False)),
+    "one, tensor weights": ("`one`, `--weight-scale tensor`", (True, True, True, False)),
+    "dynamic": ("`dynamic`", (True, True, True, True)),
+    "block": ("`block`, as `convert` rounds", (True, True, True, True)),
+    "MXFP8, floor": ("MXFP8, exponents by floor", None),
+    "MXFP8, up": ("MXFP8, exponents up", None),
+    "two": ("`two`, by `fp8q-vllm` in vLLM", (False, True, False, False)),
+    "bf16": ("`bf16`: weights alone", (True, True, True, False)),
+}
+NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
+
+
+def kl(row: Mapping[str, Any]) -> str:
+    """The mean KL × 10⁶ with its interval."""
+    low, high = row["kl_interval"]
+    return f"{row['kl_mean_micronats']:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def perplexity(row: Mapping[str, Any]) -> str:
+    """The increase of perplexity with its interval."""
+    low, high = row["perplexity_interval"]
+    return f"{row['perplexity_increase']:+.2%} ({low:+.2%} to {high:+.2%})"
+
+
+def form_costs() -> str:
+    """Every form: KL, perplexity and bytes of both models, and who reads it."""
+    results = load("mxfp8")["results"]
+    rows = []
+    for form, (name, readers) in READERS.items():
+        cells = [name]
+        for model in NAMES:
+            row = results[model]["rows"][form]
+            cells += [kl(row), perplexity(row), f"{row['bytes'] / 1e6:.2f} MB"]
+        servers = ("transformers", "vLLM", "SGLang", "TensorRT-LLM")
+        read = [server for server, reads in zip(servers, readers or (), strict=False) if reads]
+        cells.append("not written" if readers is None else "all four" if len(read) == len(servers) else ", ".join(read))
+        rows.append(cells)
+    head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity", "bytes")]
+    return table(["form", *head, "read by"], rows)
+
+
+def mxfp8_decision() -> str:
+    """KL of MXFP8 and of what it would stand beside."""
+    results = load("mxfp8")["results"]
+    forms = ("one", "dynamic", "block", "MXFP8, floor", "MXFP8, up")
+    rows = [[READERS[form][0], *(kl(results[model]["rows"][form]) for model in NAMES)] for form in forms]
+    return table(["form", *NAMES.values()], rows)
+
+
+TABLES = (form_costs,)
+DECISION_TABLES = (mxfp8_decision,)

@@ -1,0 +1,114 @@
+"""Tables of the models that people know, made from the results of `real_models.py`, for several pages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from markdown import load, table
+
+#: Result -> the model's name.
+MODELS = {"real_models_smollm2": "SmolLM2-135M"}
+BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
+#: Row of the results -> its title.
+RECIPES = {
+    BF16: "BF16 itself",
+    MODELOPT: "ModelOpt `FP8_DEFAULT_CFG`",
+    "llm-compressor FP8": "llm-compressor `FP8`",
+    "llm-compressor FP8_DYNAMIC": "llm-compressor `FP8_DYNAMIC`",
+    "llm-compressor FP8_BLOCK": "llm-compressor `FP8_BLOCK`",
+    "fp8q, default": "fp8q, `one`, `nearest`",
+    "fp8q, one code, gptq": "fp8q, `one`, `gptq`",
+    "fp8q, dynamic": "fp8q, `dynamic`, `nearest`",
+    "fp8q, dynamic, gptq": "fp8q, `dynamic`, `gptq`",
+    "fp8q, two codes, gptq": "fp8q, `two`, `gptq`",
+    "weights alone, nearest": "fp8q, `bf16`, `nearest`",
+    "weights alone, gptq": "fp8q, `bf16`, `gptq`",
+}
+DECODED = {
+    "fp8q, default": "one term, nearest",
+    "fp8q, one code, gptq": "one term",
+    "fp8q, a tail of 64, gptq": "tail of 64",
+    "fp8q, two codes, gptq": "two terms",
+    "weights alone, gptq": "weights alone",
+}
+CLIPS = {"fp8q, default": "amax"} | {f"fp8q, default, {clip}": clip for clip in ("percentile", "mse", "entropy")}
+CACHE = "cache alone, "
+
+
+def rows_of(result: str, limits: bool = False) -> Mapping[str, Any]:
+    """Row -> its figures; `limits`: the table shows the rows of weights alone, which have limits."""
+    (found,) = load(result, limits)["results"].values()
+    rows: Mapping[str, Any] = found["rows"]
+    return rows
+
+
+def kl(row: Mapping[str, Any]) -> str:
+    """The mean KL × 10⁶ with its interval."""
+    low, high = row["kl_interval"]
+    return f"{row['kl_mean_micronats']:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def share(row: Mapping[str, Any]) -> str:
+    """The mean KL over that of ModelOpt's default, with its interval over the same windows."""
+    if "ratio_interval" not in row:
+        return ""
+    low, high = row["ratio_interval"]
+    return f"{row['kl_over_modelopt']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def perplexity(row: Mapping[str, Any]) -> str:
+    """The increase of perplexity with its interval."""
+    low, high = row["perplexity_interval"]
+    return f"{row['perplexity_increase']:+.2%} ({low:+.2%} to {high:+.2%})"
+
+
+def recipes(titles: Mapping[str, str]) -> str:
+    """KL, its share of ModelOpt's, perplexity and flips of rows."""
+    head, cells = ["KL × 10⁶", "over ModelOpt's", "median", "perplexity", "flips"], []
+    results = {name: rows_of(result, limits=titles is RECIPES) for result, name in MODELS.items()}
+    for row, title in titles.items():
+        figures = [rows[row] for rows in results.values()]
+        cells.append([
+            title,
+            *(cell for its in figures for cell in (
+                kl(its), share(its), f"{its['kl_median_micronats']:,.0f}", perplexity(its), f"{its['flips']:.1%}",
+            )),
+        ])  # fmt: skip
+    return table(["", *(f"{name}: {what}" for name in MODELS.values() for what in head)], cells)
+
+
+def accuracy_real() -> str:
+    """Everybody's recipes."""
+    return recipes(RECIPES)
+
+
+def clips_real() -> str:
+    """One code, weights to nearest, by what chooses the clip of an input."""
+    return recipes(CLIPS)
+
+
+def decoded_kl(rows: Mapping[str, Any], row: str) -> float:
+    """The mean KL × 10⁶ over the second half of the windows."""
+    return float(rows[row]["kl_decoded_micronats"])
+
+
+def exact_answers_real() -> str:
+    """KL over the second half of a window, the first being the prompt."""
+    cells = []
+    for result, name in MODELS.items():
+        rows = rows_of(result)
+        cells.append([name, *(f"{decoded_kl(rows, row):,.0f}" for row in (BF16, *DECODED))])
+    return table(["model", "BF16 itself", *DECODED.values()], cells)
+
+
+def kv_cache_real() -> str:
+    """KL of the cache alone, by what of it is FP8, and of all GEMMs beside it."""
+    results = {name: rows_of(result) for result, name in MODELS.items()}
+    titles = {row: row.removeprefix(CACHE) for row in next(iter(results.values())) if row.startswith(CACHE)}
+    titles["fp8q, default"] = "for comparison: all W8A8 GEMMs, cache in FP32"
+    return table(
+        ["", *(f"{name}: {what}" for name in results for what in ("KL × 10⁶", "perplexity"))],
+        [
+            [title, *(c for rows in results.values() for c in (kl(rows[row]), perplexity(rows[row])))]
+            for row, title in titles.items()
+        ],
+    )

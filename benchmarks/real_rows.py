@@ -1,0 +1,231 @@
+"""The rows of `real_models.py`: what is quantized, by whom and how, as models that compute in FP32.
+
+Weights are the numbers that a checkpoint's codes stand for, whoever wrote it; inputs are rounded before each GEMM as
+that form rounds them. `mxfp8.py` takes its forms from here too.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accuracy import PEER, modelopt
+from safetensors import safe_open
+from torch import nn
+from transformers import Cache
+
+from fp8q.api import RescaleOptions, scales
+from fp8q.calibrate.model.bf16_gemms import compute_gemms_in_fp32
+from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
+from fp8q.calibrate.model.source import Source, load_model
+from fp8q.core.run import Run
+from fp8q.options import Clipping
+from fp8q.quantize.codes.blocks import LEAST_AMAX, SIDE, spread_scales
+from fp8q.quantize.codes.encoding import code_values
+from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reference.fp8_model import fp8_cache
+from fp8q.quantize.scales.decisions import TensorScale, load_scales
+from fp8q.quantize.weights.sequential import gemm_input
+
+BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
+SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
+#: How `fp8q scales --method` chooses the clip of an activation.
+CLIPS = ("percentile", "mse", "entropy")
+#: The last positions of a prompt that a tail gives second codes.
+TAIL = 64
+#: Takes the input of a GEMM and returns the numbers that the GEMM multiplies.
+Input = Callable[[torch.Tensor], torch.Tensor]
+#: Module -> the numbers that its codes stand for, float32 [out, in].
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to compare with the original; `cache` makes the KV cache of a window, None: it has none."""
+
+    model: nn.Module
+    cache: Callable[[], Cache] | None = None
+
+
+def checkpoint_weights(directory: Path) -> Weights:
+    """Code × scale of every FP8 weight of the checkpoint in `directory`: a scale for each channel, for all, or for each
+    block of 128 × 128.
+    """
+    dequantized_weights: Weights = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                if name.endswith(".weight_scale"):
+                    module = name.removesuffix(".weight_scale")
+                    codes, scale = file.get_tensor(f"{module}.weight").float(), file.get_tensor(name).float()
+                    if scale.ndim == 2 and scale.shape[1] > 1:
+                        scale = spread_scales(scale, slice(0, len(codes)), codes.shape[1])
+                    dequantized_weights[module] = codes * (scale if scale.ndim == 2 else scale.view(-1, 1))
+    return dequantized_weights
+
+
+def stored_weights(run: Run) -> Weights:
+    """Code × scale of every weight that `fp8q calibrate` quantized."""
+    return checkpoint_weights(run.model)
+
+
+def exact_input(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself."""
+    return x
+
+
+def dynamic_input(x: torch.Tensor) -> torch.Tensor:
+    """Each token under a scale of its own, by its amax."""
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3.max
+    return code_values(x, scale) * scale
+
+
+def grouped_input(x: torch.Tensor) -> torch.Tensor:
+    """Each 128 values of a token under a scale of their own, by their amax."""
+    width = x.shape[-1]
+    padded = torch.nn.functional.pad(x.float(), (0, -width % SIDE)).unflatten(-1, (-1, SIDE))
+    scale: torch.Tensor = padded.abs().amax(-1, keepdim=True).clamp_min(LEAST_AMAX) / E4M3.max
+    return (code_values(padded, scale) * scale).flatten(-2)[..., :width]
+
+
+def static_input(activation: TensorScale) -> Input:
+    """The codes of `activation`, one or two for each number."""
+    return lambda x: gemm_input(x, activation).to(x.dtype)
+
+
+def tail_input(activation: TensorScale) -> Input:
+    """Of a window [1, tokens, width] whose first half is a prompt and whose second half was decoded: two codes for the
+    decoded tokens and the last `TAIL` of the prompt, one for those before.
+    """
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        first = x.shape[1] // 2 - TAIL
+        parts = zip((x[:, :first], x[:, first:]), (1, 2), strict=True)
+        return torch.cat([gemm_input(part, activation.model_copy(update={"terms": n})) for part, n in parts], 1)
+
+    return rounded
+
+
+def quantized(source: Source, weights: Weights, inputs: Mapping[str, Input]) -> nn.Module:
+    """The model in FP32 with other `weights`, and `inputs` (module -> function) before its GEMMs."""
+    model = load_model(source, torch.float32, "cpu")
+    for name, module in observed_gemms(model).items():
+        if name in weights:
+            module.weight.data = weights[name].movedim(0, output_channel_axis(module)).contiguous()
+        if name in inputs:
+            module.register_forward_pre_hook(lambda module, given, change=inputs[name]: (change(given[0]), *given[1:]))
+    return model
+
+
+def bf16_model(source: Source) -> nn.Module:
+    """The model in BF16, its sums in FP32 where the processor has no BF16 units."""
+    model = load_model(source, torch.bfloat16, "cpu")
+    compute_gemms_in_fp32(model, torch.bfloat16, "cpu")
+    return model
+
+
+def compressed(
+    source: Source, python: str, scheme: str, directory: Path, windows: npt.NDArray[np.int64], folder: Path
+) -> nn.Module:
+    """What llm-compressor of the interpreter `python` writes with `scheme`, calibrated on `windows` int64 [windows,
+    tokens] in FP32, for it takes hours in BF16 on a processor without its units.
+    """
+    np.save(folder / "windows.npy", windows)
+    out = folder / scheme
+    words = [python, str(PEER), str(directory), str(folder / "windows.npy"), str(out), scheme, "float32"]
+    subprocess.run(words, check=True, capture_output=True)
+    weights = checkpoint_weights(out)
+    if scheme == "FP8":
+        return quantized(source, weights, _static_inputs(out))
+    return quantized(source, weights, dict.fromkeys(weights, {"FP8_DYNAMIC": dynamic_input}.get(scheme, grouped_input)))
+
+
+def _static_inputs(directory: Path) -> dict[str, Input]:
+    """The rounding of each input by the `input_scale` of a checkpoint."""
+
+    def rounded(scale: torch.Tensor) -> Input:
+        return lambda x: code_values(x, scale) * scale
+
+    inputs: dict[str, Input] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                if name.endswith(".input_scale"):
+                    inputs[name.removesuffix(".input_scale")] = rounded(file.get_tensor(name).float().reshape(1))
+    return inputs
+
+
+def peer_rows(
+    source: Source, directory: Path, windows: npt.NDArray[np.int64], modules: set[str], python: str | None, folder: Path
+) -> Iterator[tuple[str, Callable[[], Candidate]]]:
+    """ModelOpt, and llm-compressor where an interpreter `python` has it, on the same GEMMs and calibration text."""
+
+    def made_by(python: str, scheme: str) -> Callable[[], Candidate]:
+        return lambda: Candidate(compressed(source, python, scheme, directory, windows, folder))
+
+    yield MODELOPT, lambda: Candidate(modelopt(str(directory), windows, modules, torch.float32)[0])
+    for scheme in SCHEMES if python else ():
+        yield f"llm-compressor {scheme}", made_by(str(python), scheme)
+
+
+def own_rows(run: Run, source: Source, sequential: Callable[[], Run]) -> Iterator[tuple[str, Callable[[], Candidate]]]:
+    """The forms of a run that was just calibrated with GPTQ, whose weights all forms share; `sequential` calibrates
+    another.
+    """
+    gptq = stored_weights(run)
+    nearest: Weights = {}
+
+    def in_form(form: str, inputs: Callable[[TensorScale], Input], weights: Weights, clip: str) -> Candidate:
+        scales(run.root, RescaleOptions(weight_rounding="nearest", form=(form,), clip=Clipping(clip)))
+        if not nearest:
+            nearest.update(stored_weights(run))
+        rounded = {name: inputs(activation) for name, activation in load_scales(run).activations.items()}
+        return Candidate(quantized(source, weights, rounded))
+
+    def row(form: str, inputs: Callable[[TensorScale], Input], weights: Weights, clip: str = "amax") -> Any:
+        return lambda: in_form(form, inputs, weights, clip)
+
+    def exact(_: TensorScale) -> Input:
+        return exact_input
+
+    def dynamic(_: TensorScale) -> Input:
+        return dynamic_input
+
+    yield "fp8q, default", row("one", static_input, nearest)
+    yield "fp8q, dynamic", row("one", dynamic, nearest)
+    for clip in CLIPS:
+        yield f"fp8q, default, {clip}", row("one", static_input, nearest, clip)
+    yield "fp8q, one code, gptq", row("one", static_input, gptq)
+    yield "fp8q, dynamic, gptq", row("one", dynamic, gptq)
+    yield f"fp8q, a tail of {TAIL}, gptq", row(f"tail:{TAIL}", tail_input, gptq)
+    yield "fp8q, two codes, gptq", row("two", static_input, gptq)
+    yield "weights alone, nearest", row("one", exact, nearest)
+    yield "weights alone, gptq", row("one", exact, gptq)
+    yield "weights alone, sequential", lambda: Candidate(quantized(source, stored_weights(sequential()), {}))
+
+
+def cache_rows(run: Run, source: Source) -> Iterator[tuple[str, Callable[[], Candidate]]]:
+    """Keys, values and both in FP8, and nothing else."""
+
+    def cached(parts: str, unit: Literal["tensor", "head"]) -> Callable[[], Candidate]:
+        def make() -> Candidate:
+            scales(run.root, RescaleOptions(kv_cache="fp8", kv_scale=unit))
+            model = load_model(source, torch.float32, "cpu")
+            tensors = {
+                name: torch.tensor(one.heads).view(-1, 1, 1) if one.heads else torch.tensor([one.scale])
+                for name, one in load_scales(run).kv_cache.items()
+                if re.search(f"\\.[{parts}]$", name)
+            }
+            return Candidate(model, lambda: fp8_cache(tensors, model))
+
+        return make
+
+    yield "cache alone, K", cached("k", "tensor")
+    yield "cache alone, V", cached("v", "tensor")
+    yield "cache alone, K and V", cached("kv", "tensor")
+    yield "cache alone, K and V, a scale per head", cached("kv", "head")

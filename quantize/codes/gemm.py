@@ -1,0 +1,69 @@
+"""The product of codes on a GPU with FP8 units (compute capability 8.9 and up), its sum in FP32, and its scaling."""
+
+import torch
+
+from .encoding import CODE, Launch
+from .epilogue import Epilogue
+from .formats import TWO_TERMS
+
+#: A GPU's GEMM takes weights whose numbers of rows and columns are multiples of this.
+ALIGNMENT = 16
+
+
+def scaled_gemm(
+    x: torch.Tensor, weight: torch.Tensor, fast: bool = False, one: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply codes `x` [tokens, in] by `weight` [out, in], both float8_e4m3fn, to float32 [tokens, out].
+
+    This is `torch._scaled_mm` with unit scales: who calls it applies the scales, so that FP32 factors are multiplied in
+    the same order on every device. A GPU takes widths that are multiples of 16, so others are padded with
+    zeros, which change no sum; the weight is then copied in each call. `fast`: sum in the tensor core's adder alone
+    (`reference.adder`). `one`: 1 as float32 [] on the device, which costs a kernel to make in each call.
+    """
+    if one is None:
+        one = torch.ones((), dtype=torch.float32, device=x.device)  # whatever torch's default type is
+    sums: torch.Tensor = torch._scaled_mm(
+        _filled(x, 1), _filled(weight, ALIGNMENT).t(), scale_a=one, scale_b=one, out_dtype=torch.float32,
+        use_fast_accum=fast,
+    )  # fmt: skip
+    return sums.narrow(1, 0, len(weight))
+
+
+def scaled_gemm_once(
+    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply codes `x` [tokens, in] by `weight` [out, in] and scale in the GEMM's own epilogue, to `dtype`.
+
+    Returns [tokens, out]: what `scale_sums` makes of `scaled_gemm` under the FP32 factors `factor` [out], without
+    FP32 sums in memory. `bias` [out] of `dtype`. Takes widths that are multiples of 16.
+    """
+    ones = torch.ones(len(x), 1, dtype=torch.float32, device=x.device)
+    sums: torch.Tensor = torch._scaled_mm(
+        x, weight.t(), scale_a=ones, scale_b=factor[None], bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
+    return sums
+
+
+def _filled(codes: torch.Tensor, rows: int) -> torch.Tensor:
+    """Pad `codes` [rows, in] with zeros to a multiple of `rows` rows and of 16 columns."""
+    missing = (0, -codes.shape[1] % ALIGNMENT, 0, -codes.shape[0] % rows)
+    return torch.nn.functional.pad(codes.view(torch.uint8), missing).view(CODE) if any(missing) else codes
+
+
+def scale_sums(sums: torch.Tensor, epilogue: Epilogue, terms: int, dtype: torch.dtype, launch: Launch) -> torch.Tensor:
+    """Add the terms' `sums` float32 [terms · rows, out], and apply the layer's `epilogue`; returns `dtype` [rows, out].
+
+    One kernel where `launch` starts it: 4 bytes are read for each sum and 2 written, where torch's operations move 20.
+    """
+
+    def kernel() -> torch.Tensor:
+        from . import kernels
+
+        return kernels.triton_scale(sums, epilogue, terms, dtype)
+
+    def operations() -> torch.Tensor:
+        rows = len(sums) // terms
+        total = sums[:rows].add(sums[rows:], alpha=1 / TWO_TERMS.divisor) if terms == 2 else sums
+        return epilogue.of_sums(total, dtype)
+
+    return launch(sums.device, kernel, operations)

@@ -1,0 +1,153 @@
+"""Rules S101, S102, S111 and S112: the version, and forms that a server refuses or takes for another."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...core.findings import Broken
+from ..reading.quantization_config import BLOCK, CONFIG
+from .servers import READ, Applies, Served, parse_version, server_rule
+
+#: Compare what is served with what was meant.
+ASK = "compare the served model by `fp8q compare --url`"
+EVERY = (
+    Applies("vllm", "its version"),
+    Applies("sglang", "its version"),
+    Applies("tensorrt-llm", "its version"),
+    Applies("transformers", "its version"),
+)
+
+
+@server_rule("S101", "server-version", "note", *EVERY)
+def server_version(served: Served) -> Broken:
+    """A version was read when its rules were written: of a newer or an older one the nearest rules are applied, and it
+    may do otherwise.
+    """
+    oldest, newest = READ[served.server]
+    if served.asked is not None and not parse_version(oldest) <= served.version <= parse_version(newest):
+        read = newest if oldest == newest else f"{oldest} to {newest}"
+        yield (
+            "",
+            f"the source of {served.title} {served.asked} was not read, but of {read}: its rules are applied; {ASK}",
+        )
+
+
+@server_rule("S102", "form-unread", "note", *EVERY)
+def form_unread(served: Served) -> Broken:
+    """The form of quantization is one of those that fp8q reads: of others the names of tensors and config.json are held
+    against the rules, and codes and scales are not.
+    """
+    if served.said is not None and served.fp8 is None:
+        method = served.said.get("quant_method")
+        yield CONFIG, f"says quant_method {method!r}, of which codes and scales are not checked here; {ASK}"
+
+
+def groups(said: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The config_groups of compressed-tensors that are objects, by name."""
+    stated = said.get("config_groups")
+    for name, group in stated.items() if isinstance(stated, dict) else ():
+        if isinstance(group, dict):
+            yield name, group
+
+
+def _part(group: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = group.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+@server_rule(
+    "S111",
+    "form-refused",
+    "error",
+    Applies("vllm", "`quantization/fp8.py`, `compressed_tensors.py`"),
+    Applies("sglang", "`quantization/fp8.py`"),
+    Applies("tensorrt-llm", "`models/quant_config_utils.py`, `_torch/model_config.py`"),
+)
+def form_refused(served: Served) -> Broken:
+    """A server has kernels for some pairs of weights and inputs, and ends with an error for others. TensorRT-LLM takes
+    compressed-tensors with channel weights and inputs per token, and blocks of 128 with inputs in groups of 128; of
+    ModelOpt's form it also takes a scale a tensor. vLLM and SGLang want the field activation_scheme of the form fp8,
+    and no static inputs beside blocks; vLLM wants a cache that is symmetric and says so.
+    """
+    said = served.said or {}
+    method = said.get("quant_method")
+    if served.server == "tensorrt-llm":
+        yield from _tensorrt_llm(said)
+        return
+    if method == "fp8":
+        if "activation_scheme" not in said:
+            yield (
+                CONFIG,
+                f"has no activation_scheme, without which {served.title} ends with an error; set it to dynamic",
+            )
+        if said.get("weight_block_size") is not None and said.get("activation_scheme") == "static":
+            yield CONFIG, f"says static inputs and blocks, which {served.title} refuses together; say dynamic"
+    if method == "compressed-tensors" and served.server == "vllm":
+        yield from _vllm_cache(said)
+
+
+def _vllm_cache(said: Mapping[str, Any]) -> Broken:
+    cache = said.get("kv_cache_scheme")
+    if not isinstance(cache, dict):
+        return
+    if cache.get("strategy") not in ("tensor", "attn_head"):
+        yield CONFIG, f"has a cache of strategy {cache.get('strategy')!r}, which vLLM refuses; set it to 'tensor'"
+    elif not cache.get("symmetric"):
+        yield CONFIG, "has a cache that is not said to be symmetric, which vLLM refuses; set symmetric to true"
+
+
+def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
+    sizes = said.get("weight_block_size")
+    if said.get("quant_method") == "fp8" and isinstance(sizes, list) and sizes != list(BLOCK):
+        yield CONFIG, f"has blocks of {sizes}, and TensorRT-LLM takes {list(BLOCK)} alone; quantize in these"
+    if said.get("quant_method") != "compressed-tensors":
+        return
+    several = len(dict(groups(said))) > 1
+    for name, group in groups(said):
+        where, kind = f"{CONFIG} config_groups.{name}", _part(group, "weights").get("strategy")
+        inputs = _part(group, "input_activations")
+        how = inputs.get("strategy")
+        if _part(group, "weights").get("num_bits") != 8:
+            continue
+        takes = "channel weights with inputs per token, or blocks with groups of 128"
+        if kind not in ("channel", "block"):
+            fault = f"Unsupported weights_quant_strategy: {kind}"
+            yield where, f"has one scale a {kind}: TensorRT-LLM ends with `{fault}`; quantize as {takes}"
+        elif how != {"channel": "token", "block": "group"}[kind]:
+            static = "static inputs" if inputs and not inputs.get("dynamic") else f"inputs by {how}"
+            fault = (
+                f"has {kind} weights with {static}: TensorRT-LLM ends with `Unsupported inputs_quant_strategy: {how}`"
+            )
+            yield where, f"{fault}; quantize as {takes}"
+        elif kind == "block" and inputs.get("group_size") != BLOCK[1]:
+            yield where, f"has groups of {inputs.get('group_size')}, which TensorRT-LLM refuses; quantize as {takes}"
+        targets = [target for target in group.get("targets") or [] if isinstance(target, str)]
+        classes = [target for target in targets if "." not in target and not target.startswith("re:")]
+        if several and classes:
+            fault = (
+                f"names the class {classes[0]} beside other groups, and TensorRT-LLM matches names alone and refuses it"
+            )
+            yield where, f"{fault}; name the modules by re: expressions"
+
+
+@server_rule(
+    "S112",
+    "form-misread",
+    "error",
+    Applies("transformers", "`quantizers/auto.py`"),
+    Applies("tensorrt-llm", "`_torch/model_config.py`, `load_hf_quant_config`"),
+)
+def form_misread(served: Served) -> Broken:
+    """A server knows the form. transformers has no ModelOpt: it takes codes for values, and no scale. TensorRT-LLM
+    knows the form fp8 by its blocks or by static inputs: without both it makes modules in BF16, and copies codes into
+    them.
+    """
+    said = served.said or {}
+    method = str(said.get("quant_method"))
+    if served.server == "transformers" and method.startswith("modelopt"):
+        fault = "is ModelOpt's form, which transformers does not know: it takes codes for values, and no scale"
+        yield CONFIG, f"{fault}; load it by vLLM, SGLang or TensorRT-LLM, or `fp8q compare` for its losses"
+    if served.server == "tensorrt-llm" and method == "fp8":
+        static = said.get("activation_scheme") == "static"
+        if not said.get("weight_block_size") and not static and "weight_block_size" in said:
+            fault = "is FP8 with one scale a tensor and dynamic inputs, for which TensorRT-LLM makes modules in BF16"
+            yield CONFIG, f"{fault}, and copies codes into them; quantize in blocks of {BLOCK[0]}"

@@ -1,0 +1,280 @@
+"""Rules S141 to S162: modules that a server joins, drafts by, or leaves out of quantization in a way of its own."""
+
+import re
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
+from ...calibrate.input.patterns import BoundedPattern, PatternFile
+from ...core.findings import Broken
+from ..reading.fp8_tensors import Checkpoint
+from ..reading.quantization_config import CONFIG, Matcher
+from .rules_modules import joined_modules
+from .rules_scales import FLOAT_TYPES, readable
+from .rules_server_forms import ASK
+from .servers import Applies, Served, server_rule
+
+#: The projections of gated delta nets that servers join into one GEMM.
+HYBRID = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+#: The names that the forms give the list of modules that stay as they were.
+ENTRIES = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+#: The joined name of projections, as servers build it.
+FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+
+
+@server_rule(
+    "S141",
+    "drafts-unmatched",
+    "error",
+    Applies("sglang", "`models/qwen3_5_mtp.py`: no packed_modules_mapping (sglang 35797)", None, "0.5.21"),
+)
+def drafts_unmatched(served: Served) -> Broken:
+    """Layers for multi-token prediction that the configuration leaves out are loaded in BF16. SGLang's class of
+    Qwen3.5's drafts did not say which projections it joins: entries that name them one by one did not match the joined
+    module, which was made quantized, and the weights were passed over. Drafts were then never accepted.
+    """
+    model_type = str(served.text_config.get("model_type", ""))
+    prefixes = mtp_prefixes(served.config, served.tensors)
+    declared = served.declared
+    ignored = tuple(str(entry) for entry in (served.said or {}).get("ignore") or ())
+    method = (served.said or {}).get("quant_method")
+    if not (model_type.startswith("qwen3_5") and prefixes and method == "compressed-tensors"):
+        return
+    source = PatternFile(served.root / CONFIG)
+    for name in sorted(served.tensors):
+        module = name.removesuffix(".weight")
+        parent, _, last = module.rpartition(".")
+        if name == module or last not in FUSED or not name.startswith(prefixes):
+            continue
+        fused = f"{parent}.{FUSED[last]}"
+        leaves_out = declared.ignored_by(module) if declared else _matching(module, ignored, source)
+        if leaves_out and not _matching(fused, ignored, source):
+            fault = f"is left out, and {fused}, which SGLang makes of it, is not: these drafts are never loaded"
+            yield name, f"{fault}; name re:.*mtp.* in ignore, or take SGLang 0.5.21"
+            return
+
+
+def _matching(module: str, entries: tuple[str, ...], source: PatternFile) -> str | None:
+    """The entry of compressed-tensors that matches a module: its name, or an expression behind `re:`."""
+    for entry in entries:
+        if entry.startswith("re:"):
+            if BoundedPattern(entry.removeprefix("re:"), source).matches(module):
+                return entry
+        elif entry == module:
+            return entry
+    return None
+
+
+@server_rule(
+    "S142",
+    "drafts-dropped",
+    "note",
+    Applies("transformers", "`_keys_to_ignore_on_load_unexpected` of the classes"),
+)
+def drafts_dropped(served: Served) -> Broken:
+    """Layers for multi-token prediction are of use where a server drafts by them. transformers makes no modules of
+    them: it passes them over, and what it saves again lacks them.
+    """
+    if prefixes := mtp_prefixes(served.config, served.tensors):
+        count = sum(name.startswith(prefixes) for name in served.tensors)
+        fault = f"has {count} tensors for multi-token prediction, which transformers passes over"
+        yield prefixes[0].removesuffix("."), f"{fault}; copy them where you save this model again by it"
+
+
+@server_rule(
+    "S151",
+    "joined-weight-scales",
+    "warning",
+    Applies("vllm", "`quantization/utils/w8a8_utils.py`, requantize_with_max_scale"),
+    Applies("sglang", "`quantization/utils.py`, requantize_with_max_scale"),
+    Applies("tensorrt-llm", "`_torch/modules/linear.py`, FP8QDQLinearMethod"),
+)
+def joined_weight_scales(served: Served) -> Broken:
+    """Weights that a server joins into one product, with one scale a tensor, have the same: it takes the largest for
+    all of them, and rounds the codes of the others again, a second loss that no other loader has.
+    """
+    if served.fp8 is None:
+        return
+    for group in joined_modules(served.fp8):
+        if ".experts." in group[0]:
+            continue
+        values = _tensor_scales(served.fp8, group)
+        if len(values) == len(group) and len(set(values.values())) > 1:
+            largest = max(values, key=lambda module: values[module])
+            listed = ", ".join(f"{module.rpartition('.')[2]} {value:.4g}" for module, value in values.items())
+            fault = (
+                f"differs from that of its product ({listed}): {served.title} rounds the others again to the largest"
+            )
+            yield f"{served.fp8.codes[largest].scale}", f"{fault}; give all of them one scale, or one a channel"
+
+
+def _tensor_scales(checkpoint: Checkpoint, group: list[str]) -> dict[str, float]:
+    """Module -> its scale, of those with one for the whole weight."""
+    scales = {}
+    for module in group:
+        codes = checkpoint.codes.get(module)
+        if codes and codes.granularity == "tensor" and codes.scale and readable(checkpoint, codes.scale):
+            scales[module] = float(np.ravel(checkpoint.values(codes.scale))[0])
+    return scales
+
+
+@server_rule(
+    "S152",
+    "joined-hybrid",
+    "error",
+    Applies("vllm", "`models/qwen3_5.py`, packed_modules_mapping"),
+    Applies("sglang", "`models/qwen3_5.py`, packed_modules_mapping"),
+)
+def joined_hybrid(served: Served) -> Broken:
+    """The projections of a gated delta net that servers join are of one form: in_proj_qkv and in_proj_z, in_proj_b and
+    in_proj_a. vLLM and SGLang end with an error where one is left out and the other is not.
+    """
+    types = {
+        name.removesuffix(".weight"): tensor.dtype
+        for name, tensor in served.tensors.items()
+        if name.endswith(".weight")
+    }
+    for first, second in HYBRID:
+        for module in sorted(types):
+            parent, _, last = module.rpartition(".")
+            other = f"{parent}.{second}"
+            if last == first and other in types and types[module] != types[other]:
+                fault = (
+                    f"is {types[module]}, and {second} is {types[other]}, and {served.title} makes one product of them"
+                )
+                yield f"{module}.weight", f"{fault}; quantize both alike"
+
+
+@server_rule(
+    "S153",
+    "hybrid-entries",
+    "error",
+    Applies("vllm", "vllm 34697 and 40252: packed_modules_mapping without in_proj_qkvz", None, "0.17"),
+)
+def hybrid_entries(served: Served) -> Broken:
+    """A configuration of compressed-tensors that leaves out the projections of a gated delta net leaves out the
+    product that is made of them. Before 0.17 vLLM did not know which these are: it made them quantized, passed the
+    weights over, and answered garbage, where the same weights under the form fp8 were right.
+    """
+    declared = served.declared
+    if declared is None or declared.form != "compressed-tensors":
+        return
+    for name in sorted(served.tensors):
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] == HYBRID[0][0] and declared.ignored_by(module):
+            yield name, "is left out, and vLLM makes in_proj_qkvz of it, which is not; take vLLM 0.17"
+            return
+
+
+@server_rule(
+    "S154",
+    "hybrid-reported",
+    "warning",
+    Applies("vllm", "the report vllm 54252, of 0.28 on ROCm, closed without a cause", "0.28", "0.29"),
+)
+def hybrid_reported(served: Served) -> Broken:
+    """Qwen3.8's hybrids answer under a configuration of compressed-tensors as under fp8. With vLLM 0.28 on ROCm they
+    were reported to repeat themselves; no cause was found, and no source that was read shows one.
+    """
+    model_type = str(served.config.get("model_type", ""))
+    if model_type.startswith("qwen4_exp") and (served.said or {}).get("quant_method") == "compressed-tensors":
+        yield CONFIG, f"is compressed-tensors of a hybrid, which vLLM 0.28 was reported to garble; {ASK}"
+
+
+@server_rule(
+    "S161",
+    "ignore-unmatched",
+    "note",
+    Applies("vllm", "`quantization/utils/config_utils.py`"),
+    Applies("sglang", "`compressed_tensors/utils.py`, `quantization/utils.py`"),
+    Applies("tensorrt-llm", "`models/modeling_utils.py`"),
+    Applies("transformers", "`quantizers_utils.py`"),
+)
+def ignore_unmatched(served: Served) -> Broken:
+    """Every path in the list of what is left out names a module of the checkpoint. One that matches nothing was meant
+    for a module of another name, which is then quantized, or looked for in codes. Patterns and single words are
+    defaults of exporters, and are passed over.
+    """
+    modules, source = _modules(served), PatternFile(served.root / CONFIG)
+    parents = {module[: dot.start()] for module in modules for dot in re.finditer(r"\.", module)}
+    plain = [entry for entry in _entries(served) if "." in entry and not re.search(r"[*?\[\\^$]|^re:", entry)]
+    for entry in plain:
+        if not any(_leaves_out(served, entry, module, source) for module in modules) and entry not in parents:
+            yield CONFIG, f"leaves out {entry!r}, which {served.title} finds in no module; name it as the tensors do"
+
+
+@server_rule(
+    "S162",
+    "ignore-differs",
+    "error",
+    Applies("vllm", "`quantization/fp8.py`, `is_layer_skipped`: whole names"),
+    Applies("sglang", "`compressed_tensors/utils.py`, `quantization/utils.py`"),
+    Applies("tensorrt-llm", "`models/modeling_utils.py`, is_module_excluded_from_quantization"),
+)
+def ignore_differs(served: Served) -> Broken:
+    """A server leaves out the modules that the exporter left out. Each matches the list in a way of its own: vLLM takes
+    the entries of the form fp8 for whole names, SGLang for parts between dots, and transformers for expressions and
+    ends of names. Of a module that the file has in BF16, and it makes in FP8, a server looks for a scale in vain.
+    """
+    checkpoint = served.fp8
+    if checkpoint is None:
+        return
+    entries = _entries(served)
+    source = PatternFile(served.root / CONFIG)
+    in_codes = {module.rpartition(".")[2] for module in checkpoint.codes}
+    drafts = mtp_prefixes(served.config, served.tensors)
+    for module in _modules(served):
+        last, tensor = module.rpartition(".")[2], checkpoint.tensors[f"{module}.weight"]
+        if last not in in_codes or module.startswith(drafts or ("\0",)):
+            continue
+        meant = checkpoint.declared.ignored_by(module) is not None
+        taken = any(_leaves_out(served, entry, module, source) for entry in entries)
+        if meant and not taken and tensor.dtype in FLOAT_TYPES:
+            fault = f"is {tensor.dtype}, and {served.title} matches no entry of the list with it: it makes it FP8"
+            yield f"{module}.weight", f"{fault}; name {module} there"
+        elif taken and not meant and module in checkpoint.codes:
+            fault = f"is in FP8, and {served.title} leaves it out by the list: it takes codes for values"
+            yield f"{module}.weight", f"{fault}; name whole modules there"
+
+
+def _modules(served: Served) -> list[str]:
+    """The modules with a matrix for a weight."""
+    return [
+        name.removesuffix(".weight")
+        for name, tensor in sorted(served.tensors.items())
+        if name.endswith(".weight") and len(tensor.shape) == 2
+    ]
+
+
+def _entries(served: Served) -> tuple[str, ...]:
+    """The entries of the list of modules that stay as they were, whatever the form calls it."""
+    said = served.said or {}
+    stated = [said[key] for key in ENTRIES if isinstance(said.get(key), list)]
+    return tuple(dict.fromkeys(entry for entries in stated for entry in entries if isinstance(entry, str)))
+
+
+def _leaves_out(served: Served, entry: str, module: str, source: PatternFile) -> bool:
+    """Tell whether the server leaves `module` out by this entry."""
+    method = str((served.said or {}).get("quant_method"))
+    if entry.startswith("re:"):
+        return BoundedPattern(entry.removeprefix("re:"), source).matches(module)
+    if entry == module:
+        return True
+    if served.server == "tensorrt-llm":
+        parts = module.split(".")
+        above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        return any(fnmatchcase(name, entry) for name in above)
+    if method.startswith("modelopt"):
+        return fnmatchcase(module, entry) or (served.server == "vllm" and entry in module)
+    if served.server == "transformers":
+        return served.declared is not None and Matcher(entry, served.declared.form, source).matches(module)
+    if served.server == "sglang":
+        if method == "compressed-tensors":
+            before = not Applies("sglang", "", "0.5.18").covers(served)
+            return entry.lower() in module.lower() if before else module.endswith(f".{entry}")
+        return f".{entry.rstrip('.')}." in f".{module}."
+    return False

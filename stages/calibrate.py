@@ -1,0 +1,144 @@
+"""`fp8q calibrate`: from model and text to checkpoint and graphs, in one process or several ranks."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..calibrate.model.memory import weight_bytes
+from ..calibrate.model.source import Source
+from ..calibrate.model.tokenizer import load_tokenizer
+from ..calibrate.ranks.world import World, joined_ranks
+from ..calibrate.text import mixture
+from ..core.run import Run
+from ..core.run_writer import WorkFolder
+from ..options import ExportOptions, RescaleOptions, RunOptions
+from ..quantize.scales.policy import ModelGemms
+from . import preflight
+from .corpus import Collected, collect, write_corpus
+from .export import export_or_note
+from .forms import chosen_options
+from .measure import check_batches, check_experts, measure, take_part
+from .pipeline.stage import Notes
+from .pipeline.stages import MEASURE
+from .quantize import quantize, rescaled
+from .shared import sources
+from .shared.adapters import adapters_of, check_attention
+from .shared.model_files import export_options
+from .shared.texts import check_there
+
+#: The bytes of second moments for a byte of the model in BF16, about; and the share of the free disk that they may take
+#: where nobody asked for them.
+MOMENTS_BYTES, DISK_SHARE = 2, 0.1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The model, texts and options of a calibration; `all_stages`: the stages after it follow in the same call."""
+
+    model: str
+    data: str | Sequence[str]
+    eval_data: str | None
+    options: RunOptions
+    all_stages: bool = False
+
+
+def calibration_of(
+    model: str | Path, data: str | Path | Sequence[str], eval_data: str | Path | None, options: RunOptions
+) -> Calibration:
+    """Make a calibration of a model and texts, each a name or a path."""
+    texts = str(data) if isinstance(data, str | Path) else [str(text) for text in data]
+    return Calibration(str(model), texts, None if eval_data is None else str(eval_data), options)
+
+
+def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
+    """Measure, choose scales, and write checkpoint and graphs into `run`.
+
+    In several processes that torchrun started, all measure and the first alone does the rest.
+    """
+    options = what.options.calibrate
+    with joined_ranks() as world:
+        if world.rank:
+            _take_part(run, what, notes, world)
+        else:
+            source, gemms = _measured(run, what, notes, world)
+    if world.rank:
+        WorkFolder(run, MEASURE.name, world.rank).leave()
+    elif options.batches:
+        first, end = options.batches
+        notes.note(
+            f"--batches {first}:{end}: these are measured, and no scales are chosen; `fp8q merge` adds them to the "
+            "other batches and goes on"
+        )
+    else:
+        chosen = chosen_options(run, what.options) if what.all_stages else options
+        if chosen != options:
+            gemms = sources.gemms_of(source, chosen)
+        quantize(run, source, gemms, chosen, notes)
+        export_or_note(run, what.options.export, notes)
+    return run
+
+
+def _take_part(run: Run, what: Calibration, notes: Notes, world: World) -> None:
+    """Measure, as a rank above 0, the share that rank 0 assigns."""
+    source = sources.opened(what.model, what.options.calibrate, fingerprinted=world.process.local_rank == 0)
+    sources.check_same(source, world)
+    take_part(run, source, world, notes)
+
+
+def _measured(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, ModelGemms]:
+    """Check everything, write the corpus and measure, as rank 0 of the stages that ranks share."""
+    options = what.options.calibrate
+    preflight.check_out(run)
+    with notes.held():
+        source, gemms, collected = _checked(run, what, notes, world)
+    with preflight.nothing_left(run):
+        write_corpus(run, source, collected, notes)
+        measure(
+            run, source, options, notes, world, moments=options.needs_moments or _for_later(run, what, source, world)
+        )
+    return source, gemms
+
+
+def _for_later(run: Run, what: Calibration, source: Source, world: World) -> bool:
+    """Tell whether second moments are gathered at once, for forms that may be tried: where one process measures for the
+    first time, and they take little of the free disk.
+    """
+    if not (what.all_stages and what.options.finds_form) or world.size > 1 or MEASURE.name in run.record().stages:
+        return False
+    if what.options.calibrate.weight_rounding != "nearest":
+        return False
+    free: int = shutil.disk_usage(run.root).free
+    return MOMENTS_BYTES * weight_bytes(source) <= DISK_SHARE * free
+
+
+def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, ModelGemms, Collected]:
+    """Check model, texts and options, before any file is written."""
+    options, later = what.options.calibrate, what.options if what.all_stages else None
+    before = run.record().model
+    if later:
+        preflight.check_later(run, later)
+    for text in (*(part.spec for part in mixture.parse(what.data)), *filter(None, [what.eval_data])):
+        check_there(text)
+    source = sources.opened(what.model, options, notes)
+    sources.check_same(source, world)
+    sources.check_model(run, before, source)
+    gemms = sources.gemms_of(source, options)
+    check_experts(source, gemms, options)
+    preflight.check_graph(run, gemms, later, notes)
+    preflight.check_calibrate(source, options, what.options.export)
+    collected = collect(source, load_tokenizer(source, notes), what.data, what.eval_data, options, notes)
+    check_batches(options, len(collected.windows), world)
+    if later:
+        preflight.check_fit(source, collected, later)
+    sources.check_weights(run, source, notes)
+    return source, gemms, collected
+
+
+def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
+    """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
+    chosen, graph, source = rescaled(run, options), export_options(run), sources.source_of(run)
+    check_attention(adapters_of(run), ExportOptions(), chosen)
+    quantize(run, source, sources.gemms_of(source, chosen), chosen, notes)
+    export_or_note(run, graph, notes)
+    return run

@@ -1,0 +1,446 @@
+"""The stage `forms` of `fp8q run`: find the cheapest form that meets the limits of the verdict, where one code an
+activation loses more and no form was asked for.
+
+Losses are predicted for every tensor from a few calibration windows (`sensitivity`). Of the forms that the server
+computes, those that promise to meet the limit are made and measured on a few windows of the evaluation text; the one
+chosen is then evaluated on all of it, as any run is, and where that still exceeds the limit a finer one is aimed at.
+The statistics of the run serve all of them.
+
+All results are stored in the stage's folder as they are computed, so that a killed call goes on from there; codes that
+GPTQ has rounded for one candidate serve the others.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import log1p
+from pathlib import Path
+
+import torch
+
+from ..calibrate.measure.statistics import load_record
+from ..calibrate.model.source import Source, load_model
+from ..core.errors import GateError, InputError
+from ..core.files import read_document, write_document
+from ..core.memory import release_memory
+from ..core.reporter import SILENT
+from ..core.run import Run
+from ..core.run_writer import RunWriter, WorkFolder
+from ..options import DYNAMIC, TWO, FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
+from ..options.form import Form as InputForm
+from ..quantize.reference.fp8_model import load_reference
+from ..quantize.scales.decisions import load_scales
+from ..validate.accuracy.decision import loss_in_words
+from ..validate.accuracy.document import Accuracy, load_accuracy
+from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
+from ..validate.accuracy.perplexity import prompt_of
+from ..validate.accuracy.runtimes import vocabulary
+from ..validate.bench.document import gemm_shapes
+from ..validate.sensitivity.document import Sensitivity
+from ..validate.tuning.choices import CODES, SERVED, Form, Group, Mix, RoundingName, Shape, limited_to
+from ..validate.tuning.form_choice import FormChoice, FormRecipe, FormRow, load_form_choice, mix_in_words
+from ..validate.tuning.form_search import (
+    CLOSE,
+    ROUNDS,
+    EvenPrice,
+    FormSearch,
+    group_losses,
+    mix_options,
+    shape_of,
+    uniform_forms,
+)
+from ..validate.tuning.joint import Runner, measure_mixes
+from ..validate.tuning.solve import Losses, Problem, same
+from .build_engine import build_engine
+from .export import export_or_note
+from .measure import measure
+from .other_text import evaluation, positions
+from .pipeline.stage import Key, Notes, arithmetic, device
+from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
+from .quantize import KnownCodes, quantize
+from .sensitivity import TOKENS, predicted_losses
+from .shared.sources import gemms_of, source_of
+from .tune import Saved, mix_of_run
+from .validate import validate
+
+#: Calibration windows that losses are predicted on.
+PREDICTED_WINDOWS = 8
+#: Windows of the evaluation text that a candidate is measured on, and the tokens of one at most.
+FEW_WINDOWS, FEW_CONTEXT = 8, 512
+
+
+@dataclass
+class FormProgress(Saved):
+    """The progress of a search: the verdict's numbers of the form to begin with, the KL in nats of measured mixes, the
+    recipe of the form that was chosen last, and the share of the limits that a nat of KL uses.
+    """
+
+    first: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    chosen: dict[str, object] | None = None
+    factor: float = 0.0
+
+
+@dataclass(frozen=True)
+class FormTask:
+    """One search: the run, the options of `fp8q run`, and the `folder` with its progress."""
+
+    run: Run
+    notes: Notes
+    options: RunOptions
+    folder: Path
+    progress: FormProgress
+
+
+@dataclass(frozen=True)
+class FormCandidates:
+    """The candidates of a search. `shape`: of all that the server computes; `first`: the mix of the run at the
+    beginning; `losses`: predicted ones in nats a token.
+    """
+
+    task: FormTask
+    source: Source
+    forms: FormSearch
+    shape: Shape
+    losses: Losses
+    first: Mix
+
+    def options(self, mix: Mix) -> ScaleOptions:
+        """The options of scales that make the run in the form of `mix`."""
+        asked = self.task.options.calibrate
+        return asked if mix == self.first else mix_options(self.shape.groups, mix, asked.tail_length, asked)
+
+    def make(self, mix: Mix) -> ScaleOptions:
+        """Write scales and checkpoint in the form of `mix`, without graphs; return the options that give it."""
+        task, options = self.task, self.options(mix)
+        if options.needs_moments:
+            measure(task.run, self.source, task.run.options(MEASURE), task.notes, moments=True)
+        codes = task.folder / "codes"
+        codes.mkdir(exist_ok=True)
+        quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, KnownCodes(rounded=codes))
+        return options
+
+
+def candidates_of(task: FormTask) -> FormCandidates:
+    """List the forms that the server computes, with their losses as predicted on a few calibration windows."""
+    run, source, asked = task.run, source_of(task.run), task.options.calibrate
+    scales, record = load_scales(run), load_record(run)
+    losses_file = task.folder / "losses.json"
+    if not losses_file.is_file():
+        options = SensitivityOptions(windows=PREDICTED_WINDOWS, measure=0)
+        folder = task.folder / "sensitivity"
+        folder.mkdir(exist_ok=True)
+        write_document(losses_file, predicted_losses(run, source, options, folder, task.notes))
+        release_memory()
+    sensitivity = read_document(losses_file, Sensitivity)
+    read = [tuple(name for name in members if name in scales.activations) for members in record.groups.values()]
+    groups = {members[0]: members for members in read if members}
+    first = mix_of_run(scales, groups)
+    server = task.options.server
+    on_codes = _on_codes(source, asked, server)
+    roundings = _roundings(asked)
+    losses = group_losses(sensitivity, on_codes, roundings, first.kv_cache)
+    gemms = [*scales.weights, *scales.skipped]
+    shape = shape_of(groups, gemm_shapes(run, vocabulary(run.model)), asked.tail_length, gemms)
+    shape = replace(shape, groups=limited_to(shape.groups, server, record.experts or {}))
+    searched = replace(shape, groups=_without_dearer(shape.groups, on_codes))
+    problem = Problem(losses, searched, EvenPrice(shape.plain, "memory", 0), first)
+    cached = sum(parts[CODES] for name, parts in losses.parts.items() if CODES in parts and first.codes(name))
+    return FormCandidates(task, source, FormSearch(problem, cached), shape, losses, first)
+
+
+def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[Form, ...]:
+    """List the forms on codes that `server` computes and the model may have."""
+    possible: dict[Form, InputForm] = {
+        "dynamic": DYNAMIC, "tail": InputForm("tail", asked.tail_length), "two_terms": TWO,
+    }  # fmt: skip
+    forms: list[Form] = ["one_term"]
+    for form, input_form in possible.items():
+        if form in SERVED[server][0]:
+            try:
+                gemms_of(source, asked.in_one_form(input_form))
+            except InputError:  # Conv1D, or a model with no more positions than a tail
+                continue
+            forms.append(form)
+    return tuple(forms)
+
+
+def _roundings(asked: ScaleOptions) -> tuple[RoundingName, ...]:
+    """List the roundings of weights to choose from: that of the run, and GPTQ where none was asked for."""
+    return ("nearest", "gptq") if asked.weight_rounding == "nearest" else (asked.weight_rounding,)
+
+
+def _without_dearer(groups: Sequence[Group], on_codes: tuple[Form, ...]) -> tuple[Group, ...]:
+    """Leave out two codes and weights alone where a group may have a tail: that loses as little of answers for less."""
+    dearer = {"two_terms", "weights_alone"}
+    return tuple(
+        replace(group, forms=tuple(form for form in group.forms if form not in dearer))
+        if "tail" in group.forms and "tail" in on_codes
+        else group
+        for group in groups
+    )
+
+
+class FewWindows:
+    """A few windows of the evaluation text, and BF16's logits of them."""
+
+    def __init__(self, task: FormTask, candidates: FormCandidates):
+        """Cut windows whose second halves stand for decoded tokens where a candidate has a tail."""
+        run = task.run
+        window = min(FEW_CONTEXT, positions(run) or FEW_CONTEXT, task.options.validate.context or FEW_CONTEXT)
+        window = min(window, load_record(run).corpus.seq_len)
+        tails = "tail" in candidates.losses.on_codes
+        prompt = prompt_of(window) if tails else None
+        asked = replace(
+            task.options.validate, context=window, stride=None, as_served=prompt, accumulator=None,
+            max_tokens=FEW_WINDOWS * (window - (prompt or 0)),
+        )  # fmt: skip
+        text = evaluation(run, None, asked, SILENT)
+        self.task, self.decoded, self.tokens = task, window - prompt if prompt else 0, text.protocol.tokens
+        size = max(1, TOKENS // window)
+        ids, scored = torch.from_numpy(text.ids).to(device()), torch.from_numpy(text.scored).to(device())
+        self.batches = list(zip(ids.split(size), scored.split(size), strict=True))
+        self._source, self._logits = candidates.source, dict[int, torch.Tensor]()
+
+    def kl(self, candidates: FormCandidates, mix: Mix) -> float:
+        """Measure KL(bf16 || run) in nats a token, of the run made in the form of `mix`; each mix is measured once."""
+        measured, name = self.task.progress.measured, json.dumps(asdict(mix), sort_keys=True)
+        if name not in measured:
+            candidates.make(mix)
+            self._run_bf16()
+            reference = self._reference()
+            losses = measure_mixes(self._bf16, {"a form": reference}, self.batches, self.task.notes)
+            measured[name] = losses["a form"].kl_nats
+            self.task.progress.save()
+            del reference
+            release_memory()
+        return measured[name]
+
+    def _run_bf16(self) -> None:
+        """Keep BF16's logits of all batches."""
+        if self._logits:
+            return
+        model = load_model(self._source, torch.bfloat16, device())
+        with self.task.notes.track("Running BF16", len(self.batches), "batches") as advance, torch.inference_mode():
+            for ids, _ in self.batches:
+                self._logits[id(ids)] = model(input_ids=ids, use_cache=False).logits.bfloat16().cpu()
+                advance(1)
+        del model
+        release_memory()
+
+    def _bf16(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._logits[id(ids)].to(device())
+
+    def _reference(self) -> Runner:
+        reference = load_reference(self.task.run.model, "fast", torch.bfloat16, device())
+
+        def run(ids: torch.Tensor) -> torch.Tensor:
+            with reference.answering(self.decoded):
+                logits: torch.Tensor = reference.model(
+                    input_ids=ids, past_key_values=reference.new_cache(), use_cache=True
+                ).logits
+            return logits
+
+        return run
+
+
+#: The share of the limits that a form may use on a few windows: texts differ.
+AIM = 0.9
+#: A KL below which none is told from zero.
+LEAST_NATS = 1e-9
+#: Forms that are chosen and evaluated on all windows, at most.
+ATTEMPTS = 3
+#: The forms of which vLLM multiplies the second codes with the plugin alone.
+SECOND_CODES = {"tail", "two_terms"}
+
+
+def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy:
+    """Validate the run; where it is worse and no form was asked for, find one that is acceptable, and validate that.
+
+    Raises GateError as `validate` does, where no form meets the limit.
+    """
+    try:
+        accuracy, gate = validate(run, notes, None, options.validate), None
+    except GateError as error:
+        accuracy, gate = load_accuracy(run), error
+    worse = accuracy.verdict is not None and accuracy.verdict.kind == "worse"
+    if worse and options.finds_form and not FORMS.is_current(run, _key(run, options)):
+        return _find(run, notes, options, accuracy)
+    if gate:
+        raise gate
+    return accuracy
+
+
+def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
+    """The options of scales for the form that was found for this run, now or in a killed call; those asked for where
+    none was.
+    """
+    asked = options.calibrate
+    if not options.finds_form or not {"corpus", "measure"} <= run.record().stages.keys():
+        return asked
+    key = _key(run, options)
+    if FORMS.is_current(run, key):
+        recipe = load_form_choice(run).recipe
+    else:
+        folder = WorkFolder(run, FORMS.name).left(_work_key(key))
+        chosen = FormProgress.of(folder / "found.json").chosen if folder else None
+        if chosen is None:
+            return asked
+        recipe = FormRecipe.model_validate(chosen)
+    rounding = recipe.weight_rounding
+    return replace(asked, form=tuple(recipe.form), skip=tuple(recipe.skip), weight_rounding=rounding)  # type: ignore[arg-type]  # the options' names
+
+
+def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
+    stages, scales = run.record().stages, QUANTIZE.dump(options.calibrate, QuantizeFacts())
+    digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode()).hexdigest()
+    inputs = {"model": stages["measure"].inputs["model"], **stages["corpus"].outputs}
+    asked, rise = options.validate, options.validate.max_ppl_increase
+    facts = FormFacts(
+        limit=DEFAULT_RISE if rise is None else rise, max_kl=asked.max_kl, max_flips=asked.max_flips, scales=digest
+    )
+    return Key(inputs, FormChoiceOptions(server=options.server), facts)
+
+
+def _work_key(key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object]:
+    return {"inputs": dict(key.inputs), "options": FORMS.dump(key.options, key.facts), **arithmetic()}
+
+
+def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accuracy:
+    """Find the cheapest form that meets the limits, from the form whose accuracy is `first`; write `forms.json`."""
+    key, (_, limits) = _key(run, options), _loss_and_limits(first)
+    RunWriter(run).forget(FORMS.name)
+    with WorkFolder(run, FORMS.name).opened(_work_key(key), notes.note) as folder:
+        task = FormTask(run, notes, options, folder, FormProgress.of(folder / "found.json"))
+        if not task.progress.first:
+            task.progress.first = _numbers(first)
+            task.progress.save()
+        begin = task.progress.first
+        loss = RuntimeLoss(begin["rise"], begin["kl"], begin["flips"])
+        notes.note(
+            f"one code an activation is worse: {loss_in_words(loss, limits)}; finding the cheapest form that is not, "
+            f"for --for {options.server}; --form FORM chooses one"
+        )
+        candidates = candidates_of(task)
+        mix, accuracy, gate = _settled(candidates, used(loss, limits), limits)
+        choice = _choice(candidates, mix, accuracy, limits)
+    with FORMS.writing(run, key, notes) as log:
+        write_document(run.form_choice, choice)
+        log.outputs.append(run.form_choice)
+    if gate:
+        raise gate
+    return accuracy
+
+
+def _numbers(accuracy: Accuracy) -> dict[str, float]:
+    """The loss of the runtime that decides, and the tokens that it is of."""
+    verdict, tokens = accuracy.verdict, accuracy.protocol.tokens
+    assert verdict is not None, "an evaluation has a verdict"
+    numbers = {"rise": verdict.perplexity_increase, "kl": verdict.kl_nats, "flips": verdict.flips, "tokens": tokens}
+    return {name: number or 0.0 for name, number in numbers.items()}
+
+
+def _loss_and_limits(accuracy: Accuracy) -> tuple[RuntimeLoss, Limits]:
+    """The loss of the runtime that decides, and the limits that it was held against."""
+    known = loss_and_limits(accuracy.verdict) if accuracy.verdict else None
+    assert known is not None, "an evaluation has a verdict on a comparison with BF16"
+    return known
+
+
+def _aim(task: FormTask) -> float:
+    """The KL in nats that is aimed at on a few windows."""
+    return AIM / task.progress.factor
+
+
+def _settled(candidates: FormCandidates, first: float, limits: Limits) -> tuple[Mix, Accuracy, GateError | None]:
+    """Choose and evaluate forms until one is acceptable, or nothing better is left; return the last one.
+
+    `first`: the share of the limits that the form to begin with uses. A nat of KL is taken to use at least what it does
+    on a text of the model's own, whose log-perplexity it raises by a nat.
+    """
+    task, forms, few = candidates.task, candidates.forms, FewWindows(candidates.task, candidates)
+    kl = few.kl(candidates, candidates.first)
+    forms.add(candidates.first, kl)
+    least = 1 / max(min(log1p(limits.rise), limits.kl_nats), LEAST_NATS)
+    task.progress.factor = max(task.progress.factor, least, first / max(kl, LEAST_NATS))
+    settled: tuple[Mix, Accuracy, GateError | None] | None = None
+    for _ in range(ATTEMPTS):
+        for _ in range(ROUNDS):
+            if (mix := forms.next_mix(_aim(task))) is None:
+                break
+            forms.add(mix, few.kl(candidates, mix))
+        mix = forms.cheapest(_aim(task))
+        if settled and same(mix, settled[0]):
+            break
+        settled = (mix, *_judged(candidates, mix))
+        verdict, known = settled[1].verdict, forms.measured(mix)
+        if verdict is None or verdict.kind != "worse" or known is None:
+            break
+        share = used(*_loss_and_limits(settled[1]))
+        task.progress.factor = max(task.progress.factor, share / max(known, LEAST_NATS)) / CLOSE
+        task.progress.save()
+    assert settled, "one form is chosen and evaluated at least"
+    return settled
+
+
+def _judged(candidates: FormCandidates, mix: Mix) -> tuple[Accuracy, GateError | None]:
+    """Make the run in the form of `mix`, and evaluate it as any run is."""
+    task = candidates.task
+    run, notes, options, chosen = task.run, task.notes, task.options, candidates.make(mix)
+    task.progress.chosen = _recipe(chosen).model_dump()
+    task.progress.save()
+    export_or_note(run, options.export, notes)
+    if options.validate.engines:
+        build_engine(run, notes, options.engine)
+    try:
+        return validate(run, notes, None, options.validate), None
+    except GateError as gate:
+        return load_accuracy(run), gate
+
+
+def _recipe(options: ScaleOptions) -> FormRecipe:
+    return FormRecipe(
+        form=[*options.form], skip=[*options.skip], weight_rounding=options.weight_rounding, kv_cache=options.kv_cache
+    )
+
+
+def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits: Limits) -> FormChoice:
+    """Describe the `chosen` mix, whose accuracy was measured, and what each other form would have cost."""
+    task, numbers = candidates.task, _numbers(accuracy)
+    begin = task.progress.first
+    others = uniform_forms(candidates.shape, candidates.losses, candidates.first)
+    rows = [
+        _row(candidates, candidates.first, begin),
+        *(_row(candidates, mix) for mix in others if not same(mix, chosen)),
+        _row(candidates, chosen, numbers).model_copy(update={"chosen": True}),
+    ]
+    return FormChoice(
+        server=task.options.server,
+        limit=limits.rise,
+        kl_limit_nats=limits.kl_nats,
+        flips_limit=limits.flips,
+        aim_kl_nats=_aim(task),
+        met=accuracy.verdict is not None and accuracy.verdict.kind != "worse",
+        needs_plugin=not SECOND_CODES.isdisjoint(chosen.forms.values()),
+        recipe=_recipe(candidates.options(chosen)),
+        rows=rows,
+    )
+
+
+def _row(candidates: FormCandidates, mix: Mix, numbers: dict[str, float] | None = None) -> FormRow:
+    """Describe a mix with its measured `numbers`, or as a few windows or the prediction have it."""
+    shape, forms = candidates.shape, candidates.forms
+    cost, known = shape.cost(mix), forms.measured(mix)
+    tail = candidates.task.options.calibrate.tail_length
+    return FormRow(
+        form=mix_in_words(shape.groups, mix, tail),
+        weight_rounding=mix.rounding,
+        kl_nats=numbers["kl"] if numbers else forms.expected(mix),
+        known="predicted" if numbers is None and known is None else "measured",
+        tokens=int(numbers["tokens"]) if numbers else None,
+        perplexity_increase=numbers["rise"] if numbers else None,
+        flips=numbers["flips"] if numbers else None,
+        weight_bytes=cost.weight_bytes,
+        prefill_flops_ratio=cost.prefill_operations / shape.plain.prefill_operations,
+    )

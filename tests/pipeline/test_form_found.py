@@ -1,0 +1,76 @@
+"""`fp8q run` finds a form that meets the limit, where one code an activation does not and none was asked for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8q import api
+from fp8q.core.errors import GateError
+from fp8q.core.run import Run
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.tuning.form_choice import form_table, load_form_choice
+
+pytestmark = pytest.mark.slow
+#: Less than one code loses on this text, and more than other forms do.
+LIMIT = 0.001
+
+
+def run(model: Path, texts: Any, out: Path, **more: Any) -> Run:
+    options = {
+        "calibrate": api.CalibrateOptions(samples=16, seq_len=256),
+        "export": api.ExportOptions(graph=False),
+        "validate": api.ValidateOptions(("bf16", "reference"), max_ppl_increase=LIMIT, max_tokens=8160),
+    }
+    return api.run(str(model), str(texts.calibration), out, str(texts.evaluation), api.RunOptions(**(options | more)))
+
+
+@pytest.fixture(scope="module")
+def made(demo_checkpoint: Path, demo_texts: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(demo_checkpoint, demo_texts, tmp_path_factory.mktemp("forms") / "run")
+
+
+def test_the_run_ends_acceptable_and_tells_what_each_form_costs(made: Run) -> None:
+    verdict = load_accuracy(made).verdict
+    assert verdict is not None
+    assert verdict.kind == "acceptable"
+    choice = load_form_choice(made)
+    assert choice.server == "vllm"  # no graph, and so no engine
+    assert choice.met
+    assert not choice.needs_plugin
+    first, *others = choice.rows
+    assert (first.form, first.weight_rounding, first.known) == ("one code", "nearest", "measured")
+    assert first.perplexity_increase is not None
+    assert first.perplexity_increase > LIMIT
+    assert choice.chosen.perplexity_increase == verdict.perplexity_increase
+    assert [row.chosen for row in choice.rows].count(True) == 1
+    assert {"one code", "one code, scales of tokens", "weights alone in FP8"} <= {row.form for row in (first, *others)}
+    assert (
+        "is the cheapest that meets the limits (0.1 % perplexity, KL 0.00995 nats, 8 of 100 next tokens) for --for vllm"
+    ) in form_table(choice).note
+    assert (first.flips or 0) > (choice.chosen.flips or 0) > 0
+
+
+def test_no_form_is_chosen_that_the_server_does_not_compute(made: Run) -> None:
+    scales = load_scales(made)
+    assert not scales.two_terms
+    assert not scales.tails
+
+
+def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_texts: Any) -> None:
+    files = [path for path in made.root.rglob("*") if path.is_file() and path.name != ".lock"]
+    before = {
+        path: path.stat().st_mtime_ns for path in files if path.name not in {"report.html", "report.ipynb", "run.json"}
+    }
+    run(demo_checkpoint, demo_texts, made.root)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_form_that_is_asked_for_is_kept(made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
+    one = api.CalibrateOptions(samples=16, seq_len=256, form=("one",))
+    with pytest.raises(GateError, match=r"^reference: perplexity is "):
+        run(demo_checkpoint, demo_texts, tmp_path / "one", calibrate=one)
+    out = Run(tmp_path / "one")
+    assert not out.form_choice.exists()
+    assert not out.moments.exists()

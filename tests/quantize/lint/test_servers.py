@@ -1,0 +1,248 @@
+"""`fp8q lint --for SERVER` as its users meet it: versions, exit codes, JSON, checkpoints of any form; and public cases,
+rebuilt small.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8q import api
+from fp8q.core.errors import InputError
+from fp8q.core.run import Run
+from fp8q.quantize.lint.check import open_served, server_findings
+from fp8q.quantize.lint.servers import READ, parse_version
+
+from .conftest import Damaged
+
+Fp8q = Callable[..., Any]
+HEADS = 64
+
+
+def found(it: Damaged, server: Any, version: str | None = None) -> list[str]:
+    """The numbers of the rules that the damaged checkpoint breaks on a server."""
+    if not it.saved:
+        it.save()
+    return [finding.rule for finding in server_findings(open_served(it.folder, server, version))]
+
+
+def with_cache(it: Damaged, architecture: str = "LlamaForCausalLM", strategy: str = "tensor") -> Damaged:
+    """Scales of a cache in every layer, as llm-compressor writes them."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    it.quantization["kv_cache_scheme"] = scheme
+    it.config |= {"architectures": [architecture], "head_dim": HEADS}
+    for name in [name for name in it.tensors if name.endswith("self_attn.k_proj.weight")]:
+        parent = name.removesuffix(".k_proj.weight")
+        it.tensors |= {f"{parent}.{part}_scale": torch.tensor([0.05]) for part in "kv"}
+        for part in "qkv":  # as llm-compressor's preset has them, one of all three
+            it.tensors[f"{parent}.{part}_proj.weight_scale"].fill_(0.001)
+    for name in [name for name in it.tensors if name.endswith(("gate_proj.weight_scale", "up_proj.weight_scale"))]:
+        it.tensors[name].fill_(0.001)
+    return it
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("0.32", (0, 32)), ("v0.5.23", (0, 5, 23)), ("1.3.0rc2", (1, 3)), ("0.33.0.dev1+g5", (0, 33)), ("5", (5,))],
+)
+def test_versions_are_read_as_numbers(text: str, numbers: tuple[int, ...]) -> None:
+    assert parse_version(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "new", "1..2", "-1", "1.2.3.4.5", "0.32 beta"])
+def test_other_texts_are_no_version(text: str) -> None:
+    with pytest.raises(InputError, match="is no version; give one such as 0.32.0, or leave it out"):
+        parse_version(text)
+
+
+def test_a_good_checkpoint_of_each_form_has_nothing_that_is_wrong(damaged: Callable[[str], Damaged]) -> None:
+    it = with_cache(damaged("compressed-tensors"))
+    assert found(it, "vllm") == []
+    assert found(it, "sglang") == []
+    assert found(it, "transformers") == []
+
+
+def test_an_error_is_exit_3_and_json_has_it(fp8q: Fp8q, damaged: Callable[[str], Damaged]) -> None:
+    it = with_cache(damaged("compressed-tensors"))
+    it.save()
+    result = fp8q("lint", it.folder, "--for", "tensorrt-llm")
+    told = (
+        "S111 form-refused: config.json config_groups.group_0: has one scale a tensor: TensorRT-LLM ends with "
+        "`Unsupported weights_quant_strategy: tensor`; quantize as channel weights with inputs per token, or blocks "
+        "with groups of 128"
+    )
+    assert result.code == 3
+    assert result.err == f"fp8q: {it.folder}: {told}\n"
+    what = "a checkpoint in the form compressed-tensors, as TensorRT-LLM 1.3 loads it (LlamaForCausalLM)"
+    assert result.out.splitlines()[:2] == [f"{it.folder}: {what}", f"error   {told}"]
+    shown = json.loads(fp8q("lint", it.folder, "--for", "tensorrt-llm", "--json").out)["findings"]
+    assert [(entry["rule"], entry["severity"]) for entry in shown] == [("S111", "error"), ("S121", "warning")]
+
+
+def test_a_server_and_its_version_go_together(fp8q: Fp8q, demo_checkpoint: Path, tmp_path: Path) -> None:
+    assert fp8q("lint", demo_checkpoint, "--version", "0.32").complaint() == (
+        "--version 0.32: is of a server, and none is named; name it with --for"
+    )
+    assert fp8q("lint", demo_checkpoint, "--for", "vllm", "--version", "newest").complaint() == (
+        "--version newest: is no version; give one such as 0.32.0, or leave it out"
+    )
+    assert fp8q("lint", tmp_path, "--for", "vllm").complaint() == (
+        f"--for vllm: is for checkpoints, and {tmp_path} has no config.json; name a checkpoint or a run"
+    )
+    assert fp8q("lint", demo_checkpoint, "--for", "mistral.rs").code == 2
+
+
+def test_a_checkpoint_in_bf16_is_taken_too(fp8q: Fp8q, demo_checkpoint: Path) -> None:
+    result = fp8q("lint", demo_checkpoint, "--for", "sglang")
+    what = f"a checkpoint in no FP8, as SGLang {READ['sglang'][1]} loads it (LlamaForCausalLM)"
+    assert (result.code, result.out) == (0, f"{demo_checkpoint}: {what}\nno findings\n")
+
+
+def test_a_version_that_was_not_read_is_told_with_the_nearest_rules(fp8q: Fp8q, demo_checkpoint: Path) -> None:
+    result = fp8q("lint", demo_checkpoint, "--for", "vllm", "--version", "0.33.0")
+    assert result.code == 0
+    assert "note    S101 server-version: the source of vLLM 0.33.0 was not read, but of 0.27.1 to 0.32.0" in result.out
+
+
+def test_of_a_run_the_checkpoint_is_taken(demo_run: Run) -> None:
+    linted = api.lint(demo_run.root, options=api.LintOptions("transformers"))
+    assert linted.path == demo_run.model
+    assert [finding.rule for finding in linted.findings if finding.severity == "error"] == []
+    refused = api.lint(demo_run.root, options=api.LintOptions("tensorrt-llm"))
+    assert [finding.rule for finding in refused.findings if finding.severity == "error"] == ["S111"]
+
+
+def test_it_needs_the_base_install_alone(
+    base_install: Callable[..., subprocess.CompletedProcess[str]], goods: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(goods["modelopt"], tmp_path / "checkpoint"))
+    shown = base_install("lint", folder, "--for", "transformers")
+    assert shown.returncode == 3
+    assert "error   S112 form-misread: config.json: is ModelOpt's form" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("server", "version", "architecture", "reads"),
+    [
+        ("vllm", None, "Qwen3_5ForCausalLM", True),  # vllm 54623 says it is not; 0.32 loads 0.37 and 0.21 as stored
+        ("vllm", None, "Lfm2ForCausalLM", False),
+        ("sglang", None, "LlamaForCausalLM", True),
+        ("sglang", "0.5.18", "LlamaForCausalLM", False),
+        ("sglang", None, "Qwen3ForCausalLM", False),
+        ("sglang", None, "MixtralForCausalLM", False),  # sglang 39942
+        ("tensorrt-llm", None, "LlamaForCausalLM", False),
+        ("transformers", None, "LlamaForCausalLM", True),
+        ("transformers", "5.24.0", "LlamaForCausalLM", False),
+    ],
+)
+def test_cache_scales_that_a_class_never_loads_are_told(
+    server: str, version: str | None, architecture: str, reads: bool, damaged: Callable[[str], Damaged]
+) -> None:
+    numbers = found(with_cache(damaged("compressed-tensors"), architecture), server, version)
+    assert ("S121" not in numbers) == reads
+
+
+def test_drafts_that_a_list_of_projections_leaves_out_are_dropped_by_sglang(damaged: Callable[[str], Damaged]) -> None:
+    it = with_cache(damaged("compressed-tensors"), "Qwen3_5ForCausalLM")  # sglang 35797
+    it.config["model_type"] = "qwen3_5_text"
+    modules = [f"mtp.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    it.tensors |= {f"{module}.weight": torch.zeros(64, 128, dtype=torch.bfloat16) for module in modules}
+    it.quantization["ignore"] += modules
+    assert "S141" in found(it, "sglang", "0.5.20")
+    assert "S141" not in found(it, "sglang", "0.5.21")
+    assert "S141" not in found(it, "vllm")
+    it.quantization["ignore"] = ["lm_head", "re:^mtp.*"]
+    it.save()
+    assert "S141" not in found(it, "sglang", "0.5.20")
+    assert found(it, "transformers") == ["S142"]
+
+
+@pytest.mark.parametrize(("inner", "number"), [("language_model.language_model.", "S131"), ("language_model.", "S132")])
+def test_names_that_a_server_does_not_look_for_are_told(
+    inner: str, number: str, damaged: Callable[[str], Damaged]
+) -> None:
+    it = damaged("fp8")  # llm-compressor 2568 and 3159
+    for name in [name for name in it.tensors if name.startswith("model.layers.")]:
+        it.tensors[name.replace("model.", f"model.{inner}", 1)] = it.tensors.pop(name)
+    assert found(it, "vllm") == [number]
+    assert found(it, "sglang") == [number]
+
+
+def test_a_language_model_of_several_modalities_is_looked_for_inside(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("fp8")
+    it.config["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    assert found(it, "vllm") == ["S132"]
+    assert found(it, "sglang") == []  # it takes both names
+
+
+def test_each_server_matches_the_list_in_its_own_way(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("fp8")
+    name = "model.layers.1.mlp.down_proj"
+    it.tensors[f"{name}.weight"] = it.tensors[f"{name}.weight"].bfloat16()
+    del it.tensors[it.scale(name)]
+    it.quantization["modules_to_not_convert"] += ["layers.1.mlp.down_proj"]
+    assert found(it, "vllm") == ["S161", "S162"]  # whole names alone
+    assert found(it, "sglang") == []
+    assert found(it, "transformers") == []
+    it.quantization["modules_to_not_convert"] = ["lm_head", name]
+    it.save()
+    assert found(it, "vllm") == []
+
+
+def test_before_0_5_18_sglang_took_parts_of_names(damaged: Callable[[str], Damaged]) -> None:
+    it = with_cache(damaged("compressed-tensors"))
+    it.quantization["ignore"] += ["layers.1.mlp.down_proj"]
+    assert [number for number in found(it, "sglang", "0.5.16") if number != "S121"] == ["S162"]
+    assert found(it, "vllm") == ["S161"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "refused"),
+    [
+        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True}, False),
+        ({"strategy": "block"}, {"strategy": "group", "dynamic": True, "group_size": 128}, False),
+        ({"strategy": "block"}, {"strategy": "group", "dynamic": True, "group_size": 64}, True),
+        ({"strategy": "channel"}, {"strategy": "tensor", "dynamic": False}, True),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, True),
+        ({"strategy": "channel"}, None, True),
+    ],
+)
+def test_tensorrt_llm_takes_two_pairs(
+    weights: dict[str, Any], inputs: dict[str, Any] | None, refused: bool, damaged: Callable[[str], Damaged]
+) -> None:
+    it = damaged("compressed-tensors")
+    group = it.quantization["config_groups"]["group_0"]
+    group["weights"] |= weights
+    group["input_activations"] = inputs and group["input_activations"] | inputs
+    assert ("S111" in found(it, "tensorrt-llm")) == refused
+
+
+def test_vllm_and_sglang_want_the_scheme_of_activations(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("fp8")
+    del it.quantization["activation_scheme"]
+    assert found(it, "vllm") == ["S111"]
+    assert found(it, "sglang") == ["S111"]
+    it.quantization["activation_scheme"] = "static"
+    it.save()
+    assert "S111" in found(it, "vllm")
+    assert "S111" not in found(it, "transformers")
+
+
+@pytest.mark.parametrize(("size", "told"), [(16, True), (48, True), (80, True), (64, False), (128, False), (96, False)])
+def test_heads_without_a_kernel_for_an_fp8_cache_are_told(
+    size: int, told: bool, damaged: Callable[[str], Damaged]
+) -> None:
+    it = with_cache(damaged("compressed-tensors"))
+    it.config["head_dim"] = size
+    assert ("S123" in found(it, "vllm")) == told
+
+
+def test_a_layer_without_weights_is_told(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("fp8")
+    it.config["num_hidden_layers"] += 1
+    assert found(it, "vllm") == ["S133"]

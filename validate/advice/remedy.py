@@ -1,0 +1,139 @@
+"""The remedy of a loss in one sentence: what each part of it becomes by which option, the command, its time and what it
+needs. `sensitivity`, `doctor`, the report and the `next:` lines say the same.
+
+The parts are the sums of what `sensitivity` predicts for each tensor. A change that gains little is not advised.
+"""
+
+import os
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from shlex import quote
+
+from ...calibrate.measure.statistics import load_record
+from ...core.columns import nats
+from ...core.run import Run
+from ...quantize.scales.decisions import load_scales
+from ..accuracy.log_probabilities import vocabulary_size
+from ..bench.document import gemm_shapes
+from ..sensitivity.document import Loss, Sensitivity, load_sensitivity
+
+#: The share of the whole loss that a change must take away to be advised.
+WORTH = 0.1
+#: GPTQ's multiplications, output channels × inputs squared of a weight, that a core does in a second, about: SmolLM2's
+#: 86 × 10⁹ took 74 to 180 seconds of a core.
+ROUNDED_A_SECOND = 0.7e9
+#: The length of the tail that is advised.
+ADVISED_FORM = "tail:64"
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """The predicted losses of a run, summed by kind, in nats a token: now, inputs in two codes, and weights by GPTQ."""
+
+    weights: float
+    inputs: float
+    cache: float
+    inputs_in_two: float
+    weights_by_gptq: float
+
+    @classmethod
+    def of(cls, sensitivity: Sensitivity) -> "LossSums":
+        """Add up the losses of all tensors."""
+
+        def total(kind: str, after: str | None = None) -> float:
+            losses = [loss for loss in sensitivity.modules if loss.kind == kind]
+            return sum(_after(loss, after) for loss in losses)
+
+        return cls(
+            total("weight"), total("activation"), total("kv_cache"), total("activation", "two_terms"),
+            total("weight", "gptq"),
+        )  # fmt: skip
+
+    @property
+    def now(self) -> float:
+        """The sum of all."""
+        return self.weights + self.inputs + self.cache
+
+    def __str__(self) -> str:
+        """The sums in words."""
+        cache = f", the cache {nats(self.cache)}" if self.cache else ""
+        return (
+            f"KL in nats a token, each tensor alone, summed: weights {nats(self.weights)}, inputs "
+            f"{nats(self.inputs)}{cache}; together about {nats(self.now)}."
+        )
+
+
+def _after(loss: Loss, choice: str | None) -> float:
+    """The loss of a tensor after a choice; as it is where that changes nothing of it."""
+    changed = getattr(loss.kl_after, choice) if choice else None
+    return loss.kl_nats if changed is None else float(changed)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the run that lessens its loss: the effect in words, and the command."""
+
+    effect: str
+    command: str
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return f"{self.effect}: `{self.command}`"
+
+
+def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> Remedy | None:
+    """The change of forms and rounding that lessens the loss of `run`, by its `sensitivity` (None: `sensitivity.json`).
+
+    None where neither takes a tenth of the loss away, and where nothing was measured of the run as it is.
+    """
+    stages = run.record().stages
+    if sensitivity is None:
+        if "sensitivity" not in stages or run.is_stale("sensitivity"):
+            return None
+        sensitivity = load_sensitivity(run)
+    sums, changes, words = LossSums.of(sensitivity), list[str](), list[str]()
+    if sums.inputs - sums.inputs_in_two > WORTH * sums.now:
+        changes.append(f"inputs {nats(sums.inputs)} -> {nats(sums.inputs_in_two)} in two codes")
+        words += ["--form", ADVISED_FORM]
+    if sums.weights - sums.weights_by_gptq > WORTH * sums.now:
+        changes.append(f"weights {nats(sums.weights)} -> {nats(sums.weights_by_gptq)} by GPTQ")
+        words += ["--weight-rounding", "gptq"]
+    if not changes:
+        return None
+    needs = "; needs the plugin fp8q-vllm in vLLM" if "--form" in words else ""
+    minutes = _minutes(run) if "gptq" in words else 1
+    effect = f"{', '.join(changes)}, about {minutes} minute{'' if minutes == 1 else 's'}{needs}"
+    return Remedy(effect, command_for(run, words))
+
+
+def command_for(run: Run, words: list[str]) -> str:
+    """The command that makes `run` anew with the options `words`: `fp8q scales`, or where the second moments that GPTQ
+    needs were not measured, `fp8q calibrate` with the run's model, text and windows.
+    """
+    measured = run.record().stages["measure"].outputs
+    if "gptq" not in words or any(name.startswith("moments/") for name in measured):
+        return " ".join(["fp8q scales", quote(str(run.root)), *words])
+    corpus, model = load_record(run).corpus, run.record().model.get("path", "MODEL")
+    stages = run.record().stages
+    evaluated = str(stages["corpus"].options.get("eval_data", "")) if "corpus" in stages else ""
+    texts = [word for text in corpus.name.split(" + ") for word in ("--data", quote(text))]
+    texts += ["--eval-data", quote(evaluated)] if Path(evaluated).exists() else []
+    sizes = ["--samples", str(corpus.windows), "--seq-len", str(corpus.seq_len)]
+    cache_options = ["--kv-cache", parts] if (parts := _cache(run)) else []
+    graph = ["--no-graph"] if run.without_graph() else []
+    out = ["--out", quote(str(run.root))]
+    return " ".join(["fp8q calibrate", quote(model), *texts, *out, *sizes, *cache_options, *words, *graph])
+
+
+def _cache(run: Run) -> str | None:
+    """The run's `--kv-cache`; None where the cache is in BF16."""
+    return {"v": "v", "kv": "fp8"}.get(load_scales(run).cache_parts)
+
+
+def _minutes(run: Run) -> int:
+    """The minutes that GPTQ takes for the weights of `run` on this machine, about."""
+    shapes = gemm_shapes(run, vocabulary_size(run))
+    weights = [shape for name, shape in shapes.items() if name in load_scales(run).weights]
+    work = sum(prod(shape) * shape[-1] for shape in weights)
+    return max(1, ceil(work / ROUNDED_A_SECOND / (os.cpu_count() or 1) / 60))

@@ -1,0 +1,286 @@
+"""Compare two models of which one decoder layer each is in memory at a time, with hidden states on disk.
+
+The windows go through a layer of the original in BF16, then the candidate's, then the original's in FP32, before the
+next layer is read. While the original's runs on the windows for modules, each module of the candidate's runs on the
+same inputs (`module_errors`). The batches are those of a comparison in memory, and layers get the arguments that their
+model gives them, so the results are the same but for the rounding of another order of sums.
+
+A step (the modules before the layers, each layer, the modules behind them) reads one file of hidden states for each
+model, writes the other, and ends with a file of its results; a killed call goes on after the last complete step. The
+logits are then computed from the hidden states that left the last layer, a batch at a time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+
+from ...calibrate.input.untrusted import foreign
+from ...calibrate.measure.chain import LayerChain
+from ...calibrate.measure.hidden_states import Batches, HiddenStates
+from ...calibrate.measure.stream import check_room, going_on
+from ...calibrate.model.bf16_gemms import gemms_in_fp32
+from ...calibrate.model.copies import Copies, copies_of
+from ...calibrate.model.decoder import LayerCall, LayerOutput, outputs_behind
+from ...core.errors import BackendError
+from ...core.files import Strict, read_document, write_document
+from ...core.memory import release_memory
+from ...core.reporter import Reporter
+from ..accuracy.compare import BASELINE, FLOAT32, AnyForward, Opener, error_line
+from .document import CANDIDATE, HiddenError, ModuleError
+from .module_errors import ComparedModules, OutputSums, expert_errors, sorted_by_error
+
+#: What stands in an error of a full disk, and the remedy.
+OPTION, REMEDY = "--stream", "name another directory with --out, or give a smaller --max-tokens"
+
+
+#: Parameter -> the relative errors of the experts that it holds.
+Experts = dict[str, list[float | None]]
+
+
+class StepResults(Strict):
+    """The results of one step, in a file of its own: the errors of modules and experts, and of the hidden states that
+    enter a layer, or leave the model.
+    """
+
+    hidden: HiddenError | None = None
+    modules: list[ModuleError] = Field(default=[])
+    experts: Experts = Field(default={})
+
+
+@dataclass(frozen=True)
+class StreamedWindows:
+    """The batches of windows whose logits are compared, and the windows on which modules are compared, both by number:
+    int64 [windows, context] each.
+    """
+
+    scored: Batches
+    modules: Batches
+
+    @classmethod
+    def cut(cls, ids: npt.NDArray[np.int64], at_once: int, modules: npt.NDArray[np.int64]) -> "StreamedWindows":
+        """Cut `ids` [windows, context] into batches of `at_once` windows; `modules`: the numbers of windows for
+        modules, each a batch.
+        """
+        scored = {number: ids[start : start + at_once] for number, start in enumerate(range(0, len(ids), at_once))}
+        return cls(scored, {len(scored) + number: ids[[window]] for number, window in enumerate(modules.tolist())})
+
+    def of(self, name: str) -> Batches:
+        """The batches that a model runs; modules are compared in BF16 alone."""
+        return dict(self.scored) if name == FLOAT32 else {**self.scored, **self.modules}
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """The files of a model's hidden states."""
+    return [folder / f"{name}-{parity}" for parity in range(2)]
+
+
+def check_disk(folder: Path, outputs: Mapping[str, LayerOutput], windows: StreamedWindows, disk: Path) -> None:
+    """Raise InputError where `disk` has no room for the hidden states in `folder` of models with these `outputs`."""
+    sizes = {
+        file: sum(ids.size for ids in windows.of(name).values()) * output.width * output.dtype.itemsize
+        for name, output in outputs.items()
+        for file in _files(folder, name)
+    }
+    check_room(disk, sizes, OPTION, REMEDY)
+
+
+@dataclass
+class StreamedModel:
+    """A model on its way through its layers: the hidden states that enter the next layer and those that leave it, in
+    turn, and the arguments of all layers by the shape of a batch. `name`: its name among the runtimes.
+    """
+
+    name: str
+    chain: LayerChain
+    batches: Batches
+    states: tuple[HiddenStates, HiddenStates]
+    calls: dict[tuple[int, ...], list[LayerCall]] = field(default_factory=dict)
+
+    def enter(self, done: bool) -> None:
+        """Write the hidden states that enter the first layer, unless that is `done`; find the arguments of layers."""
+        keep = None if done else self.states[0].write
+        with self._named("before its layers"):
+            self.calls = self.chain.enter(self.batches, keep, lambda batch: nullcontext(None))
+        self.states[0].flush()
+
+    def run(
+        self, index: int, model: torch.nn.Module, copies: Copies, around: Callable[[int], AbstractContextManager[None]]
+    ) -> None:
+        """Run all batches through layer `index` of `model`, each within the block that `around` gives for it."""
+        layer = model.get_submodule(f"{self.chain.layers.prefix}.{index}")
+        with self._named(f"in decoder layer {index}"), self.states[(index + 1) % 2].writing(copies) as write:
+            for batch, hidden in self.states[index % 2].on_device(copies):
+                with around(batch):
+                    write(batch, self.calls[self.batches[batch].shape][index].run(layer, hidden, None))
+
+    def _named(self, where: str) -> AbstractContextManager[None]:
+        """Turn an exception of the model in this block into a BackendError; a disk's passes."""
+        return foreign(lambda error: BackendError(self.name, f"failed {where} ({error_line(error)})"), OSError)
+
+    def behind(self, model: Any, batch: int, **named: object) -> Any:
+        """The outputs of `model`, with its modules outside the layers, for what left the last layer."""
+        chain, ids = self.chain, torch.from_numpy(self.batches[batch]).to(self.chain.device)
+        leaving = self.states[chain.layers.count % 2].read(batch, chain.device)
+        return outputs_behind(model, chain.layers, chain.layer_output, ids, leaving, **named)
+
+
+class PairStream:
+    """The steps of one comparison.
+
+    Invariant: if the results of step n exist, the hidden states that step n + 1 reads are complete.
+    """
+
+    def __init__(self, chains: Mapping[str, LayerChain], windows: StreamedWindows, folder: Path):
+        """Take the disk's room for the hidden states of the models `chains`: the original's `bf16` and `fp32`, and
+        `candidate`.
+
+        `folder` exists; a killed call's files there are continued, so it must have had the same arguments.
+        """
+        self.windows, self.folder = windows, folder
+        self.copies = copies_of(chains[BASELINE].device)
+        self.models = {name: self._model(name, chain) for name, chain in chains.items()}
+        self.original, self.candidate = self.models[BASELINE], self.models[CANDIDATE]
+        self.layers = self.original.chain.layers
+
+    def _model(self, name: str, chain: LayerChain) -> StreamedModel:
+        batches = self.windows.of(name)
+        first, second = (HiddenStates(file, batches, chain.layer_output) for file in _files(self.folder, name))
+        return StreamedModel(name, chain, batches, (first, second))
+
+    def run(self, report: Reporter) -> None:
+        """Run all steps that are not finished."""
+        count = self.layers.count
+        done = next(step for step in range(count + 2) if not self._file(step).is_file() or step > count)
+        if done > 1:
+            going_on(report, min(done, count), count)
+        with gemms_in_fp32(), torch.inference_mode():
+            for model in self.models.values():
+                model.enter(done > 0)
+                release_memory()
+            if not done:
+                self._save(0, StepResults())
+            remaining = range(max(done, 1), count + 1)
+            with report.track(f"Comparing {len(remaining)} layers, one by one", len(remaining), "layers") as advance:
+                for step in remaining:
+                    self._layer(step)
+                    advance(1)
+            if self.windows.modules and not self._file(count + 1).is_file():
+                self._save(count + 1, self._behind())
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"{step:05}.json"
+
+    def _save(self, step: int, results: StepResults) -> None:
+        write_document(self._file(step), results)
+
+    def _layer(self, step: int) -> None:
+        """Step n: run all batches through decoder layer n - 1 of each model."""
+        results = self._both(step - 1)
+        release_memory()
+        self._wide(step - 1)
+        release_memory()
+        for model in self.models.values():
+            model.states[step % 2].flush()
+        self._save(step, results)
+
+    def _both(self, index: int) -> StepResults:
+        """Run a layer of the original in BF16 and the candidate's, and compare their modules."""
+        hidden = OutputSums()
+        for batch in self.windows.modules:
+            states = (model.states[index % 2].read(batch, "cpu") for model in (self.original, self.candidate))
+            hidden.add(*states)
+        with (
+            self.original.chain.open_layer(index) as original,
+            self.candidate.chain.open_layer(index) as candidate,
+        ):
+            compared = ComparedModules(original, candidate, self._in_part(index))
+            self.original.run(
+                index,
+                original,
+                self.copies,
+                lambda batch: compared.adding() if batch in self.windows.modules else nullcontext(),
+            )
+            self.candidate.run(index, candidate, self.copies, lambda batch: nullcontext())
+            if not self.windows.modules:
+                return StepResults()
+            return self._results(index, hidden, compared, (original, candidate))
+
+    def _wide(self, index: int) -> None:
+        """Run a layer of the original in FP32."""
+        with self.models[FLOAT32].chain.open_layer(index) as model:
+            self.models[FLOAT32].run(index, model, self.copies, lambda batch: nullcontext())
+
+    def _behind(self) -> StepResults:
+        """The last step: compare the modules outside the layers, and the hidden states behind the last norm."""
+        hidden = OutputSums()
+        with (
+            self.original.chain.open_outside(head=True) as original,
+            self.candidate.chain.open_outside(head=True) as candidate,
+        ):
+            compared = ComparedModules(original, candidate, self._in_part(None))
+            for batch in self.windows.modules:
+                with compared.adding():
+                    ours = self.original.behind(original, batch, output_hidden_states=True)
+                theirs = self.candidate.behind(candidate, batch, output_hidden_states=True)
+                hidden.add(ours.hidden_states[-1], theirs.hidden_states[-1])
+            return self._results(None, hidden, compared, (original, candidate))
+
+    def _in_part(self, part: int | None) -> Callable[[str], bool]:
+        return lambda name: self.layers.index(name) == part
+
+    def _results(
+        self,
+        part: int | None,
+        hidden: OutputSums,
+        compared: ComparedModules,
+        models: tuple[torch.nn.Module, torch.nn.Module],
+    ) -> StepResults:
+        """The results of a layer, or (None) of what lies outside the layers."""
+        layer = self.layers.count if part is None else part
+        return StepResults(
+            hidden=HiddenError(layer=layer, error=hidden.error),
+            modules=compared.errors(),
+            experts=expert_errors(*models, self._in_part(part)),
+        )
+
+    def results(self, names: Iterable[str]) -> tuple[list[ModuleError], list[HiddenError], Experts]:
+        """The errors of modules, the worst first, and equal ones in the order of `names`; of hidden states, in order;
+        and of experts.
+        """
+        steps = [read_document(file, StepResults) for file in sorted(self.folder.glob("*.json"))]
+        order = {name: number for number, name in enumerate(names)}
+        modules = sorted((entry for step in steps for entry in step.modules), key=lambda entry: order[entry.module])
+        hidden = [step.hidden for step in steps if step.hidden is not None]
+        experts = {name: errors for step in steps for name, errors in step.experts.items()}
+        return sorted_by_error(modules), hidden, experts
+
+    @contextmanager
+    def openers(self) -> Iterator[dict[str, Opener]]:
+        """Give what opens each model for the batches that were run: its modules behind the layers, which one model at a
+        time has in memory.
+        """
+        batches = {ids.tobytes(): batch for batch, ids in self.windows.scored.items()}
+
+        def opener(model: StreamedModel) -> Opener:
+            def open_model() -> AnyForward:
+                opened.close()
+                behind = opened.enter_context(model.chain.open_outside(head=True))
+
+                def forward(ids: npt.NDArray[np.int64]) -> torch.Tensor:
+                    with gemms_in_fp32():
+                        logits: torch.Tensor = model.behind(behind, batches[ids.tobytes()]).logits
+                    return logits
+
+                return forward
+
+            return open_model
+
+        with ExitStack() as opened:
+            yield {name: opener(model) for name, model in self.models.items()}
