@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from ..calibrate.input.untrusted import local_path
 from ..calibrate.text.corpus import lower_default
 from ..core.errors import InputError
 from ..core.run import Run
@@ -31,9 +32,9 @@ def triton(run: Run, notes: Notes, options: TritonOptions) -> list[Path]:
     refuse_without_engine(run, options)
     inputs = fp8_files(run) | engine_files(run)
     key, out = Key(inputs, options, NO_FACTS), options.out
-    if out is not None and out.resolve() != run.triton.resolve():
+    if out is not None and (target := local_path(out).resolve()) != run.triton.resolve():
         refuse_foreign(out)
-        options = replace(options, out=out.resolve())  # not a link to it
+        options = replace(options, out=target)  # not a link to it
         files = write_repository(
             run, options, notes, plain_engine(run, options.engine_model, notes), python_model_engines(run)
         )

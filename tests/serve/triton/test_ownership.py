@@ -61,6 +61,16 @@ def test_a_file_where_the_repository_would_be_is_named(fp8q: Fp8q, wide_run: Run
     )
 
 
+def test_links_in_a_circle_are_refused_by_their_name(
+    fp8q: Fp8q, wide_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("circle").symlink_to("circle")
+    assert fp8q("triton", wide_run.root, "--out", "circle").complaint() == (
+        "'circle': is no name that a file can have (Too many levels of symbolic links); give another"
+    )
+
+
 @pytest.mark.parametrize("given", [(), ("--out", "RUN/triton")])
 def test_what_was_put_into_a_repository_is_not_taken_away(fp8q: Fp8q, wide_run: Run, given: tuple[str, ...]) -> None:
     out = [word.replace("RUN", str(wide_run.root)) for word in given]
