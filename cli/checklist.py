@@ -106,7 +106,7 @@ BY_DEPTH = {
     "attention_logits": ("logit", magnitude),
     "saturation": ("saturation", share),
     "underflow": ("underflow", share),
-    "product_errors": ("worst product's error", share),
+    "product_errors": ("worst GEMM's error", share),
     "hidden_states": ("hidden states' error", share),
 }
 

@@ -210,7 +210,7 @@ def lint(
 
 @app.command(synonym=("build", "compile"))
 def build_engine(run: RunPath, /, *, options: EngineOptions = EngineOptions(), common: Common = Common()) -> None:
-    """Build a TensorRT engine for each target, and prove which products run in FP8."""
+    """Build a TensorRT engine for each target, and prove which GEMMs run in FP8."""
     from .. import api
 
     speak = terminal()
@@ -228,9 +228,9 @@ def engine(
     options: Annotated[EngineOptions, only("min_fp8_share")] = EngineOptions(),
     common: Common = Common(),
 ) -> None:
-    """Show what the engines run: the types of every matrix product, and which are not FP8 on both sides, and why.
+    """Show what the engines run: the types of every GEMM, and which are not FP8 on both sides, and why.
 
-    Also shows the kernels around each product, and attention.
+    Also shows the kernels around each GEMM, and attention.
     """
     from .. import api
     from ..stages.engine import check_views

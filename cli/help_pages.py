@@ -86,7 +86,7 @@ PAGES: Mapping[str, Page] = {
         (
             ("fp8q export RUN", "the graphs of RUN/model once more"),
             ("fp8q export RUN --precision bf16", "the source as a BF16 graph, to compare with"),
-            ("fp8q export RUN --apply-scales mul", "channels' scales behind the product"),
+            ("fp8q export RUN --apply-scales mul", "channels' scales behind the GEMM"),
         ),
     ),
     "lint": Page(
@@ -109,7 +109,7 @@ PAGES: Mapping[str, Page] = {
     ),
     "engine": Page(
         (
-            ("fp8q engine RUN", "every product of every engine"),
+            ("fp8q engine RUN", "every GEMM of every engine"),
             ("fp8q engine RUN --target sm89", "of one engine"),
             ("fp8q engine RUN --plan other.plan", "of an engine that another program built"),
         ),

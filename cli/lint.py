@@ -10,7 +10,7 @@ from . import views
 
 
 def show_lint(path: Path | None, run: Path | None, options: LintOptions, explain: str | None, as_json: bool) -> None:
-    """Lint `path`, held against what `run` promises and what a server of `options` does, and show the findings; or
+    """Lint `path`, held against what `run` expects and what a server of `options` does, and show the findings; or
     explain the rules of the code `explain`.
 
     Raises InputError for both or neither of them, and GateError for findings that are errors.

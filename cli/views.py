@@ -388,8 +388,8 @@ def part_lines(part: "Linted") -> list[str]:
 
 
 def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_json: bool) -> None:
-    """Show what `fp8q engine` found: an engine's products (layers that run alike in one row), attention kernels and
-    wide products.
+    """Show what `fp8q engine` found: an engine's GEMMs (layers that run alike in one row), attention kernels and
+    GEMMs that are not FP8.
     """
     if as_json:
         emit({"engines": [asdict(view) for view in engine_views]})
@@ -397,7 +397,7 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
     from ..export.onnx_file.names import gemm_name
 
     for view in engine_views:
-        columns = ("product", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
+        columns = ("GEMM", "profile", "operands -> result", "merged with", "kernels before it", "kernels after it")
         gemm_cells = [
             (
                 gemm_name(row.node),
@@ -409,7 +409,7 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
         ]
         speak.say(engine_sentence(view))
         if gemm_cells:
-            speak.table(f"{view.target}: products", columns, alike(gemm_cells))
+            speak.table(f"{view.target}: GEMMs", columns, alike(gemm_cells))
         attention = [
             (row.module or row.node, row.profile, row.kernel, f"{', '.join(row.operands)} -> {row.result}")
             for row in view.attention
@@ -429,7 +429,7 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
                 else "the weights' scales are per tensor, or narrower than FP32"
             )
             narrow = [(module, reason) for module in view.narrow]
-            speak.table(f"{view.target}: FP8 products that answer in less than FP32", ("product", "why"), alike(narrow))
+            speak.table(f"{view.target}: FP8 GEMMs that answer in less than FP32", ("GEMM", "why"), alike(narrow))
         differs = [
             (row.module, row.profile, row.what, row.found, row.expected if row.told else "cannot be told")
             for row in view.differences
@@ -439,14 +439,14 @@ def show_engines(speak: "Terminal", engine_views: "Sequence[EngineView]", as_jso
             speak.table(title, ("module", "profile", "of it", "the engine", "the run"), alike(differs))
         if not_fp8:
             speak.table(
-                f"{view.target}: products that are not FP8 on both sides",
-                ("product", "promised", "why"),
+                f"{view.target}: GEMMs that are not FP8 on both sides",
+                ("GEMM", "expected", "why"),
                 alike(not_fp8),
             )
 
 
 def engine_sentence(view: "EngineView") -> str:
-    """The sentence above an engine's tables: how many promised products are on codes, and how that is known."""
+    """The sentence above an engine's tables: how many expected GEMMs are on codes, and how that is known."""
     codes = (
         f"; {view.codes_found} multiply the run's codes, {view.factors_found} have its factors s_x · s_w behind "
         f"them, {view.inputs_found} its input scale before them"
@@ -457,8 +457,8 @@ def engine_sentence(view: "EngineView") -> str:
     fp8 = "an unknown number" if view.evidence == "unknown" else view.fp8_products
     untold = f", and of {len(view.untold)} it cannot be told" if view.untold else ""
     return (
-        f"{view.target}, {view.runtime} {view.version}: {fp8} of {view.promised_products} promised "
-        f"products on FP8 codes on both sides{untold} ({origin}){codes}"
+        f"{view.target}, {view.runtime} {view.version}: {fp8} of {view.promised_products} expected "
+        f"GEMMs on FP8 codes on both sides{untold} ({origin}){codes}"
     )
 
 

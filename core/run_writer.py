@@ -36,7 +36,7 @@ from .undo import undoing
 _ARITHMETIC: dict[str, Callable[[object], str]] = {
     "threads": lambda count: f"{count} threads",
     "device": lambda name: f"device {str(name).upper()}",
-    "bf16_products": lambda name: f"BF16 products computed in {str(name).upper()}",
+    "bf16_products": lambda name: f"BF16 GEMMs computed in {str(name).upper()}",
 }
 
 

@@ -97,7 +97,7 @@ class SourceOptions(Options):
         option(
             MODEL,
             "merge: one adapter becomes part of the weights, before they are quantized. beside: the base alone is "
-            "quantized, and each adapter's BF16 sum is added behind its products.",
+            "quantized, and each adapter's BF16 sum is added behind its GEMMs.",
         ),
     ] = "merge"
 

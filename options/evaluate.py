@@ -22,7 +22,7 @@ def task_names(option: str, value: Sequence[str] | str) -> tuple[str, ...]:
 class EvaluateOptions(Options):
     """Options of `fp8q evaluate`. `tasks`: at least one, by lm-eval's names of tasks, groups and tags.
 
-    Without `url` the FP8 model runs here, by transformers with the products of the reference, and without `bf16_url`
+    Without `url` the FP8 model runs here, by transformers with the GEMMs of the reference, and without `bf16_url`
     the BF16 model does. `seeds` are of tasks that sample; the others are asked once. The key for a server comes from
     the environment variable OPENAI_API_KEY.
     """

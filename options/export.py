@@ -23,11 +23,11 @@ PrecisionOption = Annotated[
 class ExportOptions(Options):
     """Options of `fp8q export`, and of the commands that end with it; these alone can leave out the `graph`.
 
-    `dtype`: the compute type of the FP8 graph outside its products; graphs of other precisions compute in BF16.
+    `dtype`: the compute type of the FP8 graph outside its GEMMs; graphs of other precisions compute in BF16.
     """
 
     dtype: Annotated[
-        Literal["bf16", "fp16"], option(ENGINE, "The type of everything outside the graph's FP8 products.")
+        Literal["bf16", "fp16"], option(ENGINE, "The type of everything outside the graph's FP8 GEMMs.")
     ] = "bf16"
     precision: PrecisionOption = "fp8"
     attention: Annotated[
@@ -38,8 +38,7 @@ class ExportOptions(Options):
         WeightScale,
         option(
             ENGINE,
-            "Apply the scales of a weight's channels in its DequantizeLinear (dq), or by a Mul behind "
-            "the product (mul).",
+            "Apply the scales of a weight's channels in its DequantizeLinear (dq), or by a Mul behind the GEMM (mul).",
             name="--apply-scales",
         ),
     ] = "dq"
@@ -84,8 +83,8 @@ class EngineOptions(Options):
     No target: this machine's GPU, or every RTX target. `max_seq_len` None: 2048, or the model's positions.
     `max_prompt`: the most tokens of one step (None: `max_seq_len`). `opt_batch`, `opt_seq_len`: the sizes that kernels
     are chosen for (None: see `export.engine.profiles`). `workspace`: MiB that the engine's kernels may use for
-    intermediate results (None: the runtime's own limit). `min_fp8_share` is stored as a fraction (None: all promised
-    products), and may be given as text, `"96%"`.
+    intermediate results (None: the runtime's own limit). `min_fp8_share` is stored as a fraction (None: all expected
+    GEMMs), and may be given as text, `"96%"`.
     """
 
     runtime: Annotated[Literal["auto", "tensorrt", "tensorrt-rtx"], option(ENGINE, "The builder of the engine.")] = (
@@ -107,11 +106,11 @@ class EngineOptions(Options):
         float | None,
         option(
             ENGINE,
-            "Fail (exit 3) when fewer of the promised products (those in FP8 by scales.json) run in FP8, such as 96% "
+            "Fail (exit 3) when fewer of the expected GEMMs (those in FP8 by scales.json) run in FP8, such as 96% "
             "or 0.96.",
             "SHARE",
             "all of them",
-            share_of("products", "96% or 0.96"),
+            share_of("GEMMs", "96% or 0.96"),
         ),
         Unkeyed("a gate on what is written"),
     ] = None
@@ -159,7 +158,7 @@ class EngineOptions(Options):
         if self.min_fp8_share is not None and self.precision != "fp8":
             raise InputError(
                 f"--min-fp8-share {self.min_fp8_share:g}",
-                f"is for the FP8 engine, and --precision {self.precision} promises no product in FP8",
+                f"is for the FP8 engine, and --precision {self.precision} expects no GEMM in FP8",
                 "leave one of them out",
             )
 

@@ -17,7 +17,7 @@ from .declare import (
 )
 from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, EVERY, ONE, TWO, Form, FormRule, checked_rules, parse_rule
 
-#: Tokens after which the amax of an expert's last product has settled (`quantize.scales.expert_scales`).
+#: Tokens after which the amax of an expert's last GEMM has settled (`quantize.scales.expert_scales`).
 DEFAULT_EXPERT_TOKENS = 512
 WeightMethod = Literal["amax", "mse"]
 #: The part of a weight that shares a scale: an output channel, or all of it.
@@ -116,7 +116,7 @@ class ScaleOptions(Options):
         tuple[str, ...],
         option(
             SCALES,
-            "How inputs of FP8 products are coded: one (one static code), two (two, exact), tail:N (two in the last N "
+            "How inputs of FP8 GEMMs are coded: one (one static code), two (two, exact), tail:N (two in the last N "
             "positions), dynamic (a scale for each token), block (for each 128 values; weights in blocks), bf16 "
             "(weights alone are FP8). PATTERN=FORM: of modules that match, and all that share their input. Repeatable; "
             "the last match counts.",
@@ -182,7 +182,7 @@ class ScaleOptions(Options):
         option(
             SCALES,
             "An expert of a mixture that saw fewer tokens takes the largest amax of its layer's other "
-            "experts for the input of its last product.",
+            "experts for the input of its last GEMM.",
             "N",
         ),
         between(0, None),

@@ -124,7 +124,7 @@ def view(
     proof = prove(data.data, plan, graph, expected, profiles)
     gemm_types = proof.evidence
     if gemm_types.kind == "unknown" and reason is None:
-        reason = next(iter(gemm_types.unknown.values()), "it shows no promised product")
+        reason = next(iter(gemm_types.unknown.values()), "it shows no expected GEMM")
     skipped = {module: skipped.reason for module, skipped in scales.skipped.items()}
     skipped |= dict.fromkeys(scales.bf16_inputs, "its weight alone is FP8, its input stays in BF16")
     return EngineView(

@@ -222,8 +222,8 @@ def lint_onnx(path: Path, run: Run | None) -> Linted:
     findings = lint_graph(graph, expectation(around) if around else None)
     gemms = [] if any(finding.rule == FORM for finding in findings) else graph.gemms
     fp8_gemms = sum(is_fp8(gemm) for gemm in gemms)
-    against = f"held against {around.scales}" if around else "nothing promised of it"
-    what = f"opset {graph.opset}, {len(gemms)} products, {fp8_gemms} on FP8 codes on both sides; {against}"
+    against = f"held against {around.scales}" if around else "nothing expected of it"
+    what = f"opset {graph.opset}, {len(gemms)} GEMMs, {fp8_gemms} on FP8 codes on both sides; {against}"
     return Linted(path, what, findings, around.scales if around else None)
 
 

@@ -270,7 +270,7 @@ def _shape(candidates: Candidates, values: Mapping[str, int], tail: int) -> Shap
 
     def rows_and_columns(module: torch.nn.Module) -> tuple[int, int]:
         weight = module.weight
-        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
         rows, columns = weight.movedim(output_channel_axis(module), 0).shape
         return rows, columns
 

@@ -1,6 +1,6 @@
 """What all tests share: the demo, the checkpoints beside the repository, a base install, a GPU or none.
 
-`OMP_NUM_THREADS` is set before anything can import torch: the number of threads decides in which order a product is
+`OMP_NUM_THREADS` is set before anything can import torch: the number of threads decides in which order a GEMM is
 summed, so that tests see the same values on every machine; and the threads of two processes would wait for each other.
 """
 

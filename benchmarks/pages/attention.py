@@ -4,7 +4,7 @@ from markdown import load, table
 
 
 def attention() -> str:
-    """KL and perplexity of all products without and with attention in FP8."""
+    """KL and perplexity of all GEMMs without and with attention in FP8."""
     results = load("attention")["results"]
     rows = [
         ("attention in BF16", "wide", "reference"),

@@ -7,7 +7,7 @@ from markdown import load, table
 
 #: What is shown of healthy runs, and how.
 SHOWN = {
-    "product_errors": ("worst product", "{:.1%}"),
+    "product_errors": ("worst GEMM", "{:.1%}"),
     "hidden_states": ("hidden states", "{:.1%}"),
     "attention_logits": ("logit", "{:.0f}"),
     "norm_inputs": ("norm input", "{:.0f}"),

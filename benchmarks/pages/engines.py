@@ -20,7 +20,7 @@ def forms() -> str:
             cells = (f"{each['bytes'] / MEGABYTE:.2f} MB, {each['kernels']}" for each in found)
             rows.append([terms, f"`{form}`", *cells, f"{min(proven)} of {found[0]['promised']}"])
     head = (f"{target}: engine, other kernels" for target in TARGETS)
-    return table(["terms", "form", *head, "proven products"], rows)
+    return table(["terms", "form", *head, "proven GEMMs"], rows)
 
 
 def engine_sizes() -> str:

@@ -25,7 +25,7 @@ class Sizes:
 
     @property
     def layer(self) -> int:
-        """The weights of a layer's products."""
+        """The weights of a layer's GEMMs."""
         return 2 * self.width**2 + 2 * self.width * self.keys + 3 * self.width * self.inner
 
     @property

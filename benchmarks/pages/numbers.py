@@ -103,7 +103,7 @@ def limits() -> str:
         ],
         ["memory to write checkpoint and graphs", "export_memory", _memory(written, written["limit_bytes"])],
         ["both graphs of a deep model", "export_time", _deep(load("export_time"))],
-        ["lint of 10,000 products", "lint_time", _lint(load("lint_time"))],
+        ["lint of 10,000 GEMMs", "lint_time", _lint(load("lint_time"))],
         ["all scales of 32 layers again", "rescale", _rescale(load("rescale"))],
         ["next tokens of 64 rows of 128,256 logits", "sampling", _sampling(load("sampling"))],
     ]

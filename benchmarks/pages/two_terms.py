@@ -4,7 +4,7 @@ from markdown import load, table
 
 
 def half_precision() -> str:
-    """KL against FP32 of the model itself and of two terms, by the type of everything but the products."""
+    """KL against FP32 of the model itself and of two terms, by the type of everything but the GEMMs."""
     columns, kinds = ("BF16", "FP16"), ("the model itself", "two terms")
     rows = [
         [f"{name}: {row}", *(f"{found[row][column]:.1f}" for column in columns)]

@@ -81,6 +81,6 @@ def measure_in_memory(model: PreTrainedModel, what: Measurement, report: Reporte
 def weight_amax(module: torch.nn.Module) -> npt.NDArray[np.float32]:
     """The largest magnitude of each output channel of a linear layer's weight, float32 [output channels]."""
     weight = module.weight
-    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
     amax: npt.NDArray[np.float32] = weight.detach().abs().amax(1 - output_channel_axis(module)).float().cpu().numpy()
     return amax

@@ -98,7 +98,7 @@ def check_adapter_fits(adapter: Adapter, source: Source, model: PreTrainedModel)
                 adapter.path / TENSORS, f"adapts {module}, and {source.architecture} has no such linear layer: {other}"
             )
         weight = gemms[module].weight
-        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
         out, width = tuple(weight.shape)[:: -1 if output_channel_axis(gemms[module]) else 1]
         outputs, inputs = adapter.headers[part.b].shape[0], adapter.headers[part.a].shape[1]
         if (outputs, inputs) != (out, width):

@@ -125,7 +125,7 @@ class Routing:
     _rows: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def rows_from(self, first: int, positions: int) -> torch.Tensor:
-        """As `Experts.rows_from` has it: the host waits for all experts at once, and once for their products."""
+        """As `Experts.rows_from` has it: the host waits for all experts at once, and once for their GEMMs."""
         if (first, positions) not in self._rows:
             late = [token % positions >= first for _, _, token in self.routes]
             counts = torch.stack([is_late.sum() for is_late in late]).tolist()

@@ -248,7 +248,7 @@ def _self_description(here: ProcessRank, device: str) -> dict[str, Any]:
     units = "FP32" if bf16_arithmetic(device) else "BF16"
     alike = {
         "fp8q": __version__, **library_versions(), "threads": torch.get_num_threads(), "device": kind,
-        "arithmetic of BF16 products": units,
+        "arithmetic of BF16 GEMMs": units,
     }  # fmt: skip
     return {"name": rank_name(here.rank, host), "host": host, "alike": alike}
 

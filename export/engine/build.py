@@ -150,7 +150,7 @@ def check_buildable(onnx_file: Path, expected: Expectation) -> None:
     if not expected.input_scales and not expected.bf16_inputs:
         raise InputError(
             onnx_file,
-            "scales.json promises no product on FP8, so there is nothing to build",
+            "scales.json expects no GEMM on FP8, so there is nothing to build",
             "calibrate with fewer --skip",
         )
     errors = [finding for finding in lint_graph(load_graph(onnx_file), expected) if finding.severity == "error"]
@@ -227,7 +227,7 @@ def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
         example, reason = next(iter(gemm_types.unknown.items()))
         inspector_note = f"; {info.target}{LAYERS} has what its inspector says" if info.runtime == "tensorrt" else ""
         lines.append(
-            f"{info.target}: whether {len(gemm_types.unknown)} of {info.promised_products} promised products are FP8 "
+            f"{info.target}: whether {len(gemm_types.unknown)} of {info.promised_products} expected GEMMs are FP8 "
             f"on both sides cannot be told (as {example}: {reason}){inspector_note}"
         )
     if gemm_types.narrow:
@@ -236,7 +236,7 @@ def remarks(info: EngineInfo, gemm_types: Evidence) -> list[str]:
         if gemm_types.kind == "inspector":
             reason = "a kernel that scales by itself rounds its sum once, to the graph's next type"
         lines.append(
-            f"{info.target}: {len(gemm_types.narrow)} FP8 products (as {example}) answer in less than FP32: {reason}"
+            f"{info.target}: {len(gemm_types.narrow)} FP8 GEMMs (as {example}) answer in less than FP32: {reason}"
         )
     return lines
 
@@ -265,7 +265,7 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
         return built, graph
     form = recorded_form(load_graph(graph))
     other_graph, other_plan = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
-    not_fp8 = f"{len(gemm_types.not_fp8)} of {info.promised_products} products are not FP8 on both sides"
+    not_fp8 = f"{len(gemm_types.not_fp8)} of {info.promised_products} GEMMs are not FP8 on both sides"
     tried = f"{info.target}: with --apply-scales {form} {not_fp8}"
     links = link_data(graph, path.parent)
     write_form(graph, other_graph, other(form))

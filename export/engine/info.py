@@ -30,9 +30,9 @@ class EngineInfo(Strict):
     version: str = Field(description="of the runtime")
     target: str = Field(description="compute capability, as sm89")
     bytes: int
-    promised_products: int = Field(description="modules that scales.json promises on FP8")
-    fp8_products: int = Field(description="those whose product takes FP8 on both sides in every profile")
-    wide_products: list[str] = Field(description="those whose product does not")
+    promised_products: int = Field(description="modules that scales.json expects on FP8")
+    fp8_products: int = Field(description="those whose GEMM takes FP8 on both sides in every profile")
+    wide_products: list[str] = Field(description="those whose GEMM does not")
     narrow_products: list[str] = Field(
         default=[],
         description="those of fp8_products that answer in less than FP32; read from the plan, they do not count as "
@@ -40,7 +40,8 @@ class EngineInfo(Strict):
     )
     unknown_products: list[str] = Field(default=[], description="those of which the engine does not tell")
     ran: dict[str, int] | None = Field(
-        default=None, description="of an engine that promises none: how many modules' products are of which types"
+        default=None,
+        description="of an engine of which no FP8 GEMM is expected: how many modules' GEMMs are of which types",
     )
     weight_scale: WeightScale | None = Field(
         default=None, description="the form of the graph beside it that it was built of; null: of model.onnx"
@@ -159,7 +160,7 @@ def shortfall(counted: Counted, min_fp8_share: float | None) -> str | None:
     answers = f" and {len(counted.narrow)} of them answer in less than FP32" if counted.narrow else ""
     fp8 = counted.expected - len(counted.not_fp8) - len(counted.unknown)
     return (
-        f"{fp8} of {counted.expected} promised products take FP8 on both sides{answers}, less than "
+        f"{fp8} of {counted.expected} expected GEMMs take FP8 on both sides{answers}, less than "
         f"{asked_share(min_fp8_share)}; {'; '.join(named)}"
     )
 

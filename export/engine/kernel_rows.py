@@ -168,7 +168,7 @@ def not_fp8_rows(
 def _cause(graph: Indexed, gemm: GraphGemm | None) -> str:
     """Explain from the graph why an expected GEMM does not run on FP8."""
     if gemm is None:
-        return "; model.onnx has no such product either"
+        return "; model.onnx has no such GEMM either"
     reason = why_not_fp8(graph, gemm)
     return (
         f"; in model.onnx {reason}"

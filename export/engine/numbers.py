@@ -118,7 +118,9 @@ def compare_numbers(
             if not (merged := tuple(by_node[node] for node in statement.nodes if node in by_node)):
                 continue
             if pool is None or len(merged) < len(statement.nodes):
-                reason = "its constants do not read" if pool is None else "it is merged with a product not promised"
+                reason = (
+                    "its constants do not read" if pool is None else "it is merged with a GEMM that is not expected"
+                )
                 yield from (
                     Difference(gemm.module, profile, what, reason, "", told=False)
                     for gemm in merged
@@ -144,7 +146,7 @@ def _codes(
         or constant.ndim != len(shape)
         or constant[: shape[0], columns].shape != shape
     ):
-        yield seen.untold(gemm, CODES, "its product takes no constant of their size")
+        yield seen.untold(gemm, CODES, "its GEMM takes no constant of their size")
         return
     if (key := (gemm.module, seen.program.tensors[name].constant)) in same:
         return
@@ -155,7 +157,7 @@ def _codes(
     owner = next((other.module for other in others if _same(engine_codes, other.codes)), None)
     number = int((engine_codes != gemm.codes).sum())
     text = f"the codes of {owner}" if owner else f"{number} codes of {engine_codes.size} that are others"
-    yield seen.differs(gemm, CODES, f"its product multiplies {text}", "its own in model.onnx")
+    yield seen.differs(gemm, CODES, f"its GEMM multiplies {text}", "its own in model.onnx")
 
 
 def _same(engine_codes: npt.NDArray[np.generic], codes: Codes) -> bool:
@@ -167,12 +169,12 @@ def _factors(seen: ProgramGemm, gemm: ExpectedGemm) -> Iterator[Difference]:
     """Compare the factors of the GEMM's columns."""
     columns, covered = seen.columns(gemm), np.zeros(len(gemm.factors), bool)
     if (alpha := seen.alpha(seen.statement)) is None:
-        yield seen.untold(gemm, FACTORS, "its product states no alpha")
+        yield seen.untold(gemm, FACTORS, "its GEMM states no alpha")
         return
     for kernel, start, candidates in _applied(seen):
         parts = [_overlap(start, numbers * alpha, columns) for numbers in candidates]
         if not candidates and columns.start <= start < columns.stop:
-            yield seen.untold(gemm, FACTORS, f"{kernel} reads its product and takes none of them")
+            yield seen.untold(gemm, FACTORS, f"{kernel} reads its GEMM and takes none of them")
             return
         if not (parts := [(inside, factors) for inside, factors in parts if factors.size]):
             continue
@@ -180,12 +182,12 @@ def _factors(seen: ProgramGemm, gemm: ExpectedGemm) -> Iterator[Difference]:
         if not equal:
             inside, factors = parts[0]
             at = int(np.flatnonzero(factors != gemm.factors[inside])[0])
-            scaled = f"its product is scaled by {factors[at]:.9g} in channel {inside.start + at}"
+            scaled = f"its GEMM is scaled by {factors[at]:.9g} in channel {inside.start + at}"
             yield seen.differs(gemm, FACTORS, scaled, f"s_x · s_w = {gemm.factors[inside][at]:.9g}")
             return
         covered[equal[0]] = True
     if not covered.all():
-        yield seen.untold(gemm, FACTORS, "no kernel takes them together with its product")
+        yield seen.untold(gemm, FACTORS, "no kernel takes them together with its GEMM")
 
 
 def _overlap(start: int, numbers: Numbers, columns: slice) -> tuple[slice, Numbers]:

@@ -189,14 +189,14 @@ def _unreadable(plan: Plan | None, profiles: int) -> str | None:
     if plan is None:
         return "the engine does not read"
     if missing := [profile for profile in range(profiles) if profile not in plan.profiles]:
-        return f"the engine shows no product of profile {missing[0]}"
+        return f"the engine shows no GEMM of profile {missing[0]}"
     if more := [profile for profile in plan.profiles if profile not in range(profiles)]:
-        return f"the engine shows products of profile {more[0]}, and {profiles} are expected"
+        return f"the engine shows GEMMs of profile {more[0]}, and {profiles} are expected"
     return None
 
 
 def modules_by_types(plan: Plan) -> dict[str, int]:
-    """Count modules by the types of their products, as `{"int8 × int8 -> fp32": 28}`, the most frequent first; types
+    """Count modules by the types of their GEMMs, as `{"int8 × int8 -> fp32": 28}`, the most frequent first; types
     that differ between profiles are joined by `and`.
     """
     shown: dict[str, set[str]] = {}
@@ -211,7 +211,7 @@ def _why_not_fp8(gemms: list[list[EngineGemm]]) -> str | None:
     """Say where a GEMM lacks FP8 on a side; None if it never does. `gemms`: the GEMM in each profile."""
     for profile, shown in enumerate(gemms):
         if not shown:
-            return f"the engine shows no such product in profile {profile}"
+            return f"the engine shows no such GEMM in profile {profile}"
         for gemm in shown:
             if not gemm.fp8:
                 return f"{gemm} in profile {profile}"
@@ -226,7 +226,7 @@ def _why_unknown(gemms: list[list[EngineGemm]]) -> str | None:
         return None
     for profile, shown in enumerate(gemms):
         if not shown:
-            return f"the inspector shows no such product in profile {profile}"
+            return f"the inspector shows no such GEMM in profile {profile}"
         for gemm in shown:
             if gemm.untold:
                 return f"{gemm} in profile {profile}"

@@ -122,15 +122,15 @@ def _attention(plan: Plan, scales: Mapping[str, tuple[float, float]], profiles: 
         for node in scales:
             shown = plan.gemms(node, index)
             if plan.kind == "inspector" and (untold := [gemm for gemm in shown if gemm.untold]):
-                yield Difference(node, profile, INSIDE, f"the product is {untold[0]}", "", told=False)
+                yield Difference(node, profile, INSIDE, f"the GEMM is {untold[0]}", "", told=False)
             elif not_fp8 := [gemm for gemm in shown if not gemm.fp8]:
-                yield Difference(node, profile, "types", f"the product is {not_fp8[0]}", "FP8 on both sides")
+                yield Difference(node, profile, "types", f"the GEMM is {not_fp8[0]}", "FP8 on both sides")
             elif not shown:
                 yield _fused(plan, index, node, profile)
         for gemm in plan.profiles.get(index, ()):
             for node in gemm.nodes:
                 if gemm.fp8 and node not in scales and names.module_of(node) and names.gemm_name(node) == node:
-                    yield Difference(node, profile, "types", f"the product is {gemm}", "attention not in FP8")
+                    yield Difference(node, profile, "types", f"the GEMM is {gemm}", "attention not in FP8")
 
 
 def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
@@ -141,9 +141,9 @@ def _fused(plan: Plan, index: int, node: str, profile: str) -> Difference:
     module, quantized = names.module_of(node) or "", "q" if node.endswith("scores") else "p"
     kernel = next((kernel for kernel in plan.kernels.get(index, ()) if node in kernel.layers), None)
     if kernel is None and plan.kind == "inspector":
-        return Difference(node, profile, INSIDE, "the inspector shows no such product", "", told=False)
+        return Difference(node, profile, INSIDE, "the inspector shows no such GEMM", "", told=False)
     if kernel is None:
-        return Difference(node, profile, "types", "the engine has no such product", "one on FP8 codes")
+        return Difference(node, profile, "types", "the engine has no such GEMM", "one on FP8 codes")
     if names.attention_pair(module, quantized).quantize in kernel.layers:
         return Difference(node, profile, INSIDE, f"{kernel.name} quantizes and multiplies in one", "", told=False)
     return Difference(node, profile, "types", f"{kernel.name} attends in it without codes", "FP8 on both sides")
@@ -166,9 +166,9 @@ def _attention_scales(
             left, right = scales[node]
             profile, expected = profiles[program.profile], left * right
             if alpha is None or alpha.dtype != np.float32 or alpha.size != 1:
-                yield Difference(node, profile, FACTORS, "the product states no alpha", "", told=False)
+                yield Difference(node, profile, FACTORS, "the GEMM states no alpha", "", told=False)
             elif not math.isclose(actual := float(alpha.astype(np.float32).ravel()[0]), expected, rel_tol=RELATIVE):
-                yield Difference(node, profile, FACTORS, f"the product is scaled by {actual:.9g}", f"{expected:.9g}")
+                yield Difference(node, profile, FACTORS, f"the GEMM is scaled by {actual:.9g}", f"{expected:.9g}")
 
 
 def _cache(plan: Plan, graph: Indexed, expected: Expectation, profiles: Sequence[str]) -> Iterator[Difference]:

@@ -149,7 +149,7 @@ KNOWN = (
         "there is no fused attention kernel for its type, head size or number of heads",
         (
             "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode "
-            "with; other models need plain products and a softmax"
+            "with; other models need plain GEMMs and a softmax"
         ),
     ),
     Failure(r"HW-specific datatypes: (\w+)", "the target has no {0}", "choose sm89 or newer with --target"),

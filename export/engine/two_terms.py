@@ -57,7 +57,7 @@ def compare_terms(
         for gemm in gemms:
             statements = by_module[gemm.module]
             if len(statements) > 1:
-                what = f"it is {len(statements)} products"
+                what = f"it is {len(statements)} GEMMs"
                 yield Difference(gemm.module, profile, TERMS, what, "one of two terms")
             elif statements:
                 read, tail = _Read(program, pool), tails.get(gemm.module)
@@ -76,7 +76,7 @@ def compare_attention(
         profile = profiles[program.profile]
         statements = [statement for statement in program.statements if gemm.node in statement.nodes]
         if len(statements) > 1:
-            yield Difference(gemm.node, profile, TERMS, f"it is {len(statements)} products", "one of two terms")
+            yield Difference(gemm.node, profile, TERMS, f"it is {len(statements)} GEMMs", "one of two terms")
         for statement in statements[:1]:
             for what, expected, known in _faults_of_attention(_Read(program, pool), gemm, statement):
                 yield Difference(gemm.node, profile, TERMS, what, expected, known)
@@ -130,7 +130,7 @@ def _faults(
     for reader in readers:
         parts = sum(program.root(name)[0] in roots for name in reader.inputs)
         if (taken := read.singles([reader]).count(1 / divisor)) < parts:
-            what = f"{reader.name} reads {parts} products of two terms and takes {taken} times 1/{divisor}"
+            what = f"{reader.name} reads {parts} GEMMs of two terms and takes {taken} times 1/{divisor}"
             yield what, "the second half a sixteenth of each", True
     if tail is not None and fault is None:
         maker = quantizer_of(program, codes, gemm.quantizer)
@@ -213,12 +213,12 @@ def _faults_of_attention(read: _Read, gemm: ExpectedAttention, statement: Statem
     yield from _faults_of_codes(read, codes, gemm.quantizer, gemm.scale)
     root = program.root(statement.outputs[0])[0]
     if not (readers := _readers(program, root)):
-        yield "no kernel reads its product", "", False
+        yield "no kernel reads its GEMM", "", False
     for reader, at in readers:
         neighbours = read.singles([replace(reader, inputs=(*reader.inputs[at + 1 : at + 2], *reader.inputs[:at][-1:]))])
         if share not in neighbours:
             number = f"{neighbours[0]:g}" if neighbours else "no number"
-            yield f"{reader.name} takes {number} beside its product", f"{share:g}, for the second half", True
+            yield f"{reader.name} takes {number} beside its GEMM", f"{share:g}, for the second half", True
 
 
 def _rows_a_token(program: Program, codes: str) -> int | None:

@@ -2,7 +2,7 @@
 
 `dq`: the scale of each channel is in the weight's DequantizeLinear, as compressed-tensors and ModelOpt have it;
 TensorRT-RTX moves it behind the GEMM by itself. `mul`: the scales are applied behind the GEMM, and
-DequantizeLinear multiplies by one number. This is for builders that take a product of codes only where both sides have
+DequantizeLinear multiplies by one number. This is for builders that take a GEMM of codes only where both sides have
 a single scale.
 
     dq    x -> Q -> DQ(s_x) ─────────────┐

@@ -40,7 +40,7 @@ def constant_feeds_dequantize(graph: Indexed) -> Broken:
 
 @rule("F102", "code-format")
 def code_format(graph: Indexed) -> Broken:
-    """Codes are E4M3 as in ONNX's FLOAT8E4M3FN: the FP8 products of TensorRT take no other format."""
+    """Codes are E4M3 as in ONNX's FLOAT8E4M3FN: the FP8 GEMMs of TensorRT take no other format."""
     for node in graph.quantizers:
         kind = graph.codes[node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]]
         if kind != TensorProto.FLOAT8E4M3FN:
@@ -52,7 +52,7 @@ def scale_type(graph: Indexed) -> Broken:
     """Scales are FP32, also where the graph computes in BF16 or FP16.
 
     With scales in BF16 or FP16 the engine multiplies activations by a reciprocal rounded to that type, and writes the
-    unscaled product in it: 448² a term overflows FP16.
+    unscaled GEMM in it: 448² a term overflows FP16.
     """
     for scale, node in distinct_scales(graph).items():
         kind = _element_type(graph, scale)
@@ -113,7 +113,7 @@ def scale_value(graph: Indexed) -> Broken:
 def output_type_stated(graph: Indexed) -> Broken:
     """DequantizeLinear states its output type, with output_dtype.
 
-    Where it does not, the result has the scale's type: FP32 scales would make an FP32 product, and leaving it to the
+    Where it does not, the result has the scale's type: FP32 scales would make an FP32 GEMM, and leaving it to the
     scale is what brings narrow scales about. Below opset 23 it cannot be stated, and is not asked for.
     """
     for node in graph.quantizers:
@@ -194,7 +194,7 @@ def _scaled(graph: Indexed, node: NodeProto) -> tuple[str, Sequence[int | str]] 
 
 @rule("F108", "quantized-twice")
 def quantized_twice(graph: Indexed) -> Broken:
-    """One tensor is quantized once with one scale: a second time is the same work again, and keeps products of one
+    """One tensor is quantized once with one scale: a second time is the same work again, and keeps GEMMs of one
     input apart.
     """
     seen: dict[tuple[str, bytes], NodeProto] = {}
@@ -257,7 +257,7 @@ def attention_inputs(graph: Indexed) -> Broken:
                     node.name,
                     (
                         f"its input {name} comes from Q/DQ, which does not make it FP8 attention; leave it out, or use "
-                        "plain products"
+                        "plain GEMMs"
                     ),
                 )
 

@@ -65,22 +65,22 @@ def blocked(graph: Indexed, gemm: GraphGemm) -> Iterator[tuple[NodeProto, NodePr
 
 @rule("F201", "transpose-alone-between")
 def transpose_alone_between(graph: Indexed) -> Broken:
-    """Nothing but a Transpose lies between a DequantizeLinear and the product.
+    """Nothing but a Transpose lies between a DequantizeLinear and the GEMM.
 
-    Through what computes, the scale cannot be moved behind the product, which is then of no codes; through the rest one
+    Through what computes, the scale cannot be moved behind the GEMM, which is then of no codes; through the rest one
     compiler moves it and another does not.
     """
     for gemm in graph.gemms:
         for operator, dequantize in blocked(graph, gemm):
             yield (
                 gemm.node.name,
-                f"{operator.op_type} {operator.name} lies between {dequantize.name} and the product; move it elsewhere",
+                f"{operator.op_type} {operator.name} lies between {dequantize.name} and the GEMM; move it elsewhere",
             )
 
 
 @rule("F202", "weight-only", "warning", "foreign")
 def weight_only(graph: Indexed) -> Broken:
-    """A product with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no
+    """A GEMM with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no
     time.
     """
     for gemm in graph.gemms:
@@ -93,28 +93,28 @@ def weight_only(graph: Indexed) -> Broken:
 
 @expectation_rule("F203", "promised-product")
 def expected_gemm_in_fp8(graph: Indexed, expected: Expectation) -> Broken:
-    """Every product that `scales.json` promises is in the graph and FP8 on both sides.
+    """Every GEMM that `scales.json` expects is in the graph and FP8 on both sides.
 
-    Nothing promised is a failure.
+    Nothing expected is a failure.
     """
     gemms = {gemm.node.name: gemm for gemm in graph.gemms}
     if not expected.input_scales and not expected.bf16_inputs:
-        yield "", "nothing is promised on FP8; calibrate with fewer --skip"
+        yield "", "nothing is expected on FP8; calibrate with fewer --skip"
     for module in expected.input_scales:
         gemm = gemms.get(names.matmul(module))
         if gemm is None:
-            yield names.matmul(module), f"is promised on FP8, and there is no such product; {_AGAIN}"
+            yield names.matmul(module), f"is expected on FP8, and there is no such GEMM; {_AGAIN}"
         elif reason := why_not_fp8(graph, gemm):
-            yield gemm.node.name, f"is promised on FP8: {reason}; {_AGAIN}"
+            yield gemm.node.name, f"is expected on FP8: {reason}; {_AGAIN}"
 
 
 @expectation_rule("F204", "unpromised-product")
 def unexpected_gemm(graph: Indexed, expected: Expectation) -> Broken:
-    """Every product with an FP8 weight is promised: a module that `scales.json` keeps in BF16 stays so."""
+    """Every GEMM with an FP8 weight is expected: a module that `scales.json` keeps in BF16 stays so."""
     known = {*expected.input_scales, *expected.bf16_inputs}
     for gemm in graph.gemms:
         if weight_of(graph, gemm) is not None and names.module_of(gemm.node.name) not in known:
-            yield gemm.node.name, f"its weight is FP8, which scales.json does not promise; {_AGAIN}"
+            yield gemm.node.name, f"its weight is FP8, which scales.json does not expect; {_AGAIN}"
 
 
 @expectation_rule("F215", "weights-alone")
@@ -127,17 +127,17 @@ def weights_alone(graph: Indexed, expected: Expectation) -> Broken:
     for module in expected.bf16_inputs:
         gemm = gemms.get(names.matmul(module))
         if gemm is None or weight_of(graph, gemm) is None:
-            fault = "there is no such product" if gemm is None else "its weight is not FP8 codes"
-            yield names.matmul(module), f"is promised with its weight in FP8: {fault}; {_AGAIN}"
+            fault = "there is no such GEMM" if gemm is None else "its weight is not FP8 codes"
+            yield names.matmul(module), f"is expected with its weight in FP8: {fault}; {_AGAIN}"
         elif is_fp8(gemm):
-            yield gemm.node.name, f"is promised with its weight alone in FP8, and its input is quantized; {_AGAIN}"
+            yield gemm.node.name, f"is expected with its weight alone in FP8, and its input is quantized; {_AGAIN}"
 
 
 @rule("F205", "nothing-quantized", scope="foreign")
 def nothing_quantized(graph: Indexed) -> Broken:
-    """At least one product takes FP8 on both sides: a graph without any is no FP8 model, whatever its name."""
+    """At least one GEMM takes FP8 on both sides: a graph without any is no FP8 model, whatever its name."""
     if not any(is_fp8(gemm) for gemm in graph.gemms):
-        yield "", f"of its products ({len(graph.gemms)}) none takes FP8 on both sides; quantize weights and inputs"
+        yield "", f"of its GEMMs ({len(graph.gemms)}) none takes FP8 on both sides; quantize weights and inputs"
 
 
 @expectation_rule("F206", "input-scale")
@@ -171,7 +171,7 @@ def _sides(graph: Indexed, expected: Expectation) -> Iterator[tuple[Operand, flo
 @expectation_rule("F207", "weight-scale")
 def weight_scale(graph: Indexed, expected: Expectation) -> Broken:
     """The scales of weights are those of the checkpoint, to the last bit, whether DequantizeLinear has them all or a
-    Mul behind the product has them, or the rest of them.
+    Mul behind the GEMM has them, or the rest of them.
     """
     for gemm in graph.gemms:
         side, run_scales = weight_of(graph, gemm), expected.weight_scales.get(names.module_of(gemm.node.name) or "")
@@ -182,7 +182,7 @@ def weight_scale(graph: Indexed, expected: Expectation) -> Broken:
         if scales.size == 1 < stored.size:
             yield (
                 node.name,
-                f"has one scale for all, and no Mul behind the product the checkpoint's {stored.size}; {_AGAIN}",
+                f"has one scale for all, and no Mul behind the GEMM the checkpoint's {stored.size}; {_AGAIN}",
             )
         elif scales.shape != stored.shape:
             yield node.name, f"has {scales.size} scales, and the checkpoint {stored.size}; {_AGAIN}"
@@ -196,8 +196,8 @@ def weight_scale(graph: Indexed, expected: Expectation) -> Broken:
 
 @rule("F208", "scale-axis")
 def scale_axis(graph: Indexed) -> Broken:
-    """The scales of a weight run along its output channels: only then can they be applied to the product, and the
-    product be of codes.
+    """The scales of a weight run along its output channels: only then can they be applied to the GEMM, and the
+    GEMM be of codes.
     """
     for gemm in graph.gemms:
         side = weight_of(graph, gemm)
@@ -210,7 +210,7 @@ def scale_axis(graph: Indexed) -> Broken:
             yield (
                 side.dequantize.name,
                 (
-                    f"scales run along axis {axis} of {weight.name} {list(weight.dims)}, which the product sums over; "
+                    f"scales run along axis {axis} of {weight.name} {list(weight.dims)}, which the GEMM sums over; "
                     f"take axis {wanted}"
                 ),
             )
@@ -219,7 +219,7 @@ def scale_axis(graph: Indexed) -> Broken:
             if shape and shape != (weight.dims[wanted],):
                 yield (
                     rescale.name,
-                    f"multiplies by {list(shape)} numbers; the product's columns take [{weight.dims[wanted]}]",
+                    f"multiplies by {list(shape)} numbers; the GEMM's columns take [{weight.dims[wanted]}]",
                 )
 
 
@@ -237,7 +237,7 @@ def alignment(graph: Indexed) -> Broken:
             if any(size % ALIGNMENT for size in (dims[:2] if gemm.node.op_type == "Conv" else dims[-2:])):
                 padded.setdefault(dims, []).append(gemm.node.name)
     for dims, (first, *others) in padded.items():
-        like = f", as those of {len(others)} more products are" if len(others) > 1 else ""
+        like = f", as those of {len(others)} more GEMMs are" if len(others) > 1 else ""
         like = f", as that of {others[0]} is" if len(others) == 1 else like
         yield (
             first,
@@ -250,7 +250,7 @@ def alignment(graph: Indexed) -> Broken:
 
 @rule("F210", "other-codes", "warning")
 def other_codes(graph: Indexed) -> Broken:
-    """What a product multiplies comes from FP8 codes or from none: "FP8" models that were quantized to INT8 are met
+    """What a GEMM multiplies comes from FP8 codes or from none: "FP8" models that were quantized to INT8 are met
     with, and are another trade.
     """
     for gemm in graph.gemms:
@@ -261,7 +261,7 @@ def other_codes(graph: Indexed) -> Broken:
 
 @rule("F211", "input-only", "warning", "foreign")
 def input_only(graph: Indexed) -> Broken:
-    """A product with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for
+    """A GEMM with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for
     nothing.
     """
     for gemm in graph.gemms:
@@ -279,23 +279,23 @@ def input_only(graph: Indexed) -> Broken:
 
 @expectation_rule("F212", "promised-attention")
 def attention_in_fp8(graph: Indexed, expected: Expectation) -> Broken:
-    """Both products of each attention that `attention.json` promises are in the graph and FP8 on both sides."""
+    """Both GEMMs of each attention that `attention.json` expects are in the graph and FP8 on both sides."""
     gemms = {gemm.node.name: gemm for gemm in graph.gemms}
     for name in expected.attention:
         if name not in gemms:
-            yield name, f"is promised on FP8, and there is no such product; {_AGAIN}"
+            yield name, f"is expected on FP8, and there is no such GEMM; {_AGAIN}"
         elif not is_fp8(gemms[name]):
             side = next(
                 place
                 for place, operand in zip(("first", "second"), gemms[name].operands, strict=True)
                 if operand.dequantize is None
             )
-            yield name, f"is promised on FP8: its {side} input does not come from FP8 codes; {_AGAIN}"
+            yield name, f"is expected on FP8: its {side} input does not come from FP8 codes; {_AGAIN}"
 
 
 @expectation_rule("F213", "scaled-behind")
 def scaled_behind(graph: Indexed, expected: Expectation) -> Broken:
-    """Where a Mul behind the product applies the weight's scales, the product is FP32 and the Mul alone reads it.
+    """Where a Mul behind the GEMM applies the weight's scales, the GEMM is FP32 and the Mul alone reads it.
 
     In BF16 the sum would be rounded twice, and in FP16 it can overflow: what is not scaled yet is up to 448² a term.
     """
@@ -307,7 +307,7 @@ def scaled_behind(graph: Indexed, expected: Expectation) -> Broken:
             if (kind := attribute(dequantize, "output_dtype", 0)) not in (0, TensorProto.FLOAT):
                 yield (
                     dequantize.name,
-                    f"answers in {type_name(kind)}, and {rescale.name} scales the product only behind it; {_AGAIN}",
+                    f"answers in {type_name(kind)}, and {rescale.name} scales the GEMM only behind it; {_AGAIN}",
                 )
         for node, _ in graph.readers[gemm.node.output[0]]:
             if node is not rescale:

@@ -131,7 +131,7 @@ def body(graph: Indexed) -> Broken:
     looked_at = len(graph.graphs) > 1
     for node in graph.nodes:
         if has_body(node) and not (looked_at and branches(node)):
-            remedy = "give each value in it a name of its own" if branches(node) else "take its products out"
+            remedy = "give each value in it a name of its own" if branches(node) else "take its GEMMs out"
             yield node.name, f"{node.op_type} has a body, which is not checked; {remedy}"
 
 

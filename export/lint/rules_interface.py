@@ -48,7 +48,7 @@ def module_names(graph: Indexed, expected: Expectation) -> Broken:
     for node in graph.nodes:
         module = names.module_of(node.name) or ""
         if node.name == names.matmul(module) and node.op_type not in ("MatMul", "Gemm"):
-            yield node.name, f"bears a product's name and is {node.op_type}; rename it"
+            yield node.name, f"bears a GEMM's name and is {node.op_type}; rename it"
         if node.name == names.bias_add(module):
             last = ends.get(names.matmul(module))
             if node.op_type != "Add" or last is None or last.output[0] not in node.input:
@@ -128,7 +128,7 @@ def interface(graph: Indexed, expected: Expectation) -> Broken:
 @expectation_rule("F318", "cache-scale")
 def cache_scale(graph: Indexed, expected: Expectation) -> Broken:
     """Keys and values are quantized, and dequantized, by the scales in `scales.json`: one for a layer, or one for each
-    head along the axis of the heads. A decode step applies those of heads to its products, and not to the past.
+    head along the axis of the heads. A decode step applies those of heads to its GEMMs, and not to the past.
     """
     nodes = {node.name: node for node in graph.nodes}
     for tensor, run_scales in expected.cache.items():

@@ -92,7 +92,7 @@ class Slices:
 
 @expectation_rule("F214", "two-terms")
 def two_terms(graph: Indexed, expected: Expectation) -> Broken:
-    """An input that `scales.json` promises in two terms goes through one product in both, and no other does: without
+    """An input that `scales.json` expects in two terms goes through one GEMM in both, and no other does: without
     the second it is as rounded as one term's, and what is added to the wrong share is another value. With a tail, the
     second terms are of the last positions of a call alone, and are added to these.
     """
@@ -105,11 +105,11 @@ def two_terms(graph: Indexed, expected: Expectation) -> Broken:
             continue
         joined = concat_of(graph, quantize)
         if joined is None and name in expected.two_terms:
-            yield gemm.node.name, f"is promised in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
+            yield gemm.node.name, f"is expected in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
         elif joined is not None and name not in expected.two_terms:
-            yield gemm.node.name, f"takes two terms, and scales.json promises one; {_AGAIN}"
+            yield gemm.node.name, f"takes two terms, and scales.json expects one; {_AGAIN}"
         elif joined is not None and (reason := terms_fault(graph, gemm, (joined, quantize), expected.tails.get(name))):
-            yield gemm.node.name, f"is promised in two terms: {reason}; {_AGAIN}"
+            yield gemm.node.name, f"is expected in two terms: {reason}; {_AGAIN}"
 
 
 def terms_fault(graph: Indexed, gemm: GraphGemm, made: tuple[NodeProto, NodeProto], tail: int | None) -> str | None:
@@ -162,7 +162,7 @@ def second_fault(graph: Indexed, slices: Slices, made: tuple[NodeProto, NodeProt
 
 
 def result_of(graph: Indexed, gemm: GraphGemm) -> str:
-    """The product of the codes with all scales applied, before the terms are added."""
+    """The GEMM of the codes with all scales applied, before the terms are added."""
     result: str = [gemm.node, *behind(graph, gemm)][-1].output[0]
     return result
 
@@ -179,7 +179,7 @@ def halves_fault(graph: Indexed, gemm: GraphGemm, joined: NodeProto) -> str | No
     """Describe the fault in the nodes that split a GEMM in two terms and add its halves; None if there is none."""
     readers = [node for node, _ in graph.readers.get(result_of(graph, gemm), ())]
     if len(readers) != 1 or readers[0].op_type != "Split" or len(readers[0].output) != _HALVES:
-        return "no Split alone reads its product"
+        return "no Split alone reads its GEMM"
     (split,) = readers
     if attribute(split, "axis", 0) != attribute(joined, "axis", 0):
         return f"{split.name} cuts along axis {attribute(split, 'axis', 0)}, and {joined.name} joins another"
@@ -221,7 +221,7 @@ def tail_fault(slices: Slices, gemm: str, joined: NodeProto, tail: int) -> str |
     )
     second = next((value for value, bound in bounds.items() if bound and slices.counts(bound[0], x)), None)
     if len(parts) != _PARTS or first is None or second is None:
-        return "its product is not cut behind the positions of the call"
+        return "its GEMM is not cut behind the positions of the call"
     for node, _ in (
         reader for part in graph.readers.get(first, ()) for reader in graph.readers.get(part[0].output[0], ())
     ):

@@ -337,7 +337,7 @@ class MatMul(nn.Module):
 
 
 class QuantizedAttention(nn.Module):
-    """Attention as two products of codes and a softmax in FP32.
+    """Attention as two GEMMs of codes and a softmax in FP32.
 
     Query heads that share a key head are one matrix, so keys and values are not repeated. The two terms of queries and
     probabilities lie along its rows, for the same reason.

@@ -52,7 +52,7 @@ CACHES = frozenset({"past_key_value", "past_key_values"})
 SKIP_LAYERS = "--kv-cache-dtype-skip-layers"
 
 #: What vLLM makes of experts whose inputs stay in BF16.
-NO_EXPERT_WEIGHTS_ALONE = "vLLM has no product of experts with FP8 weights alone"
+NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ quantized: W + s · B A, rounded to BF16.
 UNMERGED_ADAPTERS = """\
 **With adapters beside it**: {names} in `adapters/`, as PEFT wrote them. The weights are the base's alone; the scales
 of activations were measured on the base and with each adapter on, and serve all of them. A graph `model.NAME.onnx` is
-the base with one adapter, in the compute type beside the FP8 products.
+the base with one adapter, in the compute type beside the FP8 GEMMs.
 {vllm}
 """
 HOSTED_ADAPTERS = """\
@@ -276,8 +276,8 @@ def _terms(scales: Scales) -> str:
 def _gemm_counts(scales: Scales) -> str:
     """Count the GEMMs by the sides that are codes."""
     both, alone = len(scales.fp8_gemms), len(scales.bf16_inputs)
-    parts = [f"{both} matrix products run on FP8 codes on both sides"] if both else []
-    parts += [f"{alone} {'others' if both else 'matrix products'} have FP8 weights alone"] if alone else []
+    parts = [f"{both} GEMMs run on FP8 codes on both sides"] if both else []
+    parts += [f"{alone} {'others' if both else 'GEMMs'} have FP8 weights alone"] if alone else []
     return ", ".join(parts)
 
 
@@ -285,7 +285,7 @@ def _some(modules: list[str], scales: Scales) -> str:
     """Name the first four of `modules`, or all of the FP8 GEMMs at once."""
     more = f" and {len(modules) - 4} more" if len(modules) > 4 else ""
     few = ", ".join(map(markdown_code, modules[:4])) + more
-    return "every FP8 product" if len(modules) == len(scales.weights) else few
+    return "every FP8 GEMM" if len(modules) == len(scales.weights) else few
 
 
 def _fp8_source(scales: Scales) -> str:

@@ -1,4 +1,4 @@
-"""The product of codes on a GPU with FP8 units (compute capability 8.9 and up), its sum in FP32, and its scaling."""
+"""The GEMM of codes on a GPU with FP8 units (compute capability 8.9 and up), its sum in FP32, and its scaling."""
 
 import torch
 

@@ -100,14 +100,14 @@ class Distillation(LearningRecord):
 class AdapterLearning(LearningRecord):
     """The outcome of a learned adapter. `adapter/` has that of the `best` moment, and is not there for step 0."""
 
-    modules: int = Field(description="products that the adapter adds to")
+    modules: int = Field(description="GEMMs that the adapter adds to")
     parameters: int = Field(description="numbers in A and B of all of them")
 
     @property
     def conclusion(self) -> str:
         """The outcome in a sentence."""
         return self.outcome(
-            "no adapter is written", f"adapter/ has {self.parameters:,} numbers for {self.modules:,} products"
+            "no adapter is written", f"adapter/ has {self.parameters:,} numbers for {self.modules:,} GEMMs"
         )
 
 

@@ -49,8 +49,8 @@ def _layers(checkpoint: Checkpoint) -> Iterator[list[str]]:
 
 @checkpoint_rule("C116", "split-projections")
 def split_projections(checkpoint: Checkpoint) -> Broken:
-    """Query, key and value projections are of one precision, and gate and up projections are: vLLM makes one product of
-    them, and refuses shards of which some are quantized and some are not, or in another way. So are all products of a
+    """Query, key and value projections are of one precision, and gate and up projections are: vLLM makes one GEMM of
+    them, and refuses shards of which some are quantized and some are not, or in another way. So are all GEMMs of a
     layer's experts: vLLM takes them to be stored as those of expert 0 are, and reads others wrong in silence.
     """
     for group in joined_modules(checkpoint):
@@ -68,7 +68,7 @@ def split_projections(checkpoint: Checkpoint) -> Broken:
             alike = sum(other == kind for other in kinds.values())
             more = f", as {alike - 1} more" if alike > 1 else ""
             rest = f"most {usual}" if len(apart) > alike else f"the rest {usual}"
-            fault = f"is {kind}{more} of the {len(layer)} products of its layer's experts, and {rest}"
+            fault = f"is {kind}{more} of the {len(layer)} GEMMs of its layer's experts, and {rest}"
             yield f"{apart[0]}.weight", f"{fault}; quantize all of them alike"
 
 

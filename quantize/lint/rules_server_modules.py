@@ -94,7 +94,7 @@ def drafts_dropped(served: Served) -> Broken:
     Applies("tensorrt-llm", "`_torch/modules/linear.py`, FP8QDQLinearMethod"),
 )
 def joined_weight_scales(served: Served) -> Broken:
-    """Weights that a server joins into one product, with one scale a tensor, have the same: it takes the largest for
+    """Weights that a server joins into one GEMM, with one scale a tensor, have the same: it takes the largest for
     all of them, and rounds the codes of the others again, a second loss that no other loader has.
     """
     if served.fp8 is None:
@@ -106,9 +106,7 @@ def joined_weight_scales(served: Served) -> Broken:
         if len(values) == len(group) and len(set(values.values())) > 1:
             largest = max(values, key=lambda module: values[module])
             listed = ", ".join(f"{module.rpartition('.')[2]} {value:.4g}" for module, value in values.items())
-            fault = (
-                f"differs from that of its product ({listed}): {served.title} rounds the others again to the largest"
-            )
+            fault = f"differs from that of its GEMM ({listed}): {served.title} rounds the others again to the largest"
             yield f"{served.fp8.codes[largest].scale}", f"{fault}; give all of them one scale, or one a channel"
 
 
@@ -143,9 +141,7 @@ def joined_hybrid(served: Served) -> Broken:
             parent, _, last = module.rpartition(".")
             other = f"{parent}.{second}"
             if last == first and other in types and types[module] != types[other]:
-                fault = (
-                    f"is {types[module]}, and {second} is {types[other]}, and {served.title} makes one product of them"
-                )
+                fault = f"is {types[module]}, and {second} is {types[other]}, and {served.title} makes one GEMM of them"
                 yield f"{module}.weight", f"{fault}; quantize both alike"
 
 
@@ -157,7 +153,7 @@ def joined_hybrid(served: Served) -> Broken:
 )
 def hybrid_entries(served: Served) -> Broken:
     """A configuration of compressed-tensors that leaves out the projections of a gated delta net leaves out the
-    product that is made of them. Before 0.17 vLLM did not know which these are: it made them quantized, passed the
+    GEMM that is made of them. Before 0.17 vLLM did not know which these are: it made them quantized, passed the
     weights over, and answered garbage, where the same weights under the form fp8 were right.
     """
     declared = served.declared

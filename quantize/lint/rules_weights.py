@@ -60,7 +60,7 @@ def scale_alone(checkpoint: Checkpoint) -> Broken:
 @checkpoint_rule("C125", "weight-shape")
 def weight_shape(checkpoint: Checkpoint) -> Broken:
     """A weight in codes has the shape of most of its like in other layers, or others of its layer differ from theirs
-    too, as in models whose layers have several widths: one that differs alone was cut, and no product takes it.
+    too, as in models whose layers have several widths: one that differs alone was cut, and no GEMM takes it.
     """
     usual = _usual_shapes(checkpoint)
     apart = defaultdict(list)

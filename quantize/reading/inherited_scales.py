@@ -146,7 +146,7 @@ def codes_summary(scales: Scales) -> str:
     inherited = sum(weight.method == INHERITED for weight in scales.weights.values())
     blocks = [weight.sqnr_db for weight in scales.weights.values() if weight.method.endswith(" blocks")]
     losses = [loss for loss in blocks if loss is not None]
-    parts = [f"{inherited} of {len(scales.weights)} products keep their FP8 codes and scales as they were given"]
+    parts = [f"{inherited} of {len(scales.weights)} GEMMs keep their FP8 codes and scales as they were given"]
     if blocks:
         least = f", which leaves {min(losses):.1f} dB at the least" if losses else ""
         parts.append(f"{len(blocks)} had a scale for each block, and have one for each channel{least}")

@@ -130,7 +130,7 @@ def stored_arrays(directory: Path, names: Collection[str]) -> dict[str, npt.NDAr
         module, _, part = name.rpartition(".")
         stored[name] = f"{in_files(module, patterns)}.{part}"
     if absent := next((name for name in stored.values() if name not in files), None):
-        raise InputError(directory, f"has no {absent}, which scales.json promises", "copy the whole of model/ again")
+        raise InputError(directory, f"has no {absent}, which scales.json expects", "copy the whole of model/ again")
     shards = {file: _open(directory / file) for file in {files[name] for name in stored.values()}}
     return {name: shards[files[under]].get_tensor(under).reshape(-1) for name, under in stored.items()}
 

@@ -78,6 +78,6 @@ def starved_remarks(
     if not lines:
         return []
     more = f"; so in {len(lines) - 3} more layers" if len(lines) > 3 else ""
-    taken = "their last products take the largest amax of the layer's other experts"
+    taken = "their last GEMMs take the largest amax of the layer's other experts"
     rounded = " and their codes are each weight's nearest" if compensated else ""
     return [*lines[:3], f"{taken}{rounded}{more}; measure more --samples, or --all-experts"]

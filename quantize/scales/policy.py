@@ -14,13 +14,13 @@ from .decisions import Scales, Skipped
 
 #: Why a run in dynamic form has no graph.
 DYNAMIC_GRAPH = (
-    "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 product (`fp8q scales RUN "
+    "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 GEMM (`fp8q scales RUN "
     "--form one` takes the static scales, which the run has too)"
 )
 #: Why a run in block form has none.
 BLOCK_GRAPH = (
     "--form block gives each 128 values of a token a scale at run time, and each block of a weight its own, for which "
-    "TensorRT has no FP8 product (`fp8q scales RUN --form one` takes static scales, which the run has too)"
+    "TensorRT has no FP8 GEMM (`fp8q scales RUN --form one` takes static scales, which the run has too)"
 )
 
 
@@ -83,7 +83,7 @@ def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> 
     if not chosen:
         raise InputError(
             "",
-            f"all {len(gemms.names)} matrix products stay in BF16, so there is nothing to quantize",
+            f"all {len(gemms.names)} GEMMs stay in BF16, so there is nothing to quantize",
             "skip fewer with --skip, or name more with --only",
         )
     return chosen, skipped
@@ -207,7 +207,7 @@ def mixed_group_warning(groups: Iterable[Sequence[str]], scales: Scales, experts
     )
     others = f", and so in {len(mixed) - 1} more such groups" if len(mixed) > 1 else ""
     return (
-        f"{', '.join(in_bf16)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one product of them and "
+        f"{', '.join(in_bf16)} in BF16 beside {', '.join(fp8)} in FP8{others}: vLLM makes one GEMM of them and "
         "refuses such a checkpoint; keep all of a group in BF16, or none, if vLLM is to serve it"
     )
 
@@ -231,7 +231,7 @@ def mixed_experts_warning(experts: Iterable[str], scales: Scales) -> str | None:
     named = ", ".join(name.removeprefix(f"{layer}.") for name in bf16[:3]) + (" …" if len(bf16) > 3 else "")
     others = f", and so in {len(mixed) - 1} more {'layers' if len(mixed) > 2 else 'layer'}" if len(mixed) > 1 else ""
     return (
-        f"{layer}: {len(bf16)} of {count} products of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
+        f"{layer}: {len(bf16)} of {count} GEMMs of its experts in BF16 ({named}) beside others in FP8{others}: vLLM "
         "takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads it wrong in "
         "silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
     )

@@ -397,5 +397,5 @@ def weight_rows(module: nn.Module) -> torch.Tensor:
 def _weight_by_rows(module: nn.Module) -> torch.Tensor:
     """A view of the weight of a GEMM, [out, in]."""
     weight = module.weight
-    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
     return weight.movedim(output_channel_axis(module), 0)

@@ -112,7 +112,7 @@ def note_other_arithmetic(run: Run, notes: Notes) -> None:
     )
     if there != here:
         notes.note(
-            f"the run was measured where {there} units compute BF16 products, and {here} units do here: sums round in "
+            f"the run was measured where {there} units compute BF16 GEMMs, and {here} units do here: sums round in "
             "another order, and last bits differ; scales and checkpoint are the run's, and nothing is measured again"
         )
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 #: First lines of tables that state rules, forms and arithmetic, and nothing that was measured.
 NOT_MEASURED = (
-    "| `--for` | server | products | experts of a mixture |",
+    "| `--for` | server | GEMMs | experts of a mixture |",
     "| column | meaning |",
     "| check of a log | value | watch above | bad above |",
     "| what is wrong | exit code |",

@@ -69,7 +69,7 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
         (
             ["--skip", "*"],
             (
-                "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name "
+                "all 29 GEMMs stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name "
                 "more with --only"
             ),
         ),
@@ -77,7 +77,7 @@ def test_nan_in_a_weight_names_the_tensor(fp8q: Fp8q, checkpoint: Path, demo_tex
         (
             ["--only", "lm_head"],
             (
-                "all 29 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name "
+                "all 29 GEMMs stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name "
                 "more with --only"
             ),
         ),
@@ -226,26 +226,26 @@ def test_the_help_says_what_a_default_depends_on(fp8q: Fp8q, monkeypatch: pytest
         (["build-engine", "run", "--max-batch", "0"], "--max-batch 0: must be at least 1"),
         (
             ["build-engine", "run", "--min-fp8-share", "2"],
-            "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+            "--min-fp8-share 2: is no share of the GEMMs; give one from 0 to 1, or in percent, such as 96% or 0.96",
         ),
         (
             ["engine", "run", "--min-fp8-share", "101%"],
             (
-                "--min-fp8-share 101%: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
+                "--min-fp8-share 101%: is no share of the GEMMs; give one from 0 to 1, or in percent, such as 96% "
                 "or 0.96"
             ),
         ),
         (
             ["run", "model", "--data", "text", "--out", "run", "--min-fp8-share", "most"],
             (
-                "--min-fp8-share most: is no share of the products; give one from 0 to 1, or in percent, such as 96% "
+                "--min-fp8-share most: is no share of the GEMMs; give one from 0 to 1, or in percent, such as 96% "
                 "or 0.96"
             ),
         ),
         (
             ["build-engine", "run", "--precision", "int8", "--min-fp8-share", "1"],
             (
-                "--min-fp8-share 1: is for the FP8 engine, and --precision int8 promises no product in FP8; leave one "
+                "--min-fp8-share 1: is for the FP8 engine, and --precision int8 expects no GEMM in FP8; leave one "
                 "of them out"
             ),
         ),

@@ -161,11 +161,11 @@ def test_an_option_is_added_in_one_place(capsys: pytest.CaptureFixture[str], mon
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (EngineOptions, {"min_fp8_share": "most"}, "--min-fp8-share most: is no share of the products; give one from "),
+        (EngineOptions, {"min_fp8_share": "most"}, "--min-fp8-share most: is no share of the GEMMs; give one from "),
         (
             EngineOptions,
             {"min_fp8_share": 1.5},
-            "--min-fp8-share 1.5: is no share of the products; give one from 0 to ",
+            "--min-fp8-share 1.5: is no share of the GEMMs; give one from 0 to ",
         ),
         (ValidateOptions, {"max_ppl_increase": "1"}, "--max-ppl-increase 1: is no share; give one such as 1% or 0.01"),
         (ValidateOptions, {"max_ppl_increase": -0.1}, "--max-ppl-increase -0.1: is no share; give one such as 1% or "),

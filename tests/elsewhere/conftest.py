@@ -18,7 +18,7 @@ from .packages import installed
 
 __all__ = ["random_checkpoint", "texts"]  # fixtures
 
-#: vLLM's KL over the reference's at most, and the reverse. Without BF16 units PyTorch sums BF16 products otherwise than
+#: vLLM's KL over the reference's at most, and the reverse. Without BF16 units PyTorch sums BF16 GEMMs otherwise than
 #: the reference does: mixtral's experts come to 1.24 there, gemma in two terms to 1.17.
 MOST = 1.15 if has_bf16_units() else 1.3
 #: Tokens that a window of `demo_validated` scores.

@@ -4,7 +4,7 @@ kernels, its own cache, which knows nothing of fp8q.
 In BF16 arithmetic the loss of a single token differs between two implementations of one FP8 model as much as between
 either and BF16: sums are rounded otherwise, and codes flip. So what is compared is the mean KL of FP32 from each, which
 is near for both, and another one for BF16, for two terms and for another cache. The reference computes as vLLM does on
-a CPU (`vllm_arithmetic`): one term, a cache that rounds toward zero, and experts, of which it has no product for CPUs,
+a CPU (`vllm_arithmetic`): one term, a cache that rounds toward zero, and experts, of which it has no GEMM for CPUs,
 by their codes and scales but in BF16.
 """
 
@@ -39,7 +39,7 @@ from .conftest import MOST
 from .vllm_arithmetic import cache_toward_zero, widen_experts
 from .vllm_environment import CASES
 
-#: Of trained models few windows, since PyTorch's product of codes does 57 million operations a second without AMX for
+#: Of trained models few windows, since PyTorch's GEMM of codes does 57 million operations a second without AMX for
 #: FP8; of tiny random ones more: the losses of their tokens differ by more.
 CONTEXT, WINDOWS, MANY = 64, 6, 24
 #: Their cache has no place for scales in vLLM, and stays wide.

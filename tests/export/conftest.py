@@ -70,7 +70,7 @@ class Decoder:
 
 @dataclass
 class Written:
-    """A decoder on the disk: its graph, the modules promised on FP8, and the scales that were used."""
+    """A decoder on the disk: its graph, the modules expected on FP8, and the scales that were used."""
 
     path: Path
     modules: tuple[str, ...]
@@ -139,7 +139,7 @@ class Writer:
         return name
 
     def halves(self, module: str, product: str) -> str:
-        """The sum of both terms' products."""
+        """The sum of both terms' GEMMs."""
         self.nodes.append(
             helper.make_node("Split", [product], ["", ""], name=f"{module}.halves", axis=0, num_outputs=2)
         )

@@ -1,4 +1,4 @@
-"""The plugin's product on an FP8 GPU: a tail, whether its rows are multiplied apart or not, is the reference's."""
+"""The plugin's GEMM on an FP8 GPU: a tail, whether its rows are multiplied apart or not, is the reference's."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The plugin's product by itself, on a CPU, against the reference's; in vLLM it runs in `tests/elsewhere`.
+"""The plugin's GEMM by itself, on a CPU, against the reference's; in vLLM it runs in `tests/elsewhere`.
 
 Of vLLM it imports what registers an operator, and what knows of the batch that is computed; here nothing is registered,
 and there is no batch, so that all rows have second terms, or those of `tail_rows`.

@@ -37,7 +37,7 @@ def as_if_quantized(
     folder: Path, config: PreTrainedConfig, cache: str, dtype: torch.dtype, wide: str = ""
 ) -> GraphPlan:
     """Write a random checkpoint of `config` with scales as FP8's, all zero (a graph does not look at values), and
-    return the plan of its graph: `cache` in FP8, products whose name contains `wide` not.
+    return the plan of its graph: `cache` in FP8, GEMMs whose name contains `wide` not.
     """
     torch.manual_seed(0)
     model: PreTrainedModel = torch.nn.Module.to(AutoModelForCausalLM.from_config(config), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`--attention fp8`: both products of attention on codes, from the queries' statistics to the engine."""
+"""`--attention fp8`: both GEMMs of attention on codes, from the queries' statistics to the engine."""
 
 import json
 import shutil
@@ -154,11 +154,11 @@ def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:
     copied.onnx.write_bytes(model.SerializeToString())
     expected = [
         (
-            f"F212 promised-attention: {ATTENTION}.attention_scores: is promised on FP8: its first input does not come "
+            f"F212 promised-attention: {ATTENTION}.attention_scores: is expected on FP8: its first input does not come "
             "from FP8 codes; run `fp8q export` again"
         ),
         (
-            f"F212 promised-attention: {ATTENTION}.attention_values: is promised on FP8, and there is no such product; "
+            f"F212 promised-attention: {ATTENTION}.attention_values: is expected on FP8, and there is no such GEMM; "
             "run `fp8q export` again"
         ),
     ]
@@ -227,7 +227,7 @@ def test_the_lint_sees_both_terms_of_attention(copied: Run, keeping_graphs: Any)
     copied.onnx.write_bytes(model.SerializeToString())
     assert [str(finding) for finding in api.lint(copied.onnx).findings if finding.severity == "error"] == [
         (
-            f"F214 two-terms: {ATTENTION}.attention_scores: is promised in two terms: its second term is multiplied by "
+            f"F214 two-terms: {ATTENTION}.attention_scores: is expected in two terms: its second term is multiplied by "
             "1 and not by 16; run `fp8q export` again"
         )
     ]

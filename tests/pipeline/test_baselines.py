@@ -113,7 +113,7 @@ class Int8Linear(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def expected(run: Run, ids: np.ndarray) -> np.ndarray:
-    """Logits of the source in FP32, its products in integers."""
+    """Logits of the source in FP32, its GEMMs in integers."""
     weights = load_file(checkpoint_of(run, "int8") / "model-00001-of-00001.safetensors")
     model = source_model(run)
     for name in load_scales(run).fp8_gemms:
@@ -333,7 +333,7 @@ def test_all_precisions_and_another_run_are_measured_beside_each_other(
         assert (row["improvement"], row["joules_per_token"]) == (None, None)
     assert told["protocol"]["emulated"]
     assert "FP8 is emulated here" in found.err
-    # 122,880 weights of products, 896 channels, a head of 2048 × 128, a cache of 128 values a position; the rest: three
+    # 122,880 weights of GEMMs, 896 channels, a head of 2048 × 128, a cache of 128 values a position; the rest: three
     # norms, and four bytes for each of seven inputs and two of the cache
     steps = {"bf16": 2 * 122_880 + 524_288 + 12 * 256, "int8": 122_880 + 4 * 896 + 524_288 + 12 * 256}
     steps |= {"fp8": steps["int8"] - 12 * 128, names[3]: steps["int8"] - 12 * 128}

@@ -131,7 +131,7 @@ def test_an_engine_of_too_few_positions_is_named_and_nothing_is_left(fp8q: Fp8q,
 def test_the_other_form_of_the_scales_is_kept_with_what_the_inspector_says_of_it(
     fp8q: Fp8q, on_gpu: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An inspector that shows weights in BF16 until their scales stand behind the product."""
+    """An inspector that shows weights in BF16 until their scales stand behind the GEMM."""
     told = stand_in.inspected
 
     def wide_but_for_mul(plan: bytes) -> str:
@@ -141,7 +141,7 @@ def test_the_other_form_of_the_scales_is_kept_with_what_the_inspector_says_of_it
     monkeypatch.setattr(stand_in, "inspected", wide_but_for_mul)
     built = fp8q("build-engine", run.root, "--runtime", "tensorrt", "--max-batch", "2", "--max-seq-len", "64")
     assert built.code == 0, built.err
-    note = "sm89: with --apply-scales dq 28 of 28 products are not FP8 on both sides, 0 with mul; the second is kept"
+    note = "sm89: with --apply-scales dq 28 of 28 GEMMs are not FP8 on both sides, 0 with mul; the second is kept"
     assert note in built.err
     record = json.loads((run.engines / "sm89.json").read_text())
     assert (record["weight_scale"], record["fp8_products"], record["evidence"]) == ("mul", 28, "inspector")
@@ -160,7 +160,7 @@ def test_what_the_inspector_does_not_tell_is_noted_and_passes_where_no_share_was
     words = ("build-engine", run.root, "--runtime", "tensorrt", "--max-batch", "2", "--max-seq-len", "64")
     built = fp8q(*words)
     assert built.code == 0, built.err
-    assert "sm89: whether 28 of 28 promised products are FP8 on both sides cannot be told (as model." in built.err
+    assert "sm89: whether 28 of 28 expected GEMMs are FP8 on both sides cannot be told (as model." in built.err
     record = json.loads((run.engines / "sm89.json").read_text())
     assert (record["evidence"], record["wide_products"], len(record["unknown_products"])) == ("unknown", [], 28)
     asked = fp8q(*words, "--min-fp8-share", "1")

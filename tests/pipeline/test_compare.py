@@ -64,7 +64,7 @@ def test_the_source_is_told_as_bf16_by_exit_code_3(run: Run, demo_checkpoint: Pa
 
 
 def test_the_checkpoint_through_transformers_is_the_validated_model(run: Run) -> None:
-    """transformers is another implementation, with products and cache of its own: BF16 is farthest from it."""
+    """transformers is another implementation, with GEMMs and cache of its own: BF16 is farthest from it."""
     found = api.compare(run.root, api.CompareOptions(model=run.model, windows=WINDOWS))
     assert found.runtimes[-1].runtime == "bf16"
     assert found.verdict in ("validated", "undecided", "other-arithmetic")

@@ -121,7 +121,7 @@ def test_onnx_runtime_says_what_the_reference_says(gemma3: Run) -> None:
 
 
 def test_it_is_built_and_answers_as_transformers_does(gemma3: Run, fp8q: Callable[..., Result], tmp_path: Path) -> None:
-    """Every promised product in FP8; twelve greedy tokens, prompt and decoding, through the FP8 cache."""
+    """Every expected GEMM in FP8; twelve greedy tokens, prompt and decoding, through the FP8 cache."""
     run = Run(Path(shutil.copytree(gemma3.root, tmp_path / "run")))
     options = api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",), max_seq_len=48)
     api.build_engine(run.root, options)

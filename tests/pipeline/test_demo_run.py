@@ -213,7 +213,7 @@ def test_the_lint_of_a_whole_run_has_no_findings_and_looks_at_all_of_it(
     found = fp8q("lint", demo_run.root)
     assert (found.code, found.err) == (0, "")
     products = products_of_the_demo(demo_run.onnx)
-    graph = f"opset 23, {products} products, 28 on FP8 codes on both sides; held against {demo_run.scales}"
+    graph = f"opset 23, {products} GEMMs, 28 on FP8 codes on both sides; held against {demo_run.scales}"
     assert found.out.splitlines() == [
         f"{demo_run.onnx}: {graph}",
         "no findings",

@@ -118,7 +118,7 @@ def test_what_is_gained_is_said_by_bytes_and_operations(copied: Run) -> None:
     )
     engine = next(row for row in size_rows(copied) if row.what == "engine for sm89")
     assert engine.share_of_bf16 is None
-    assert str(engine.contents).endswith(" of compiled program, which does not grow with the size of a product")
+    assert str(engine.contents).endswith(" of compiled program, which does not grow with the size of a GEMM")
 
 
 def test_a_damaged_file_is_refused_by_name(copied: Run) -> None:

@@ -1,5 +1,5 @@
 """`fp8q engine --plan` against engines of the run's own graph with other numbers, another cache or another attention in
-it: each runs the same products on the same types, and none may pass.
+it: each runs the same GEMMs on the same types, and none may pass.
 """
 
 import itertools
@@ -95,7 +95,7 @@ def become(node: NodeProto, operator: str, **attributes: Any) -> None:
 
 
 def attention_wide(model: ModelProto, directory: Path) -> None:
-    """Its products take BF16, as by default."""
+    """Its GEMMs take BF16, as by default."""
     for node in model.graph.node:
         if node.name.endswith(".attention_quantize"):
             become(node, "Cast", to=TensorProto.BFLOAT16)
@@ -116,7 +116,7 @@ def cache_in_bf16(model: ModelProto, directory: Path) -> None:
 
 
 def behind(change: Change) -> Change:
-    """The same of the graph whose weights' scales are applied behind the products."""
+    """The same of the graph whose weights' scales are applied behind the GEMMs."""
 
     def changed(model: ModelProto, directory: Path) -> None:
         in_form(model, directory, "mul")
@@ -154,7 +154,7 @@ def no_mul_behind(model: ModelProto, directory: Path) -> None:
 
 
 def summed_in_bf16(model: ModelProto, directory: Path) -> None:
-    """The product in the compute type, widened for the Mul."""
+    """The GEMM in the compute type, widened for the Mul."""
     nodes = []
     for node in model.graph.node:
         if node.name.endswith((".weight.dequantize", ".input.dequantize")):
@@ -194,12 +194,12 @@ def test_an_engine_built_elsewhere_from_the_same_graph_passes(fp8q: Fp8q, run: R
 
 
 def first_factor(run: Run, factor: float) -> str:
-    """What is said of the first product of a run whose factors are multiplied."""
+    """What is said of the first GEMM of a run whose factors are multiplied."""
     module = load_scales(run).fp8_gemms[0]
     weight = load_graph(run.onnx).constant(f"{module}.weight_scale")
     assert weight is not None
     own = np.float32(load_scales(run).activations[module].scale) * weight.ravel()[0]
-    scaled = f"its product is scaled by {own * np.float32(factor):.9g} in channel 0"
+    scaled = f"its GEMM is scaled by {own * np.float32(factor):.9g} in channel 0"
     return f"{module}: {scaled}, and the run has s_x · s_w = {own:.9g}"
 
 
@@ -215,12 +215,12 @@ def factor_of(run: Run, module: str, channel: int) -> np.float32:
 
 
 def factor(run: Run, module: str, channel: int, found: np.float32) -> str:
-    """What is said of a product whose first wrong factor is `found`."""
+    """What is said of a GEMM whose first wrong factor is `found`."""
     own = factor_of(run, module, channel)
-    return f"{module}: its product is scaled by {found:.9g} in channel {channel}, and the run has s_x · s_w = {own:.9g}"
+    return f"{module}: its GEMM is scaled by {found:.9g} in channel {channel}, and the run has s_x · s_w = {own:.9g}"
 
 
-CODES = f"{GATE}: its product multiplies the codes of {UP}, and the run has its own in model.onnx"
+CODES = f"{GATE}: its GEMM multiplies the codes of {UP}, and the run has its own in model.onnx"
 CACHE = "past_key_values.0.key: it is bf16, and the run has fp8"
 
 
@@ -270,7 +270,7 @@ def test_an_engine_without_a_mul_behind_one_product_does_not_pass(
 ) -> None:
     code, view, error = shown(fp8q, run, target, built(behind(no_mul_behind), target))
     assert (code, view["fp8_products"], view["codes_found"], view["factors_found"]) == (3, 7, 7, 6)
-    kernel = r"__myl_\w+ reads its product and takes none of them"
+    kernel = r"__myl_\w+ reads its GEMM and takes none of them"
     assert re.fullmatch(rf"{re.escape(DOWN)}: its factors cannot be told, {kernel}", error)
 
 
@@ -283,7 +283,7 @@ def test_an_engine_that_rounds_the_sum_before_it_is_scaled_does_not_pass(
     (view,) = json.loads(result.out)["engines"]
     assert (result.code, view["fp8_products"], len(view["narrow"])) == (3, 7, 7)
     assert result.err.startswith(
-        f"fp8q: {target}: 7 of 7 promised products take FP8 on both sides and 7 of them answer in less than FP32"
+        f"fp8q: {target}: 7 of 7 expected GEMMs take FP8 on both sides and 7 of them answer in less than FP32"
     )
 
 
@@ -297,7 +297,7 @@ def test_an_engine_without_the_attention_in_fp8_that_is_promised_does_not_pass(
     told = {(each["module"], each["what"]) for each in view["differences"] if each["told"]}
     assert told == {(product, "types") for product in products}
     assert error == (
-        f"{products[0]}: the product is bf16 × bf16 -> bf16, and the run has FP8 on both sides (1 more, --json has all)"
+        f"{products[0]}: the GEMM is bf16 × bf16 -> bf16, and the run has FP8 on both sides (1 more, --json has all)"
     )
 
 

@@ -48,7 +48,7 @@ def run(
     request: pytest.FixtureRequest, made_once: MadeOnce, keeping_graphs: KeepingGraphs, demo_texts: Texts,
     shared_checkpoint: Callable[[str], Path],
 ) -> Run:  # fmt: skip
-    """One of them, calibrated and exported; one expert's last product of the second stays in BF16, the third has its
+    """One of them, calibrated and exported; one expert's last GEMM of the second stays in BF16, the third has its
     activations in two terms.
     """
     name: str = request.param

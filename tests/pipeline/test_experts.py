@@ -237,7 +237,8 @@ def test_a_starved_expert_is_named_and_rounded_to_nearest_whatever_the_others(
     gates = [scales.weights[f"model.layers.0.mlp.experts.{n}.gate_proj"] for n in range(4)]
     assert gates[2].rounding == "nearest", "it has the H of all experts' input, but no token that was held out"
     if "weight_rounding" in how:
-        assert gates[2].held_out is not None and gates[2].held_out.tokens == 0
+        assert gates[2].held_out is not None
+        assert gates[2].held_out.tokens == 0
         assert how["weight_rounding"] in {gate.rounding for gate in gates}
     assert any(
         line.startswith("model.layers.0.mlp.experts: 1 of 4 experts saw fewer than 100 tokens (expert 2 (0))")
@@ -340,7 +341,7 @@ def test_a_layer_some_of_whose_experts_stay_in_bf16_is_told_of_wherever_somebody
     monkeypatch.setattr(export_stage, "export", lambda *given: None)  # nothing here reads one
     run = Run(Path(shutil.copytree(starving.root, tmp_path / "run")))
     told = (
-        "3 of 12 products of its experts in BF16 (3.gate_proj, 3.up_proj, 3.down_proj) beside others in FP8, and so in "
+        "3 of 12 GEMMs of its experts in BF16 (3.gate_proj, 3.up_proj, 3.down_proj) beside others in FP8, and so in "
         "1 more layer: vLLM takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or "
         "reads it wrong in silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
     )
@@ -357,6 +358,6 @@ def test_a_layer_some_of_whose_experts_stay_in_bf16_is_told_of_wherever_somebody
     assert "vllm serve" not in card
     assert [str(finding) for finding in api.lint(run.model).findings] == [
         f"C116 split-projections: model.layers.{layer}.mlp.experts.3.down_proj.weight: is BF16, as 2 more of the 12 "
-        "products of its layer's experts, and the rest FP8 with one scale a channel; quantize all of them alike"
+        "GEMMs of its layer's experts, and the rest FP8 with one scale a channel; quantize all of them alike"
         for layer in range(2)
     ]

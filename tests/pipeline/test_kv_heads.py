@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
     ),
     "one key head": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 32, "pad_token_id": 0}, 1, None),
     "learned positions": ("OPTConfig", {"ffn_dim": 192, "word_embed_proj_dim": 128}, 4, None),
-    "Conv1D, keys and values of one product": ("GPT2Config", {"n_inner": 192}, 4, "kv_cache.safetensors"),
+    "Conv1D, keys and values of one GEMM": ("GPT2Config", {"n_inner": 192}, 4, "kv_cache.safetensors"),
     "experts": ("MixtralConfig", {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}, 2, None),
 }  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
     }
     (note,) = run.record().stages["quantize"].notes
     assert note == (
-        f"{attention}.v_proj in BF16 beside {attention}.q_proj, {attention}.k_proj in FP8: vLLM makes one product of "
+        f"{attention}.v_proj in BF16 beside {attention}.q_proj, {attention}.k_proj in FP8: vLLM makes one GEMM of "
         "them and refuses such a checkpoint; "
         "keep all of a group in BF16, or none, if vLLM is to serve it"
     )

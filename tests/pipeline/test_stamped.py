@@ -63,7 +63,7 @@ def test_so_it_is_of_a_random_architecture_with_as_many_layers(deep: tuple[Path,
 
 
 def test_so_it_is_of_two_kinds_in_turn(tmp_path: Path, as_if_quantized: Callable[..., GraphPlan]) -> None:
-    """With one product of the third layer left in BF16, which makes that a kind of its own."""
+    """With one GEMM of the third layer left in BF16, which makes that a kind of its own."""
     types = [SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING, FULL, SLIDING, FULL]
     config = Qwen3Config(
         **TINY, head_dim=16, num_hidden_layers=9, use_sliding_window=True, sliding_window=4, layer_types=types

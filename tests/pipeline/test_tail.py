@@ -88,7 +88,7 @@ def test_the_files_say_which_positions_are_exact_and_that_others_run_one_term(ru
     assert config["fp8q"]["tails"] == scales.tails
     assert config["fp8q"]["two_terms"] == [*scales.weights]
     card = (run.model / "README.md").read_text(encoding="utf-8")
-    assert "where fp8q's graphs and engines read the input of every FP8 product, each decoded token and the" in card
+    assert "where fp8q's graphs and engines read the input of every FP8 GEMM, each decoded token and the" in card
     assert "last 16 positions of a prompt have two E4M3 codes a value" in card
     assert {row.tail for row in api.inspect(run.root).modules if row.kind == "product" and row.scale} == {TAIL}
 
@@ -135,7 +135,7 @@ def test_rows_of_other_lengths_have_their_tails_where_their_texts_end(run: Run, 
 
 
 def test_a_prompt_costs_little_more_than_in_one_term(run: Run) -> None:
-    """The rows of each promised product, as the graph has them, for a prompt of 2,048 tokens."""
+    """The rows of each expected GEMM, as the graph has them, for a prompt of 2,048 tokens."""
     model = onnx.load(run.onnx, load_external_data=False)
     shapes = {value.name: value.type.tensor_type.shape.dim for value in model.graph.value_info}
     products = {name: f"{name}.matmul" for name in load_scales(run).weights}

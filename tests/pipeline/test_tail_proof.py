@@ -1,4 +1,4 @@
-"""Lint and `fp8q engine` against graphs, and engines of them, whose promised tail is missing or elsewhere."""
+"""Lint and `fp8q engine` against graphs, and engines of them, whose expected tail is missing or elsewhere."""
 
 import re
 from collections import Counter
@@ -114,7 +114,7 @@ def of_all(model: ModelProto, directory: Path) -> None:
 
 
 def second_dropped(model: ModelProto, directory: Path) -> None:
-    """The product takes one term."""
+    """The GEMM takes one term."""
     nodes = named(model)
     nodes[f"{DOWN}.input.quantize"].input[0] = nodes[f"{FIRST}.Slice_1"].input[0]
     nodes[f"{DOWN}.narrow"].input[0] = nodes[f"{DOWN}.matmul"].output[0]
@@ -122,7 +122,7 @@ def second_dropped(model: ModelProto, directory: Path) -> None:
 
 
 def two_products(model: ModelProto, directory: Path) -> None:
-    """The second terms have a product of their own, of the same weight."""
+    """The second terms have a GEMM of their own, of the same weight."""
     nodes = named(model)
     nodes[f"{DOWN}.input.quantize"].input[0] = nodes[f"{FIRST}.Slice_1"].input[0]
     value, made = nodes[f"{FIRST}.Mul_1"].output[0], []
@@ -144,7 +144,7 @@ def two_products(model: ModelProto, directory: Path) -> None:
 
 
 def added_in_bf16(model: ModelProto, directory: Path) -> None:
-    """The product answers in BF16."""
+    """The GEMM answers in BF16."""
     for name in (f"{DOWN}.input.dequantize", f"{DOWN}.weight.dequantize"):
         (typed,) = (each for each in named(model)[name].attribute if each.name == "output_dtype")
         typed.i = TensorProto.BFLOAT16
@@ -157,7 +157,7 @@ def linted(run: Run, change: Change, **promised: Any) -> list[str]:
     return [str(each).removeprefix(f"F214 two-terms: {DOWN}.matmul: ") for each in found if each.rule == "F214"]
 
 
-NO_CONCAT = f"is promised in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}"
+NO_CONCAT = f"is expected in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}"
 
 
 @pytest.mark.parametrize("form", ["dq", "mul"])
@@ -180,24 +180,24 @@ def test_the_lint_names_a_product_without_its_tail(run: Run, form: Any, change: 
             in_form(model, directory, "mul")
         change(model, directory)
 
-    told = NO_CONCAT if expected is None else f"is promised in two terms: {expected}; {AGAIN}"
+    told = NO_CONCAT if expected is None else f"is expected in two terms: {expected}; {AGAIN}"
     assert linted(run, changed) == [told]
 
 
 def test_the_lint_wants_the_terms_added_in_fp32(run: Run) -> None:
     told = f"{DOWN}.input.dequantize answers in BFLOAT16, and the halves are added in FLOAT"
-    assert linted(run, added_in_bf16) == [f"is promised in two terms: {told}; {AGAIN}"]
+    assert linted(run, added_in_bf16) == [f"is expected in two terms: {told}; {AGAIN}"]
 
 
 def test_the_lint_is_content_with_a_tail_and_names_one_that_is_promised_otherwise(run: Run) -> None:
     tails = dict(expectation(run).tails)
     others = {name: tail for name, tail in tails.items() if name != DOWN}
-    is_promised = "is promised in two terms: its second term is of the last 16 positions, and not of"
+    is_promised = "is expected in two terms: its second term is of the last 16 positions, and not of"
     for change in (unchanged, behind(unchanged)):
         assert linted(run, change) == []
         assert linted(run, change, tails=others) == [f"{is_promised} all positions; {AGAIN}"]
         assert linted(run, change, tails=tails | {DOWN: 32}) == [f"{is_promised} the last 32 positions; {AGAIN}"]
-        assert linted(run, change, two_terms=[*others]) == [f"takes two terms, and scales.json promises one; {AGAIN}"]
+        assert linted(run, change, two_terms=[*others]) == [f"takes two terms, and scales.json expects one; {AGAIN}"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -215,7 +215,7 @@ def test_an_engine_with_its_tail_passes(fp8q: Fp8q, run: Run, built: Built, targ
         (half_as_much, r"__myl_\w+ makes its codes without a 16, and the run has 16 times what the first term leaves"),
         (
             an_eighth,
-            r"__myl_\w+ reads 1 products of two terms and takes 0 times 1/16, and the run has the second half .*",
+            r"__myl_\w+ reads 1 GEMMs of two terms and takes 0 times 1/16, and the run has the second half .*",
         ),
         (a_shorter_tail, "its codes have 24 positions for a call of 16, and the run has 32, with its tail"),
         (second_dropped, "its codes have 1 positions for a call of 1, and the run has 2, with its tail"),

@@ -1,4 +1,4 @@
-"""Lint and `fp8q engine` against graphs, and engines of them, that are promised in two terms and do not have both."""
+"""Lint and `fp8q engine` against graphs, and engines of them, that are expected in two terms and do not have both."""
 
 import re
 from collections import Counter
@@ -44,7 +44,7 @@ def run(
     tmp_path_factory: pytest.TempPathFactory, random_checkpoint: Callable[..., Path], demo_texts: Any,
     keeping_graphs: Any,
 ) -> Run:  # fmt: skip
-    """A Llama of one layer whose every input is promised in two terms, those of attention too, and its engines."""
+    """A Llama of one layer whose every input is expected in two terms, those of attention too, and its engines."""
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
     folder = tmp_path_factory.mktemp("terms")
     model = random_checkpoint(folder / "model", "LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 2})
@@ -61,7 +61,7 @@ def run(
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a product of two terms is made of: the `product`, what its second term (`input`…) and its halves are."""
+    """What a GEMM of two terms is made of: the `product`, what its second term (`input`…) and its halves are."""
 
     product: str
     quantize: str
@@ -74,13 +74,13 @@ class Nodes:
 
 
 def of_module(name: str) -> Nodes:
-    """Those of a module's product."""
+    """Those of a module's GEMM."""
     ends = ("matmul", "input.quantize", "input.dequantize", "input.first", "input.first")
     return Nodes(*(f"{name}.{end}" for end in (*ends, "halves", "halves.Mul_1", "terms_add")))
 
 
 def of_attention(product: str, part: str) -> Nodes:
-    """Those of a product of attention, whose first input is called `part`."""
+    """Those of a GEMM of attention, whose first input is called `part`."""
     ends = (f"attention_{product}", f"{part}.attention_quantize", f"{part}.attention_dequantize")
     first = (f"{part}.attention_first", f"fp8q_attention.{part}.first")
     halves = (f"attention_{product}_halves", f"fp8q_attention.{product}_halves.Mul_1", f"attention_{product}_terms_add")
@@ -130,7 +130,7 @@ def of_all(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
 
 
 def second_dropped(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> None:
-    """The product takes one term."""
+    """The GEMM takes one term."""
     nodes = named(model)
     alone = [first_of(nodes, at, operator) for operator in ("quantize", "dequantize")]
     nodes[at.quantize].input[0] = alone[0].input[0]
@@ -145,7 +145,7 @@ def second_dropped(model: ModelProto, directory: Path, at: Nodes = OF_DOWN) -> N
 
 
 def two_products(model: ModelProto, directory: Path, at: Nodes = OF_DOWN, wide: bool = False) -> None:
-    """Each term has a product of its own, of one weight; the second `wide`, without Q/DQ."""
+    """Each term has a GEMM of its own, of one weight; the second `wide`, without Q/DQ."""
     second_of = named(model)[f"{at.input}.Mul_1"].output[0]
     nodes, copies = named(model), []
     product, add = nodes[at.product], nodes[at.add]
@@ -185,16 +185,16 @@ def linted(run: Run, change: Change, **promised: Any) -> list[str]:
     return [str(each).removeprefix(f"F214 two-terms: {DOWN}.matmul: ") for each in found if each.rule == "F214"]
 
 
-NO_CONCAT = f"is promised in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}"
+NO_CONCAT = f"is expected in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}"
 
 
 @pytest.mark.parametrize("form", ["dq", "mul"])
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (half_as_much, f"is promised in two terms: its second term is multiplied by 8 and not by 16; {AGAIN}"),
-        (an_eighth, f"is promised in two terms: the second half is added 0.125 times, and not 0.0625; {AGAIN}"),
-        (of_all, f"is promised in two terms: its second term is not of what the codes leave of the first; {AGAIN}"),
+        (half_as_much, f"is expected in two terms: its second term is multiplied by 8 and not by 16; {AGAIN}"),
+        (an_eighth, f"is expected in two terms: the second half is added 0.125 times, and not 0.0625; {AGAIN}"),
+        (of_all, f"is expected in two terms: its second term is not of what the codes leave of the first; {AGAIN}"),
         (second_dropped, NO_CONCAT),
         (two_products, NO_CONCAT),
         (second_wide, NO_CONCAT),
@@ -213,7 +213,7 @@ def test_the_lint_is_content_with_both_terms_and_names_those_that_nobody_promise
     for change in (unchanged, behind(unchanged)):
         assert linted(run, change) == []
         kept = [name for name in expectation(run).two_terms or () if name != DOWN]
-        assert linted(run, change, two_terms=kept) == [f"takes two terms, and scales.json promises one; {AGAIN}"]
+        assert linted(run, change, two_terms=kept) == [f"takes two terms, and scales.json expects one; {AGAIN}"]
 
 
 def test_products_of_one_tensor_share_both_terms_and_each_is_one(run: Run) -> None:
@@ -244,7 +244,7 @@ def test_an_engine_of_both_terms_passes(fp8q: Fp8q, run: Run, built: Built, targ
         (of_all, r"__myl_\w+ makes its codes without the scale of the first, and the run has 16 times .*"),
         (
             an_eighth,
-            r"__myl_\w+ reads 1 products of two terms and takes 0 times 1/16, and the run has the second half .*",
+            r"__myl_\w+ reads 1 GEMMs of two terms and takes 0 times 1/16, and the run has the second half .*",
         ),
         (second_dropped, "its codes have the rows of one term, and the run has both of them"),
         (two_products, "its codes have the rows of one term, and the run has both of them"),
@@ -271,7 +271,7 @@ TWO_ROWS = "its codes have 2 rows a token, and the run has 4, those of both term
             an_eighth,
             half_as_much,
             (
-                r"__myl_\w+ takes 0.125 beside its product, and the run has 0.0625, for the second half",
+                r"__myl_\w+ takes 0.125 beside its GEMM, and the run has 0.0625, for the second half",
                 r"__myl_\w+ makes its codes without a 16, and the run has 16 times what the first term leaves",
             ),
         ),

@@ -103,8 +103,8 @@ def test_the_files_say_that_no_input_is_codes(run: Run) -> None:
     assert group["targets"] == ["Linear"]
     assert "input_activations" not in group
     card = (run.model / "README.md").read_text(encoding="utf-8")
-    assert "**Weights alone**: the input of every FP8 product stays in BF16" in card
-    assert "28 matrix products have FP8 weights alone; embeddings" in card
+    assert "**Weights alone**: the input of every FP8 GEMM stays in BF16" in card
+    assert "28 GEMMs have FP8 weights alone; embeddings" in card
 
 
 def test_a_pattern_takes_whole_groups_and_says_so(mixed: Run) -> None:
@@ -172,7 +172,7 @@ def test_the_lint_holds_which_inputs_are_codes(run: Run, mixed: Run, demo_run: R
     assert lint_graph(load_graph(mixed.onnx), run_expectation(mixed, load_scales(mixed))) == []
     other = lint_graph(load_graph(demo_run.onnx), run_expectation(run, load_scales(run)))
     assert [each.rule for each in other if each.severity == "error"][:1] == ["F215"]
-    assert "is promised with its weight alone in FP8, and its input is quantized" in str(other)
+    assert "is expected with its weight alone in FP8, and its input is quantized" in str(other)
     widened = lint_graph(load_graph(run.onnx), run_expectation(demo_run, load_scales(demo_run)))
     assert "F203" in [each.rule for each in widened]
 
@@ -187,7 +187,7 @@ def test_a_graph_without_the_weights_codes_is_named(run: Run, tmp_path: Path) ->
         shutil.copyfile(file, tmp_path / file.name)
     onnx.save(model, path)
     found = lint_graph(load_graph(path), run_expectation(run, load_scales(run)))
-    assert "is promised with its weight in FP8: there is no such product" in str(found)
+    assert "is expected with its weight in FP8: there is no such GEMM" in str(found)
 
 
 def test_an_engine_multiplies_bf16_by_dequantized_weights_and_holds_codes(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 BOS, SIZE = 0, 64
 # with an FP8 cache, as `demo_run` has it: the graph is the same
 OPTIONS = CalibrateOptions(samples=6, seq_len=SIZE, batch_size=2, kv_cache="fp8")
-#: How far perplexities by other sums of the same products may part.
+#: How far perplexities by other sums of the same GEMMs may part.
 CLOSE = 1e-3
 
 

@@ -155,7 +155,7 @@ class Engine:
 
 
 def inspected(plan: bytes) -> str:
-    """What TensorRT's inspector would say of a plan's program: a layer for each kernel, products with one input and the
+    """What TensorRT's inspector would say of a plan's program: a layer for each kernel, GEMMs with one input and the
     weight among the constants.
     """
     found = read_plan(plan)

@@ -1,8 +1,8 @@
 """A small run made by hand: real histograms, scales, losses and files, small enough to work out on paper.
 
-Two layers of three products and an output head. What q and k receive was chosen so that everything about its scale is
+Two layers of three GEMMs and an output head. What q and k receive was chosen so that everything about its scale is
 known: 448 once, so the scale is 1; 1 three times, which is a code; 2⁻¹¹ four times, which rounds to zero. The last
-product saw NaN. The other tensors are normal deviates.
+GEMM saw NaN. The other tensors are normal deviates.
 """
 
 import struct

@@ -42,7 +42,7 @@ def copied(demo_run: Run, tmp_path: Path) -> Run:
 
 
 def eight_times_the_scale(model: Path) -> Path:
-    """Multiply the weight scales of one product by 8: a checkpoint that loads, and is another model."""
+    """Multiply the weight scales of one GEMM by 8: a checkpoint that loads, and is another model."""
     shard = next(model.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     length = struct.unpack("<Q", content[:8])[0]

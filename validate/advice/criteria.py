@@ -98,7 +98,7 @@ CACHE_TOKENS = Criterion(
 #: factors err by 3.7 % where terms do not cancel, which is what healthy models have; the limits are twice and four
 #: times that.
 GEMM_ERRORS = Criterion(
-    "product_errors", "relative error of the product by itself", Limit(0.075, 0.15), "no product runs in FP8"
+    "product_errors", "relative error of the GEMM by itself", Limit(0.075, 0.15), "no GEMM runs in FP8"
 )
 #: GEMMs err by 3.7 % each, and the residual sum averages them: healthy models end below 6 %, the one of them whose
 #: heads have a size of 8 at 12 % (docs/doctor.md). 15 % is as much as 16 GEMMs' errors without that; an error of a

@@ -140,5 +140,5 @@ def fp8_gemm(layer: FP8Linear, x: torch.Tensor) -> torch.Tensor:
 def float_gemm(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Multiply `x` [..., in] by the weight of a linear layer (or a Conv1D), without bias: [..., out] in x's type."""
     weight = linear.weight
-    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
     return nn.functional.linear(x, weight.movedim(output_channel_axis(linear), 0))

@@ -256,7 +256,7 @@ def layer_plot(rows: Sequence[ModuleRow]) -> Plot:
 
     worst = noisiest(rows)
     caption = (
-        "Signal to noise of what each product reads, by layer; 6 dB is one bit. The noisiest input is that of "
+        "Signal to noise of what each GEMM reads, by layer; 6 dB is one bit. The noisiest input is that of "
         f"{worst.module}, {noise(worst.sqnr_db)}. The dotted line, "
         f"{rounding_alone_db():.1f} dB, is what three mantissa bits leave of values spread evenly over the logarithm; "
         "what lies well below it saturates, underflows, or has outliers."

@@ -269,7 +269,7 @@ def summary_sentences(
 ) -> str:
     """Summarize in two sentences what runs in FP8 and how the perplexity changes."""
     gemms = sum(row.kind == "product" for row in modules)
-    done = f"{gemms} of {gemms + len(bf16_modules)} matrix products run in FP8" + (
+    done = f"{gemms} of {gemms + len(bf16_modules)} GEMMs run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > gemms else "."
     )
     served = [row for row in accuracy if row.runtime not in NOT_SERVED and row.tokens is None]
@@ -298,10 +298,10 @@ def engines_sentence(built: Sequence[EngineRow]) -> str:
     if unproven:
         return f"What runs in FP8 cannot be told for {', '.join(unproven)}: the engine could not be read."
     if short:
-        return f"Some promised products are not FP8 on both sides on {', '.join(short)}; the table names them."
+        return f"Some expected GEMMs are not FP8 on both sides on {', '.join(short)}; the table names them."
     if untold:
-        return f"Of some promised products on {', '.join(untold)} TensorRT's inspector does not tell what they run in."
+        return f"Of some expected GEMMs on {', '.join(untold)} TensorRT's inspector does not tell what they run in."
     return (
-        f"Every promised product takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read "
+        f"Every expected GEMM takes FP8 codes on both sides, on {' and '.join(row.target for row in rows)}; read "
         "from the engines themselves."
     )

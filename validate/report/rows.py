@@ -378,7 +378,7 @@ def _engine(engine: EngineRow, weights: int, bf16: int) -> SizeRow:
         None
         if program < 0
         else f"some {size(weights)} of weights, and {size(program)} of compiled program"
-        + (", which does not grow with the size of a product" if small else ""),
+        + (", which does not grow with the size of a GEMM" if small else ""),
     )
 
 

@@ -27,8 +27,8 @@ CACHES = {"": "BF16", "v": "values in FP8", "kv": "FP8"}
 @dataclass(frozen=True)
 class RunRow:
     """One run with the accuracy of its worst FP8 runtime, None where it was not evaluated. `than_first`: the interval
-    of its perplexity's relative change over the first run's, where both scored the same tokens. `products`: in FP8, of
-    `all_products`.
+    of its perplexity's relative change over the first run's, where both scored the same tokens. `products`: the GEMMs
+    in FP8, of `all_products`.
     """
 
     name: str
@@ -147,7 +147,7 @@ def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
         text_column("activations"),
         text_column("rounding", "weights"),
         text_column("KV cache", "cache"),
-        number_column("products in FP8", count, "products"),
+        number_column("GEMMs in FP8", count, "products"),
         number_column("checkpoint", size, "checkpoint_bytes"),
         Column[RunRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
         number_column("increase", increase, "perplexity_increase"),

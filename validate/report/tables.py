@@ -91,7 +91,7 @@ def bf16_module_table(rows: Sequence[ModuleRow]) -> Table[ModuleRow]:
         "Modules that stay in BF16",
         [row for row in rows if row.reason is not None],
         BF16_MODULE_COLUMNS,
-        "None: every matrix product runs in FP8.",
+        "None: every GEMM runs in FP8.",
     )
 
 
@@ -249,7 +249,7 @@ def engine_name(row: EngineRow) -> str:
 ENGINE_COLUMNS: tuple[Column[EngineRow], ...] = (
     Column("target", engine_name, numeric=False),
     Column("runtime", lambda row: f"{row.runtime} {row.version}", numeric=False),
-    number_column("promised products", count, "promised_products"),
+    number_column("expected GEMMs", count, "promised_products"),
     number_column("in FP8", count, "fp8_products"),
     Column("ran wider", lambda row: first_few(row.wide) or None, numeric=False),
     text_column("ran"),
@@ -261,7 +261,7 @@ ENGINE_COLUMNS: tuple[Column[EngineRow], ...] = (
 
 def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
     """Tabulate every engine, with the expected GEMMs and those that run in FP8."""
-    note = "Promised products are the matrix products that scales.json puts in FP8." if rows else ""
+    note = "Expected GEMMs are those that scales.json puts in FP8." if rows else ""
     return Table("Engines", rows, ENGINE_COLUMNS, "No engine yet: run `fp8q build-engine RUN`.", note)
 
 

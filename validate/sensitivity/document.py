@@ -52,7 +52,7 @@ class Loss(Strict):
     sqnr_db: float | None = None
     measured: bool
     kl_after: KlAfter
-    shared_by: list[str] = Field(default=[], description="of an activation: the products that read it, where several")
+    shared_by: list[str] = Field(default=[], description="of an activation: the GEMMs that read it, where several")
 
 
 class Sensitivity(Strict):

@@ -128,7 +128,7 @@ class Quantizer:
         """Compute the rounding error of the weight of `module`, float32 [out, in]."""
         layer, gemm = self.coded.layer(module), self.gemms[module]
         weight = gemm.weight
-        assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+        assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
         return layer.codes.float() * layer.weight_scale[:, None] - weight.movedim(output_channel_axis(gemm), 0)
 
     def cache_error(self, name: str, x: torch.Tensor) -> torch.Tensor:

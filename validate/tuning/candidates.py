@@ -72,7 +72,7 @@ class Candidates:
     def weight(self, module: str, rounding: str, form: Form) -> torch.Tensor:
         """Dequantize the codes of a weight, float32 [out, in]."""
         rounded = self.codes[rounding, form].get(module)
-        assert rounded is not None, "every product is rounded in every way before it is looked at"
+        assert rounded is not None, "every GEMM is rounded in every way before it is looked at"
         codes, scale = rounded
         return (codes.float() * scale[:, None]).to(self.model.device)
 

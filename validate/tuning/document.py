@@ -42,10 +42,10 @@ class Point(Strict):
     weight_rounding: str
     kv_cache: KvCache
     wide_cache: int = Field(default=0, description="layers whose cache stays wide beside others in FP8")
-    tail: int = Field(default=0, description="products")
-    two_terms: int = Field(description="products")
-    weights_alone: int = Field(default=0, description="products")
-    bf16: int = Field(description="products, beside those that the run keeps in BF16 already")
+    tail: int = Field(default=0, description="GEMMs")
+    two_terms: int = Field(description="GEMMs")
+    weights_alone: int = Field(default=0, description="GEMMs")
+    bf16: int = Field(description="GEMMs, beside those that the run keeps in BF16 already")
 
 
 class Step(Point):
@@ -280,7 +280,7 @@ def conclusion(tuning: Tuning, run: str) -> str:
         sentences.append(f"The cache, --kv-cache {_cache(before)} in the run, becomes {_cache(chosen)}.")
     if second and tuning.server == "tensorrt":
         sentences.append(
-            f"{second} products take second codes, which vLLM computes with fp8q-vllm alone; for other servers give "
+            f"{second} GEMMs take second codes, which vLLM computes with fp8q-vllm alone; for other servers give "
             "--for vllm."
         )
     if tuning.met:

@@ -57,6 +57,6 @@ def _output_error(candidates: Candidates, module: str, rounding: str, form: Form
     """ŵ x̂ - w x."""
     gemm = candidates.gemms[module]
     weight = gemm.weight
-    assert isinstance(weight, torch.Tensor), "a matrix product has a weight"
+    assert isinstance(weight, torch.Tensor), "a GEMM has a weight"
     rounded = nn.functional.linear(candidates.input(module, form, x), candidates.weight(module, rounding, form))
     return rounded - nn.functional.linear(x, weight.movedim(output_channel_axis(gemm), 0))

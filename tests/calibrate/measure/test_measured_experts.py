@@ -1,5 +1,5 @@
 """What is measured of a mixture of experts: one tensor for what the experts of a layer read, one for each one's last
-product, with the tokens that were routed to it.
+GEMM, with the tokens that were routed to it.
 """
 
 from collections.abc import Callable

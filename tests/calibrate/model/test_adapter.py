@@ -25,7 +25,7 @@ MERGE = "merge it with PEFT's merge_and_unload, save the result with save_pretra
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    """An adapter of two of the demo's products, written by hand as PEFT writes them."""
+    """An adapter of two of the demo's GEMMs, written by hand as PEFT writes them."""
     folder = tmp_path / "style"
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "megatron_core": "megatron.core"}

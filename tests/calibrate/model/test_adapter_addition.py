@@ -24,7 +24,7 @@ EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @pytest.fixture(scope="module")
 def adapter(demo_checkpoint: Path, made_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of every product of the demo, with ranks and alphas of single modules' own."""
+    """An adapter of every GEMM of the demo, with ranks and alphas of single modules' own."""
     return made_adapter(
         demo_checkpoint, tmp_path_factory.mktemp("adapter") / "every", r=8, lora_alpha=24, target_modules=EVERY,
         rank_pattern={"v_proj": 3, r"layers\.1\.mlp\.down_proj": 5}, alpha_pattern={"q_proj": 5}, use_rslora=True,

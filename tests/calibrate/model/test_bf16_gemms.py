@@ -1,4 +1,4 @@
-"""BF16 products by FP32 arithmetic: the values of BF16 units where sums are exact, and nothing but products widened."""
+"""BF16 GEMMs by FP32 arithmetic: the values of BF16 units where sums are exact, and nothing but GEMMs widened."""
 
 import copy
 import os
@@ -214,7 +214,7 @@ def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def test_the_demo_is_as_far_from_fp32_as_bf16_in_any_other_order(
     demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The yardstick is BF16 itself with the inputs of each product in another order: only its sums change."""
+    """The yardstick is BF16 itself with the inputs of each GEMM in another order: only its sums change."""
     source = open_source(str(demo_checkpoint))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 500, (4, 128)))
     native, exact = load_model(source, BF16), load_model(source, torch.float32)
@@ -287,7 +287,7 @@ def test_a_run_of_another_kind_of_processor_is_told_of(tmp_path: Path, monkeypat
     note_other_arithmetic(run, notes)
     (line,) = notes.lines
     assert line == (
-        "the run was measured where BF16 units compute BF16 products, and FP32 units do here: sums round in another "
+        "the run was measured where BF16 units compute BF16 GEMMs, and FP32 units do here: sums round in another "
         "order, and last bits differ; scales and checkpoint are the run's, and nothing is measured again"
     )
 
@@ -303,9 +303,7 @@ def test_a_stage_stopped_half_way_on_another_kind_begins_anew_and_says_so(tmp_pa
     here = {"model": "other", "threads": 1, "device": "cpu", "bf16_products": "fp32"}
     with WorkFolder(run, "measure").opened(here, note=lines.append) as folder:
         assert not (folder / "step").exists()
-    assert lines == [
-        "begins anew: an earlier call, which stopped half-way, had 2 threads, BF16 products computed in BF16"
-    ]
+    assert lines == ["begins anew: an earlier call, which stopped half-way, had 2 threads, BF16 GEMMs computed in BF16"]
 
 
 def test_eager_attention_and_its_cache_run_widened(without_units: None, demo_checkpoint: Path) -> None:

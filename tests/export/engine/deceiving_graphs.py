@@ -1,4 +1,4 @@
-"""Changes to the graph of the demo, each of which makes an engine that does not do what the run promises."""
+"""Changes to the graph of the demo, each of which makes an engine that does not do what the run expects."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ def one_pair_removed(model: ModelProto, directory: Path) -> None:
 
 
 def all_in_bf16(model: ModelProto, directory: Path) -> None:
-    """The same weights in BF16, as numbers in the graph, and no quantizer before a product."""
+    """The same weights in BF16, as numbers in the graph, and no quantizer before a GEMM."""
     no_activation_quantized(model, directory)
     stored = {tensor.name: tensor for tensor in model.graph.initializer}
     for dequantize in named(model, ".weight.dequantize"):

@@ -204,7 +204,7 @@ def test_a_product_that_runs_wide_is_noted_and_fails_the_gate_and_the_engine_sta
     with pytest.raises(GateError) as short:
         check_share([info], 1.0)
     assert str(short.value) == (
-        f"sm89: 6 of 7 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: {DOWN}; "
+        f"sm89: 6 of 7 expected GEMMs take FP8 on both sides, less than --min-fp8-share 1; wide: {DOWN}; "
         "the engine is kept, `fp8q export` again or accept it with a smaller share"
     )
     check_share([info], 0.85)
@@ -220,7 +220,7 @@ def test_scales_narrower_than_fp32_are_noted_and_do_not_count(
     build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard)
     assert heard.notes == [
         (
-            f"sm89: 7 FP8 products (as {DOWN}) answer in less than FP32: their weights' scales are per tensor, or "
+            f"sm89: 7 FP8 GEMMs (as {DOWN}) answer in less than FP32: their weights' scales are per tensor, or "
             "narrower than FP32"
         )
     ]
@@ -229,7 +229,7 @@ def test_scales_narrower_than_fp32_are_noted_and_do_not_count(
     with pytest.raises(GateError) as short:
         check_share([info], 1.0)
     assert str(short.value) == (
-        "sm89: 7 of 7 promised products take FP8 on both sides and 7 of them answer in less than FP32, less than "
+        "sm89: 7 of 7 expected GEMMs take FP8 on both sides and 7 of them answer in less than FP32, less than "
         f"--min-fp8-share 1; narrow: {', '.join(written.modules)}; the engine is kept, `fp8q export` again or accept "
         "it with a smaller share"
     )
@@ -241,7 +241,7 @@ def test_a_graph_that_breaks_a_rule_is_not_built(tmp_path: Path, decoder: Decode
     with pytest.raises(InputError) as refused:
         build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     assert str(refused.value) == (
-        f"{written.path}: F203 promised-product: {DOWN}.matmul: is promised on FP8: its weight is FP8 but its input "
+        f"{written.path}: F203 promised-product: {DOWN}.matmul: is expected on FP8: its weight is FP8 but its input "
         "is not, "
         "so it multiplies in the compute type; run `fp8q export` again"
     )
@@ -265,8 +265,7 @@ def test_nothing_promised_is_nothing_to_build(run: tuple[Run, Any]) -> None:
     with pytest.raises(InputError) as refused:
         build_engines(run[0], [], EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     assert str(refused.value) == (
-        f"{run[1].path}: scales.json promises no product on FP8, so there is nothing to build; calibrate with "
-        "fewer --skip"
+        f"{run[1].path}: scales.json expects no GEMM on FP8, so there is nothing to build; calibrate with fewer --skip"
     )
 
 

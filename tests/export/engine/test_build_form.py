@@ -1,6 +1,6 @@
 """When an engine is built of the other form of its graph, and what is written then.
 
-TensorRT itself is not here. Its inspector is stood in for by what NVIDIA says of it (a product with per-channel scales
+TensorRT itself is not here. Its inspector is stood in for by what NVIDIA says of it (a GEMM with per-channel scales
 in its DequantizeLinear runs wide); the graphs, and the engines of TensorRT-RTX that are built of them, are real.
 """
 
@@ -65,7 +65,7 @@ def test_the_engine_with_fewer_products_short_of_the_promise_is_kept(second: Evi
 
 def building(modules: tuple[str, ...], wide: dict[str, int], refused: str = "") -> Callable[[Path, Path], Built]:
     """Builds with TensorRT-RTX, and tells of the engine what an inspector would that finds the first `wide[form]`
-    products wide; of the form `refused` nothing can be built.
+    GEMMs wide; of the form `refused` nothing can be built.
     """
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
     job = Job("tensorrt-rtx", "sm89", profiles(2, 64))
@@ -89,7 +89,7 @@ def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder
     build = building(written.modules, {"dq": 7, "mul": 0})
     (info, found), graph = in_better_form(written.path, engines / "sm90.plan", build, told)
     assert told.lines == [
-        "sm89: with --apply-scales dq 7 of 7 products are not FP8 on both sides, 0 with mul; the second is kept"
+        "sm89: with --apply-scales dq 7 of 7 GEMMs are not FP8 on both sides, 0 with mul; the second is kept"
     ]
     assert (graph, info.weight_scale, found.not_fp8) == (engines / "sm90.onnx", "mul", {})
     assert {path.name for path in engines.iterdir()} == {"model.safetensors", "sm90.onnx", "sm90.plan"}
@@ -104,12 +104,12 @@ def test_the_other_form_is_built_and_its_graph_written_beside_the_engine(decoder
 @pytest.mark.parametrize(
     ("wide", "refused", "note"),
     [
-        ({"dq": 2, "mul": 2}, "", "2 of 7 products are not FP8 on both sides, 2 with mul; the first is kept"),
+        ({"dq": 2, "mul": 2}, "", "2 of 7 GEMMs are not FP8 on both sides, 2 with mul; the first is kept"),
         (
             {"dq": 2, "mul": 0},
             "mul",
             (
-                "2 of 7 products are not FP8 on both sides; with mul it cannot be built: TensorRT 10.15 cannot build "
+                "2 of 7 GEMMs are not FP8 on both sides; with mul it cannot be built: TensorRT 10.15 cannot build "
                 "it: no such kernel"
             ),
         ),

@@ -1,4 +1,4 @@
-"""The gate of a build: the share of promised products that an engine is known to run in FP8."""
+"""The gate of a build: the share of expected GEMMs that an engine is known to run in FP8."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_what_tensorrts_inspector_does_not_tell_fails_a_share_that_was_asked_for
     with pytest.raises(GateError) as short:
         check_share([some], 1.0)
     assert str(short.value) == (
-        "sm90: 11 of 12 promised products take FP8 on both sides, less than --min-fp8-share 1; unknown: a; the engine "
+        "sm90: 11 of 12 expected GEMMs take FP8 on both sides, less than --min-fp8-share 1; unknown: a; the engine "
         "is kept, `fp8q export` again or accept it with a smaller share"
     )
     wide = info(**on_hopper, evidence="inspector", fp8_products=10, unknown_products=["a"], wide_products=["b"])
@@ -77,11 +77,11 @@ def test_what_is_not_told_is_noted_in_one_line_and_so_is_what_is_only_remarked()
     )
     assert remarks(of, found) == [
         (
-            "sm90: whether 1 of 12 promised products are FP8 on both sides cannot be told (as a: fp8 × unknown -> bf16 "
+            "sm90: whether 1 of 12 expected GEMMs are FP8 on both sides cannot be told (as a: fp8 × unknown -> bf16 "
             "in profile 0); sm90.layers.json has what its inspector says"
         ),
         (
-            "sm90: 1 FP8 products (as b) answer in less than FP32: a kernel that scales by itself rounds its sum once, "
+            "sm90: 1 FP8 GEMMs (as b) answer in less than FP32: a kernel that scales by itself rounds its sum once, "
             "to the graph's next type"
         ),
     ]
@@ -96,7 +96,7 @@ def test_wide_and_narrow_products_are_both_named() -> None:
     with pytest.raises(GateError) as short:
         check_share([info(fp8_products=11, wide_products=["a"], narrow_products=["b", "c"])], 0.8)
     assert str(short.value) == (
-        "sm89: 11 of 12 promised products take FP8 on both sides and 2 of them answer in less than FP32, less than "
+        "sm89: 11 of 12 expected GEMMs take FP8 on both sides and 2 of them answer in less than FP32, less than "
         "--min-fp8-share 0.8; wide: a; narrow: b, c; the engine is kept, `fp8q export` again or accept it with a "
         "smaller share"
     )
@@ -107,6 +107,6 @@ def test_a_gate_names_the_first_wide_products_and_counts_the_rest() -> None:
     wide = [f"layers.{index}" for index in range(10)]
     with pytest.raises(
         GateError,
-        match=r"sm89: 2 of 12 promised products .* wide: layers\.0, .*, layers\.7 and 2 more; the engine is kept",
+        match=r"sm89: 2 of 12 expected GEMMs .* wide: layers\.0, .*, layers\.7 and 2 more; the engine is kept",
     ):
         check_share([info(fp8_products=2, wide_products=wide)], 1.0)

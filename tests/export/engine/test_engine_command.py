@@ -117,7 +117,7 @@ def test_people_see_layers_that_run_alike_in_one_row(fp8q: Fp8q, demo_run: Run) 
     assert (result.code, result.err) == (0, "")
     for target in TARGETS:
         assert (
-            f"{target}, tensorrt-rtx 1.7.1.116: 28 of 28 promised products on FP8 codes on both sides (read from the "
+            f"{target}, tensorrt-rtx 1.7.1.116: 28 of 28 expected GEMMs on FP8 codes on both sides (read from the "
             "engine's plan); 28 multiply the run's codes, 28 have its factors s_x · s_w behind them, 28 its input "
             "scale before them"
         ) in result.out
@@ -129,14 +129,14 @@ def test_people_see_layers_that_run_alike_in_one_row(fp8q: Fp8q, demo_run: Run) 
 def test_fp8_weights_alone_are_told(fp8q: Fp8q, demo_run: Run, built: Built, modules: list[str], target: str) -> None:
     code, view, error = shown(fp8q, demo_run, target, built(no_activation_quantized, target))
     assert (code, view["evidence"], view["fp8_products"]) == (3, "plan", 0)
-    assert view["codes_found"] == 0  # all codes are in it, and the size is that of an FP8 engine: no product takes them
+    assert view["codes_found"] == 0  # all codes are in it, and the size is that of an FP8 engine: no GEMM takes them
     assert [row["product"] for row in view["wide"] if row["promised"]] == modules
     assert view["wide"][0]["reason"] == (
         "bf16 × bf16 -> bf16 in profile 0; model.onnx has Q/DQ on both sides, so the engine is of another graph, or "
         "the builder chose this"
     )
     assert error.startswith(
-        f"fp8q: {target}: 0 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: "
+        f"fp8q: {target}: 0 of 28 expected GEMMs take FP8 on both sides, less than --min-fp8-share 1; wide: "
         "model.layers.0.self_attn.q_proj, "
     )
 
@@ -145,7 +145,7 @@ def test_fp8_weights_alone_are_told(fp8q: Fp8q, demo_run: Run, built: Built, mod
 def test_one_removed_pair_is_told_and_named(fp8q: Fp8q, demo_run: Run, built: Built, target: str) -> None:
     code, view, error = shown(fp8q, demo_run, target, built(one_pair_removed, target))
     assert (code, view["fp8_products"], [row["product"] for row in view["wide"]]) == (3, 27, [DOWN, "lm_head"])
-    assert f"27 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; wide: {DOWN}; " in error
+    assert f"27 of 28 expected GEMMs take FP8 on both sides, less than --min-fp8-share 1; wide: {DOWN}; " in error
     assert shown(fp8q, demo_run, target, built(one_pair_removed, target), "--min-fp8-share", "96%")[0] == 0
 
 
@@ -174,12 +174,12 @@ def test_scales_in_bf16_are_told(fp8q: Fp8q, demo_run: Run, built: Built, module
     code, view, error = shown(fp8q, demo_run, target, built(scales_in_bf16, target))
     assert (code, view["fp8_products"], view["narrow"], view["codes_found"]) == (3, 28, sorted(modules), 0)
     assert error.startswith(
-        f"fp8q: {target}: 28 of 28 promised products take FP8 on both sides and 28 of them answer in less than FP32, "
+        f"fp8q: {target}: 28 of 28 expected GEMMs take FP8 on both sides and 28 of them answer in less than FP32, "
         "less than --min-fp8-share 1; narrow: model.layers.0.mlp.down_proj, "
     )
     assert shown(fp8q, demo_run, target, built(scales_in_bf16, target), "--min-fp8-share", "0")[0] == 0
     result = fp8q("engine", demo_run.root, "--target", target, "--plan", built(scales_in_bf16, target))
-    assert f"{target}: FP8 products that answer in less than FP32" in result.out
+    assert f"{target}: FP8 GEMMs that answer in less than FP32" in result.out
     assert re.search(
         r"model\.layers\.\*\.mlp\.down_proj \(4\) +the weights' scales are per tensor, or narrower than FP32",
         result.out,
@@ -192,7 +192,7 @@ def test_one_other_code_of_the_same_model_is_told(fp8q: Fp8q, demo_run: Run, bui
     code, view, error = shown(fp8q, demo_run, target, plan)
     assert (code, view["fp8_products"], view["codes_found"], view["codes_missing"]) == (3, 28, 27, [DOWN])
     assert error == (
-        f"fp8q: {target}: {plan} is not the engine of this run: {DOWN}: its product multiplies 1 codes of 180224 that "
+        f"fp8q: {target}: {plan} is not the engine of this run: {DOWN}: its GEMM multiplies 1 codes of 180224 that "
         "are others, and the run has its own in model.onnx; build it again with `fp8q build-engine`"
     )
 
@@ -203,7 +203,7 @@ def test_two_layers_that_are_exchanged_are_told(fp8q: Fp8q, demo_run: Run, built
     code, view, error = shown(fp8q, demo_run, target, plan)
     assert (code, view["fp8_products"], view["codes_found"], view["codes_missing"]) == (3, 28, 26, [DOWN, other])
     assert error.startswith(
-        f"fp8q: {target}: {plan} is not the engine of this run: {DOWN}: its product multiplies the codes of {other}, "
+        f"fp8q: {target}: {plan} is not the engine of this run: {DOWN}: its GEMM multiplies the codes of {other}, "
         "and the run has its own in model.onnx (3 more, --json has all); "
     )
 
@@ -215,9 +215,9 @@ def test_an_engine_of_another_model_is_unknown(
     plan.write_bytes(engine_of("sm89")[1].replace(b"model.layers.", b"other.layers."))
     code, view, error = shown(fp8q, demo_run, "sm89", plan)
     assert (code, view["evidence"], view["fp8_products"], view["codes_found"]) == (3, "unknown", 0, None)
-    assert view["unknown"] == "the engine shows no such product in profile 0"
+    assert view["unknown"] == "the engine shows no such GEMM in profile 0"
     assert error.startswith(
-        f"fp8q: sm89: what {plan} runs cannot be told (the engine shows no such product in profile 0), which does not "
+        f"fp8q: sm89: what {plan} runs cannot be told (the engine shows no such GEMM in profile 0), which does not "
         "meet --min-fp8-share 1; "
     )
 
@@ -253,7 +253,7 @@ def test_an_engine_with_one_profile_alone_is_unknown(fp8q: Fp8q, demo_run: Run, 
     plan = tmp_path / "one.plan"
     plan.write_bytes(build(demo_run.onnx, Job("tensorrt-rtx", "sm89", profiles(8, 256)[:1]), SILENT))
     _, view, _ = shown(fp8q, demo_run, "sm89", plan)
-    assert (view["evidence"], view["unknown"]) == ("unknown", "the engine shows no product of profile 1")
+    assert (view["evidence"], view["unknown"]) == ("unknown", "the engine shows no GEMM of profile 1")
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 3_000_000])

@@ -30,7 +30,7 @@ def test_engines_of_other_files_than_the_run_has_now_are_refused(fp8q: Fp8q, dem
     # a plan from elsewhere has no record: its weights' codes are the same at any margin, its scales are not
     code, view, error = shown(fp8q, run, "sm89", plan)
     assert (code, view["fp8_products"], view["codes_found"], view["factors_found"]) == (3, 28, 28, 0)
-    assert f"{plan} is not the engine of this run: model.layers.0.self_attn.q_proj: its product is scaled by " in error
+    assert f"{plan} is not the engine of this run: model.layers.0.self_attn.q_proj: its GEMM is scaled by " in error
 
 
 def test_targets_and_plans_that_do_not_fit(fp8q: Fp8q, demo_run: Run, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_targets_and_plans_that_do_not_fit(fp8q: Fp8q, demo_run: Run, tmp_path: 
         (["--plan", tmp_path / "x", "--target", "sm89"], f"--plan {tmp_path}/x: there is no such file"),
         (
             ["--min-fp8-share", "2"],
-            "--min-fp8-share 2: is no share of the products; give one from 0 to 1, or in percent, such as 96% or 0.96",
+            "--min-fp8-share 2: is no share of the GEMMs; give one from 0 to 1, or in percent, such as 96% or 0.96",
         ),
     ):
         result = fp8q("engine", root, *arguments)
@@ -110,7 +110,7 @@ def test_tensorrts_own_engine_without_its_gpu_is_unknown_and_says_why(
     )
     shown = fp8q("engine", run.root, "--target", "sm89")
     assert shown.code == 0
-    assert "an unknown number of 28 promised products on FP8 codes on both sides (UNKNOWN: TensorRT's" in shown.out
+    assert "an unknown number of 28 expected GEMMs on FP8 codes on both sides (UNKNOWN: TensorRT's" in shown.out
 
 
 def test_what_the_inspector_said_on_the_gpu_is_read_where_there_is_none(
@@ -123,7 +123,7 @@ def test_what_the_inspector_said_on_the_gpu_is_read_where_there_is_none(
     assert (result.code, view["evidence"], view["unknown"]) == (0, "inspector", None)
     assert (view["fp8_products"], len(view["untold"]), len(view["narrow"])) == (7, 21, 7)
     assert fp8q("engine", run.root, "--target", "sm89", "--min-fp8-share", "1").err == (
-        "fp8q: sm89: 7 of 28 promised products take FP8 on both sides, less than --min-fp8-share 1; unknown: "
+        "fp8q: sm89: 7 of 28 expected GEMMs take FP8 on both sides, less than --min-fp8-share 1; unknown: "
         f"{', '.join(view['untold'][:8])} and 13 more; `fp8q export` and `fp8q build-engine` again, or accept it with "
         "a smaller share\n"
     )

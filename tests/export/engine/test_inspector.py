@@ -42,7 +42,7 @@ def found_in(plan: Plan, modules: list[str] = MODULES) -> Evidence:
         pytest.param(
             "dq-11", MODULES, id="TensorRT 11 on Blackwell: weights apart, a fusion whose kernel tells no type"
         ),
-        pytest.param("mul", [], id="scales behind the product, which answers in FP32"),
+        pytest.param("mul", [], id="scales behind the GEMM, which answers in FP32"),
         pytest.param("two-terms", [], id="two terms"),
         pytest.param("tail", [], id="a tail"),
     ],
@@ -66,7 +66,7 @@ def test_what_neither_tensors_nor_kernel_tell_is_unknown_and_neither_fp8_nor_wid
 
 
 def test_a_fusion_computes_what_no_other_layer_is_named_after() -> None:
-    """Its metadata also has the product before it, whose scales were fused into it."""
+    """Its metadata also has the GEMM before it, whose scales were fused into it."""
     plan = dump("dq-10")
     fusions = [product for product in plan.profiles[0] if f"{MLP}gate_proj.matmul" in product.nodes]
     assert [product.nodes for product in fusions] == [(f"{MLP}gate_proj.matmul", f"{MLP}up_proj.matmul")]
@@ -94,7 +94,7 @@ def test_the_head_is_a_wide_product_and_attention_is_none() -> None:
         ("sm80_xmma_gemm_i8f32_i8i32_f32_by_fusion_tactic", ("int8", "int8")),
         ("cutlass3x_sm100_tensorop_s128x128x32gemm_f8_f8_f32_f16_f16_128x128x128", ("fp8", "fp8")),
         ("cutlass3x_sm90_tensorop_s64x128x32gemm_e4m3_e4m3_f32_bf16_e4m3_64x128x128", ("fp8", "fp8")),
-        # the answer is quantized for the next product, and nothing else
+        # the answer is quantized for the next GEMM, and nothing else
         ("cutlass3x_sm90_tensorop_s64x128x16gemm_bf16_bf16_f32_e4m3_e4m3_64x128x64", ("bf16", "bf16")),
         ("sm90_xmma_gemm_bf16e4m3_bf16f32_f32_tn_n_tilesize128x128x64", ("bf16", "bf16")),
         ("sm90_xmma_gemm_e5m2f32_e4m3f32_f32_tn_n_tilesize128x128x64", ("e5m2", "fp8")),
@@ -176,7 +176,7 @@ def test_a_product_is_fp8_on_both_sides_or_wide_or_it_is_not_told(
 def test_a_product_that_the_inspector_does_not_show_is_unknown() -> None:
     found = found_in(dump("mul"), [*MODULES, "model.layers.1.mlp.down_proj"])
     assert (found.kind, len(found.fp8), found.not_fp8) == ("inspector", 7, {})
-    assert found.unknown == {"model.layers.1.mlp.down_proj": "the inspector shows no such product in profile 0"}
+    assert found.unknown == {"model.layers.1.mlp.down_proj": "the inspector shows no such GEMM in profile 0"}
 
 
 def layer(

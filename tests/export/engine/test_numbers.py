@@ -98,7 +98,7 @@ def test_two_layers_that_are_exchanged_are_told_whatever_their_scales_are(
     assert [(each.module, each.profile) for each in codes] == [
         (module, profile) for module in (DOWN, second) for profile in PROFILES
     ]
-    assert codes[0].found == f"its product multiplies the codes of {second}"
+    assert codes[0].found == f"its GEMM multiplies the codes of {second}"
     assert {each.what for each in found} == ({CODES, FACTORS} if scales_too else {CODES})
 
 
@@ -112,7 +112,7 @@ def test_one_other_code_is_counted(engine_of: Engines, tmp_path: Path, target: s
     (tmp_path / "model.safetensors").write_bytes(data)
     found = proof_of(replace(written, path=tmp_path / "model.onnx"), plan).differences
     assert [str(each) for each in broken(found)] == [
-        f"{GATE}: its product multiplies 1 codes of 32768 that are others, and the run has its own in model.onnx"
+        f"{GATE}: its GEMM multiplies 1 codes of 32768 that are others, and the run has its own in model.onnx"
     ]
 
 
@@ -128,7 +128,7 @@ def test_factors_are_compared_channel_by_channel(engine_of: Engines, tmp_path: P
     found = proof_of(replace(written, path=tmp_path / "model.onnx"), plan).differences
     own = np.float32(written.input_scales[GATE]) * scales[77]
     assert [str(each) for each in broken(found)] == [
-        f"{GATE}: its product is scaled by {own:.9g} in channel 77, and the run has s_x · s_w = {2 * own:.9g}"
+        f"{GATE}: its GEMM is scaled by {own:.9g} in channel 77, and the run has s_x · s_w = {2 * own:.9g}"
     ]
 
 
@@ -173,13 +173,13 @@ def test_attention_on_codes_that_nobody_promised_or_that_is_missing_is_told(engi
     scores, values = (f"{LAYER}.self_attn.attention_{product}" for product in ("scores", "values"))
     found = proof_of(written, plan, attention={scores: (0.5, 0.5), values: (0.5, 0.5)}).differences
     assert [str(each) for each in broken(found)] == [
-        f"{node}: the engine has no such product, and the run has one on FP8 codes" for node in (scores, values)
+        f"{node}: the engine has no such GEMM, and the run has one on FP8 codes" for node in (scores, values)
     ]
-    scores = f"{LAYER}.att.attention_scores"  # as many letters as the product that it is put in the place of
+    scores = f"{LAYER}.att.attention_scores"  # as many letters as the GEMM that it is put in the place of
     named = plan.replace(f"{DOWN}.matmul".encode(), scores.encode())
     found = proof_of(replace(written, modules=written.modules[:-1]), named).differences
     assert [str(each) for each in broken(found)] == [
-        f"{scores}: the product is fp8 × fp8 -> fp32, and the run has attention not in FP8"
+        f"{scores}: the GEMM is fp8 × fp8 -> fp32, and the run has attention not in FP8"
     ]
 
 

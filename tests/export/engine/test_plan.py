@@ -40,7 +40,7 @@ def promise(modules: tuple[str, ...] = MODULES) -> dict[str, str]:
         pytest.param({"transposed": False}, id="weights [in, out]"),
         pytest.param({"plain_attention": True, "key_value_heads": 4}, id="plain attention"),
         pytest.param({"compute": TensorProto.FLOAT16}, id="FP16"),
-        pytest.param({"weight_scale": "mul", "bias": True}, id="scales behind the product"),
+        pytest.param({"weight_scale": "mul", "bias": True}, id="scales behind the GEMM"),
         pytest.param({"weight_scale": "mul", "compute": TensorProto.FLOAT16}, id="scales behind it, FP16"),
     ],
 )
@@ -142,26 +142,26 @@ def test_an_engine_of_another_model_is_unknown(engine_of: Engines) -> None:
     _, engine = engine_of("sm89")
     found = evidence(read_plan(engine), promise(("transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj")), profiles=2)
     assert (found.kind, found.fp8) == ("unknown", frozenset())
-    assert found.unknown["transformer.h.0.mlp.c_fc"] == "the engine shows no such product in profile 0"
+    assert found.unknown["transformer.h.0.mlp.c_fc"] == "the engine shows no such GEMM in profile 0"
 
 
 def test_a_promised_layer_that_the_engine_lacks_is_wide(engine_of: Engines) -> None:
     _, engine = engine_of("sm89")
     found = evidence(read_plan(engine), promise((*MODULES, "model.layers.1.mlp.down_proj")), profiles=2)
     assert (found.kind, found.fp8) == ("plan", frozenset(MODULES))
-    assert dict(found.not_fp8) == {"model.layers.1.mlp.down_proj": "the engine shows no such product in profile 0"}
+    assert dict(found.not_fp8) == {"model.layers.1.mlp.down_proj": "the engine shows no such GEMM in profile 0"}
 
 
 def test_an_engine_with_fewer_profiles_than_asked_for_is_unknown(engine_of: Engines) -> None:
     found = evidence(read_plan(engine_of("sm89")[1]), promise(), profiles=3)
     assert (found.kind, found.fp8) == ("unknown", frozenset())
-    assert found.unknown[DOWN] == "the engine shows no product of profile 2"
+    assert found.unknown[DOWN] == "the engine shows no GEMM of profile 2"
 
 
 def test_an_engine_with_more_profiles_than_expected_is_unknown(engine_of: Engines) -> None:
     found = evidence(read_plan(engine_of("sm89")[1]), promise(), profiles=1)
     assert (found.kind, found.fp8) == ("unknown", frozenset())
-    assert found.unknown[DOWN] == "the engine shows products of profile 1, and 1 are expected"
+    assert found.unknown[DOWN] == "the engine shows GEMMs of profile 1, and 1 are expected"
 
 
 def test_an_engine_whose_text_does_not_read_is_unknown(engine_of: Engines) -> None:

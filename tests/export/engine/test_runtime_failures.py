@@ -96,7 +96,7 @@ def test_attention_without_a_kernel_says_what_it_takes(
         "model.layers.0.self_attn (node model.layers.0.self_attn.attention): there is no fused attention kernel for "
         "its type, head size or number of heads; "
         "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode "
-        "with; other models need plain products and a softmax"
+        "with; other models need plain GEMMs and a softmax"
     )
     assert capfd.readouterr().out == ""  # standard output is for results
 

@@ -121,7 +121,7 @@ def test_heads_are_cut_on_an_axis_of_their_own_and_hold_the_same_numbers() -> No
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(fused(name="node_matmul"), id="no module's product"),
+        pytest.param(fused(name="node_matmul"), id="no module's GEMM"),
         pytest.param(fused(perm="0, 1, 2, 3"), id="not transposed to heads first"),
         pytest.param(fused(perm="0, 2, 3, 1"), id="keys transposed at once"),
     ],

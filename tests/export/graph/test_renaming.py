@@ -110,7 +110,7 @@ def test_a_size_is_read_from_the_first_input_that_has_it() -> None:
 
 
 def test_what_a_router_adds_to_its_scores_is_no_bias_of_its_product() -> None:
-    """DeepSeek's routers add to the sigmoid of their logits; a linear layer's bias is added to the product itself."""
+    """DeepSeek's routers add to the sigmoid of their logits; a linear layer's bias is added to the GEMM itself."""
     model = ir.from_onnx_text("""<ir_version: 11, opset_import: ["" : 23]>
         router (float[2, 1] x) => (float[2, 2] corrected, float[2, 2] biased)
         <float[1, 2] weight = {1.0, 2.0}, float[2] correction = {3.0, 4.0}, float[2] bias = {5.0, 6.0}> {

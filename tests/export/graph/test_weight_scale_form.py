@@ -31,7 +31,7 @@ def loaded(path: Path) -> ModelProto:
 
 
 def rescaled(model: ModelProto) -> set[str]:
-    """The modules whose product is in the form `mul`."""
+    """The modules whose GEMM is in the form `mul`."""
     ends = ".matmul.rescale"
     return {node.name.removesuffix(ends) for node in model.graph.node if node.name.endswith(ends)}
 

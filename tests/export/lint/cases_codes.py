@@ -262,7 +262,7 @@ CASES = [
         (
             (
                 f"{LAYER}.self_attn.attention: its input query comes from Q/DQ, which does not make it FP8 attention; "
-                "leave it out, or use plain products"
+                "leave it out, or use plain GEMMs"
             ),
         ),
         quantized_query,

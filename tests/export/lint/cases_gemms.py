@@ -78,25 +78,25 @@ def without_the_mul(model: ModelProto) -> None:
 
 
 def behind_another_product(model: ModelProto) -> None:
-    """The Muls of two products of as many columns, exchanged."""
+    """The Muls of two GEMMs of as many columns, exchanged."""
     first, second = (node(model, f"{module}.matmul.rescale") for module in (GATE, UP))
     first.input[1], second.input[1] = second.input[1], first.input[1]
 
 
 def scaled_twice(model: ModelProto) -> None:
-    """In the DequantizeLinear, and behind the product again."""
+    """In the DequantizeLinear, and behind the GEMM again."""
     node(model, f"{DOWN}.weight.dequantize").input[1] = f"{DOWN}.weight_scale"
 
 
 def read_unscaled(model: ModelProto) -> None:
-    """The residual sum takes the product past its Mul."""
+    """The residual sum takes the GEMM past its Mul."""
     cast = helper.make_node("Cast", [f"{DOWN}.matmul.sum"], ["early"], name="early", to=TensorProto.BFLOAT16)
     reader = next(each for each in model.graph.node if f"{DOWN}.matmul_output" in each.input)
     insert(model, reader.name, list(reader.input).index(f"{DOWN}.matmul_output"), cast)
 
 
 def split_between_both(model: ModelProto) -> None:
-    """One eighth in the DequantizeLinear, eight times the scales behind the product."""
+    """One eighth in the DequantizeLinear, eight times the scales behind the GEMM."""
     node(model, f"{DOWN}.weight.dequantize").input[1] = add_tensor(model, "eighth", np.float32(0.125))
     set_tensor(f"{DOWN}.weight_scale", np.full(128, 4, np.float32))(model)
 
@@ -104,39 +104,39 @@ def split_between_both(model: ModelProto) -> None:
 CASES = [
     Case(
         "F201",
-        (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Cast cast lies between {DOWN}.input.dequantize and the GEMM; move it elsewhere",),
         cast_between,
     ),
     Case(
         "F201",
-        (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Mul double lies between {DOWN}.weight.dequantize and the GEMM; move it elsewhere",),
         scaled_weight,
     ),
     Case(
         "F201",
-        (f"{DOWN}.matmul: Relu between lies between {DOWN}.input.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Relu between lies between {DOWN}.input.dequantize and the GEMM; move it elsewhere",),
         between("Relu", 0),
         foreign=True,
     ),
     Case(
         "F201",
-        (f"{DOWN}.matmul: Relu between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Relu between lies between {DOWN}.weight.dequantize and the GEMM; move it elsewhere",),
         between("Relu", 1),
         foreign=True,
     ),
     Case(
         "F201",
-        (f"{DOWN}.matmul: Slice between lies between {DOWN}.input.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Slice between lies between {DOWN}.input.dequantize and the GEMM; move it elsewhere",),
         between("Slice", 0, [0], [9]),
     ),
     Case(
         "F201",
-        (f"{DOWN}.matmul: Gather between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Gather between lies between {DOWN}.weight.dequantize and the GEMM; move it elsewhere",),
         between("Gather", 1, [0]),
     ),
     Case(
         "F201",
-        (f"{DOWN}.matmul: Concat between lies between {DOWN}.weight.dequantize and the product; move it elsewhere",),
+        (f"{DOWN}.matmul: Concat between lies between {DOWN}.weight.dequantize and the GEMM; move it elsewhere",),
         between("Concat", 1, joined=f"{UP}.weight.dequantize"),
         foreign=True,
     ),
@@ -156,7 +156,7 @@ CASES = [
         "F203",
         (
             (
-                f"{DOWN}.matmul: is promised on FP8: its weight is FP8 but its input is not, so it multiplies in the "
+                f"{DOWN}.matmul: is expected on FP8: its weight is FP8 but its input is not, so it multiplies in the "
                 f"compute type; {AGAIN}"
             ),
         ),
@@ -164,24 +164,24 @@ CASES = [
     ),
     Case(
         "F203",
-        (f"{DOWN}.matmul: is promised on FP8: neither its weight nor its input comes from FP8 codes; {AGAIN}",),
+        (f"{DOWN}.matmul: is expected on FP8: neither its weight nor its input comes from FP8 codes; {AGAIN}",),
         options={"wide": (DOWN,)},
         promised={DOWN: None},
     ),
     Case(
         "F203",
-        (f"model.layers.7.mlp.up_proj.matmul: is promised on FP8, and there is no such product; {AGAIN}",),
+        (f"model.layers.7.mlp.up_proj.matmul: is expected on FP8, and there is no such GEMM; {AGAIN}",),
         promised={"model.layers.7.mlp.up_proj": 0.5},
     ),
-    Case("F203", ("nothing is promised on FP8; calibrate with fewer --skip",), options={"fp8": False}, promised={}),
+    Case("F203", ("nothing is expected on FP8; calibrate with fewer --skip",), options={"fp8": False}, promised={}),
     Case(
         "F204",
-        (f"{DOWN}.matmul: its weight is FP8, which scales.json does not promise; {AGAIN}",),
+        (f"{DOWN}.matmul: its weight is FP8, which scales.json does not expect; {AGAIN}",),
         promised={f"-{DOWN}": None},
     ),
     Case(
         "F205",
-        ("of its products (8) none takes FP8 on both sides; quantize weights and inputs",),
+        ("of its GEMMs (8) none takes FP8 on both sides; quantize weights and inputs",),
         options={"fp8": False},
         foreign=True,
     ),
@@ -215,7 +215,7 @@ CASES = [
         "F207",
         (
             (
-                f"{DOWN}.weight.dequantize: has one scale for all, and no Mul behind the product the checkpoint's 128; "
+                f"{DOWN}.weight.dequantize: has one scale for all, and no Mul behind the GEMM the checkpoint's 128; "
                 f"{AGAIN}"
             ),
         ),
@@ -253,7 +253,7 @@ CASES = [
     ),
     Case(
         "F208",
-        (f"{DOWN}.matmul.rescale: multiplies by [128, 1] numbers; the product's columns take [128]",),
+        (f"{DOWN}.matmul.rescale: multiplies by [128, 1] numbers; the GEMM's columns take [128]",),
         set_tensor(f"{DOWN}.weight_scale", np.full((128, 1), 0.5, np.float32)),
         {"weight_scale": "mul"},
     ),
@@ -261,7 +261,7 @@ CASES = [
         "F208",
         (
             (
-                f"{DOWN}.weight.dequantize: scales run along axis 1 of {DOWN}.weight [128, 256], which the product "
+                f"{DOWN}.weight.dequantize: scales run along axis 1 of {DOWN}.weight [128, 256], which the GEMM "
                 "sums "
                 "over; take axis 0"
             ),
@@ -307,8 +307,8 @@ CASES = [
     Case(
         "F212",
         (
-            f"{LAYER}.self_attn.scores: is promised on FP8: its first input does not come from FP8 codes; {AGAIN}",
-            f"{LAYER}.self_attn.values: is promised on FP8, and there is no such product; {AGAIN}",
+            f"{LAYER}.self_attn.scores: is expected on FP8: its first input does not come from FP8 codes; {AGAIN}",
+            f"{LAYER}.self_attn.values: is expected on FP8, and there is no such GEMM; {AGAIN}",
         ),
         options={"plain_attention": True, "key_value_heads": 4},
         attention={f"{LAYER}.self_attn.scores": (0.5, 0.5), f"{LAYER}.self_attn.values": (0.5, 0.5)},
@@ -317,7 +317,7 @@ CASES = [
         "F213",
         (
             (
-                f"{DOWN}.weight.dequantize: answers in BFLOAT16, and {DOWN}.matmul.rescale scales the product only "
+                f"{DOWN}.weight.dequantize: answers in BFLOAT16, and {DOWN}.matmul.rescale scales the GEMM only "
                 f"behind it; {AGAIN}"
             ),
         ),
@@ -332,13 +332,13 @@ CASES = [
     ),
     Case(
         "F214",
-        (f"{DOWN}.matmul: is promised in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}",),
+        (f"{DOWN}.matmul: is expected in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}",),
         two_terms=(DOWN,),
     ),
     Case(
         "F214",
         tuple(
-            f"{LAYER}.{name}_proj.matmul: takes two terms, and scales.json promises one; {AGAIN}"
+            f"{LAYER}.{name}_proj.matmul: takes two terms, and scales.json expects one; {AGAIN}"
             for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
         ),
         options={"two_terms": True},
@@ -347,14 +347,14 @@ CASES = [
     Case(
         "F215",
         (
-            f"{DOWN}.matmul: is promised with its weight alone in FP8, and its input is quantized; {AGAIN}",
-            f"other.matmul: is promised with its weight in FP8: there is no such product; {AGAIN}",
+            f"{DOWN}.matmul: is expected with its weight alone in FP8, and its input is quantized; {AGAIN}",
+            f"other.matmul: is expected with its weight in FP8: there is no such GEMM; {AGAIN}",
         ),
         bf16_inputs=(DOWN, "other"),
     ),
     Case(
         "F215",
-        (f"{DOWN}.matmul: is promised with its weight in FP8: its weight is not FP8 codes; {AGAIN}",),
+        (f"{DOWN}.matmul: is expected with its weight in FP8: its weight is not FP8 codes; {AGAIN}",),
         wide_weight,
         bf16_inputs=(DOWN,),
     ),

@@ -45,7 +45,7 @@ def branch(model: ModelProto) -> None:
 
 
 def late(model: ModelProto) -> None:
-    """Move what makes the input of the last product to the end."""
+    """Move what makes the input of the last GEMM to the end."""
     gated = node(model, f"{DOWN}.input.quantize").input[0]
     maker = next(entry for entry in model.graph.node if gated in entry.output)
     model.graph.node.append(maker)
@@ -151,7 +151,7 @@ CASES = [
     ),
     Case(
         "F305",
-        (f"{LAYER}.mlp.act.matmul: bears a product's name and is Sigmoid; rename it",),
+        (f"{LAYER}.mlp.act.matmul: bears a GEMM's name and is Sigmoid; rename it",),
         lambda model: setattr(only(model, "Sigmoid"), "name", f"{LAYER}.mlp.act.matmul"),
     ),
     Case(

@@ -21,7 +21,7 @@ EXPORT = "export the graph again"
 
 @dataclass(frozen=True)
 class Case:
-    """One way to break a rule. `foreign`: without a promise; `promised`: another promise than the graph's own."""
+    """One way to break a rule. `foreign`: without a promise; `expected`: another promise than the graph's own."""
 
     rule: str
     expected: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The branches of an If count as a part of the graph: products in them are found, values in them are made in order."""
+"""The branches of an If count as a part of the graph: GEMMs in them are found, values in them are made in order."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_branches_are_looked_at_where_no_name_means_two_values(names: tuple[str,
 
 
 def into_branch(model: ModelProto) -> None:
-    """Put the product, and the DequantizeLinear of its weight, into a branch."""
+    """Put the GEMM, and the DequantizeLinear of its weight, into a branch."""
     *before, weight, product = model.graph.node
     product.output[0] = "made"
     branches = [

@@ -18,7 +18,7 @@ def test_a_rule_is_explained_by_severity_scope_and_reason(fp8q: Fp8q) -> None:
     assert told.code == 0
     assert told.out == (
         "F202 weight-only\n"
-        "Warning, for a graph of which nothing is promised. A product with an FP8 weight and no Q/DQ on its\n"
+        "Warning, for a graph of which nothing is expected. A GEMM with an FP8 weight and no Q/DQ on its\n"
         "input multiplies in the compute type: it saves memory, and no time.\n"
     )
 

@@ -46,7 +46,7 @@ def row(operator: str, length: int, start: str = "v", **attributes: Any) -> list
 
 
 def hanging(moved: list[NodeProto]) -> list[NodeProto]:
-    """A product of each value and the first."""
+    """A GEMM of each value and the first."""
     return [node("MatMul", [made.output[0], "v"], f"p{index}") for index, made in enumerate(moved)]
 
 

@@ -26,7 +26,7 @@ NUMPY: dict[int, Any] = {
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Foreign:
-    """`foreign(nodes, {name: (type, values)}, opset=21)`: a graph of one product as other tools write them, x [batch,
+    """`foreign(nodes, {name: (type, values)}, opset=21)`: a graph of one GEMM as other tools write them, x [batch,
     32] to y.
     """
 
@@ -82,8 +82,7 @@ def test_per_tensor_scales_before_a_gemm_are_good(fp8q: Fp8q, foreign: Foreign) 
     result = fp8q("lint", path)
     assert (result.code, result.err) == (0, "")
     assert (
-        result.out
-        == f"{path}: opset 21, 1 products, 1 on FP8 codes on both sides; nothing promised of it\nno findings\n"
+        result.out == f"{path}: opset 21, 1 GEMMs, 1 on FP8 codes on both sides; nothing expected of it\nno findings\n"
     )
 
 
@@ -121,13 +120,13 @@ def test_int8_called_fp8_is_told(fp8q: Fp8q, foreign: Foreign) -> None:
     result = fp8q("lint", foreign(nodes, constants(code=TensorProto.INT8)))
     assert result.code == 3
     assert result.out.splitlines()[1:] == [
-        "error   F205 nothing-quantized: of its products (1) none takes FP8 on both sides; quantize weights and inputs",
+        "error   F205 nothing-quantized: of its GEMMs (1) none takes FP8 on both sides; quantize weights and inputs",
         (
-            f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/input_quantizer/DequantizeLinear); "
+            f"warning F210 other-codes: GEMM: multiplies INT8 codes ({LAYER}/input_quantizer/DequantizeLinear); "
             "quantize to FLOAT8E4M3FN for FP8"
         ),
         (
-            f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/weight_quantizer/DequantizeLinear); "
+            f"warning F210 other-codes: GEMM: multiplies INT8 codes ({LAYER}/weight_quantizer/DequantizeLinear); "
             "quantize to FLOAT8E4M3FN for FP8"
         ),
     ]
@@ -236,9 +235,7 @@ def test_what_onnx_runtime_quantizes_to_fp8_has_no_findings(fp8q: Fp8q, foreign:
     )
     result = fp8q("lint", tmp_path / "quantized.onnx")
     assert result.code == 0
-    assert result.out.endswith(
-        "opset 19, 1 products, 1 on FP8 codes on both sides; nothing promised of it\nno findings\n"
-    )
+    assert result.out.endswith("opset 19, 1 GEMMs, 1 on FP8 codes on both sides; nothing expected of it\nno findings\n")
 
 
 def test_many_findings_of_one_rule_are_counted_and_json_has_them_all(fp8q: Fp8q, decoder: Callable[..., Any]) -> None:

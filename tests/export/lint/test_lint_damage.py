@@ -27,7 +27,7 @@ def test_the_graphs_of_a_run_are_held_against_its_promises(fp8q: Fp8q, demo_run:
         result = fp8q("lint", graph)
         assert result.code == 0
         assert result.out == (
-            f"{graph}: opset 23, {products_of_the_demo(graph)} products, 28 on FP8 codes on both sides; held against "
+            f"{graph}: opset 23, {products_of_the_demo(graph)} GEMMs, 28 on FP8 codes on both sides; held against "
             f"{demo_run.scales}\nno findings\n"
         )
 

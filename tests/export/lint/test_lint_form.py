@@ -16,7 +16,7 @@ Change = Callable[[ModelProto], Any]
 
 
 def quantized(change: Change, directory: Path) -> Path:
-    """A product of FP8 codes (x [batch, 32] quantized with `s`, `w` [32, 16] with the scales `ws`), changed."""
+    """A GEMM of FP8 codes (x [batch, 32] quantized with `s`, `w` [32, 16] with the scales `ws`), changed."""
     weight = helper.make_tensor("w", TensorProto.FLOAT8E4M3FN, [32, 16], bytes(512), raw=True)
     scales = [
         helper.make_tensor("s", TensorProto.FLOAT, [], [0.5]),

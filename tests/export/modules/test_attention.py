@@ -1,5 +1,5 @@
 """Attention in the graph: ONNX's operator, named after its module, where TensorRT-RTX has a kernel for it; plain
-products and a softmax where not.
+GEMMs and a softmax where not.
 """
 
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_attention_in_fp8_caps_its_logits_as_the_reference_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ["Attention", "plain products"])
+@pytest.mark.parametrize("operator", ["Attention", "plain GEMMs"])
 def test_gemma_2s_attention_is_plain_products(operator: str, tmp_path: Path) -> None:
     """TensorRT-RTX does not parse `softcap`; without caps there is the operator."""
     config = Gemma2Config(

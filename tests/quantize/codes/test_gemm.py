@@ -1,4 +1,4 @@
-"""The product of codes under another default type of torch's than FP32, as vLLM has it while it loads a model."""
+"""The GEMM of codes under another default type of torch's than FP32, as vLLM has it while it loads a model."""
 
 import subprocess
 import sys

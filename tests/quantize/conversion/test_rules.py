@@ -21,7 +21,7 @@ def selected(*names: str, config: dict[str, Any] | None = None, **how: Any) -> S
     return select_tensors(load_rules(), config or {}, headers(*(f"{name}.weight" for name in names)), **how)
 
 
-#: Of each family, products that are quantized.
+#: Of each family, GEMMs that are quantized.
 QUANTIZED = (
     "model.layers.0.self_attn.q_proj",  # Llama, Qwen3
     "model.layers.0.self_attn.qkv_proj",  # Phi-3

@@ -245,7 +245,7 @@ def test_the_outcome_in_a_sentence() -> None:
     )
     assert found.conclusion == (
         "the held-out KL fell from 1.000e-03 to 8.000e-04 nats a token (-20%), by step 5 of 10; adapter/ has 299,008 "
-        "numbers for 28 products"
+        "numbers for 28 GEMMs"
     )
     assert found.model_copy(update={"moments": moments[:1]}).conclusion == (
         "nothing better was found in 0 steps: the held-out KL is 1.000e-03 nats a token as it was, and no adapter is "

@@ -26,7 +26,7 @@ def learned(weight: torch.Tensor) -> LearnedLinear:
 
 
 class Layer(nn.Module):
-    """A residual layer of two products and a curve between them."""
+    """A residual layer of two GEMMs and a curve between them."""
 
     def __init__(self, up: nn.Module, down: nn.Module):
         super().__init__()

@@ -97,7 +97,7 @@ def experts(it: Damaged, *scales: float) -> None:
 
 
 def wide_experts(it: Damaged, *wide: int, parts: tuple[str, ...] = ("w1", "w2", "w3")) -> None:
-    """Four experts of three products in a layer, of which `wide` have `parts` in BF16, and are left out."""
+    """Four experts of three GEMMs in a layer, of which `wide` have `parts` in BF16, and are left out."""
     for number, part in product(range(4), ("w1", "w2", "w3")):
         expert = f"model.layers.1.block_sparse_moe.experts.{number}.{part}"
         for name in [name for name in it.tensors if name.startswith(f"{DOWN}.")]:
@@ -255,9 +255,9 @@ CASES = {
                                      of(f"{UP}.weight")),
     "an expert in BF16": Case("C116", lambda it: wide_experts(it, 3), of(f"{EXPERTS}.3.w1.weight")),
     "the first expert in BF16": Case("C116", lambda it: wide_experts(it, 0), of(f"{EXPERTS}.0.w1.weight")),
-    "one product of an expert in BF16": Case("C116", lambda it: wide_experts(it, 2, parts=("w3",)),
+    "one GEMM of an expert in BF16": Case("C116", lambda it: wide_experts(it, 2, parts=("w3",)),
                                              of(f"{EXPERTS}.2.w3.weight")),
-    "experts' last products in BF16": Case("C116", lambda it: wide_experts(it, 0, 1, 2, 3, parts=("w2",)),
+    "experts' last GEMMs in BF16": Case("C116", lambda it: wide_experts(it, 0, 1, 2, 3, parts=("w2",)),
                                            of(f"{EXPERTS}.0.w2.weight")),
     "another scale of the same input": Case("C117", lambda it: multiply(it, [it.input_scale(K)], lambda x: 2 * x),
                                             lambda it: it.input_scale(K), STATIC),
@@ -320,7 +320,7 @@ def test_a_layer_whose_experts_are_split_is_told_of_once_and_one_all_of_whose_ex
     (finding,) = found
     assert (finding.rule, finding.node) == ("C116", f"{EXPERTS}.1.w1.weight")
     assert finding.message == (
-        "is BF16, as 5 more of the 12 products of its layer's experts, and the rest FP8 with one scale a tensor; "
+        "is BF16, as 5 more of the 12 GEMMs of its layer's experts, and the rest FP8 with one scale a tensor; "
         "quantize all of them alike"
     )
     for name in (name for name in [*it.tensors] if name.startswith(EXPERTS) and name.endswith(".weight")):

@@ -99,7 +99,7 @@ def test_what_fp8q_writes_comes_back_byte_for_byte(
     }
     kinds = (again.activations, again.kv_cache, again.weights)
     assert {found.method for kind in kinds for found in kind.values()} == {"inherited"}
-    assert notes == ["28 of 28 products keep their FP8 codes and scales as they were given"]
+    assert notes == ["28 of 28 GEMMs keep their FP8 codes and scales as they were given"]
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_scale_a_tensor_becomes_one_a_channel_of_the_same_number(
     assert {found.scale for found in load_scales(run).activations.values()} == {0.02001953125}  # 0.02 in BF16
     card = (run.model / "README.md").read_text(encoding="utf-8")
     assert (
-        "**From FP8**: the checkpoint that this was made from holds FP8 codes already. 28 of 28 products keep their "
+        "**From FP8**: the checkpoint that this was made from holds FP8 codes already. 28 of 28 GEMMs keep their "
         "FP8 codes and scales as they were given. Scales of\nactivations are its own."
     ) in card
 
@@ -178,7 +178,7 @@ def test_blocks_are_expressed_per_channel_and_say_what_that_costs(
     least = min(found.sqnr_db or math.inf for found in scales.weights.values())
     assert notes == [
         (
-            "0 of 28 products keep their FP8 codes and scales as they were given; 28 had a scale for each block, and "
+            "0 of 28 GEMMs keep their FP8 codes and scales as they were given; 28 had a scale for each block, and "
             f"have one for each channel, which leaves {least:.1f} dB at the least"
         )
     ]
@@ -210,7 +210,7 @@ def test_what_is_given_wide_stays_so_unless_it_is_named(
     named, notes = calibrate(channel, "named", only=("*",))
     assert load_scales(named).weights[MODULE].method == "mse"
     assert notes == [
-        "27 of 28 products keep their FP8 codes and scales as they were given; 1 is quantized anew",
+        "27 of 28 GEMMs keep their FP8 codes and scales as they were given; 1 is quantized anew",
         f"--only: {MODULE} had no FP8 codes in {channel}, and has now",
     ]
 
@@ -229,7 +229,7 @@ def test_a_method_of_ones_own_quantizes_weights_anew(
 ) -> None:  # fmt: skip
     run, notes = calibrate(fp8_checkpoints.compressed(demo_checkpoint, tmp_path / "given", strategy), **options)
     assert {(found.method, found.rounding) for found in load_scales(run).weights.values()} == {(method, rounding)}
-    assert notes[0].startswith("0 of 28 products keep their FP8 codes and scales as they were given; 28 ")
+    assert notes[0].startswith("0 of 28 GEMMs keep their FP8 codes and scales as they were given; 28 ")
 
 
 def test_the_largest_of_several_scales_of_one_tensor_is_taken(
@@ -350,7 +350,7 @@ def test_a_mixture_that_fp8q_wrote_comes_back_byte_for_byte(
     assert {found.method for found in of_again.activations.values()} == {"inherited"}
     assert of_again.skipped.keys() == of_first.skipped.keys()
     kept = {"mixtral": 32, "qwen3_moe": 31}[name]  # `starve` leaves an o_proj of zeros, which has no scale
-    assert notes[-1] == f"{kept} of {kept} products keep their FP8 codes and scales as they were given"
+    assert notes[-1] == f"{kept} of {kept} GEMMs keep their FP8 codes and scales as they were given"
 
 
 def test_scales_beside_the_weights_belong_to_the_model(

@@ -34,7 +34,7 @@ def test_scales_are_one_row_of_numbers(tmp_path: Path) -> None:
             {"up.weight_scale": "../other.safetensors"},
             f"{INDEX}: names ../other.safetensors, which is not a file beside it; copy the whole of model/ again",
         ),
-        ({}, "has no up.weight_scale, which scales.json promises; copy the whole of model/ again"),
+        ({}, "has no up.weight_scale, which scales.json expects; copy the whole of model/ again"),
     ],
 )
 def test_an_index_that_does_not_tell_where_a_scale_lies_is_wrong_input(

@@ -166,7 +166,7 @@ def test_as_served_says_how_many_tokens_of_a_window_are_the_prompt(
 
 
 def test_by_default_it_is_the_reference_that_validate_runs(quantized: Callable[..., Run]) -> None:
-    """In BF16 and fast products: two terms in some modules, weights alone in others, one term in the rest."""
+    """In BF16 and fast GEMMs: two terms in some modules, weights alone in others, one term in the rest."""
     run = quantized(two_terms=("*.o_proj",), bf16_input=("*.down_proj",))
     windows = load_tokens(run, run.evaluation)[: 2 * CONTEXT].reshape(2, CONTEXT)
     loaded, expected = api.load(run.root), load_reference(run.model, "fast", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The reference linear layer against arithmetic on the codes, and against torch's own scaled product."""
+"""The reference linear layer against arithmetic on the codes, and against torch's own scaled GEMM."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""Second terms in a call's last positions alone: the products of these rows are of two terms, all others of one."""
+"""Second terms in a call's last positions alone: the GEMMs of these rows are of two terms, all others of one."""
 
 import numpy as np
 import pytest

@@ -135,7 +135,7 @@ def test_the_files_and_documents_say_so(nearest: Run, block: Run, notes: Notes) 
     assert json.loads((block.model / "config.json").read_text())["fp8q"] == {"block_inputs": scales.block_inputs}
     card = (block.model / "README.md").read_text(encoding="utf-8")
     assert "E4M3 weights with one scale per block of 128 x 128, E4M3 activations with one\nscale per 128 values" in card
-    assert "**In blocks**: the weights of every FP8 product have a scale for each block of 128 x 128" in card
+    assert "**In blocks**: the weights of every FP8 GEMM have a scale for each block of 128 x 128" in card
     assert checkpoint_findings(block.model)[1] == []
     row = next(row for row in module_rows(block) if row.reason is None)
     assert (row.block, row.scale, row.sqnr_db) == (True, None, None)
@@ -211,7 +211,7 @@ def test_sensitivity_and_sequential_rounding_see_the_same_values(block: Run) -> 
 def test_what_has_no_form_of_it_is_refused(block: Run, source: Source) -> None:
     no_graph = (
         "--form block gives each 128 values of a token a scale at run time, and each block of a weight its own, for "
-        "which TensorRT has no FP8 product (`fp8q scales RUN --form one` takes static scales, which the run has too)"
+        "which TensorRT has no FP8 GEMM (`fp8q scales RUN --form one` takes static scales, which the run has too)"
     )
     assert why_no_graph(block) == no_graph
     assert sources.gemms_of(source, ScaleOptions(form=("block",))).no_graph == no_graph

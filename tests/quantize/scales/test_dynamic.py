@@ -37,7 +37,7 @@ RescaledLayer = Callable[..., Run]
 #: compressed-tensors' description of a scale for each token.
 TOKENS = QuantizationArgs(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 NO_GRAPH = (
-    "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 product (`fp8q scales RUN "
+    "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 GEMM (`fp8q scales RUN "
     "--form one` takes the static scales, which the run has too)"
 )
 
@@ -112,7 +112,7 @@ def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(first_l
     assert terms(scales) == "dynamic"
     card = (dynamic.model / "README.md").read_text(encoding="utf-8")
     assert "E4M3 activations with one\nscale per token, the KV cache in the compute type." in card
-    assert "**Per token**: the input of every FP8 product gets a scale for each token" in card
+    assert "**Per token**: the input of every FP8 GEMM gets a scale for each token" in card
 
 
 def test_one_form_again_gives_back_the_files_of_before(

@@ -12,7 +12,7 @@ from fp8q.quantize.scales.decisions import activation_scales
 from fp8q.quantize.scales.expert_scales import starved, starved_remarks
 
 PRODUCTS = [f"mlp.experts.{number}.down_proj" for number in range(4)]
-TAKEN = "their last products take the largest amax of the layer's other experts"
+TAKEN = "their last GEMMs take the largest amax of the layer's other experts"
 #: 1.0, 2.0, 3.0 and 64.0 as BF16 patterns.
 ONE, TWO, THREE, MANY, INF, NAN = 0x3F80, 0x4000, 0x4040, 0x4280, 0x7F80, 0x7FC0
 

@@ -1,4 +1,4 @@
-"""Which products run in FP8, by name: what is asked for, what cannot be, and what a server makes of the choice."""
+"""Which GEMMs run in FP8, by name: what is asked for, what cannot be, and what a server makes of the choice."""
 
 from dataclasses import replace
 from typing import Any
@@ -175,8 +175,7 @@ def test_nothing_left_is_a_failure(only: str) -> None:
     with pytest.raises(InputError) as refused:
         select(PRODUCTS, (), (only,))
     assert str(refused.value) == (
-        "all 5 matrix products stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more "
-        "with --only"
+        "all 5 GEMMs stay in BF16, so there is nothing to quantize; skip fewer with --skip, or name more with --only"
     )
 
 
@@ -206,7 +205,7 @@ def test_whole_families_in_one_type_are_nothing_to_warn_of(skipped: tuple[str, .
 
 def test_a_family_in_two_types_is_what_vllm_refuses() -> None:
     assert mixed_group_warning(GROUPS, scales("l.0.attn.q_proj")) == (
-        "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one product of them and "
+        "l.0.attn.q_proj in BF16 beside l.0.attn.k_proj, l.0.attn.v_proj in FP8: vLLM makes one GEMM of them and "
         "refuses such a checkpoint; "
         "keep all of a group in BF16, or none, if vLLM is to serve it"
     )
@@ -221,7 +220,7 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def layer_scales(layers: int, *wide: str) -> Scales:
-    """Scales of layers of two experts in which the products that end so stay in BF16."""
+    """Scales of layers of two experts in which the GEMMs that end so stay in BF16."""
     names = [f"l.{layer}.mlp.experts.{n}.{part}" for layer in range(layers) for n in range(2) for part in PARTS]
     skipped = [name for name in names if name.endswith(wide)]
     return Scales(
@@ -233,7 +232,7 @@ def layer_scales(layers: int, *wide: str) -> Scales:
 
 def test_experts_of_a_layer_in_two_types_are_what_vllm_takes_for_one() -> None:
     assert mixed_experts_warning([EXPERTS], layer_scales(1, *(f"experts.1.{part}" for part in PARTS))) == (
-        "l.0.mlp.experts: 3 of 6 products of its experts in BF16 (1.gate_proj, 1.up_proj, 1.down_proj) beside others "
+        "l.0.mlp.experts: 3 of 6 GEMMs of its experts in BF16 (1.gate_proj, 1.up_proj, 1.down_proj) beside others "
         "in FP8: vLLM takes all experts of a layer to be stored as expert 0 is, and refuses such a checkpoint or reads "
         "it wrong in silence; keep all experts of a layer in BF16, or none, if vLLM is to serve it"
     )
@@ -263,4 +262,4 @@ def test_what_is_split_inside_an_expert_is_told_once() -> None:
     split, pair = layer_scales(1, "1.up_proj"), [f"{EXPERTS}.1.gate_proj", f"{EXPERTS}.1.up_proj"]
     assert "1.up_proj in BF16 beside" in str(mixed_group_warning([pair], split))
     assert mixed_group_warning([pair], split, [EXPERTS]) is None
-    assert "1 of 6 products of its experts in BF16 (1.up_proj)" in str(mixed_experts_warning([EXPERTS], split))
+    assert "1 of 6 GEMMs of its experts in BF16 (1.up_proj)" in str(mixed_experts_warning([EXPERTS], split))

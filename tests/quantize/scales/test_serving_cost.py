@@ -7,7 +7,7 @@ import pytest
 from fp8q.quantize.scales.decisions import Scales, TensorScale, WeightScales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of, prompt_terms
 
-#: Two products of 4 × 8 and 6 × 4, and a cache of 2 values for each of keys and values.
+#: Two GEMMs of 4 × 8 and 6 × 4, and a cache of 2 values for each of keys and values.
 WEIGHTS = {"a": (4, 8), "head": (6, 4)}
 CACHE = {"attn.k": 2, "attn.v": 2}
 TENSOR = TensorScale(

@@ -1,4 +1,4 @@
-"""Two codes a value: exact for every BF16 number between s/64 and 476·s, and the products of such codes."""
+"""Two codes a value: exact for every BF16 number between s/64 and 476·s, and the GEMMs of such codes."""
 
 from typing import Any, Literal
 

@@ -25,7 +25,7 @@ from fp8q.stages.shared import sources
 TWO = CalibrateOptions(
     samples=6, seq_len=64, batch_size=2, skip=("model.layers.[!0].*",), kv_cache="fp8", activation_terms=2
 )
-#: Every product of the layer, by what it reads: each tensor has one scale.
+#: Every GEMM of the layer, by what it reads: each tensor has one scale.
 GROUPS = [
     [f"model.layers.0.{name}" for name in group]
     for group in (
@@ -50,7 +50,7 @@ def copied(run: Run, tmp_path: Path) -> Run:
 
 
 def chosen(run: Run, source: Source, options: ScaleOptions) -> dict[str, int]:
-    """Scales chosen again; the terms of each product's input."""
+    """Scales chosen again; the terms of each GEMM's input."""
     quantize_stage.quantize(run, source, sources.gemms_of(source), options, Notes(SILENT))
     return {name: scale.terms for name, scale in load_scales(run).activations.items()}
 
@@ -114,7 +114,7 @@ def test_inspecting_shows_them_and_the_card_says_who_runs_one(run: Run) -> None:
     assert {name for name, terms in shown.items() if terms == 2} == {name for group in GROUPS for name in group}
     card = (run.model / "README.md").read_text(encoding="utf-8")
     assert (
-        "**In two terms**: where fp8q's graphs and engines read the input of every FP8 product, a value is two E4M3 "
+        "**In two terms**: where fp8q's graphs and engines read the input of every FP8 GEMM, a value is two E4M3 "
         "codes,\nscale × (a + b/16), which is exact for a BF16 number between a 64th of the scale and 476 times it. "
         "vLLM reads both with\nthe plugin fp8q-vllm, and transformers with `fp8q.api.load`. Without these one term "
         "runs here, with the loss of\nordinary FP8 activations.\n"

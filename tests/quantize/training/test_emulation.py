@@ -1,4 +1,4 @@
-"""Training that loses as in FP8: rounding against ml_dtypes, scales by history by hand, gradients of a product."""
+"""Training that loses as in FP8: rounding against ml_dtypes, scales by history by hand, gradients of a GEMM."""
 
 import ml_dtypes
 import numpy as np

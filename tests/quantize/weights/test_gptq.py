@@ -181,7 +181,7 @@ def test_each_thread_rounds_a_part_of_the_channels() -> None:
             assert torch.get_num_threads() == count
     finally:
         torch.set_num_threads(threads)
-    for some in lost[1:]:  # other shapes of a product may round it otherwise, and change a code
+    for some in lost[1:]:  # other shapes of a GEMM may round it otherwise, and change a code
         np.testing.assert_allclose(some.numpy(), lost[0].numpy(), rtol=0.05)
         assert float(some.sum()) == pytest.approx(float(lost[0].sum()), rel=0.01)
 

@@ -41,7 +41,7 @@ def test_neighbours_whose_inputs_do_not_depend_on_one_another_share_a_pass() -> 
 
 
 def test_the_experts_of_two_mixtures_share_none() -> None:
-    """What the second gets may depend on the first's products."""
+    """What the second gets may depend on the first's GEMMs."""
     names = [f"{block}.experts.{expert}.down_proj" for block in "ab" for expert in range(2)]
     found = passes(map(group_input, names), names)
     assert [[each.first for each in together] for together in found] == [names[:2], names[2:]]
@@ -91,7 +91,7 @@ def test_a_pass_gathers_what_memory_is_there_for_and_one_input_at_the_least() ->
 
 
 def rounded(source: Source, folder: Path) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], int]:
-    """Codes and scales of every product of the layers, and how often a batch went through one."""
+    """Codes and scales of every GEMM of the layers, and how often a batch went through one."""
     folder.mkdir()
     names = observed_gemms(load_model(source, torch.float32, "cpu"))
     sequence = SequentialRounding(source, dict.fromkeys(names, SCALE), WeightScaling("mse"), BATCHES, folder)

@@ -52,7 +52,7 @@ def test_lambda_is_what_is_best_on_the_other_half_worked_by_hand() -> None:
 
 def test_a_weight_makes_up_for_what_the_layer_before_lost_worked_by_hand() -> None:
     """Two tokens, each 3 in the float model and 2 in the quantized one: H = 8, λ = 0.08, M = 2·10·(3-2)·2 = 40, and w*
-    is w + 40 / 8.08. Then one more channel, of a product beside it, that has lost nothing.
+    is w + 40 / 8.08. Then one more channel, of a GEMM beside it, that has lost nothing.
     """
     sums = halves(torch.full((2, 1), 2.0), torch.tensor([[10.0, 0.0], [10.0, 0.0]]))
     found = [ridge_target(torch.tensor([[10.0]]), *sums, slice(at, at + 1)) for at in (0, 1)]

@@ -1,4 +1,4 @@
-"""Rounding layer by layer: that both models are what they claim to be, and what a product is added to."""
+"""Rounding layer by layer: that both models are what they claim to be, and what a GEMM is added to."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +62,7 @@ class ExactInputs(SequentialRounding):
 def rounded(
     source: Source, folder: Path, kind: type[SequentialRounding] = ExactInputs
 ) -> tuple[PreTrainedModel, SequentialRounding, Rounded]:
-    """The float model in FP32, and every product of its layers rounded."""
+    """The float model in FP32, and every GEMM of its layers rounded."""
     folder.mkdir()
     model = load_model(source, torch.float32, "cpu")
     sequence = kind(source, dict.fromkeys(observed_gemms(model), SCALE), WeightScaling("mse"), BATCHES, folder)
@@ -70,7 +70,7 @@ def rounded(
 
 
 def weight_of(module: torch.nn.Module) -> torch.Tensor:
-    """The weight of a product, in BF16 as it is stored."""
+    """The weight of a GEMM, in BF16 as it is stored."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach().to(torch.bfloat16)
@@ -89,7 +89,7 @@ def leaving(model: PreTrainedModel, sequence: SequentialRounding) -> dict[int, t
 
 
 def put(model: PreTrainedModel, sequence: SequentialRounding, kept: Rounded, but: str = "") -> list[str]:
-    """Give the products of the layers the numbers of their codes, `but` one; which they are."""
+    """Give the GEMMs of the layers the numbers of their codes, `but` one; which they are."""
     products = observed_gemms(model)
     inside = [name for name in products if sequence.layers.index(name) is not None and name != but]
     for name in inside:
@@ -153,7 +153,7 @@ def test_what_a_product_has_lost_is_what_the_sum_it_is_part_of_lacks(
 def test_the_first_group_is_rounded_as_gptq_rounds_it_and_the_last_to_another_weight(
     tiny: Callable[..., Source], tmp_path: Path
 ) -> None:
-    """Nothing was lost before the first product, so its drift is zero to the bit; before the last one something was."""
+    """Nothing was lost before the first GEMM, so its drift is zero to the bit; before the last one something was."""
     model, _, kept = rounded(tiny(*ARCHITECTURES["llama"]), tmp_path / "work")
     products = observed_gemms(model)
     first, last = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -220,7 +220,7 @@ def test_what_a_product_is_added_to_is_found_in_the_layer(
 def test_the_float_outputs_are_closer_than_with_the_moments_of_the_float_model(
     tiny: Callable[..., Source], tmp_path: Path
 ) -> None:
-    """What the second layer is for: against `gptq` of every product on its float input."""
+    """What the second layer is for: against `gptq` of every GEMM on its float input."""
     source = tiny(*ARCHITECTURES["llama"])
     model, sequence, _ = rounded(source, tmp_path / "work")
     exact = leaving(model, sequence)

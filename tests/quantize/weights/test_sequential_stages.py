@@ -106,7 +106,7 @@ def test_stopped_anywhere_it_goes_on_at_the_layer_it_was_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Step 1 is the embedding, 2 to 5 are the demo's layers: 3 stops when all of the second is written but not yet said
-    to be. 0 stops at the first layer's first product, 6 while the checkpoint is written.
+    to be. 0 stops at the first layer's first GEMM, 6 while the checkpoint is written.
     """
     run, end = Run(shutil.copytree(measured.root, tmp_path / "run")), Rounded.end
 

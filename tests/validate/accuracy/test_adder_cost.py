@@ -122,7 +122,7 @@ def test_the_summary_and_the_picture_are_of_what_ran_every_window(evaluated_run:
     assert "in bf16, reference. Below" in report_plots(run)["positions"].caption
     assert summary_sentences(
         [AccuracyRow("bf16", 2, 0.7), AccuracyRow("reference-fp22", 3, 1.1, 0.5, tokens=9)], [], []
-    ) == ("0 of 0 matrix products run in FP8. What that costs has not been evaluated yet.")
+    ) == ("0 of 0 GEMMs run in FP8. What that costs has not been evaluated yet.")
 
 
 def test_no_gate_is_for_what_ran_some_windows() -> None:

@@ -22,7 +22,7 @@ def test_the_first_place_is_that_of_the_first_scored_token_without_a_loss() -> N
 
 
 class Attention(nn.Module):
-    """A product of numbers that overflow between its modules, on the way to the last one."""
+    """A GEMM of numbers that overflow between its modules, on the way to the last one."""
 
     def __init__(self) -> None:
         super().__init__()

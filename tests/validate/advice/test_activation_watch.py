@@ -200,7 +200,7 @@ def test_attention_logits_are_held_against_what_bf16_tells_apart(logit: float, v
 
 
 def parted(*errors: float) -> Divergences:
-    """Layers whose hidden states are off by so much, and one product each."""
+    """Layers whose hidden states are off by so much, and one GEMM each."""
     found = Divergences()
     for layer, error in enumerate(errors):
         exact = torch.tensor([[[3.0, 4.0]]])

@@ -73,7 +73,7 @@ def standing_out(amax: float) -> Check:
 
 
 def product_off(thousandths: float) -> Check:
-    """A product of length 1,000 that is off by so much."""
+    """A GEMM of length 1,000 that is off by so much."""
     parted = Divergences(gemms={"0.up": Sums(thousandths**2, 1e6)})
     return model_checks.gemm_errors(parted, {"0.up": CHOSEN}, REMEDIES)[0]
 

@@ -120,8 +120,7 @@ def test_each_module_is_drawn_with_the_histogram_of_the_tensor_it_reads(evaluate
 def test_what_has_not_been_run_is_named_with_its_command(calibrated_run: Run) -> None:
     text = words(Page(report.render(calibrated_run)).text)
     assert (
-        "5 of 7 matrix products run in FP8, keys and values are cached in FP8. What that costs has not been evaluated "
-        "yet."
+        "5 of 7 GEMMs run in FP8, keys and values are cached in FP8. What that costs has not been evaluated yet."
     ) in text
     assert f"Not evaluated yet: run fp8q validate {calibrated_run.root}." in text
     assert f"No engine yet: run fp8q build-engine {calibrated_run.root}." in text
@@ -136,7 +135,7 @@ def test_a_run_in_which_nothing_is_fp8_has_a_report_too(calibrated_run: Run) -> 
         write_document(calibrated_run.scales, Scales(weights={}, activations={}, skipped={"lm_head": head}))
         log.outputs.append(calibrated_run.scales)
     text = words(Page(report.render(calibrated_run)).text)
-    assert "0 of 1 matrix products run in FP8. What that costs" in text
+    assert "0 of 1 GEMMs run in FP8. What that costs" in text
     assert "None: every module stays in BF16." in text
     assert report_plots(calibrated_run) == {}
 
@@ -212,7 +211,7 @@ BASE = AccuracyRow("bf16", perplexity=8.0, nll_nats=np.log(8))
     ],
 )
 def test_the_summary_says_what_fp8_costs_by_the_worst_fp8_runtime(accuracy: list[AccuracyRow], said: str) -> None:
-    assert report.summary_sentences(accuracy, FP8, []) == f"1 of 1 matrix products run in FP8. {said}"
+    assert report.summary_sentences(accuracy, FP8, []) == f"1 of 1 GEMMs run in FP8. {said}"
 
 
 def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: str = "unknown") -> EngineRow:
@@ -225,18 +224,15 @@ def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: st
         ([], ""),
         (
             [engine("sm89", 2), engine("sm120", 2)],
-            (
-                "Every promised product takes FP8 codes on both sides, on sm89 and sm120; read from the engines "
-                "themselves."
-            ),
+            ("Every expected GEMM takes FP8 codes on both sides, on sm89 and sm120; read from the engines themselves."),
         ),
         (
             [engine("sm89", 2), engine("sm120", 1, ("q",))],
-            "Some promised products are not FP8 on both sides on sm120; the table names them.",
+            "Some expected GEMMs are not FP8 on both sides on sm120; the table names them.",
         ),
         (
             [engine("sm89", 2), engine("sm120", 1)],
-            "Of some promised products on sm120 TensorRT's inspector does not tell what they run in.",
+            "Of some expected GEMMs on sm120 TensorRT's inspector does not tell what they run in.",
         ),
         (
             [engine("sm89", None), engine("sm120", 2)],

@@ -112,7 +112,7 @@ def test_accuracy_rows_repeat_the_file_and_add_the_interval(evaluated_run: Run) 
 
 def test_the_bf16_size_is_two_bytes_a_parameter_read_from_the_headers(calibrated_run: Run) -> None:
     rows = size_rows(calibrated_run)
-    parameters = 5 * (16 * 32 + 16)  # five FP8 products of 16 outputs and 32 inputs, each with a bias
+    parameters = 5 * (16 * 32 + 16)  # five FP8 GEMMs of 16 outputs and 32 inputs, each with a bias
     assert [row.what for row in rows] == ["weights in BF16", "FP8 checkpoint"]
     assert rows[0].bytes == 2 * parameters
     assert rows[1].bytes == sum(path.stat().st_size for path in calibrated_run.model.iterdir())

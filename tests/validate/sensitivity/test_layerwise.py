@@ -108,7 +108,7 @@ def test_layer_by_layer_the_same_is_predicted(run: Run, in_memory: Sensitivity, 
         ("GPT2Config", {}, torch.bfloat16),
         ("GraniteConfig", {"num_hidden_layers": 3, "residual_multiplier": 0.5, "logits_scaling": 2.0}, torch.bfloat16),
     ],
-    ids=["products before and after the layers", "stored in fp32, tied", "conv1d", "scaled"],
+    ids=["GEMMs before and after the layers", "stored in fp32, tied", "conv1d", "scaled"],
 )
 def test_so_it_is_of_other_architectures(
     config: str,

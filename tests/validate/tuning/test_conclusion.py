@@ -76,7 +76,7 @@ COST = (
             tuning(max_kl=0.001, met=False, chosen=chosen(kv_cache="fp8", wide_cache=2, tail=3, two_terms=4)),
             (
                 f"This mix has a KL of 0.00102 nats {COST} The cache, --kv-cache fp8 in the run, becomes fp8 but 2. "
-                "7 products take second codes, which vLLM computes with fp8q-vllm alone; for other servers give "
+                "7 GEMMs take second codes, which vLLM computes with fp8q-vllm alone; for other servers give "
                 "--for vllm."
             ),
         ),
