@@ -18,7 +18,7 @@ from ..onnx_file.tensors import Array
 Scope = Literal["any", "promised", "foreign"]
 #: Scope -> the graphs that it means, as `fp8q lint --explain` says it.
 SCOPES: Mapping[Scope, str] = MappingProxyType(
-    {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is promised"}
+    {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is expected"}
 )
 
 

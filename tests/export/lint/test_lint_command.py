@@ -122,11 +122,11 @@ def test_int8_called_fp8_is_told(fp8q: Fp8q, foreign: Foreign) -> None:
     assert result.out.splitlines()[1:] == [
         "error   F205 nothing-quantized: of its GEMMs (1) none takes FP8 on both sides; quantize weights and inputs",
         (
-            f"warning F210 other-codes: GEMM: multiplies INT8 codes ({LAYER}/input_quantizer/DequantizeLinear); "
+            f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/input_quantizer/DequantizeLinear); "
             "quantize to FLOAT8E4M3FN for FP8"
         ),
         (
-            f"warning F210 other-codes: GEMM: multiplies INT8 codes ({LAYER}/weight_quantizer/DequantizeLinear); "
+            f"warning F210 other-codes: product: multiplies INT8 codes ({LAYER}/weight_quantizer/DequantizeLinear); "
             "quantize to FLOAT8E4M3FN for FP8"
         ),
     ]
