@@ -46,9 +46,10 @@ ONNX Runtime runs the second on a CPU, with its fusion of Q/DQ off, which makes 
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     session = onnxruntime.InferenceSession("model.fp32.onnx", options)
 
-A slot of the cache has the position that follows from `attention_mask`: the number of filled slots before it. So a
-batch is padded on the left as elsewhere: padded tokens have the mask 0 and the position 0, and their new keys and
-values are appended with the others."""
+The cache is [batch, heads, capacity, size] in memory, of whole blocks of 64 slots, and is given to the graph as
+[batch · heads · blocks, 64, size]. A slot has the position that follows from `attention_mask`: the number of filled
+slots before it. So a batch is padded on the left as elsewhere: padded tokens have the mask 0 and the position 0, and
+their new keys and values are appended with the others; slots that fill the last block have the mask 0."""
 #: The paragraph where there are no graphs.
 NO_GRAPH = "There is no ONNX graph: {reason}. `fp8q generate RUN --runtime reference` runs it."
 #: The paragraph on activations in two terms.

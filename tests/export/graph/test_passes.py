@@ -135,8 +135,10 @@ def test_the_graph_says_how_a_padded_batch_fills_the_cache() -> None:
     model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="g"), ir_version=11, doc_string="torch's")
     strip(model)
     assert ir.serde.serialize_model(model).doc_string == (
-        "The position of a slot of past_key_values is the number of slots before it that attention_mask fills: slot j "
-        "holds position j where all before it are filled. Batches are padded on the left: give a padded token a "
-        "position that its row has in this call, such as 0, and the mask 0, in this call and in all that follow if its "
-        "new keys and values are appended; they may be left out as well."
+        "past_key_values.N.key and .value are [batch, heads, capacity, size] in memory, and given as [batch * heads * "
+        "blocks, 64, size]: the capacity is of whole blocks of 64 slots, of which attention_mask fills those that hold "
+        "a key. The position of a slot is the number of slots before it that are filled: slot j holds position j where "
+        "all before it are filled. Batches are padded on the left: give a padded token a position that its row has in "
+        "this call, such as 0, and the mask 0, in this call and in all that follow if its new keys and values are "
+        "appended; they may be left out as well."
     )
