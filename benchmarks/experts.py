@@ -40,6 +40,7 @@ from fp8q.export.engine.plan import read_plan
 from fp8q.export.engine.profiles import profiles
 from fp8q.quantize.reading.run_checkpoint import stored_arrays, tensor_files
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.cache import BLOCK
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "demo"
 WIDTH, INNER, PROMPT, PAST, REPEATS = 512, 256, 128, 64, 9
@@ -196,8 +197,10 @@ def feeds(runtime: onnxruntime.InferenceSession) -> dict[str, dict[str, np.ndarr
             "position_ids": np.arange(past, past + seq)[None],
             "logits_indices": np.arange(seq)[None],
         }
+        heads = {value.name.removeprefix("new_"): value.shape[1] for value in runtime.get_outputs()[1:]}
         for value in runtime.get_inputs()[len(feed) :]:
-            feed[value.name] = random.normal(size=(1, value.shape[1], past, value.shape[3])).astype(np.float32)
+            blocks = heads[value.name.removeprefix("past_")] * past // BLOCK
+            feed[value.name] = random.normal(size=(blocks, BLOCK, value.shape[-1])).astype(np.float32)
         found[phase] = feed
     return found
 

@@ -62,6 +62,7 @@ from fp8q.core.run import Run
 from fp8q.export.modules.graph_model import GraphPlan, prepare_graph
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import gemms_of, source_of
@@ -123,11 +124,11 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
         expected = eager(input_ids=ids).logits
         shapes = cache_shapes(model.config.get_text_config())
         graph, (rows, length) = prepare_graph(model, GraphPlan({}, (), torch.float32)), ids.shape
-        positions, capacity = torch.arange(length).expand(rows, -1), length + 8
+        positions, capacity = torch.arange(length).expand(rows, -1), -(-length // BLOCK) * BLOCK
 
         def past(slots: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
             def empty(heads: int, size: int) -> torch.Tensor:
-                return torch.zeros(rows, heads, slots, size)
+                return torch.zeros(rows * heads * (slots // BLOCK), BLOCK, size)
 
             return [(empty(*shapes[0]), empty(*shapes[1])) for _ in graph.attention]
 
@@ -139,7 +140,7 @@ def graph_difference(path: Path, ids: torch.Tensor) -> float:
             parts.append(logits)
             filled[:, span] = 1
             for buffer, states in zip((part for pair in buffers for part in pair), new, strict=True):
-                buffer[:, :, span] = states
+                buffer.view(rows, states.shape[1], capacity, -1)[:, :, span] = states
     differences = [float((logits - expected).abs().max()) for logits in (at_once, torch.cat(parts, 1))]
     return max(differences) / float(expected.abs().max())
 

@@ -35,8 +35,8 @@ from ..quantize.reference.attention import attention_scales, save_scales
 from ..quantize.scales.decisions import SMALLEST_FP16_SCALE, AttentionScales, TensorScale, load_scales
 from ..quantize.scales.policy import graph_refusal
 from .measure import measure_queries
-from .pipeline.stage import NO_FACTS, Key, NoFacts, Notes
-from .pipeline.stages import EXPORT, EXPORT_BASELINE, QUANTIZE
+from .pipeline.stage import Key, Notes
+from .pipeline.stages import EXPORT, EXPORT_BASELINE, QUANTIZE, GraphFacts
 from .shared.adapters import adapters_of, check_attention
 from .shared.model_files import checked_model, fp8_graphs, has_graphs
 from .shared.sources import source_of
@@ -45,6 +45,8 @@ from .shared.sources import source_of
 OF_A_GRAPH = ("build-engine", "triton")
 #: The reason for having no graph that is recorded for `--no-graph`.
 LEFT_OUT = "--no-graph left it out (`fp8q export` makes it)"
+#: How graphs take the cache: those of runs from before take it otherwise, and are made anew.
+IN_BLOCKS = GraphFacts()
 #: The rules of the lint that apply without FP8: of the graph's form, and of its external data.
 APPLYING = ("F3", "F4")
 
@@ -79,14 +81,14 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
         )
     refused = None if has_graphs(run) else why_no_graph(run)
     if refused:
-        refuse(run, Key(inputs, asked, NO_FACTS), refused, notes)
+        refuse(run, Key(inputs, asked, IN_BLOCKS), refused, notes)
         raise NoGraphError(run.root, refused)
     if asked.attention == "fp8":
         measure_queries(run, "--attention fp8", notes)
         inputs |= {run.queries.name: run.record().stages["queries"].outputs[run.queries.name]} | run.record().stages[
             "measure"
         ].outputs
-    key = Key(inputs, asked, NO_FACTS)
+    key = Key(inputs, asked, IN_BLOCKS)
     if EXPORT.is_current(run, key):
         return
     record, form = load_record(run), traced_form(run, asked)
@@ -116,7 +118,7 @@ def leave_out(run: Run, asked: ExportOptions, notes: Notes) -> None:
     inputs = checked_model(run)
     for path in fp8_graphs(run):
         path.unlink(missing_ok=True)
-    refuse(run, Key(inputs, asked, NO_FACTS), LEFT_OUT, notes)
+    refuse(run, Key(inputs, asked, IN_BLOCKS), LEFT_OUT, notes)
 
 
 def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
@@ -126,11 +128,15 @@ def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:
     """
     if not has_graphs(run):
         return None
+    recorded = run.record().stages.get(EXPORT.name)
+    if recorded is None:
+        return None
     try:
-        before = run.options(EXPORT)
+        before, facts = EXPORT.read(recorded.options, run.record_file)
     except InputError:  # a malformed record: export again
         return None
-    return before.weight_scale if replace(before, weight_scale=asked.weight_scale) == asked else None
+    same = facts == IN_BLOCKS and replace(before, weight_scale=asked.weight_scale) == asked
+    return before.weight_scale if same else None
 
 
 def why_no_graph(run: Run) -> str | None:
@@ -144,7 +150,7 @@ def why_no_graph(run: Run) -> str | None:
 
 
 @contextmanager
-def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterator[None]:
+def refusing(run: Run, key: Key[ExportOptions, GraphFacts], notes: Notes) -> Iterator[None]:
     """Record that no graph can be made if torch's exporter fails in this block."""
     try:
         yield
@@ -153,7 +159,7 @@ def refusing(run: Run, key: Key[ExportOptions, NoFacts], notes: Notes) -> Iterat
         raise
 
 
-def refuse(run: Run, key: Key[ExportOptions, NoFacts], reason: str, notes: Notes) -> None:
+def refuse(run: Run, key: Key[ExportOptions, GraphFacts], reason: str, notes: Notes) -> None:
     """Record that the run has no graph, with the reason, which commands that need the graph then report."""
     notes.lines.append(f"no ONNX graph: {reason}")  # the report shows a stage's notes
     with EXPORT.writing(run, key, notes) as log:
@@ -231,7 +237,7 @@ def export_baseline(run: Run, precision: Baseline, notes: Notes) -> None:
         for path, by in ((run.statistics, "measure"), (run.statistics_json, "measure"), (run.scales, "quantize")):
             inputs[path.name] = record.stages[by].outputs[run.require(path, by).name]
     stage, directory = EXPORT_BASELINE[precision], checkpoint_of(run, precision)
-    key = Key(inputs, clip, NO_FACTS)  # BF16 has no clip
+    key = Key(inputs, clip, IN_BLOCKS)  # BF16 has no clip
     if stage.is_current(run, key):
         return
     source = source_of(run)

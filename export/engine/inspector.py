@@ -169,7 +169,7 @@ def _with_nodes(listed: list[tuple[Layer, EngineGemm]]) -> Iterable[EngineGemm]:
 def multiplies(node: str) -> bool:
     """Tell from its name whether an ONNX node is a GEMM of the graph."""
     module = names.module_of(node) or ""
-    attention = (names.attention_gemm(module, gemm) for gemm in names.ATTENTION_GEMMS)
+    attention = (of(module, gemm) for of in (names.attention_gemm, names.step_gemm) for gemm in names.ATTENTION_GEMMS)
     return node in (names.matmul(module), *attention)
 
 

@@ -15,8 +15,8 @@ from ..onnx_file import names
 from ..onnx_file.indexed import GraphGemm, Indexed
 from .plan import EngineGemm, Evidence, Kernel, Plan
 
-#: Fused attention: `_gemm_mha_v2` for prompts, `_gemv_mha_v1` for single tokens in TensorRT-RTX 1.7; TensorRT calls its
-#: kernels fmha.
+#: Fused attention: `_gemm_mha_v2` for prompts in TensorRT-RTX 1.7, and `_gemv_mha_v1` for single tokens of a cache that
+#: is concatenated; TensorRT calls its kernels fmha.
 _ATTENTION = re.compile(r"mha|attention", re.IGNORECASE)
 _QUERY_KEY_VALUE = 3
 

@@ -126,8 +126,8 @@ def attention(
 
 
 def has_fused_kernel(heads: int, size: int) -> bool:
-    """Tell whether TensorRT-RTX 1.7 has an attention kernel for this number and size of query heads, for prompts and
-    for single tokens (found by building).
+    """Tell whether TensorRT-RTX 1.7 has an attention kernel for this number and size of query heads (found by
+    building).
     """
     return heads >= 4 and 16 <= size <= 256 and size % 8 == 0
 

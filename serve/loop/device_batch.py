@@ -87,7 +87,8 @@ class DeviceBatch:
     def _shapes(self, chunk: int) -> list[CallShape]:
         """The longest chunks of prompts: of one row, and of all rows, whose mask is the largest."""
         asked = 1 if self._program.asks else None
-        return [CallShape(count, max(chunk // count, 1), self._positions, asked) for count in (1, self._rows)]
+        # a single token gets one of padding (`_read_chunk`)
+        return [CallShape(count, max(chunk // count, 2), self._positions, asked) for count in (1, self._rows)]
 
     @property
     def capacity(self) -> int:

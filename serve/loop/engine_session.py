@@ -226,7 +226,8 @@ class EngineSession:
     def _no_room(self, rows: int, positions: int, calls: int, free: int) -> DeviceMemoryError:
         """The error for a cache that the `free` bytes do not hold beside those of the `calls`."""
         row, room = cache_bytes(self.layout, 1, positions), max(free - calls, 0)
-        fit, longest = room // row, room // cache_bytes(self.layout, 1, 1)
+        step = slot_step(self.layout)
+        fit, longest = room // row, room // cache_bytes(self.layout, 1, step) * step
         remedy = f"build an engine with --max-seq-len {longest} or less" if longest else "end what else runs there"
         return DeviceMemoryError(
             f"a cache of {rows} sequence{'s' if rows > 1 else ''} of {positions:,} positions takes "

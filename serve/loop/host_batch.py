@@ -14,12 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .cache import CacheLayout, HostCache, KeyValues
+from .cache import BLOCK, CacheLayout, HostCache, KeyValues
 
 #: The input of a graph that gives the logits of these positions of a call alone, int64 [batch, scored].
 LOGITS_INDICES = "logits_indices"
 #: Capacities are multiples of this, so that runtimes meet few shapes.
 CAPACITY_STEP = 64
+#: Capacities in blocks are of so many: ONNX Runtime's sum over the blocks of a row then has the same order at every
+#: capacity, so that the bits of an answer do not depend on how long others are.
+BLOCK_GROUP = 4
 #: A cache of so many times what can be filled is given up for a smaller one: attention reads every slot.
 WASTE = 4
 
@@ -140,14 +143,20 @@ class HostBatch:
 
     def _rounded_up(self, positions: int) -> int:
         """`positions`, rounded up to whole steps, but not beyond what a sequence may have and whole blocks."""
-        step = self._session.layout.step
-        most = -(-self._positions // step) * step
-        return min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, most)
+        if self._session.layout.in_blocks:
+            step = BLOCK_GROUP * BLOCK
+            return -(-min(positions, self._positions) // step) * step
+        return min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, self._positions)
 
     def prefill(
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """Read a chunk of prompts; the outputs of padding are discarded."""
+        """Read a chunk of prompts; the outputs of padding are discarded.
+
+        A single token gets one of padding in front: alone it would be a decode step, whose attention adds in another
+        order than that of prompts, and among longer rows it is none.
+        """
+        tokens = np.pad(tokens, ((0, 0), (1, 0))) if self._session.layout.in_blocks and tokens.shape[1] == 1 else tokens
         cache, count = self._held(), len(tokens)
         positions, real = chunk_layout(tokens.shape[1], filled, lengths)
         # nothing is filled before the first chunk: spare attention the buffer

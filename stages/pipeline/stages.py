@@ -106,6 +106,12 @@ class HostRuntime(Strict):
     seconds: float
 
 
+class GraphFacts(Strict):
+    """Facts of a graph. `past`: it takes the cache in blocks, or as before decision 73, to concatenate new keys to."""
+
+    past: Literal["blocks", "concatenated"] = "blocks"
+
+
 class ValidateFacts(Strict):
     """Facts of the evaluated windows. `beside`: the runtimes that were added on other hosts."""
 
@@ -216,10 +222,10 @@ FORMS = stage(
 EXPORT = stage(
     "export",
     ExportOptions,
-    NoFacts,
+    GraphFacts,
     inputs=(*FP8_FILES, "queries.safetensors", *STATISTICS),
     outputs=("model/*", "attention.json"),
-    older={"logits": "all"},
+    older={"logits": "all", "past": "concatenated"},
 )
 #: Learns an adapter on the checkpoint, toward the float model.
 ADAPTER = stage(
@@ -230,20 +236,22 @@ ADAPTER = stage(
     outputs=("adapter.json", "adapter/*"),
 )
 #: Export the source model in the precisions that FP8 is compared with.
-EXPORT_BASELINE: dict[Baseline, Stage[Clipping, NoFacts] | Stage[Options, NoFacts]] = {
+EXPORT_BASELINE: dict[Baseline, Stage[Clipping, GraphFacts] | Stage[Options, GraphFacts]] = {
     "bf16": stage(
         "export-bf16",
         Options,
-        NoFacts,
+        GraphFacts,
         inputs=("model",),
         outputs=("baselines/bf16/*",),
+        older={"past": "concatenated"},
     ),
     "int8": stage(
         "export-int8",
         Clipping,
-        NoFacts,
+        GraphFacts,
         inputs=("model", *STATISTICS, "scales.json"),
         outputs=("baselines/int8/*",),
+        older={"past": "concatenated"},
     ),
 }
 #: Builds engines of the FP8 model.
