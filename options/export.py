@@ -99,12 +99,7 @@ class EngineOptions(Options):
     max_batch: Annotated[int, option(ENGINE, "Most sequences in a batch.", "N"), between(1)] = 8
     max_seq_len: Annotated[
         int | None,
-        option(
-            ENGINE,
-            "Most positions of a sequence, rounded up to whole blocks of 64.",
-            "N",
-            f"{DEFAULT_SEQ_LEN}, or the model's positions",
-        ),
+        option(ENGINE, "Most positions of a sequence, in blocks of 64.", "N", f"{DEFAULT_SEQ_LEN}, or the model's"),
         between(1),
     ] = None
     min_fp8_share: Annotated[

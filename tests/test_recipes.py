@@ -1,8 +1,8 @@
 """The recipes of CONTRIBUTING.md, followed to the letter in a copy of the package.
 
 A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list, table, or
-`if NAME:`), `# FILE: at the end` or `# FILE: a new file`. So a recipe that no longer works, or that needs another line
-somewhere, fails here.
+`if NAME:`), `# FILE: above NAME` (and the comment on it), `# FILE: at the end` or `# FILE: a new file`. So a recipe that
+no longer works, or that needs another line somewhere, fails here.
 """
 
 import ast
@@ -25,7 +25,9 @@ PACKAGE = (
     "serve", "stages", "benchmarks",
 )  # fmt: skip
 BLOCK = re.compile(
-    r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|at the end|(?P<new>a new file))\n(?P<code>.*?)```", re.DOTALL
+    r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|above (?P<above>\w+)|at the end|(?P<new>a new file))\n"
+    r"(?P<code>.*?)```",
+    re.DOTALL,
 )
 
 
@@ -64,6 +66,10 @@ def follow(title: str, package: Path) -> None:
                 code[-1] += ","  # an element of a list
             lines[number:number] = [f"    {line}" for line in code]
             source = "\n".join(lines) + "\n"
+        elif block["above"]:
+            entry = re.search(rf"^(?:#: .*\n)*{block['above']} = ", source, re.MULTILINE)
+            assert entry is not None, block["above"]
+            source = source[: entry.start()] + block["code"] + source[entry.start() :]
         else:
             source += block["code"] if block["new"] else f"\n\n{block['code']}"
         file.write_text(source, encoding="utf-8")

@@ -18,7 +18,7 @@ LONGEST, MOST_PARAMETERS, LONGEST_FILE = 60, 6, 600
 #: mended.
 MANY = 1
 #: Public names that are defined in more than one module. To be lowered.
-TWICE = 25
+TWICE = 8
 #: Imports of own modules in functions, outside `api` and `cli`. To be lowered.
 IMPORTS_INSIDE = 26
 
@@ -80,8 +80,9 @@ def test_functions_with_many_parameters_do_not_grow_in_number() -> None:
 
 
 def test_public_names_defined_twice_do_not_grow_in_number() -> None:
+    """A command, its public function and what its stage returns may share a name."""
     defined = defaultdict(set)
-    for path, tree in sources():
+    for path, tree in ((path, tree) for path, tree in sources() if not path.startswith(("api.py", "cli/"))):
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 defined[node.name].add(path)

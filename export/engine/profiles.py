@@ -1,9 +1,9 @@
 """Optimization profiles: the ranges of batch, seq, scored and capacity that an engine is built for.
 
-There are two. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row. A capacity of
-0, the prompt alone, is an empty tensor: TensorRT-RTX takes 0 as minimum and as optimum and generates the same kernels
-for decode as from 1 up. Of graphs that concatenate the cache it chooses its matrix-vector attention (`_gemv_mha_v1`)
-with seq exactly 1, which it does not where seq may be 2.
+There are two. `prefill` takes any batch of prompts with or without a past. `decode` takes one token a row. A capacity
+of 0, the prompt alone, is an empty tensor: TensorRT-RTX takes 0 as minimum and as optimum and generates the same
+kernels for decode as from 1 up. Of graphs that concatenate the cache it chooses its matrix-vector attention
+(`_gemv_mha_v1`) with seq exactly 1, which it does not where seq may be 2.
 
 The graph has two ways of attention, one for a call of one token a row and one for several
 (`modules.cached_attention`). The compiler leaves the other way out of a profile's program where the number of tokens

@@ -7,7 +7,7 @@ facts, the classes here, are other conditions that it works under: they are reco
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 

