@@ -3,12 +3,11 @@
     python benchmarks/cache_traffic.py [--targets sm89 sm120] [--prompts 1024 8192 32768]
 
 Attention of Llama 3 8B (32 query heads, 8 of keys, heads of 128) between weights of width 4,096 and a narrow MLP,
-random and in FP8, whose engines TensorRT-RTX builds for 32 rows of 2,048 tokens: with a cache in BF16 and in FP8, each
-as the graph has been written since decision 73 (`blocks`) and before (`concatenated`). Bytes are those of the plan's
-program (`export/engine/cache_traffic.py`), kernels those of three layers less those of two, and of prompts the names of
-the kernels with them. `milliseconds` is arithmetic: the bytes of 32 layers at 3.35 TB/s (H100), beside those of the
-cache alone, which are the floor. Prints one JSON line; exit status 1 where a step reads more than 1.1 bytes a value of
-an FP8 cache or 2.2 of a BF16 cache, or copies any.
+random and in BF16, whose engines TensorRT-RTX builds for 32 rows of 2,048 tokens, with a cache in BF16 and in FP8.
+Bytes are those of the plan's program (`export/engine/cache_traffic.py`), kernels those of three layers less those of
+two, and of prompts the names of the kernels with them. `milliseconds` is arithmetic: the bytes of 32 layers at 3.35
+TB/s (H100), beside those of the cache alone, which are the floor. Prints one JSON line; exit status 1 where a step
+reads more than 1.1 bytes a value of an FP8 cache or 2.2 of a BF16 cache, or copies any.
 """
 
 import sys
@@ -38,7 +37,6 @@ ROWS, SLOTS, LAYERS = 32, 2048, 32
 BANDWIDTH = 3.35e12
 #: Cache -> the tensors of it in FP8, and the most bytes that a step may read of a value.
 CACHES = {"fp8": ("kv", 1.1), "bf16": ("", 2.2)}
-FORMS = {"blocks": True, "concatenated": False}
 PREFILL, DECODE = 0, 1
 
 
@@ -63,20 +61,20 @@ def sizes(prompt: int) -> Any:
     return prefill, decode.model_copy(update={"capacity": (0, SLOTS, decode.capacity[2])})
 
 
-def measured(folder: Path, cache: str, form: str, target: str, prompts: list[int]) -> dict[str, Any]:
-    """The traffic and the kernels of one form."""
+def measured(folder: Path, cache: str, target: str, prompts: list[int]) -> dict[str, Any]:
+    """The traffic and the kernels with a cache of one type."""
     parts, limit = CACHES[cache]
     paths = []
     for layers in (2, 3):
         checkpoint = folder / f"{cache}-{layers}"
-        path = checkpoint / f"{form}.onnx"
+        path = checkpoint / "model.onnx"
         if not path.is_file():
             plan = as_if_quantized(checkpoint, llama(layers), parts, torch.bfloat16)
             scales = load_file(checkpoint / "scales.safetensors")
             save_file(
-                {name: torch.ones_like(scale) for name, scale in scales.items()}, checkpoint / "scales.safetensors"
+                {name: torch.full_like(scale, 0.5) for name, scale in scales.items()}, checkpoint / "scales.safetensors"
             )
-            ir.save(trace(checkpoint, replace(plan, in_blocks=FORMS[form])), path)
+            ir.save(trace(checkpoint, replace(plan, groups={})), path)
         paths.append(path)
     two, three = (built(path, target, prompts[0]) for path in paths)
     traffic = cache_traffic(two, load_graph(paths[0]), sizes(prompts[0]))
@@ -114,13 +112,10 @@ def main() -> int:
     head = described("cache_traffic")
     with tempfile.TemporaryDirectory() as directory:
         results = {
-            target: {
-                cache: {form: measured(Path(directory), cache, form, target, asked.prompts) for form in FORMS}
-                for cache in CACHES
-            }
+            target: {cache: measured(Path(directory), cache, target, asked.prompts) for cache in CACHES}
             for target in asked.targets
         }
-    passed = all(forms["blocks"]["passed"] for caches in results.values() for forms in caches.values())
+    passed = all(found["passed"] for caches in results.values() for found in caches.values())
     return publish(head, {"rows": ROWS, "slots": SLOTS, "results": results, "passed": passed}, asked.save)
 
 

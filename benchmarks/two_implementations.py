@@ -32,7 +32,7 @@ from fp8q.options import KvCache
 from fp8q.quantize.codes.encoding import CODE, encode
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
-from fp8q.serve.loop.cache import HostCache
+from fp8q.serve.loop.cache import BLOCK, HostCache
 from fp8q.serve.loop.host_batch import LOGITS_INDICES, last_indices
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
@@ -98,13 +98,23 @@ class OnnxWithCodes:
         return self.step(ids, np.ones_like(ids), positions, self.buffers(len(ids), 0))[0]
 
     def buffers(self, rows: int, capacity: int) -> list[np.ndarray]:
-        """An empty past for `rows` sequences: uint8 codes or float32, [rows, heads, capacity, size] each."""
+        """An empty past for `rows` sequences: uint8 codes or float32, [rows, heads, capacity, size] each; `capacity` in
+        whole blocks of 64.
+        """
+        sizes = {value.name.removeprefix("new_"): value.shape for value in self.session.get_outputs()}
         return [
             np.zeros(
-                (rows, value.shape[1], capacity, value.shape[3]), np.uint8 if "float8" in value.type else np.float32
+                (rows, sizes[value.name.removeprefix("past_")][1], capacity, value.shape[-1]),
+                np.uint8 if "float8" in value.type else np.float32,
             )
             for value in self.past
         ]
+
+    def past_inputs(self, past: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """Name of each input -> its buffer in blocks, [rows · heads · blocks, 64, size]."""
+        return {
+            value.name: array.reshape(-1, BLOCK, array.shape[-1]) for value, array in zip(self.past, past, strict=True)
+        }
 
     def step(
         self, ids: np.ndarray, mask: np.ndarray, positions: np.ndarray, past: list[np.ndarray]
@@ -117,8 +127,8 @@ class OnnxWithCodes:
         }
         feeds[LOGITS_INDICES] = wrap.ortvalue_from_numpy(last_indices(ids.shape, ids.shape[1]))
         feeds |= {
-            value.name: wrap.ortvalue_from_numpy_with_onnx_type(array, ONNX_E4M3 if array.dtype == np.uint8 else 1)
-            for value, array in zip(self.past, past, strict=True)
+            name: wrap.ortvalue_from_numpy_with_onnx_type(array, ONNX_E4M3 if array.dtype == np.uint8 else 1)
+            for name, array in self.past_inputs(past).items()
         }
         new = [value.name.replace("past_", "new_") for value in self.past]
         results = [
@@ -264,7 +274,7 @@ def continuations(run: Run, prompts: np.ndarray, steps: int) -> dict[str, int]:
         load_reference(run.model, "exact", torch.float32),
     )
     rows, length = prompts.shape
-    capacity = length + steps
+    capacity = -(-(length + steps) // BLOCK) * BLOCK
     past, cache = HostCache(session.layout, rows, capacity), loaded.new_cache()
     together, parted, unexplained = np.ones(rows, bool), 0, 0
     step_ids, filled = prompts, 0

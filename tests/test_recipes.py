@@ -1,8 +1,8 @@
 """The recipes of CONTRIBUTING.md, followed to the letter in a copy of the package.
 
-A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list, table, or
-`if NAME:`), `# FILE: above NAME` (and the comment on it), `# FILE: at the end` or `# FILE: a new file`. So a recipe that
-no longer works, or that needs another line somewhere, fails here.
+A block of code of a recipe begins with `# FILE: in NAME` (its lines become the last ones of this class, list, table,
+or `if NAME:`), `# FILE: above NAME` (and the comment on it), `# FILE: at the end` or `# FILE: a new file`. So a recipe
+that no longer works, or that needs another line somewhere, fails here.
 """
 
 import ast

@@ -54,21 +54,19 @@ def sizes(found: Mapping[str, int]) -> list[str]:
 
 
 def cache_traffic() -> str:
-    """Bytes of the cache in a decode step, and kernels, of the form that is written now and of the one before."""
-    found = load("cache_traffic")
+    """Bytes of the cache in a decode step, and kernels of a layer."""
     rows = []
-    for target, caches in found["results"].items():
-        for cache, forms in caches.items():
-            for form, its in forms.items():
-                attention = {name for prompt in its["prompts"].values() for name in prompt["attention"]}
-                rows.append([
-                    target, cache.upper(), form, f"{its['read_per_value']:.2f}", f"{its['written_per_value']:.2f}",
-                    f"{its['milliseconds']:.1f} ({its['milliseconds_of_the_cache_alone']:.1f})",
-                    str(its["decode_kernels_a_layer"]), str(its["prompt_kernels_a_layer"]),
-                    ", ".join(f"`{name}`" for name in sorted(attention)),
-                ])  # fmt: skip
-    head = ["target", "cache", "form", "bytes read a value", "copied", "ms of 32 layers (floor)"]
-    return table([*head, "kernels a layer: step", "prompt", "attention of prompts"], rows)
+    for target, caches in load("cache_traffic")["results"].items():
+        for cache, found in caches.items():
+            attention = {name for prompt in found["prompts"].values() for name in prompt["attention"]}
+            rows.append([
+                target, cache.upper(), f"{found['read_per_value']:.2f}", f"{found['written_per_value']:.2f}",
+                f"{found['milliseconds']:.1f} ({found['milliseconds_of_the_cache_alone']:.1f})",
+                str(found["decode_kernels_a_layer"]), str(found["prompt_kernels_a_layer"]),
+                ", ".join(f"`{name}`" for name in sorted(attention)),
+            ])  # fmt: skip
+    head = ["target", "cache", "bytes read a value", "copied", "ms of 32 layers (floor)", "kernels a layer: step"]
+    return table([*head, "prompt", "attention of prompts"], rows)
 
 
 TABLES = (forms, engine_sizes, asked_logits, cache_traffic)

@@ -276,16 +276,20 @@ def quantizer_of(program: Program, name: str, quantizer: str) -> Statement | Non
     result.
 
     Kernels that only move codes are looked through, and so are those that gather an expert's rows from codes that were
-    made once for all experts: they have the QuantizeLinear in their names.
+    made once for all experts: they have the QuantizeLinear in their names. A kernel that takes codes and values as wide
+    as the input makes its codes: a decode step's adds the new token's value, which may be codes, before it quantizes.
+    Codes of the cache, which are inputs of the program, are none of a GEMM's input.
     """
     held = False
     for _ in range(MOVES):
         maker = program.makers.get(program.root(name)[0])
         if maker is None or maker.nodes:
             return maker
-        codes = [source for source in maker.inputs if program.type(source) == "fp8"]
+        codes = [source for source in maker.inputs if program.type(source) == "fp8" and source not in program.bound]
         widths = {program.width(source) for source in maker.inputs if program.type(source) in _VALUES}
-        if (held := held or quantizer in maker.layers) and (not codes or program.width(codes[0]) in widths):
+        if (held := held or quantizer in maker.layers) and (
+            not codes or widths & {program.width(name), program.width(codes[0])}
+        ):
             return maker
         if len(codes) != 1:
             return None

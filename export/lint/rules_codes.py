@@ -178,7 +178,7 @@ def _scaled(graph: Indexed, node: NodeProto) -> tuple[str, Sequence[int | str]] 
     file states no sizes.
 
     It is a constant, stored as codes or quantized when the graph is built (F111), or codes that are an input or output
-    of the graph, as those of a cache.
+    of the graph, as those of a cache. A past in blocks has the heads of the new keys or values, by which it is viewed.
     """
     codes = node.output[0] if node.op_type == "QuantizeLinear" else node.input[0]
     value, maker = node.input[0], graph.producers.get(codes)
@@ -186,6 +186,8 @@ def _scaled(graph: Indexed, node: NodeProto) -> tuple[str, Sequence[int | str]] 
         value = maker.input[0]
     if value in graph.initializers:
         return value, graph.initializers[value].dims
+    if maker is not None and maker.op_type == "Reshape" and maker.input[0].startswith("past_key_values."):
+        codes = maker.input[0].replace("past_", "new_", 1)
     bound = graph.inputs.get(codes) or graph.outputs.get(codes)
     if bound is None:
         return None

@@ -79,7 +79,7 @@ class GraphPlan:
     attention: int = 0
     adapter: str | None = None
     asked_logits: bool = True
-    in_blocks: bool = False
+    in_blocks: bool = True
 
 
 class QuantizedInput(nn.Module):

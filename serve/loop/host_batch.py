@@ -151,12 +151,7 @@ class HostBatch:
     def prefill(
         self, first: int, tokens: NDArray[np.int64], filled: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> NDArray[np.float32]:
-        """Read a chunk of prompts; the outputs of padding are discarded.
-
-        A single token gets one of padding in front: alone it would be a decode step, whose attention adds in another
-        order than that of prompts, and among longer rows it is none.
-        """
-        tokens = np.pad(tokens, ((0, 0), (1, 0))) if self._session.layout.in_blocks and tokens.shape[1] == 1 else tokens
+        """Read a chunk of prompts; the outputs of padding are discarded."""
         cache, count = self._held(), len(tokens)
         positions, real = chunk_layout(tokens.shape[1], filled, lengths)
         # nothing is filled before the first chunk: spare attention the buffer

@@ -25,6 +25,7 @@ from fp8q.export.engine.build import build_engines
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.reference.attention import attention_on_codes
 from fp8q.quantize.scales.decisions import AttentionScales, load_scales
+from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 
@@ -116,7 +117,7 @@ def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
     at_once, _ = session.forward(ids, np.ones_like(ids), positions)
     past = {
         f"past_key_values.0.{part}": np.zeros(
-            (2, 2, 0, 32), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN)
+            (0, BLOCK, 32), onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN)
         )
         for part in ("key", "value")
     }
@@ -128,9 +129,9 @@ def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
         **past,
     }
     (by_onnx,) = ReferenceEvaluator(onnx.load(run.onnx_fp32)).run(["logits"], inputs)
-    cache, steps = session.new_cache(2, 16), []
+    cache, steps = session.new_cache(2, BLOCK), []
     for at in range(12):
-        filled = (np.arange(17) < at) | (np.arange(17) == 16)
+        filled = (np.arange(BLOCK + 1) < at) | (np.arange(BLOCK + 1) == BLOCK)
         logits, new = session.forward(
             ids[:, at : at + 1],
             np.tile(filled, (2, 1)).astype(np.int64),

@@ -73,7 +73,7 @@ def ids(run: Run) -> np.ndarray:
 
 def feeds(ids: np.ndarray) -> dict[str, np.ndarray]:
     positions = np.ascontiguousarray(np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
-    past = np.zeros((len(ids), 2, 0, 32), np.float32)
+    past = np.zeros((0, 64, 32), np.float32)
     return {
         "input_ids": ids,
         "attention_mask": np.ones_like(ids),

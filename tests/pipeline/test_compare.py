@@ -42,7 +42,9 @@ def server(run: Run) -> Iterator[Thread]:
 def test_fp8q_serve_is_the_validated_model_and_no_torch_is_needed(
     run: Run, server: Thread, base_install: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """It is ONNX Runtime's own arithmetic, so its distance from that runtime is nearly nothing."""
+    """It is ONNX Runtime's own arithmetic, so its distance from that runtime is that of codes which round the other way
+    where sums have another order.
+    """
     url = f"{server.client.base_url}".rstrip("/") + "/v1"
     done = base_install("compare", run.root, "--url", url, "--windows", str(WINDOWS), "--json")
     assert done.returncode == 0, done.stderr
@@ -50,7 +52,7 @@ def test_fp8q_serve_is_the_validated_model_and_no_torch_is_needed(
     assert (shown["verdict"], shown["form"], shown["requests"]) == ("validated", "prompt_logprobs", WINDOWS + 5)
     first = shown["runtimes"][0]
     assert (first["runtime"], first["validated"]) == ("onnxruntime", True)
-    assert first["kl_nats"]["mean"] < 0.01 * shown["runtimes"][1]["kl_nats"]["mean"]
+    assert first["kl_nats"]["mean"] < 0.05 * shown["runtimes"][1]["kl_nats"]["mean"]
     assert shown["perplexity"]["mean"] == pytest.approx(first["perplexity"], rel=1e-3)
     assert json.loads(run.comparison.read_text(encoding="utf-8")) == shown
     assert run.record().stages["compare"].outputs.keys() == {"compare.json"}

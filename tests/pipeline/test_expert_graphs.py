@@ -24,6 +24,7 @@ from fp8q.export.onnx_file.indexed import branches, nodes_of
 from fp8q.options import CalibrateOptions, GenerateOptions, Terms
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.cache import BLOCK
 from fp8q.stages.engine import check_views
 
 from ..conftest import KeepingGraphs, MadeOnce, Texts
@@ -116,7 +117,7 @@ def test_prompts_and_decode_steps_say_on_onnx_runtime_what_the_reference_says(
     run: Run, alone: list[np.ndarray], two_implementations: ModuleType
 ) -> None:
     rows = sequences(run)
-    decoded = decode(two_implementations.OnnxWithCodes(run.model), rows, PROMPTS, capacity=24)
+    decoded = decode(two_implementations.OnnxWithCodes(run.model), rows, PROMPTS, capacity=BLOCK)
     assert [len(logits) for logits in decoded.logits] == [length + STEPS for length in PROMPTS]
     differences = np.concatenate(
         [np.abs(logits - each).max(-1) for logits, each in zip(decoded.logits, alone, strict=True)]

@@ -56,7 +56,9 @@ def all_in_bf16(model: ModelProto, directory: Path) -> None:
 
 
 def scales_in_bf16(model: ModelProto, directory: Path) -> None:
-    scales = {node.input[1] for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")}
+    nodes = [node for node in model.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    of_cache = {node.input[1] for node in nodes if node.input[0].startswith("past_key_values.")}
+    scales = {node.input[1] for node in nodes} - of_cache  # with these TensorRT-RTX infers no type
     for tensor in model.graph.initializer:
         if tensor.name in scales:
             values = read_tensor(tensor, Places(directory))

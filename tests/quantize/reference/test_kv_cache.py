@@ -19,6 +19,7 @@ from fp8q import api
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import FP8Layer, round_to_codes
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 
@@ -95,11 +96,11 @@ def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(
     ids = load_tokens(run, run.evaluation)[:24].reshape(2, 12)
     expected = exact_logits(run, ids)
     session = OnnxRuntimeSession(run.onnx_fp32)
-    cache = session.new_cache(2, 16)
+    cache = session.new_cache(2, BLOCK)
     positions = np.broadcast_to(np.arange(12), ids.shape)
     steps = []
     for at in range(12):
-        filled = (np.arange(17) < at) | (np.arange(17) == 16)
+        filled = (np.arange(BLOCK + 1) < at) | (np.arange(BLOCK + 1) == BLOCK)
         logits, new = session.forward(
             ids[:, at : at + 1],
             np.tile(filled, (2, 1)).astype(np.int64),

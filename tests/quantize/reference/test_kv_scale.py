@@ -154,9 +154,11 @@ def test_the_engine_is_built_and_its_program_holds_the_scales_of_all_heads(run: 
     plan, pool = read_plan(data), read_pool(data)
     assert plan is not None
     assert pool is not None
-    for kernels in plan.kernels.values():
-        attending = [kernel.name for kernel in kernels if "mha" in kernel.name]
-        assert (len(attending), len(set(attending))) == (len(LAYERS), 1)
+    of_prompts, of_steps = ([each.name for each in plan.kernels[at] if "mha" in each.name] for at in (0, 1))
+    assert (len(of_prompts), len(set(of_prompts)), of_steps) == (len(LAYERS), 1, [])
+    (view,) = api.engine(run.root)
+    assert view.cache is not None
+    assert (view.cache.read_per_value, view.cache.written) == (1, 0)
     held = set()
     for program in plan.programs:
         for tensor in program.tensors.values():

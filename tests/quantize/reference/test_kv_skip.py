@@ -103,7 +103,7 @@ def test_the_engine_has_the_type_of_each_layer(run: Run) -> None:
     assert (engine.promised_products, engine.fp8_products, engine.evidence) == (28, 28, "plan")
     plan = read_plan((run.engines / "sm89.plan").read_bytes())
     assert plan is not None
-    for program in plan.programs:
+    for program in (each for each in plan.programs if len(each.statements) > 1):  # the others are of single kernels
         inputs = {name: re.match(r"past_key_values\.\d\.(key|value)", name) for name in program.bound}
         types = {match[0]: program.type(name) for name, match in inputs.items() if match}  # without profiles
         assert len(types) == 8

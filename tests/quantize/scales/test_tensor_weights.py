@@ -28,6 +28,7 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, quantize_scaled
 from fp8q.quantize.weights.mse import mse_scale, mse_scales
 from fp8q.quantize.weights.tensor_scales import joined_families, tensor_scales
+from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages import distill as distill_stage
 from fp8q.stages.pipeline.stage import Notes
@@ -166,8 +167,8 @@ def test_the_graph_has_one_scale_and_gives_the_logits_of_the_reference(
     assert shapes == {f"{module}.weight_scale": [] for module in load_scales(run).weights}
     ids = np.arange(3, 35, dtype=np.int64).reshape(2, 16)
     session = OnnxRuntimeSession(run.onnx_fp32)
-    filled = np.concatenate([np.zeros((2, 16)), np.ones((2, 16))], axis=1).astype(np.int64)
-    logits, _ = session.forward(ids, filled, np.tile(np.arange(16), (2, 1)), session.new_cache(2, 16).past(0, 2))
+    filled = np.repeat([[0, 1]], [BLOCK, 16], axis=1).repeat(2, axis=0)
+    logits, _ = session.forward(ids, filled, np.tile(np.arange(16), (2, 1)), session.new_cache(2, BLOCK).past(0, 2))
     np.testing.assert_allclose(logits, exact_logits(run, ids), atol=1e-4)
     before = run.onnx.read_bytes()
     api.export(run.root, weight_scale="mul")  # there is one scale already

@@ -89,7 +89,7 @@ def test_windows_longer_than_the_slots_are_refused(counting: CountingModel, open
     ("free", "fits"),
     [
         (24, "room for 2 of them; take --max-batch 2"),
-        (4, "room for 80 positions of one; build an engine with --max-seq-len 80 or less"),
+        (4, "room for 64 positions of one; build an engine with --max-seq-len 64 or less"),
         (0, "room for no position of one; end what else runs there"),
     ],
 )
