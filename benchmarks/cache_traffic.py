@@ -115,7 +115,7 @@ def main() -> int:
             target: {cache: measured(Path(directory), cache, target, asked.prompts) for cache in CACHES}
             for target in asked.targets
         }
-    passed = all(found["passed"] for caches in results.values() for found in caches.values())
+    passed = all(of_cache["passed"] for caches in results.values() for of_cache in caches.values())
     return publish(head, {"rows": ROWS, "slots": SLOTS, "results": results, "passed": passed}, asked.save)
 
 

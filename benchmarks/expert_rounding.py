@@ -19,10 +19,11 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -34,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from weight_rounding import changed, stored_weights
 
-from fp8q.calibrate.measure.held_out import HeldOutTokens, input_name
+from fp8q.calibrate.measure.held_out import EVERY, HeldOutTokens, input_name
 from fp8q.calibrate.measure.statistics import coverage, load_statistics
 from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.gemms import observed_gemms
@@ -55,12 +56,13 @@ from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
+from fp8q.validate.accuracy.bootstrap import Bootstrap
 from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 #: Windows of the calibration text whose tokens centres are made of, and rounds of k-means.
 CENTRE_WINDOWS, ROUNDS = 64, 8
-RESAMPLES = 10_000
 Weights = dict[str, QuantizedWeight]
+Key = TypeVar("Key")
 
 
 def mixture_of(texts: ModelTexts, experts: int, context: int, folder: Path) -> Path:
@@ -73,8 +75,8 @@ def mixture_of(texts: ModelTexts, experts: int, context: int, folder: Path) -> P
     for name, tensor in load_file(dense / "model.safetensors").items():
         layer, inside, part = name.partition(".mlp.")
         for expert in range(experts if inside else 0):
-            own = f"{layer}.block_sparse_moe.experts.{expert}.{parts[part.removesuffix('.weight')]}.weight"
-            tensors[own] = tensor.clone()
+            stored = f"{layer}.block_sparse_moe.experts.{expert}.{parts[part.removesuffix('.weight')]}.weight"
+            tensors[stored] = tensor.clone()
     for number, inputs in mlp_inputs(load_model(source, torch.float32, "cpu"), ids).items():
         tensors[f"model.layers.{number}.block_sparse_moe.gate.weight"] = centres(inputs, experts).bfloat16()
     folder.mkdir(parents=True)
@@ -99,29 +101,41 @@ def tokens_of(source: Source, text: str, context: int) -> npt.NDArray[np.int64]:
 
 def mlp_inputs(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> dict[int, torch.Tensor]:
     """The input of each layer's MLP, float32 [tokens, width]."""
-    found: dict[int, torch.Tensor] = {}
+    inputs: dict[int, torch.Tensor] = {}
     layers: Any = model.base_model.layers
+    watch_inputs(model, dict(enumerate(layer.mlp for layer in layers)), inputs.__setitem__, ids)
+    return inputs
 
-    def watching(number: int) -> Any:
-        return lambda module, inputs: found.__setitem__(number, inputs[0].flatten(0, 1))
 
-    hooks = [layer.mlp.register_forward_pre_hook(watching(number)) for number, layer in enumerate(layers)]
+def watch_inputs(
+    model: PreTrainedModel,
+    modules: Mapping[Key, torch.nn.Module],
+    take: Callable[[Key, torch.Tensor], None],
+    ids: npt.NDArray[np.int64],
+) -> None:
+    """Run `ids` int64 [windows, context] at once; `take` gets the input [tokens, width] of each of `modules`."""
+
+    def watching(key: Key) -> Any:
+        return lambda module, inputs: take(key, inputs[0].flatten(0, -2))
+
+    hooks = [module.register_forward_pre_hook(watching(key)) for key, module in modules.items()]
     with torch.inference_mode():
         model.base_model(input_ids=torch.from_numpy(ids), use_cache=False)
     for hook in hooks:
         hook.remove()
-    return found
 
 
 def centres(inputs: torch.Tensor, number: int) -> torch.Tensor:
     """Directions from the mean of `inputs` [tokens, width] to the centres of clusters, by k-means on the sphere."""
     unit = torch.nn.functional.normalize(inputs - inputs.mean(0), dim=-1)
-    found = unit[torch.randperm(len(unit), generator=torch.Generator().manual_seed(0))[:number]]
+    directions = unit[torch.randperm(len(unit), generator=torch.Generator().manual_seed(0))[:number]]
     for _ in range(ROUNDS):
-        nearest = (unit @ found.T).argmax(1)
-        means = [unit[nearest == one].mean(0) if bool((nearest == one).any()) else found[one] for one in range(number)]
-        found = torch.nn.functional.normalize(torch.stack(means), dim=-1)
-    return found
+        nearest = (unit @ directions.T).argmax(1)
+        means = [
+            unit[nearest == one].mean(0) if bool((nearest == one).any()) else directions[one] for one in range(number)
+        ]
+        directions = torch.nn.functional.normalize(torch.stack(means), dim=-1)
+    return directions
 
 
 def rounded(
@@ -140,59 +154,50 @@ def rounded(
     return {name: weight for name, weight in made.items() if isinstance(weight, QuantizedWeight)}
 
 
-def own_tokens(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> HeldOutTokens:
+def expert_tokens(model: PreTrainedModel, ids: npt.NDArray[np.int64]) -> HeldOutTokens:
     """Tokens of each expert's inputs on the windows `ids` int64 [windows, context]."""
-    inputs = {
-        input_name(name) for name in observed_gemms(model) if name.startswith(tuple(f"{e}." for e in experts_of(model)))
-    }
-    found = HeldOutTokens(8)
-
-    def watching(name: str) -> Any:
-        return lambda module, given: found.add(name, given[0].flatten(0, -2), 7)
-
-    hooks = [model.get_submodule(name).register_forward_pre_hook(watching(name)) for name in inputs]
-    with torch.inference_mode():
-        model.base_model(input_ids=torch.from_numpy(ids), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
+    experts = tuple(f"{name}." for name in experts_of(model))
+    names = {input_name(name) for name in observed_gemms(model) if name.startswith(experts)}
+    tokens = HeldOutTokens(EVERY)
+    modules = {name: model.get_submodule(name) for name in names}
+    watch_inputs(model, modules, lambda name, x: tokens.add(name, x, EVERY - 1), ids)
+    return tokens
 
 
 def over_nearest(
     weights: dict[str, torch.Tensor], nearest: Weights, gptq: Weights, tokens: HeldOutTokens
 ) -> dict[str, Any]:
     """The error of experts' weights by `gptq` over that by nearest on `tokens`: quantiles, by kind of product."""
-    found: dict[str, list[float]] = {"gate and up": [], "down": []}
+    by_kind: dict[str, list[float]] = {"gate and up": [], "down": []}
     for name, weight in weights.items():
-        own = tokens.tokens(input_name(name)) if ".experts." in name else None
-        if own is not None and len(own) >= LEAST:
-            errors = [gemm_error(weight, made[name].values, own) for made in (gptq, nearest)]
-            found["down" if name.endswith("down_proj") else "gate and up"].append(errors[0] / errors[1])
+        of_expert = tokens.tokens(input_name(name)) if ".experts." in name else None
+        if of_expert is not None and len(of_expert) >= LEAST:
+            errors = [gemm_error(weight, made[name].values, of_expert) for made in (gptq, nearest)]
+            by_kind["down" if name.endswith("down_proj") else "gate and up"].append(errors[0] / errors[1])
     return {
         kind: {
             "weights": len(ratios),
             "worse": sum(ratio >= 1 for ratio in ratios),
             **{f"p{part}": round(float(np.percentile(ratios, part)), 3) for part in (10, 50, 90)},
         }
-        for kind, ratios in found.items()
+        for kind, ratios in by_kind.items()
     }
 
 
 def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> dict[str, Any]:
     """The mean difference of KL × 10⁶ [windows] with its interval, and the windows in which `ours` is less."""
     by_window = ours - theirs
-    drawn = np.random.default_rng(0).integers(0, len(by_window), (RESAMPLES, len(by_window)))
-    low, high = np.percentile(by_window[drawn].mean(1), [2.5, 97.5])
-    figures = {"mean": by_window.mean(), "low": low, "high": high}
-    return {name: round(float(value), 1) for name, value in figures.items()} | {"less_in": int((by_window < 0).sum())}
+    interval = Bootstrap(np.arange(len(by_window))).interval(by_window)
+    figures = {"mean": interval.mean, "low": interval.low, "high": interval.high}
+    return {name: round(value, 1) for name, value in figures.items()} | {"less_in": int((by_window < 0).sum())}
 
 
 def accuracy(
     evaluation: Evaluation, model: PreTrainedModel, made: dict[str, Weights]
 ) -> tuple[dict[str, npt.NDArray[Any]], dict[str, float]]:
-    """KL × 10⁶ of each window from `model`, and the increase of its perplexity in percent, by each of `made`."""
+    """KL × 10⁶ of weights window from `model`, and the increase of its perplexity in percent, by weights of `made`."""
     forwards = {
-        name: changed(model, {module: one.values for module, one in each.items()}) for name, each in made.items()
+        name: changed(model, {module: one.values for module, one in weights.items()}) for name, weights in made.items()
     }
     kl: dict[str, list[float]] = {name: [] for name in forwards}
     nll: dict[str, list[float]] = {name: [] for name in ("", *forwards)}
@@ -235,13 +240,13 @@ def measure(texts: ModelTexts, directory: Path, asked: Any, folder: Path) -> dic
     kl, increase = accuracy(evaluation, model, made)
     entries = [made["judged"][name].summary for name in weights if ".experts." in name]
     seen = [tokens for layer in coverage(load_statistics(runs["judged"])) for tokens in layer.tokens]
-    found = {
+    figures = {
         "tokens_of_an_expert": {"fewest": min(seen), "median": int(np.median(seen)), "most": max(seen)},
         "kl_mean_micronats": {name: round(float(values.mean()), 1) for name, values in kl.items()},
         "perplexity_increase_percent": increase,
         "judged_minus": {name: difference(kl["judged"], kl[name]) for name in ("nearest", "gptq")},
         "gptq_minus_nearest": difference(kl["gptq"], kl["nearest"]),
-        "gptq_over_nearest": over_nearest(weights, made["nearest"], made["gptq"], own_tokens(model, evaluation.ids)),
+        "gptq_over_nearest": over_nearest(weights, made["nearest"], made["gptq"], expert_tokens(model, evaluation.ids)),
         "judged_weights": dict(
             Counter(
                 "shrunk" if one.rounding == "gptq" and one.held_out and one.held_out.shrunk else one.rounding
@@ -250,13 +255,13 @@ def measure(texts: ModelTexts, directory: Path, asked: Any, folder: Path) -> dic
         ),
         "evaluation_tokens": evaluation.protocol.tokens,
     }
-    print(texts.name, found, file=sys.stderr, flush=True)
-    return found
+    print(texts.name, figures, file=sys.stderr, flush=True)
+    return figures
 
 
 def passed(results: dict[str, Any]) -> bool:
     """Tell whether judged codes nowhere lose more than nearest rounding or GPTQ alone, beyond chance."""
-    return all(part["low"] <= 0 for found in results.values() for part in found["judged_minus"].values())
+    return all(part["low"] <= 0 for result in results.values() for part in result["judged_minus"].values())
 
 
 def main() -> int:
