@@ -282,7 +282,7 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
         return CODE if f"{attention}.{part}" in plan.cache else plan.dtype
 
     def past_of(heads: int, size: int) -> tuple[int, ...]:
-        return (batch * heads * blocks, BLOCK, size) if plan.in_blocks else (batch, heads, BLOCK * blocks, size)
+        return batch * heads * blocks, BLOCK, size
 
     layers = [graph.attention[index] for index in sorted(graph.attention)]
     past = [
@@ -292,7 +292,7 @@ def example(graph: Graph, config: PreTrainedConfig, plan: GraphPlan) -> tuple[tu
     dynamic = torch.export.Dim.DYNAMIC
     matrix = {0: dynamic, 1: dynamic}
     shapes: dict[str, object] = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), matrix)
-    shapes["past"] = [tuple({0: dynamic} if plan.in_blocks else {0: dynamic, 2: dynamic} for _ in "kv") for _ in layers]
+    shapes["past"] = [tuple({0: dynamic} for _ in "kv") for _ in layers]
     inputs = (empty(batch, seq), empty(batch, BLOCK * blocks + seq), empty(batch, seq), past)
     if not plan.asked_logits:
         return inputs, shapes

@@ -100,7 +100,7 @@ def attention(
     cache: GraphLayer = module.fp8q_cache
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     quantized = getattr(module, "fp8q_attention", None)
-    apart = cache.in_blocks and quantized is None
+    apart = quantized is None
     seen = call.prompt if apart else call.every
     keys, values = cache.with_new((key, value), call, prompt=apart)
     allowed = seen.allowed(call.tokens, window)[:, None]
@@ -162,8 +162,6 @@ def weights_of(scores: torch.Tensor, allowed: torch.Tensor, softcap: float | Non
 
 #: The axis of the heads in keys and values.
 HEADS = 1
-#: The dimensions of a past in blocks (`cached_attention`); otherwise it is [batch, heads, capacity, size].
-IN_BLOCKS = 3
 
 
 class Dequantize(nn.Module):
@@ -206,9 +204,6 @@ class QuantizedCache(nn.Module):
     def slots(self, past: torch.Tensor, heads: int, call: GraphCall) -> torch.Tensor:
         """The past values [batch, heads, capacity, size], of `past` codes [batch · heads · blocks, 64, size]."""
         sizes = [heads, past.shape[-1]]
-        if past.dim() != IN_BLOCKS:
-            as_it_is: torch.Tensor = self.past(past, self.scale)
-            return as_it_is
         if self.axis:
             by_head: torch.Tensor = self.past(heads_of_blocks(past, call.mask, call.tokens, sizes), self.scale)
             return by_head
@@ -231,8 +226,6 @@ class PlainCache(nn.Module):
 
     def slots(self, past: torch.Tensor, heads: int, call: GraphCall) -> torch.Tensor:
         """The past values [batch, heads, capacity, size]."""
-        if past.dim() != IN_BLOCKS:
-            return past
         values: torch.Tensor = heads_of_blocks(past, call.mask, call.tokens, [heads, past.shape[-1]])
         return values
 
@@ -281,7 +274,7 @@ class GraphLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.attention = attention
         self.parts: tuple[Any, ...] = tuple(attention.get_submodule(name) for name in ("fp8q_k", "fp8q_v"))
-        self.past, self.in_blocks = past, past[0].dim() == IN_BLOCKS
+        self.past = past
         self.new: tuple[torch.Tensor, ...] = ()
 
     def update(

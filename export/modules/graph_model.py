@@ -26,7 +26,6 @@ from ...quantize.codes.formats import TWO_TERMS
 from ...quantize.reference.linear import replace_linears
 from . import operators
 from .attention import (
-    IN_BLOCKS,
     GraphCache,
     GraphCall,
     GraphLayer,
@@ -63,8 +62,6 @@ class GraphPlan:
     scale. `attention`: codes for each query or probability, 0
     for attention without codes. `adapter`: the name of the adapter beside the GEMMs.
     `asked_logits`: the graph has an input that says which positions' logits it gives, and gives no others.
-    `in_blocks`: the past is in blocks, which a decode step reads where they lie (`cached_attention`); otherwise past
-    and new keys are concatenated in every call.
     """
 
     groups: Mapping[str, list[str]]
@@ -79,7 +76,6 @@ class GraphPlan:
     attention: int = 0
     adapter: str | None = None
     asked_logits: bool = True
-    in_blocks: bool = True
 
 
 class QuantizedInput(nn.Module):
@@ -281,8 +277,7 @@ class Graph(nn.Module):
 
     def call(self, mask: torch.Tensor, positions: torch.Tensor, layers: Collection[GraphLayer]) -> GraphCall:
         """The keys of a call with this `mask` [batch, capacity + seq] of tokens at `positions` [batch, seq]."""
-        past_keys = next(iter(layers)).past[0]
-        capacity = capacity_of(mask, positions) if past_keys.dim() == IN_BLOCKS else past_keys.shape[2]
+        capacity = capacity_of(mask, positions)
         filled = mask[:, :capacity]
         past = Keys(filled.cumsum(1) - 1, filled)  # so a slot that is not filled has no position of its own
 
@@ -291,8 +286,6 @@ class Graph(nn.Module):
             return Keys(keys, seen, bias(self.model, self.slopes, keys))
 
         every = joined(past.positions, mask)
-        if past_keys.dim() != IN_BLOCKS:
-            return GraphCall(positions, mask, past, every, every, layers)
         slots, seen = (of_prompt(part, positions, 1) for part in (past.positions, filled))
         prompt = joined(slots, torch.cat([seen, mask[:, capacity:]], dim=1))
         return GraphCall(positions, mask, past, every, prompt, layers)

@@ -21,6 +21,7 @@ from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.serve.loop.text import Vocabulary
 from fp8q.stages.corpus import load_tokens
+from fp8q.stages.export import traced_form
 from fp8q.stages.pipeline.stages import EXPORT
 
 pytestmark = pytest.mark.slow
@@ -108,11 +109,24 @@ def test_both_kinds_are_served_alike(demo_run: Run, all_run: Run) -> None:
 
 
 def test_a_record_of_before_says_that_all_are_given(all_run: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    record = json.loads(all_run.record_file.read_text(encoding="utf-8"))
-    del record["stages"]["export"]["options"]["logits"]
-    run.record_file.write_text(json.dumps(record), encoding="utf-8")
+    run = without_fact(all_run, "logits", tmp_path)
     assert run.options(EXPORT).logits == "all"
+
+
+def test_a_graph_that_concatenates_the_cache_is_no_start_of_another_export(all_run: Run, tmp_path: Path) -> None:
+    """Graphs from before decision 73 are traced again, and not rewritten for other options."""
+    assert traced_form(all_run, all_run.options(EXPORT)) == "dq"
+    run = without_fact(all_run, "past", Path(shutil.copytree(all_run.root, tmp_path / "run")))
+    assert EXPORT.read(run.record().stages["export"].options, run.record_file)[1].past == "concatenated"
+    assert traced_form(run, run.options(EXPORT)) is None
+
+
+def without_fact(run: Run, name: str, folder: Path) -> Run:
+    """A run in `folder` with the record of `run`, but without what it says of `name` of the export."""
+    record = json.loads(run.record_file.read_text(encoding="utf-8"))
+    del record["stages"]["export"]["options"][name]
+    (folder / run.record_file.name).write_text(json.dumps(record), encoding="utf-8")
+    return Run(folder)
 
 
 def test_logits_of_other_positions_than_are_asked_for_break_the_lint(demo_run: Run, tmp_path: Path) -> None:

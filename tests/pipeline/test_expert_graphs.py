@@ -143,6 +143,8 @@ def test_tensorrt_rtx_builds_it_with_every_promised_product_in_fp8(run: Run) -> 
     untold = [each.module for each in view.differences]
     assert all(".shared_expert." in module for module in untold), untold
     assert (view.codes_found, view.factors_found) == (number, number)
+    assert view.cache is not None
+    assert view.cache.written == 0, "a decode step writes no copy of the cache"
 
 
 def test_generated_text_is_the_references_greedy_text(run: Run) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fp8q.export.engine.inspector import operands_of_kernel, read_inspector
+from fp8q.export.engine.inspector import multiplies, operands_of_kernel, read_inspector
 from fp8q.export.engine.kernel_rows import AttentionRow, attention_rows, gemm_rows
 from fp8q.export.engine.plan import UNTOLD, EngineGemm, Evidence, Plan, evidence
 from fp8q.export.onnx_file import names
@@ -73,6 +73,14 @@ def test_a_fusion_computes_what_no_other_layer_is_named_after() -> None:
     assert f"{ATTENTION}o_proj.matmul" in fusions[0].layers
     (merged,) = plan.gemms(f"{ATTENTION}k_proj.matmul", 1)
     assert merged.nodes == tuple(f"{ATTENTION}{name}_proj.matmul" for name in "qkv")
+
+
+def test_the_gemms_of_a_step_are_gemms_of_their_own() -> None:
+    """A fusion without names is one of those of its metadata that multiply: a step's scores are none of q_proj's."""
+    for gemm in names.ATTENTION_GEMMS:
+        assert multiplies(names.step_gemm("model.layers.0.self_attn", gemm))
+    assert multiplies(f"{ATTENTION}q_proj.matmul")
+    assert not multiplies(f"{ATTENTION}q_proj.bias_add")
 
 
 def test_the_head_is_a_wide_product_and_attention_is_none() -> None:

@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     torch.nn.Module.to(model, torch.bfloat16).save_pretrained(folder)
     for name, dtype in (("model.fp32.onnx", torch.float32), ("model.onnx", torch.bfloat16)):
-        ir.save(trace(folder, GraphPlan({}, (), dtype, in_blocks=True)), folder / name)
+        ir.save(trace(folder, GraphPlan({}, (), dtype)), folder / name)
     return folder
 
 
