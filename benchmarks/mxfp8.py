@@ -36,7 +36,6 @@ from real_rows import (
     Weights,
     dynamic_input,
     exact_input,
-    grouped_input,
     quantized,
     static_input,
     stored_weights,
@@ -46,7 +45,7 @@ from result import arguments, described, publish
 from fp8q.api import CalibrateOptions, ExportOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import Source, load_model
 from fp8q.core.run import Run
-from fp8q.quantize.codes.blocks import SIDE
+from fp8q.quantize.codes.blocks import SIDE, group_values
 from fp8q.quantize.codes.encoding import CODE, code_values
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.conversion.coding import encode_part
@@ -127,7 +126,7 @@ def forms(run: Run, source: Source) -> Iterator[tuple[str, Row]]:
     yield ONE, Row(ours(), static.__getitem__, channel)
     yield "one, tensor weights", Row(ours(weight_scale="tensor"), static.__getitem__, lambda *_: 4)
     yield "dynamic", Row(ours(weight_scale="channel"), lambda _: dynamic_input, channel)
-    yield "block", Row(each(block_weight), lambda _: grouped_input, in_blocks)
+    yield "block", Row(each(block_weight), lambda _: group_values, in_blocks)
     yield "MXFP8, floor", Row(each(lambda w: mx_values(w, False)), lambda _: lambda x: mx_values(x, False), mx)
     yield "MXFP8, up", Row(each(lambda w: mx_values(w, True)), lambda _: lambda x: mx_values(x, True), mx)
     yield "bf16", Row(ours(), lambda _: exact_input, channel)

@@ -15,19 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accuracy import PEER, modelopt
-from safetensors import safe_open
 from torch import nn
 from transformers import Cache
 
 from fp8q.api import RescaleOptions, scales
 from fp8q.calibrate.model.bf16_gemms import compute_gemms_in_fp32
 from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
-from fp8q.calibrate.model.source import Source, load_model
+from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.run import Run
 from fp8q.options import Clipping
-from fp8q.quantize.codes.blocks import LEAST_AMAX, SIDE, spread_scales
-from fp8q.quantize.codes.encoding import code_values
-from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.codes.blocks import group_values
+from fp8q.quantize.codes.encoding import code_values, token_scales
+from fp8q.quantize.reading.dequantized import fp8_source, recognize
 from fp8q.quantize.reference.fp8_model import fp8_cache
 from fp8q.quantize.scales.decisions import TensorScale, load_scales
 from fp8q.quantize.weights.sequential import gemm_input
@@ -52,26 +51,21 @@ class Candidate:
     cache: Callable[[], Cache] | None = None
 
 
-def checkpoint_weights(directory: Path) -> Weights:
-    """Code × scale of every FP8 weight of the checkpoint in `directory`: a scale for each channel, for all, or for each
-    block of 128 × 128.
+def dequantized(directory: Path) -> tuple[Weights, dict[str, float]]:
+    """Code × scale of every FP8 weight of the checkpoint in `directory`, in any form that fp8q reads, and the static
+    scale of each module's input where it has one.
     """
-    dequantized_weights: Weights = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                if name.endswith(".weight_scale"):
-                    module = name.removesuffix(".weight_scale")
-                    codes, scale = file.get_tensor(f"{module}.weight").float(), file.get_tensor(name).float()
-                    if scale.ndim == 2 and scale.shape[1] > 1:
-                        scale = spread_scales(scale, slice(0, len(codes)), codes.shape[1])
-                    dequantized_weights[module] = codes * (scale if scale.ndim == 2 else scale.view(-1, 1))
-    return dequantized_weights
+    source = open_source(str(directory), fingerprinted=False, recognize=recognize)
+    fp8, tensors = fp8_source(source), source.weights()
+    assert fp8 is not None, f"{directory} holds no codes"
+    scales = {name.removesuffix(".weight"): fp8.input_scale(name) for name in fp8.weights}
+    static = {module: scale for module, scale in scales.items() if scale is not None}
+    return {module: tensors.tensor(f"{module}.weight") for module in scales}, static
 
 
 def stored_weights(run: Run) -> Weights:
     """Code × scale of every weight that `fp8q calibrate` quantized."""
-    return checkpoint_weights(run.model)
+    return dequantized(run.model)[0]
 
 
 def exact_input(x: torch.Tensor) -> torch.Tensor:
@@ -81,16 +75,8 @@ def exact_input(x: torch.Tensor) -> torch.Tensor:
 
 def dynamic_input(x: torch.Tensor) -> torch.Tensor:
     """Each token under a scale of its own, by its amax."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / E4M3.max
+    scale = token_scales(x)
     return code_values(x, scale) * scale
-
-
-def grouped_input(x: torch.Tensor) -> torch.Tensor:
-    """Each 128 values of a token under a scale of their own, by their amax."""
-    width = x.shape[-1]
-    padded = torch.nn.functional.pad(x.float(), (0, -width % SIDE)).unflatten(-1, (-1, SIDE))
-    scale: torch.Tensor = padded.abs().amax(-1, keepdim=True).clamp_min(LEAST_AMAX) / E4M3.max
-    return (code_values(padded, scale) * scale).flatten(-2)[..., :width]
 
 
 def static_input(activation: TensorScale) -> Input:
@@ -139,25 +125,16 @@ def compressed(
     out = folder / scheme
     words = [python, str(PEER), str(directory), str(folder / "windows.npy"), str(out), scheme, "float32"]
     subprocess.run(words, check=True, capture_output=True)
-    weights = checkpoint_weights(out)
+    weights, scales = dequantized(out)
     if scheme == "FP8":
-        return quantized(source, weights, _static_inputs(out))
-    return quantized(source, weights, dict.fromkeys(weights, {"FP8_DYNAMIC": dynamic_input}.get(scheme, grouped_input)))
+        return quantized(source, weights, {module: _scaled(scale) for module, scale in scales.items()})
+    return quantized(source, weights, dict.fromkeys(weights, {"FP8_DYNAMIC": dynamic_input}.get(scheme, group_values)))
 
 
-def _static_inputs(directory: Path) -> dict[str, Input]:
-    """The rounding of each input by the `input_scale` of a checkpoint."""
-
-    def rounded(scale: torch.Tensor) -> Input:
-        return lambda x: code_values(x, scale) * scale
-
-    inputs: dict[str, Input] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                if name.endswith(".input_scale"):
-                    inputs[name.removesuffix(".input_scale")] = rounded(file.get_tensor(name).float().reshape(1))
-    return inputs
+def _scaled(scale: float) -> Input:
+    """The rounding of an input by the static scale of a checkpoint."""
+    one = torch.tensor([scale])
+    return lambda x: code_values(x, one) * one
 
 
 def peer_rows(

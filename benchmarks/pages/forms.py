@@ -1,9 +1,10 @@
 """The table of docs/forms.md: what each form costs, beside the servers that read it."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from markdown import load, table
+
+from pages.real import kl, perplexity
 
 #: Row of the result -> its name in the table, and whether transformers, vLLM, SGLang and TensorRT-LLM read what fp8q
 #: writes of it (`fp8q lint --for`); None for what it does not write.
@@ -19,18 +20,6 @@ READERS: Mapping[str, tuple[str, tuple[bool, bool, bool, bool] | None]] = {
     "bf16": ("`bf16`: weights alone", (True, True, True, False)),
 }
 NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
-
-
-def kl(row: Mapping[str, Any]) -> str:
-    """The mean KL × 10⁶ with its interval."""
-    low, high = row["kl_interval"]
-    return f"{row['kl_mean_micronats']:,.0f} ({low:,.0f} to {high:,.0f})"
-
-
-def perplexity(row: Mapping[str, Any]) -> str:
-    """The increase of perplexity with its interval."""
-    low, high = row["perplexity_interval"]
-    return f"{row['perplexity_increase']:+.2%} ({low:+.2%} to {high:+.2%})"
 
 
 def form_costs() -> str:

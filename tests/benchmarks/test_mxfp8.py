@@ -3,7 +3,8 @@
 import pytest
 import torch
 from mxfp8 import block_weight, mx_exponents, mx_values
-from real_rows import grouped_input
+
+from fp8q.quantize.codes.blocks import group_values
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_floor_saturates_between_448_and_512_and_up_does_not() -> None:
 def test_groups_and_blocks_of_128_have_scales_of_their_own() -> None:
     x = torch.zeros(1, 200)
     x[0, 0], x[0, 130] = 448.0, 0.01
-    torch.testing.assert_close(grouped_input(x), x)
+    torch.testing.assert_close(group_values(x), x)
     weight = torch.zeros(130, 200, dtype=torch.bfloat16)
     weight[0, 0], weight[129, 150] = 3.0, 0.001
     torch.testing.assert_close(block_weight(weight), weight.float(), rtol=0.005, atol=0)

@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import nn
 
-from fp8q.quantize.scales.decisions import TensorScale
+from fp8q.api import ExportOptions, calibrate, convert
+from fp8q.quantize.scales.decisions import TensorScale, load_scales
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -75,20 +76,33 @@ def test_a_tail_gives_second_codes_to_the_second_half_and_to_64_positions_before
     assert (one - x).abs().mean() > 10 * (two - x).abs().mean()
 
 
-def test_weights_of_a_checkpoint_are_codes_times_their_scales_of_channels_blocks_or_all(tmp_path: Path) -> None:
-    from real_rows import checkpoint_weights
+@pytest.mark.parametrize("form", ["dynamic", "block"])
+def test_the_weights_of_a_checkpoint_are_within_half_a_step_of_the_original_s(
+    demo_checkpoint: Path, tmp_path: Path, form: str
+) -> None:
+    from real_rows import dequantized
 
-    codes = torch.linspace(-448, 448, 130 * 3).reshape(130, 3).to(torch.float8_e4m3fn)
-    tensors = {
-        "channels.weight": codes, "channels.weight_scale": torch.linspace(1, 2, 130)[:, None],
-        "all.weight": codes.clone(), "all.weight_scale": torch.tensor([3.0]),
-        "wide.weight": codes.T.contiguous(), "wide.weight_scale": torch.tensor([[1.0, 5.0]]),
-    }  # fmt: skip
-    save_file(tensors, tmp_path / "model.safetensors")
-    found = checkpoint_weights(tmp_path)
-    assert torch.equal(found["channels"], codes.float() * tensors["channels.weight_scale"])
-    assert torch.equal(found["all"], codes.float() * 3)
-    assert torch.equal(found["wide"], codes.float().T * torch.tensor([1.0] * 128 + [5.0] * 2))
+    convert(demo_checkpoint, tmp_path / "fp8", form=form)
+    weights, scales = dequantized(tmp_path / "fp8")
+    assert len(weights) == 28
+    assert not scales
+    with safe_open(demo_checkpoint / "model.safetensors", "pt") as file:
+        for module, values in weights.items():
+            original = file.get_tensor(f"{module}.weight").float()
+            step = original.abs().amax() / 448 * 2**-10  # half of a subnormal's, under a scale of the whole tensor
+            assert ((values - original).abs() <= original.abs() / 16 + step).all(), module
+
+
+def test_the_static_scale_of_an_input_is_that_of_the_run(demo_checkpoint: Path, tmp_path: Path) -> None:
+    from real_rows import dequantized, stored_weights
+
+    text = demo_checkpoint.parent / "calibration.txt"
+    run = calibrate(
+        demo_checkpoint, text, tmp_path / "run", samples=2, seq_len=32, export_options=ExportOptions(graph=False)
+    )
+    weights, scales = dequantized(run.model)
+    assert scales == {name: activation.scale for name, activation in load_scales(run).activations.items()}
+    assert stored_weights(run).keys() == weights.keys() == scales.keys()
 
 
 def test_what_the_best_rounding_of_weights_misses_is_told_with_its_figures() -> None:
