@@ -43,9 +43,10 @@ def layer_of(module: str) -> int | None:
 class ModuleRow:
     """One GEMM or one tensor of the FP8 cache.
 
-    Shares are fractions. A module in BF16 has a `reason` and no scale. One with its weight alone in FP8 has no scale
-    and 0 `terms`; a `dynamic` one has none that is stored, but one for each token at run time. With a scale, decibels
-    are None where nothing is lost.
+    Shares are fractions. `over_nearest`: the error of an expert's compensated weight over that of its nearest codes, on
+    `held_out_tokens`. A module in BF16 has a `reason` and no scale. One with its weight alone in FP8 has no scale and 0
+    `terms`; a `dynamic` one has none that is stored, but one for each token at run time. With a scale, decibels are
+    None where nothing is lost.
     """
 
     module: str
@@ -68,6 +69,9 @@ class ModuleRow:
     weight_sqnr_db: float | None = None
     weight_scale_min: float | None = None
     weight_scale_max: float | None = None
+    weight_rounding: str | None = None
+    over_nearest: float | None = None
+    held_out_tokens: int | None = None
     reason: str | None = None
     value: float | None = None
     samples: int | None = None
@@ -195,24 +199,30 @@ def _fp8(
         outlier_channels=outliers,
         largest_channel=largest,
         converged_after=converged_after(measured.amax_batches) if measured else None,
-        weight_sqnr_db=weight.sqnr_db if weight else None,
-        weight_scale_min=weight.scale_min if weight else None,
-        weight_scale_max=weight.scale_max if weight else None,
         samples=measured.histogram.samples if measured else None,
+        **_of_weight(weight),
     )
     return replace(row, **OF_A_STATIC_SCALE) if scale.dynamic else row
 
 
 def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:
     """Return the row of a GEMM whose input stays in BF16."""
-    return ModuleRow(
-        module,
-        "product",
-        terms=0,
-        weight_sqnr_db=weight.sqnr_db,
-        weight_scale_min=weight.scale_min,
-        weight_scale_max=weight.scale_max,
-    )
+    return ModuleRow(module, "product", terms=0, **_of_weight(weight))
+
+
+def _of_weight(weight: WeightScales | None) -> dict[str, Any]:
+    """The fields of a row that describe its weight; none for a tensor of the cache."""
+    if weight is None:
+        return {}
+    held_out = weight.held_out
+    return {
+        "weight_sqnr_db": weight.sqnr_db,
+        "weight_scale_min": weight.scale_min,
+        "weight_scale_max": weight.scale_max,
+        "weight_rounding": weight.rounding,
+        "over_nearest": held_out.over_nearest if held_out else None,
+        "held_out_tokens": held_out.tokens if held_out else None,
+    }
 
 
 def engine_rows(run: Run) -> list[EngineRow]:

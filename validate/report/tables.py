@@ -57,6 +57,9 @@ MODULE_COLUMNS: tuple[Column[ModuleRow], ...] = (
     Column("input dB", lambda row: None if row.dynamic else lossless(row.sqnr_db), decibels),
     Column("best dB", lambda row: None if row.dynamic else lossless(row.sqnr_best_db), decibels),
     Column("weight dB", lambda row: lossless(row.weight_sqnr_db) if row.kind == "product" else None, decibels),
+    Column("rounded", lambda row: None if row.held_out_tokens is None else row.weight_rounding, numeric=False),
+    number_column("over nearest", "{:.2f}".format, "over_nearest"),
+    number_column("held-out tokens", count, "held_out_tokens"),
 )
 
 

@@ -16,6 +16,7 @@ from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
+from fp8q.quantize.scales.decisions import HeldOutError, load_scales
 from fp8q.validate.accuracy.decision import interval_text
 from fp8q.validate.report import tables
 from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
@@ -71,6 +72,25 @@ def test_what_stays_in_bf16_says_why_and_has_no_scale(calibrated_run: Run) -> No
 def test_a_row_knows_its_layer_and_its_kind(module: str, kind: str, layer: int | None, last: str) -> None:
     row = ModuleRow(module, "cache" if kind == "cache" else "product")
     assert (row.layer, row.kind_of_module) == (layer, last)
+
+
+def test_experts_show_how_their_weights_were_rounded_and_judged(
+    calibrated_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles = ["rounded", "over nearest", "held-out tokens"]
+    plain = tables.module_table(module_rows(calibrated_run))
+    assert not {column.title for column in plain.columns} & {*titles}
+    scales = load_scales(calibrated_run)
+    judged = {"q": ("gptq", HeldOutError(tokens=128, over_nearest=0.434)), "k": ("nearest", HeldOutError(tokens=9))}
+    for name, (rounding, error) in judged.items():
+        weight = scales.weights[f"model.layers.0.{name}"]
+        changed = weight.model_copy(update={"rounding": rounding, "held_out": error})
+        scales.weights[f"model.layers.0.{name}"] = changed
+    monkeypatch.setattr("fp8q.validate.report.rows.load_scales", lambda _: scales)
+    table = tables.module_table(module_rows(calibrated_run))
+    places = [[column.title for column in table.columns].index(title) for title in titles]
+    texts = [[cells[place].text for place in places] for cells in table.cells()[:3]]
+    assert texts == [["gptq", "0.43", "128"], ["nearest", "", "9"], ["", "", ""]]
 
 
 def test_rows_of_a_stage_that_has_not_run_are_none(calibrated_run: Run) -> None:
