@@ -107,6 +107,7 @@ lint: install
 	$(BIN)/mypy -p fp8q
 	$(BIN)/mypy tests examples benchmarks integrations/vllm/fp8q_vllm
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/style.py
 
 format: install
 	$(BIN)/ruff check --fix

@@ -178,11 +178,11 @@ def judged_experts_note(scales: Scales, layers: Collection[str], rounding: Weigh
     """
     inside = tuple(f"{layer}." for layer in layers)
     experts = {name: weight for name, weight in scales.weights.items() if name.startswith(inside)}
-    kept = [name for name, weight in experts.items() if weight.rounding == rounding]
+    compensated = [name for name, weight in experts.items() if weight.rounding == rounding]
     nearest = {name: weight.held_out for name, weight in experts.items() if weight.rounding == "nearest"}
     few = [name for name, error in nearest.items() if error is None or error.tokens < LEAST]
     larger = [name for name in nearest if name not in set(few)]
-    if not kept and not nearest:
+    if not compensated and not nearest:
         return None
     reasons = [
         f"{len(names):,} ({names[0]}{' …' if len(names) > 1 else ''}) {'is' if len(names) == 1 else 'are'} rounded to "
@@ -194,7 +194,10 @@ def judged_experts_note(scales: Scales, layers: Collection[str], rounding: Weigh
         if names
     ]
     return "; ".join(
-        [f"--weight-rounding {rounding}: kept for {len(kept):,} of {len(experts):,} weights of experts", *reasons]
+        [
+            f"--weight-rounding {rounding}: kept for {len(compensated):,} of {len(experts):,} weights of experts",
+            *reasons,
+        ]
     )
 
 

@@ -40,5 +40,5 @@ def compared_with_nearest(
     """Compare the error of `values` float32 [out, in] with that of the `nearest` values float32 [out, in]."""
     if tokens is None or len(tokens) < LEAST:
         return HeldOutError(tokens=0 if tokens is None else len(tokens))
-    error, least = (gemm_error(weight, each, tokens, lost) for each in (values, nearest))
+    error, least = (gemm_error(weight, rounded, tokens, lost) for rounded in (values, nearest))
     return HeldOutError(tokens=len(tokens), over_nearest=error / least if least > 0 else None)

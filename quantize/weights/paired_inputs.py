@@ -131,8 +131,8 @@ class InputSums:
         if tokens is None:
             return
         for name in {input_name(member) for member in self.group.members}:
-            own = tokens if chosen is None else tokens[(chosen == expert_number(name)).any(1)]
-            self.held_out.add(name, own, batch)
+            routed = tokens if chosen is None else tokens[(chosen == expert_number(name)).any(1)]
+            self.held_out.add(name, routed, batch)
 
     def to_host(self) -> "InputSums":
         """Copy the sums into the host's memory, where weights are rounded; nothing where they are there. No batch is
