@@ -38,8 +38,8 @@ def without_default(templates: dict[str, str]) -> str:
 def _named(field: object) -> dict[str, str]:
     """The templates in a field of JSON: one, or a list of named ones."""
     if isinstance(field, list):
-        named = {entry.get("name"): entry.get("template") for entry in field if isinstance(entry, dict)}
-        return {str(name): text for name, text in named.items() if isinstance(text, str)}
+        named = [(entry.get("name"), entry.get("template")) for entry in field if isinstance(entry, dict)]
+        return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
     return {DEFAULT: field} if isinstance(field, str) else {}
 
 

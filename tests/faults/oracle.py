@@ -137,6 +137,9 @@ def of_leftovers(case: Case, before: Snapshot, end: Ended) -> list[Verdict]:
     temporary = case.folder.with_name(case.folder.name + ".tmp")
     left = [f"TMPDIR/{path}" for path in snapshot(temporary)]
     place = run_folder(case)
+    if case.argv[0] == "triton" and "--out" in case.argv and end.code == 0 and place is not None:
+        in_temporary = [Verdict("leftover", ", ".join(left[:5]))] if left else []
+        return in_temporary + _of_repository(case, place, before, after)
     recorded = outputs(case.folder / place) if place else set[str]()
     existed = place is not None and any(name == place or name.startswith(f"{place}/") for name in before)
     for name in sorted(after.keys() - before.keys()):
@@ -159,6 +162,14 @@ def of_leftovers(case: Case, before: Snapshot, end: Ended) -> list[Verdict]:
     if changed or gone:
         faults.append(Verdict("changed", ", ".join([*changed, *gone][:5])))
     return faults
+
+
+def _of_repository(case: Case, place: str, before: Snapshot, after: Snapshot) -> list[Verdict]:
+    """What is neither in the repository that `fp8q triton RUN --out PLACE` wrote nor in its run."""
+    named = tuple(f"{folder}/" for folder in (place, case.base[1]))
+    changed = [name for name in sorted(before.keys() | after.keys()) if before.get(name) != after.get(name)]
+    others = [name for name in changed if name not in (place, case.base[1]) and not name.startswith(named)]
+    return [Verdict("changed", ", ".join(others[:5]))] if others else []
 
 
 def run_folder(case: Case) -> str | None:

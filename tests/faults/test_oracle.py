@@ -163,3 +163,16 @@ def test_options_are_those_that_the_help_names() -> None:
     assert names("│ --data  TEXT │\n│ --stream --no-stream │ as --data says, --help -h x--y") == (
         "--data", "--no-stream", "--stream",
     )  # fmt: skip
+
+
+def test_a_repository_beside_the_run_is_no_leftover_and_what_it_did_not_write_is(case: Case) -> None:
+    argv = ["triton", "run", "--out", "0:99"]
+    written = replace(case, argv=argv, base=("triton", "run"))
+    (case.folder / "run").mkdir()
+    before = snapshot(case.folder)
+    (case.folder / "run" / ".lock").touch()
+    (case.folder / "0:99" / "tiny").mkdir(parents=True)
+    (case.folder / "0:99" / "tiny" / "config.pbtxt").touch()
+    assert judge(written, before, end(0, "", "a table\n"), None) == []
+    (case.folder / "elsewhere").touch()
+    assert [verdict.seen for verdict in judge(written, before, end(0, "", "a table\n"), None)] == ["elsewhere"]

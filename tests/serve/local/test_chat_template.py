@@ -108,6 +108,18 @@ def test_templates_lie_in_files_in_a_list_or_in_a_processors_file(tmp_path: Path
     assert ChatTemplate(tmp_path, tmp_path / "additional_chat_templates" / "rag.jinja").render(MESSAGES) == "named"
 
 
+def test_a_template_whose_name_is_no_text_is_none(tmp_path: Path) -> None:
+    listed: list[object] = [
+        {"name": [], "template": {}},
+        {"name": ["default"], "template": "x"},
+        {"name": "rag"},
+        "rag",
+    ]
+    with pytest.raises(InputError, match="its tokenizer has no chat template"):
+        write(tmp_path, chat_template=listed)
+    assert write(tmp_path, chat_template=[*listed, {"name": "default", "template": "y"}]).render(MESSAGES) == "y"
+
+
 def test_a_pipe_in_the_place_of_a_template_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates").mkdir()
     pipe = tmp_path / "additional_chat_templates" / "rag.jinja"
