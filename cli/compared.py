@@ -22,8 +22,6 @@ def check_endpoint_options(options: CompareOptions, pair: PairOptions) -> None:
         check_one_subject(options)
     if option := first_changed(pair, ["module_windows"]):
         raise InputError(option, "is for two checkpoints: no server shows its modules", "leave it out")
-    if option := first_changed(pair, ["stream"]):
-        raise InputError(option, "is for two checkpoints: beside a server the original runs in memory", "leave it out")
 
 
 def candidate_of(original: Path, options: CompareOptions) -> Path:

@@ -41,7 +41,7 @@ class PairOptions(VerdictLimits):
     """Options of `fp8q compare ORIGINAL --model CANDIDATE`, where ORIGINAL is a checkpoint and no run.
 
     `context` None: 512, or the model's positions if fewer. `max_tokens` None: as `fp8q validate` has it. `stream` None:
-    layer by layer where the two models do not fit in memory.
+    layer by layer where the models do not fit in memory.
     """
 
     data: Annotated[
@@ -68,8 +68,8 @@ class PairOptions(VerdictLimits):
         bool | None,
         option(
             OPTIONS,
-            "Compare two checkpoints one decoder layer at a time.",
-            default="when memory does not hold both",
+            "Compare one decoder layer at a time, of both checkpoints or of one and a server.",
+            default="when memory does not hold them",
             negative="--no-stream",
         ),
         Unkeyed("layer by layer or at once, the results are the same but for rounding"),

@@ -7,6 +7,7 @@ than the KL over the whole vocabulary; losses and flips are exact.
 
 import hashlib
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -39,16 +40,20 @@ from ..validate.endpoint.forms import Endpoint
 from ..validate.endpoint.judgement import other_count
 from ..validate.endpoint.prompts import evenly, prompts_of
 from ..validate.endpoint.reading import bound_of, other_reading, reference_readings
+from ..validate.pair.checkpoint_chain import check_streamed_form
 from ..validate.pair.document import CANDIDATE, Cause, CheckpointIdentity, PairComparison
 from ..validate.pair.models import check_directory, identify
 from .compare import KEY, renderer_of
 from .compare_pair import (
+    LAYERS,
     check_destination,
     check_results_directory,
     evaluation_of,
+    exceeds_memory,
     flips_and_kl,
     original_openers,
     results_lock,
+    streamed_openers,
     with_buckets,
     work_folder,
     write_results,
@@ -110,11 +115,18 @@ def compare_with_server(
         served.windows,
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
+    stream = options.stream
+    if stream is None:
+        stream = exceeds_memory(original, raw, "the original in FP32 takes", progress)
+    if stream:
+        check_streamed_form(original, raw, "")
     with results_lock(out), work_folder(out, key) as folder:
         measure = TokenMeasure(measure_with_torch, evaluation.scored)
-        outcome = compare_in_turn(
-            evaluation, original_openers(original), config.vocab_size, folder / "windows", progress, measure
-        )
+        whole = nullcontext(original_openers(original))
+        states = folder / LAYERS
+        by_layer = streamed_openers(original, evaluation.ids, config.vocab_size, states, progress)
+        with by_layer if stream else whole as openers:
+            outcome = compare_in_turn(evaluation, openers, config.vocab_size, folder / "windows", progress, measure)
         if outcome.failed:
             raise BackendError("", "; ".join(outcome.failed.values()))
         losses = {name: nll[evaluation.scored] for name, nll in outcome.nll.items()}

@@ -82,6 +82,8 @@ NUMBERS, TOKENS, PAGE, WORK = "comparison.json", "tokens.npz", "report.html", ".
 CHECKED = "candidate.json"
 #: There too: the hidden states and the results of layers.
 LAYERS = "layers"
+#: The arithmetics that the original is run in, by the names of runtimes.
+ORIGINAL_DTYPES = {BASELINE: torch.bfloat16, FLOAT32: torch.float32}
 #: The errors of modules and hidden states, and the causes.
 Explanation = tuple[list[ModuleError], list[HiddenError], list[Cause]]
 
@@ -165,22 +167,48 @@ def _streamed(pair: CheckpointPair) -> bool:
     """
     stream = pair.options.stream
     if stream is None:
-        size = 4 * sum(prod(header.shape) for header in weight_headers(pair.paths[0], pair.configs[0]).values())
-        stream = bool(too_much := beyond(size))
-        if stream:
-            pair.progress.note(
-                f"--stream: two models in BF16, or the original in FP32, take {size / 1e9:,.3g} GB, {too_much}: "
-                "comparing layer by layer"
-            )
+        both = "two models in BF16, or the original in FP32, take"
+        stream = exceeds_memory(pair.paths[0], pair.configs[0], both, pair.progress)
     if stream:
         for path, config, option in zip(pair.paths, pair.configs, ("", OPTION), strict=True):
             check_streamed_form(path, config, option)
     return stream
 
 
+def exceeds_memory(original: Path, config: Mapping[str, Any], models: str, progress: Reporter) -> bool:
+    """Tell whether the checkpoint `original` in FP32 exceeds the available memory, with a note that begins with
+    `models`, the subject and verb.
+    """
+    size = 4 * sum(prod(header.shape) for header in weight_headers(original, config).values())
+    if too_much := beyond(size):
+        progress.note(f"--stream: {models} {size / 1e9:,.3g} GB, {too_much}: comparing layer by layer")
+    return bool(too_much)
+
+
+@contextmanager
+def streamed_openers(
+    original: Path, ids: npt.NDArray[np.int64], vocabulary: int, states: Path, progress: Reporter
+) -> Iterator[dict[str, Opener]]:
+    """Run the windows `ids` [windows, context] through the original in BF16 and FP32, one decoder layer at a time, with
+    hidden states in the folder `states`, and give what opens it behind its layers.
+
+    Raises InputError for a model that is no chain of layers, and for a disk without the room.
+    """
+    chains = {name: _original_chain(original, dtype) for name, dtype in ORIGINAL_DTYPES.items()}
+    windows = StreamedWindows.cut(ids, windows_at_once(ids.shape[1], None, vocabulary), np.empty(0, np.int64))
+    outputs = {name: chain.layer_output for name, chain in chains.items()}
+    check_disk(states, outputs, windows, states.parent)
+    with _no_chain():
+        states.mkdir(exist_ok=True)
+        stream = PairStream(chains, windows, states)
+        stream.run(progress)
+        with stream.openers() as openers:
+            yield openers
+
+
 def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> PairComparison:
     """Compare the models with one decoder layer of each in memory, and write the results."""
-    original, wide = (_original_chain(pair.paths[0], dtype) for dtype in (torch.bfloat16, torch.float32))
+    original, wide = (_original_chain(pair.paths[0], dtype) for dtype in ORIGINAL_DTYPES.values())
     ids, work = pair.evaluation.ids, out / WORK / pair.key
     windows = StreamedWindows.cut(ids, windows_at_once(ids.shape[1], None, vocabulary), _module_windows(pair))
     outputs = {BASELINE: original.layer_output, FLOAT32: wide.layer_output, CANDIDATE: original.layer_output}
@@ -235,7 +263,7 @@ def _no_chain() -> Iterator[None]:
         raise InputError(
             error.subject,
             f"{error.reason}, so it cannot be compared layer by layer",
-            "give --no-stream, and memory for both models",
+            "give --no-stream, and memory for whole models",
         ) from error
 
 
@@ -351,8 +379,8 @@ def _outcome(pair: CheckpointPair, openers: Mapping[str, Opener], vocabulary: in
 def original_openers(original: Path) -> dict[str, Opener]:
     """The original in BF16 and in FP32, each loaded when its turn comes."""
     return {
-        "bf16": lambda: _logits(loaded_checkpoint(original, "", torch.bfloat16).to(device())),
-        "fp32": lambda: _logits(loaded_checkpoint(original, "", torch.float32).to(device())),
+        name: lambda dtype=dtype: _logits(loaded_checkpoint(original, "", dtype).to(device()))  # type: ignore[misc]
+        for name, dtype in ORIGINAL_DTYPES.items()
     }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fp8q.core.errors import GateError, InputError
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.pair.document import check_pair
+from tests.calibrate.conftest import Notebook
 from tests.serve.web.started_server import Thread, in_thread
 from tests.stand_in.loopback import answering
 
@@ -64,6 +66,32 @@ def test_a_served_fp8_model_takes_its_originals_place(
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "lower bound" in page
     assert "<h2>Modules</h2>" not in page
+
+
+@pytest.mark.slow
+def test_an_original_by_layers_gives_the_numbers_of_the_whole(
+    server: Thread, demo_checkpoint: Path, options: api.PairOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory does not hold it, by itself: 4 bytes for each of the demo's 3,475,712 weights."""
+    report = Notebook()
+    out = options.out
+    assert out is not None
+    whole = api.compare_endpoint(demo_checkpoint, asked(server), replace(options, stream=False))
+    expected = np.load(out / "tokens.npz")
+    monkeypatch.setattr("fp8q.stages.measure.available_bytes", lambda device: 15_000_000)
+    monkeypatch.setattr("fp8q.stages.compare_endpoint.original_openers", lambda original: {})
+    by_layers = api.compare_endpoint(
+        demo_checkpoint, asked(server), replace(options, out=out.with_name("by layers")), report
+    )
+    assert report.lines[0] == (
+        "--stream: the original in FP32 takes 0.0139 GB, and 80% of the memory available is 0.012 GB: comparing layer "
+        "by layer"
+    )
+    tokens = np.load(out.with_name("by layers") / "tokens.npz")
+    for name in ("bf16", "fp32", "candidate"):
+        np.testing.assert_allclose(tokens[name], expected[name], atol=1e-3, equal_nan=True)
+    assert by_layers.kl_nats.mean == pytest.approx(whole.kl_nats.mean, rel=1e-2)
+    assert not (out.with_name("by layers") / ".compare.work").exists()
 
 
 @pytest.mark.slow

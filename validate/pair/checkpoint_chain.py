@@ -158,7 +158,7 @@ def check_streamed_form(path: Path, config: Mapping[str, Any], option: str) -> N
         raise InputError(
             f"{option}{path}",
             f"is in the form {form}, which is not compared layer by layer",
-            "give --no-stream, and memory for both models",
+            "give --no-stream, and memory for whole models",
         )
 
 

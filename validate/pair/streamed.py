@@ -1,9 +1,10 @@
-"""Compare two models of which one decoder layer each is in memory at a time, with hidden states on disk.
+"""Compare models of which one decoder layer each is in memory at a time, with hidden states on disk.
 
 The windows go through a layer of the original in BF16, then the candidate's, then the original's in FP32, before the
 next layer is read. While the original's runs on the windows for modules, each module of the candidate's runs on the
 same inputs (`module_errors`). The batches are those of a comparison in memory, and layers get the arguments that their
-model gives them, so the results are the same but for the rounding of another order of sums.
+model gives them, so the results are the same but for the rounding of another order of sums. Without a candidate, whose
+logits a server gives, the original alone goes through its layers.
 
 A step (the modules before the layers, each layer, the modules behind them) reads one file of hidden states for each
 model, writes the other, and ends with a file of its results; a killed call goes on after the last complete step. The
@@ -139,14 +140,14 @@ class PairStream:
 
     def __init__(self, chains: Mapping[str, LayerChain], windows: StreamedWindows, folder: Path):
         """Take the disk's room for the hidden states of the models `chains`: the original's `bf16` and `fp32`, and
-        `candidate`.
+        `candidate`, where there is one. Without it there are no windows for modules.
 
         `folder` exists; a killed call's files there are continued, so it must have had the same arguments.
         """
         self.windows, self.folder = windows, folder
         self.copies = copies_of(chains[BASELINE].device)
         self.models = {name: self._model(name, chain) for name, chain in chains.items()}
-        self.original, self.candidate = self.models[BASELINE], self.models[CANDIDATE]
+        self.original, self.candidate = self.models[BASELINE], self.models.get(CANDIDATE)
         self.layers = self.original.chain.layers
 
     def _model(self, name: str, chain: LayerChain) -> StreamedModel:
@@ -171,8 +172,8 @@ class PairStream:
                 for step in remaining:
                     self._layer(step)
                     advance(1)
-            if self.windows.modules and not self._file(count + 1).is_file():
-                self._save(count + 1, self._behind())
+            if self.candidate and self.windows.modules and not self._file(count + 1).is_file():
+                self._save(count + 1, self._behind(self.candidate))
 
     def _file(self, step: int) -> Path:
         return self.folder / f"{step:05}.json"
@@ -182,23 +183,27 @@ class PairStream:
 
     def _layer(self, step: int) -> None:
         """Step n: run all batches through decoder layer n - 1 of each model."""
-        results = self._both(step - 1)
+        if self.candidate is None:
+            results = StepResults()
+            self._alone(self.original, step - 1)
+        else:
+            results = self._both(self.candidate, step - 1)
         release_memory()
-        self._wide(step - 1)
+        self._alone(self.models[FLOAT32], step - 1)
         release_memory()
         for model in self.models.values():
             model.states[step % 2].flush()
         self._save(step, results)
 
-    def _both(self, index: int) -> StepResults:
-        """Run a layer of the original in BF16 and the candidate's, and compare their modules."""
+    def _both(self, compared_with: StreamedModel, index: int) -> StepResults:
+        """Run a layer of the original in BF16 and of the candidate `compared_with`, and compare their modules."""
         hidden = OutputSums()
         for batch in self.windows.modules:
-            states = (model.states[index % 2].read(batch, "cpu") for model in (self.original, self.candidate))
+            states = (model.states[index % 2].read(batch, "cpu") for model in (self.original, compared_with))
             hidden.add(*states)
         with (
             self.original.chain.open_layer(index) as original,
-            self.candidate.chain.open_layer(index) as candidate,
+            compared_with.chain.open_layer(index) as candidate,
         ):
             compared = ComparedModules(original, candidate, self._in_part(index))
             self.original.run(
@@ -207,28 +212,28 @@ class PairStream:
                 self.copies,
                 lambda batch: compared.adding() if batch in self.windows.modules else nullcontext(),
             )
-            self.candidate.run(index, candidate, self.copies, lambda batch: nullcontext())
+            compared_with.run(index, candidate, self.copies, lambda batch: nullcontext())
             if not self.windows.modules:
                 return StepResults()
             return self._results(index, hidden, compared, (original, candidate))
 
-    def _wide(self, index: int) -> None:
-        """Run a layer of the original in FP32."""
-        with self.models[FLOAT32].chain.open_layer(index) as model:
-            self.models[FLOAT32].run(index, model, self.copies, lambda batch: nullcontext())
+    def _alone(self, model: StreamedModel, index: int) -> None:
+        """Run a layer of the original in BF16 or FP32, without comparing modules."""
+        with model.chain.open_layer(index) as opened:
+            model.run(index, opened, self.copies, lambda batch: nullcontext())
 
-    def _behind(self) -> StepResults:
+    def _behind(self, compared_with: StreamedModel) -> StepResults:
         """The last step: compare the modules outside the layers, and the hidden states behind the last norm."""
         hidden = OutputSums()
         with (
             self.original.chain.open_outside(head=True) as original,
-            self.candidate.chain.open_outside(head=True) as candidate,
+            compared_with.chain.open_outside(head=True) as candidate,
         ):
             compared = ComparedModules(original, candidate, self._in_part(None))
             for batch in self.windows.modules:
                 with compared.adding():
                     ours = self.original.behind(original, batch, output_hidden_states=True)
-                theirs = self.candidate.behind(candidate, batch, output_hidden_states=True)
+                theirs = compared_with.behind(candidate, batch, output_hidden_states=True)
                 hidden.add(ours.hidden_states[-1], theirs.hidden_states[-1])
             return self._results(None, hidden, compared, (original, candidate))
 

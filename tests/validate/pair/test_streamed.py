@@ -253,7 +253,7 @@ def test_a_form_that_is_not_streamed_is_refused_by_its_name(compared_briefly: Co
         compared_briefly(as_gptq, stream=True)
     assert str(refused.value) == (
         f"--model {tmp_path / 'candidate'}: is in the form gptq, which is not compared layer by layer; "
-        "give --no-stream, and memory for both models"
+        "give --no-stream, and memory for whole models"
     )
     assert not (tmp_path / "out").exists()
 
@@ -267,7 +267,7 @@ def test_a_model_that_is_no_chain_is_refused(
     monkeypatch.setattr("fp8q.validate.pair.checkpoint_chain.common_output", no_chain)
     with pytest.raises(InputError, match=(
         r"LlamaForCausalLM changes the hidden states between layer 0 and layer 1, so it cannot be compared layer by "
-        "layer; give --no-stream, and memory for both models"
+        "layer; give --no-stream, and memory for whole models"
     )):  # fmt: skip
         compared_briefly(stream=True)
     assert not (tmp_path / "out").exists()
@@ -312,13 +312,6 @@ def test_a_disk_that_fills_leaves_nothing(
     with pytest.raises(InputError, match="no space left on the disk"):
         compared_briefly(stream=True)
     assert not (tmp_path / "out").exists()
-
-
-def test_beside_a_server_nothing_is_streamed(fp8q: Callable[..., Any], demo_checkpoint: Path, tmp_path: Path) -> None:
-    words = ("--url", "http://localhost:1", "--data", "text", "--out", tmp_path / "out", "--stream")
-    assert fp8q("compare", demo_checkpoint, *words).complaint() == (
-        "--stream: is for two checkpoints: beside a server the original runs in memory; leave it out"
-    )
 
 
 SMALL = {
