@@ -7,6 +7,7 @@ from ...core.commands import name_in_commands, tune_command
 from ...core.errors import GateError, InputError
 from ...core.run import Run
 from ...options import FLOAT, NOT_SERVED, VerdictLimits
+from ...quantize.scales.decisions import load_scales
 from ...validate.accuracy.decision import of_100
 from ...validate.accuracy.document import Accuracy, Verdict
 from ...validate.accuracy.limits import tune_budget
@@ -69,22 +70,27 @@ def check_verdict(run: Run, accuracy: Accuracy, limits: VerdictLimits) -> None:
     verdict = accuracy.verdict
     if verdict and verdict.kind in ("worse", "broken"):
         graph = run.without_graph() is None
-        tune = tune_command(name_in_commands(run.root), tune_budget(verdict), graph)
-        raise GateError(
-            f"{verdict.runtime}", " and ".join(_beyond(verdict)), f"`{tune}` finds the cheapest mix that meets it"
-        )
+        plugin = run.scales.is_file() and bool(load_scales(run).two_terms)
+        tune = tune_command(name_in_commands(run.root), tune_budget(verdict), graph, plugin)
+        beyond = " and ".join(_beyond(verdict, limits))
+        raise GateError(f"{verdict.runtime}", beyond, f"`{tune}` finds the cheapest mix that meets it")
 
 
-def _beyond(verdict: Verdict) -> list[str]:
-    """The measures of a verdict that are beyond their limits, in words."""
+def _beyond(verdict: Verdict, asked: VerdictLimits) -> list[str]:
+    """The measures of a verdict that are beyond their limits, in words: as an option gave them, or by default."""
+
+    def limit(option: str, value: str) -> str:
+        given = getattr(asked, option.removeprefix("--").replace("-", "_")) is not None
+        return f"more than {option} {value}" if given else f"more than the limit {value} ({option})"
+
     rise, kl, flips = verdict.perplexity_increase, verdict.kl_nats, verdict.flips
     words = list[str]()
     if rise is None or "perplexity" in verdict.exceeded:
         above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
-        words.append(f"perplexity is {above}, more than --max-ppl-increase {100 * verdict.limit:g}%")
+        words.append(f"perplexity is {above}, {limit('--max-ppl-increase', f'{100 * verdict.limit:g}%')}")
     if "kl" in verdict.exceeded and kl is not None and verdict.kl_limit_nats is not None:
-        words.append(f"KL from BF16 is {nats(kl)} nats a token, more than --max-kl {nats(verdict.kl_limit_nats)}")
+        words.append(f"KL from BF16 is {nats(kl)} nats a token, {limit('--max-kl', nats(verdict.kl_limit_nats))}")
     if "flips" in verdict.exceeded and flips is not None and verdict.flips_limit is not None:
         differ = f"{of_100(flips)} of 100 next tokens differ from BF16's"
-        words.append(f"{differ}, more than --max-flips {of_100(verdict.flips_limit)}%")
+        words.append(f"{differ}, {limit('--max-flips', f'{of_100(verdict.flips_limit)}%')}")
     return words

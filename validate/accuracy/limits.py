@@ -18,7 +18,7 @@ What BF16 itself does is accepted unasked: where FP32 ran, the limits are at lea
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, log1p, sqrt
+from math import floor, inf, log1p, log10, sqrt
 
 from ...options import VerdictLimits
 from .document import Measure, RuntimeAccuracy, Verdict
@@ -115,4 +115,12 @@ def tune_budget(verdict: Verdict) -> str:
     known = loss_and_limits(verdict)
     if known is None or not {"kl", "flips"}.intersection(verdict.exceeded) or verdict.kl_nats is None:
         return f"--max-ppl-increase {100 * verdict.limit:g}%"
-    return f"--max-kl {verdict.kl_nats / used(*known):.2g}"
+    return f"--max-kl {_rounded_down(verdict.kl_nats / used(*known)):g}"
+
+
+def _rounded_down(value: float) -> float:
+    """`value` with three significant digits, and no more than it is; 0 for 0."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (floor(log10(value)) - 2)
+    return floor(value / unit * (1 + 1e-9)) * unit

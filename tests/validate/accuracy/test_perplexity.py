@@ -189,6 +189,10 @@ def test_windows_that_overlap_stay_below_the_limit() -> None:
     assert np.isin(some.ids[:, 0], whole.ids[:, 0]).all()
 
 
+#: A runtime's loss that is beyond the limit of KL alone.
+FAR = {"perplexity_increase": 0.0, "kl_mean_nats": 0.02}
+
+
 def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> None:
     protocol = cut(IDS, "text", 4, 4).protocol
     bf16, broken = (
@@ -200,6 +204,13 @@ def test_a_gate_fails_on_what_is_no_number_and_needs_something_to_compare() -> N
         GateError, match="^reference: perplexity is not a number, more than --max-ppl-increase 1%; `fp8q tune run "
     ):
         check_verdict(Run(Path("run")), lost.model_copy(update={"verdict": decide(lost, {}, ONE)}), ONE)
+    far = Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": bf16.model_copy(update=FAR)})
+    by_default = decide(far, {}, ONE)
+    with pytest.raises(GateError) as raised:
+        check_verdict(Run(Path("run")), far.model_copy(update={"verdict": by_default}), ONE)
+    assert str(raised.value).startswith(
+        "reference: KL from BF16 is 0.02 nats a token, more than the limit 0.00995 (--max-kl); `fp8q tune run "
+    )
     with pytest.raises(
         InputError,
         match=(
