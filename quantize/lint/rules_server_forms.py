@@ -1,4 +1,4 @@
-"""Rules S101, S102, S111 and S112: the version, and forms that a server refuses or takes for another."""
+"""Rules S101, S102 and S111 to S113: the version, and forms that a server refuses, takes for another or in part."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -151,3 +151,29 @@ def form_misread(served: Served) -> Broken:
         if not said.get("weight_block_size") and not static and "weight_block_size" in said:
             fault = "is FP8 with one scale a tensor and dynamic inputs, for which TensorRT-LLM makes modules in BF16"
             yield CONFIG, f"{fault}, and copies codes into them; quantize in blocks of {BLOCK[0]}"
+
+
+@server_rule(
+    "S113",
+    "second-codes",
+    "warning",
+    Applies("vllm", "`quantization/compressed_tensors`, which knows no second codes"),
+    Applies("sglang", "`quantization/compressed_tensors`, the same"),
+    Applies("transformers", "`quantizers/auto.py` and compressed-tensors, the same"),
+)
+def second_codes(served: Served) -> Broken:
+    """Activations in two codes, or in a tail of them, are fp8q's own form. Other loaders read the same file and
+    multiply the first code alone, without a word: answers are those of one code an activation. In vLLM the plugin
+    fp8q-vllm computes both.
+    """
+    fields = served.config.get("fp8q")
+    stated = fields if isinstance(fields, dict) else {}
+    listed, tails = stated.get("two_terms"), stated.get("tails")
+    names = [*(listed if isinstance(listed, list) else ()), *(tails if isinstance(tails, dict) else ())]
+    if modules := sorted({name for name in names if isinstance(name, str)}):
+        more = f" and {len(modules) - 1:,} more" if len(modules) > 1 else ""
+        remedy = "write another form by `fp8q scales RUN --form dynamic`, or --form bf16"
+        if served.server == "vllm":
+            remedy = f"install the plugin fp8q-vllm beside vLLM, or {remedy}"
+        fault = f"has {modules[0]}{more} in two codes, of which {served.title} multiplies the first alone"
+        yield CONFIG, f"{fault}; {remedy}"

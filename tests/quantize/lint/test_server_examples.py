@@ -69,7 +69,7 @@ def test_the_example_breaks_its_rule_with_the_words_that_are_printed(
 def test_every_finding_ends_with_what_to_do(line: str) -> None:
     what, _, remedy = line.rpartition("; ")
     assert what
-    verbs = "calibrate|compare|copy|give|leave|load|name|quantize|save|say|set|take"
+    verbs = "calibrate|compare|copy|give|install|leave|load|name|quantize|save|say|set|take|write"
     assert re.match(rf"({verbs})\b", remedy), remedy
 
 
