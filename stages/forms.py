@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log1p
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,11 +73,14 @@ FEW_WINDOWS, FEW_CONTEXT = 8, 512
 
 @dataclass
 class FormProgress(Saved):
-    """The progress of a search: the verdict's numbers of the form to begin with, the KL in nats of measured mixes, the
-    recipe of the form that was chosen last, and the share of the limits that a nat of KL uses.
+    """The progress of a search: the verdict's numbers of the form to begin with, its mix, its groups' members, the
+    KL in nats of measured mixes, the recipe of the form that was chosen last, and the share of the limits that a nat of
+    KL uses.
     """
 
     first: dict[str, float] = field(default_factory=dict)
+    first_mix: dict[str, Any] | None = None
+    groups: dict[str, list[str]] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     chosen: dict[str, object] | None = None
     factor: float = 0.0
@@ -134,9 +138,7 @@ def candidates_of(task: FormTask) -> FormCandidates:
         write_document(losses_file, predicted_losses(run, source, options, folder, task.notes))
         release_memory()
     sensitivity = read_document(losses_file, Sensitivity)
-    read = [tuple(name for name in members if name in scales.activations) for members in record.groups.values()]
-    groups = {members[0]: members for members in read if members}
-    first = mix_of_run(scales, groups)
+    groups, first = _beginning(task)
     server = task.options.server
     on_codes = _on_codes(source, asked, server)
     roundings = _roundings(asked)
@@ -148,6 +150,21 @@ def candidates_of(task: FormTask) -> FormCandidates:
     problem = Problem(losses, searched, EvenPrice(shape.plain, "memory", 0), first)
     cached = sum(parts[CODES] for name, parts in losses.parts.items() if CODES in parts and first.codes(name))
     return FormCandidates(task, source, FormSearch(problem, cached), shape, losses, first)
+
+
+def _beginning(task: FormTask) -> tuple[dict[str, tuple[str, ...]], Mix]:
+    """Return the groups of the run as the search began with it, and their mix: a run whose search was killed may have
+    another form by then.
+    """
+    progress = task.progress
+    if progress.first_mix is None:
+        scales, groups = load_scales(task.run), load_record(task.run).groups.values()
+        read = [[name for name in members if name in scales.activations] for members in groups]
+        progress.groups = {members[0]: members for members in read if members}
+        progress.first_mix = asdict(mix_of_run(scales, progress.groups))
+        progress.save()
+    mix = Mix(**progress.first_mix | {"wide_cache": tuple(progress.first_mix["wide_cache"])})
+    return {first: tuple(members) for first, members in progress.groups.items()}, mix
 
 
 def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[Form, ...]:
@@ -258,15 +275,18 @@ SECOND_CODES = {"tail", "two_terms"}
 def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy:
     """Validate the run; where it is worse and no form was asked for, find one that is acceptable, and validate that.
 
-    Raises GateError as `validate` does, where no form meets the limit.
+    A search that was killed while it evaluated its choice is brought to its end. Raises GateError as `validate` does,
+    where no form meets the limit.
     """
     try:
         accuracy, gate = validate(run, notes, None, options.validate), None
     except GateError as error:
         accuracy, gate = load_accuracy(run), error
     worse = accuracy.verdict is not None and accuracy.verdict.kind == "worse"
-    if worse and options.finds_form and not FORMS.is_current(run, _key(run, options)):
-        return _find(run, notes, options, accuracy)
+    if options.finds_form:
+        key = _key(run, options)
+        if not FORMS.is_current(run, key) and (worse or _chosen_before(run, key)):
+            return _find(run, notes, options, accuracy)
     if gate:
         raise gate
     return accuracy
@@ -283,13 +303,17 @@ def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
     if FORMS.is_current(run, key):
         recipe = load_form_choice(run).recipe
     else:
-        folder = WorkFolder(run, FORMS.name).left(_work_key(key))
-        chosen = FormProgress.of(folder / "found.json").chosen if folder else None
-        if chosen is None:
+        if (chosen := _chosen_before(run, key)) is None:
             return asked
         recipe = FormRecipe.model_validate(chosen)
     rounding = recipe.weight_rounding
     return replace(asked, form=tuple(recipe.form), skip=tuple(recipe.skip), weight_rounding=rounding)  # type: ignore[arg-type]  # the options' names
+
+
+def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object] | None:
+    """The recipe that a killed search had chosen last; None where no search was killed, or none was chosen."""
+    folder = WorkFolder(run, FORMS.name).left(_work_key(key))
+    return FormProgress.of(folder / "found.json").chosen if folder else None
 
 
 def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:

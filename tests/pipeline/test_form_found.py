@@ -9,6 +9,7 @@ from fp8q import api
 from fp8q.core.errors import GateError
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages import forms
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.tuning.form_choice import form_table, load_form_choice
 
@@ -65,6 +66,27 @@ def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_
     }
     run(demo_checkpoint, demo_texts, made.root)
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_search_that_was_killed_while_it_judged_its_choice_ends_as_another(
+    made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate, calls = forms.validate, []
+
+    def killed(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:  # the first is of one code
+            raise KeyboardInterrupt
+        return validate(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(forms, "validate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(demo_checkpoint, demo_texts, tmp_path / "killed")
+    out = run(demo_checkpoint, demo_texts, tmp_path / "killed")
+    assert load_form_choice(out) == load_form_choice(made)
+    assert out.scales.read_bytes() == made.scales.read_bytes()
+    assert not list(out.root.glob(".*.work"))
 
 
 def test_a_form_that_is_asked_for_is_kept(made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> None:
