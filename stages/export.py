@@ -114,11 +114,13 @@ def export(run: Run, asked: ExportOptions, notes: Notes) -> None:
 
 
 def leave_out(run: Run, asked: ExportOptions, notes: Notes) -> None:
-    """Record that the run has no graph because none was asked for, and remove graphs of an earlier export."""
+    """Record that the run has no graph because none was asked for, or because its forms have none, and remove graphs of
+    an earlier export.
+    """
     inputs = checked_model(run)
     for path in fp8_graphs(run):
         path.unlink(missing_ok=True)
-    refuse(run, Key(inputs, asked, IN_BLOCKS), LEFT_OUT, notes)
+    refuse(run, Key(inputs, asked, IN_BLOCKS), graph_refusal({*load_scales(run).forms.values()}) or LEFT_OUT, notes)
 
 
 def traced_form(run: Run, asked: ExportOptions) -> WeightScale | None:

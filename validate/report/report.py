@@ -186,7 +186,7 @@ def report_tables(run: Run, others: Sequence[Run] = ()) -> dict[str, Table[Any]]
         "beside": run_comparison.run_table(run_comparison.run_rows([run, *others]) if others else []),
         "loss": replace(tables.loss_table(losses_by_tensor(run)[:WORST]), missing=NOT_LOCATED),
         "sizes": tables.size_table(size_rows(run)),
-        "engines": tables.engine_table(run_rows.engine_rows(run)),
+        "engines": tables.engine_table(run_rows.engine_rows(run), run.without_graph()),
         "modules": tables.module_table(modules),
         "kept": tables.bf16_module_table(modules),
         "experts": expert_table(expert_rows(statistics, load_scales(run)), bool(statistics.record.all_experts)),

@@ -262,10 +262,15 @@ ENGINE_COLUMNS: tuple[Column[EngineRow], ...] = (
 )
 
 
-def engine_table(rows: Sequence[EngineRow]) -> Table[EngineRow]:
-    """Tabulate every engine, with the expected GEMMs and those that run in FP8."""
+def engine_table(rows: Sequence[EngineRow], no_graph: str | None = None) -> Table[EngineRow]:
+    """Tabulate every engine, with the expected GEMMs and those that run in FP8. `no_graph`: why the run has no ONNX
+    graph to build one of.
+    """
+    missing = "No engine yet: run `fp8q build-engine RUN`."
+    if no_graph:
+        missing = f"None: the run has no ONNX graph, since {no_graph}."
     note = "Expected GEMMs are those that scales.json puts in FP8." if rows else ""
-    return Table("Engines", rows, ENGINE_COLUMNS, "No engine yet: run `fp8q build-engine RUN`.", note)
+    return Table("Engines", rows, ENGINE_COLUMNS, missing, note)
 
 
 STAGE_COLUMNS: tuple[Column[StageRow], ...] = (

@@ -288,6 +288,9 @@ def test_a_notebook_shows_a_table_as_html_with_its_text_escaped() -> None:
 
 def test_a_table_without_rows_says_what_to_run() -> None:
     assert tables.engine_table([])._repr_html_() == "<p><b>Engines.</b> No engine yet: run `fp8q build-engine RUN`.</p>"
+    assert tables.engine_table([], "its inputs have scales of tokens")._repr_html_() == (
+        "<p><b>Engines.</b> None: the run has no ONNX graph, since its inputs have scales of tokens.</p>"
+    )
 
 
 def test_modules_in_fp8_and_in_bf16_make_two_tables(calibrated_run: Run) -> None:
