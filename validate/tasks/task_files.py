@@ -31,6 +31,8 @@ class TaskFile(BaseModel):
     task: str | list[Any] | None = None
     group: str | None = None
     tag: str | list[str] | None = None
+    repeats: int | None = Field(default=None, ge=1)
+    num_fewshot: int | None = Field(default=None, ge=0)
     class_: Any = Field(default=None, alias="class")
 
     @property

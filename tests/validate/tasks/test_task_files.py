@@ -40,6 +40,9 @@ UNKNOWN_TAG = "could not determine a constructor for the tag 'tag:yaml.org,2002:
     ("task: a\ngroup: [b]", "`group` must be text"),
     ("task: a\ntag: 5", "`tag` must be text"),
     ("task: a\ntag: [b, 5]", "`tag` must be text"),
+    ("task: a\nrepeats: '{{ 9 ** 9 }}'", "`repeats` must be a whole number"),
+    ("task: a\nrepeats: 0", "`repeats` must be at least 1"),
+    ("task: a\nnum_fewshot: none", "`num_fewshot` must be a whole number"),
     ("a: !!python/name:os x", f"is no YAML: {UNKNOWN_TAG}"),
 ])  # fmt: skip
 def test_a_file_that_is_no_task_is_named_with_the_place(tmp_path: Path, text: str, fault: str) -> None:
