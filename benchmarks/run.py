@@ -78,6 +78,7 @@ BY_HAND: Mapping[str, str] = {
     "made_by_others": "made_by_others.py",
     "mxfp8": "mxfp8.py",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
+    "real_models_gemma3": "real_models.py gemma3",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
     "vllm_8b": (
@@ -89,7 +90,7 @@ BY_HAND: Mapping[str, str] = {
 }
 #: The longest that a part is to take on a quiet machine of two cores.
 LONGEST_SECONDS = 600
-PEERS = ("accuracy", "as_served", "calibration", "made_by_others", "real_models_smollm2")
+PEERS = ("accuracy", "as_served", "calibration", "made_by_others", "real_models_smollm2", "real_models_gemma3")
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}
 

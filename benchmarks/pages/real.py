@@ -6,7 +6,7 @@ from typing import Any
 from markdown import load, table
 
 #: Result -> the model's name.
-MODELS = {"real_models_smollm2": "SmolLM2-135M"}
+MODELS = {"real_models_smollm2": "SmolLM2-135M", "real_models_gemma3": "Gemma 3 270M"}
 BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
 #: Row of the results -> its title.
 RECIPES = {
@@ -62,18 +62,15 @@ def perplexity(row: Mapping[str, Any]) -> str:
 
 
 def recipes(titles: Mapping[str, str]) -> str:
-    """KL, its share of ModelOpt's, perplexity and flips of rows."""
-    head, cells = ["KL × 10⁶", "over ModelOpt's", "median", "perplexity", "flips"], []
-    results = {name: rows_of(result, limits=titles is RECIPES) for result, name in MODELS.items()}
-    for row, title in titles.items():
-        figures = [rows[row] for rows in results.values()]
-        cells.append([
-            title,
-            *(cell for its in figures for cell in (
-                kl(its), share(its), f"{its['kl_median_micronats']:,.0f}", perplexity(its), f"{its['flips']:.1%}",
-            )),
-        ])  # fmt: skip
-    return table(["", *(f"{name}: {what}" for name in MODELS.values() for what in head)], cells)
+    """KL, its share of ModelOpt's, perplexity and flips of rows, one model after the other."""
+    cells = []
+    for result, model in MODELS.items():
+        rows = rows_of(result, limits=titles is RECIPES)
+        for name, title in titles.items():
+            row = rows[name]
+            median = f"{row['kl_median_micronats']:,.0f}"
+            cells.append([model, title, kl(row), share(row), median, perplexity(row), f"{row['flips']:.1%}"])
+    return table(["model", "recipe", "KL × 10⁶", "over ModelOpt's", "median", "perplexity", "flips"], cells)
 
 
 def accuracy_real() -> str:
@@ -102,13 +99,12 @@ def exact_answers_real() -> str:
 
 def kv_cache_real() -> str:
     """KL of the cache alone, by what of it is FP8, and of all GEMMs beside it."""
-    results = {name: rows_of(result) for result, name in MODELS.items()}
+    results = {model: rows_of(result) for result, model in MODELS.items()}
     titles = {row: row.removeprefix(CACHE) for row in next(iter(results.values())) if row.startswith(CACHE)}
     titles["fp8q, default"] = "for comparison: all W8A8 GEMMs, cache in FP32"
-    return table(
-        ["", *(f"{name}: {what}" for name in results for what in ("KL × 10⁶", "perplexity"))],
-        [
-            [title, *(c for rows in results.values() for c in (kl(rows[row]), perplexity(rows[row])))]
-            for row, title in titles.items()
-        ],
-    )
+    cells = [
+        [model, title, kl(rows[row]), perplexity(rows[row])]
+        for model, rows in results.items()
+        for row, title in titles.items()
+    ]
+    return table(["model", "in FP8", "KL × 10⁶", "perplexity"], cells)
