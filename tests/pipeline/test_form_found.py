@@ -9,7 +9,7 @@ from fp8q import api
 from fp8q.core.errors import GateError
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages import forms
+from fp8q.stages.validate import validate
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.tuning.form_choice import form_table, load_form_choice
 
@@ -71,7 +71,7 @@ def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_
 def test_a_search_that_was_killed_while_it_judged_its_choice_ends_as_another(
     made: Run, demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validate, calls = forms.validate, []
+    calls = []
 
     def killed(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -80,7 +80,7 @@ def test_a_search_that_was_killed_while_it_judged_its_choice_ends_as_another(
         return validate(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(forms, "validate", killed)
+        patched.setattr("fp8q.stages.forms.validate", killed)
         with pytest.raises(KeyboardInterrupt):
             run(demo_checkpoint, demo_texts, tmp_path / "killed")
     out = run(demo_checkpoint, demo_texts, tmp_path / "killed")

@@ -2,7 +2,8 @@
 
 lm-eval passes over a file that does not parse without a word, and then has no task of its name. A task file may name
 Python functions (`!function module.name`) or a `class`, which lm-eval imports: such a folder is code. Here nothing is
-imported. Of two files with one name lm-eval takes the first.
+imported. Of two files with one name lm-eval takes the first. Rows of questions that are no objects end the process in
+pyarrow 26's reader of JSON (a segmentation fault), so they are looked for before.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...calibrate.input.untrusted import error_text, read_bytes
+from ...calibrate.input.untrusted import error_text, foreign, read_bytes
 from ...core.errors import InputError
 from ...core.files import plain_text
 
 #: The most bytes of a task file; those of lm-eval have less than 100 kB.
 MOST_BYTES = 8 << 20
+MEND = "mend it, or take it out of --include-path"
+#: The most bytes of a row that are read at a time.
+PIECE = 1 << 20
 #: The folders that lm-eval passes over.
 IGNORED = ("__pycache__", ".ipynb_checkpoints")
 
@@ -44,8 +48,8 @@ class TaskFile(BaseModel):
 
 
 def check_task_files(folders: Sequence[Path]) -> None:
-    """Raise InputError for a folder that is not there or has no task file, for a file in it that is no task file, and
-    for two files that name one task.
+    """Raise InputError for a folder that is not there or has no task file, for a file in it that is no task file, for
+    two files that name one task, and for a file of questions (*.jsonl) with a row that is no object.
     """
     named = dict[str, Path]()
     for folder in folders:
@@ -64,6 +68,24 @@ def check_task_files(folders: Sequence[Path]) -> None:
                     f"names the task {name}, as {named[name]} does",
                     "name each task once, or take one of the files out of --include-path",
                 )
+        for file in sorted(folder.rglob("*.jsonl")):
+            if file.is_file():
+                check_rows(file)
+
+
+def check_rows(file: Path) -> None:
+    """Raise InputError for a row of a file of JSON lines that does not begin as an object does."""
+    number, begins = 0, True
+    with (
+        foreign(lambda error: InputError(file, f"cannot be read ({error_text(error)})", MEND)),
+        open(file, "rb") as rows,
+    ):
+        while piece := rows.readline(PIECE):
+            number += begins
+            row = piece.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip()
+            if begins and row and not row.startswith(b"{"):
+                raise InputError(file, f"row {number:,} is no JSON object, such as a question is", MEND)
+            begins = piece.endswith(b"\n")
 
 
 def check_task_file(file: Path) -> str | None:
@@ -74,19 +96,18 @@ def check_task_file(file: Path) -> str | None:
 
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_multi_constructor("!", lambda _, suffix, node: f"!{suffix} {node.value}")  # the name of a function
-    remedy = "mend it, or take it out of --include-path"
     try:
         content = yaml.load(read_bytes(file, MOST_BYTES), Loader=loader)  # noqa: S506  # a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(file, f"is no YAML: {error.problem}{where}", remedy) from None
+        raise InputError(file, f"is no YAML: {error.problem}{where}", MEND) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(file, f"is no YAML: {error_text(error)}", remedy) from None
+        raise InputError(file, f"is no YAML: {error_text(error)}", MEND) from None
     if not isinstance(content, dict):
-        raise InputError(file, "is no task file, which has `task: NAME` and more such lines", remedy)
+        raise InputError(file, "is no task file, which has `task: NAME` and more such lines", MEND)
     try:
         return TaskFile.model_validate(content).name
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise InputError(file, f"`{first['loc'][0]}` {plain_text(first)}", remedy) from None
+        raise InputError(file, f"`{first['loc'][0]}` {plain_text(first)}", MEND) from None

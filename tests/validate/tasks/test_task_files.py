@@ -79,3 +79,21 @@ def test_two_files_of_one_name_are_both_named(text: str, tmp_path: Path) -> None
         "of the files out of --include-path"
     )
     check_task_files([first, first])
+
+
+@pytest.mark.parametrize("row", ["null", "[1]", "5", '"text"', "\0"])
+def test_a_row_of_questions_that_is_no_object_is_named(tmp_path: Path, row: str) -> None:
+    """pyarrow's reader of JSON ends the process at `null` (26.0.1)."""
+    (tmp_path / "task.yaml").write_text("task: mine\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('\ufeff{"a": 1}\n\n  {"a": 2}\n' + "{" + " " * 3_000_000 + "}\n" + row, encoding="utf-8")
+    assert complaint(tmp_path) == f"{rows}: row 5 is no JSON object, such as a question is; {MEND}"
+    rows.write_text('\ufeff{"a": 1}\n\n  {"a": 2}\n', encoding="utf-8")
+    check_task_files([tmp_path])
+
+
+def test_a_large_hole_in_the_place_of_questions_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("task: mine\n")
+    with open(tmp_path / "rows.jsonl", "wb") as sparse:
+        sparse.truncate(1 << 40)
+    assert complaint(tmp_path) == f"{tmp_path / 'rows.jsonl'}: row 1 is no JSON object, such as a question is; {MEND}"
