@@ -50,6 +50,7 @@ def test_the_run_ends_acceptable_and_tells_what_each_form_costs(made: Run) -> No
     assert (
         "is the cheapest that meets the limits (0.1 % perplexity, KL 0.00995 nats, 8 of 100 next tokens) for --for vllm"
     ) in form_table(choice).note
+    assert "windows of the evaluation text, which the verdict is of too" in form_table(choice).note
     assert (first.flips or 0) > (choice.chosen.flips or 0) > 0
 
 

@@ -86,6 +86,13 @@ def load_form_choice(run: Run) -> FormChoice:
     return read_document(run.require(run.form_choice, "forms"), FormChoice)
 
 
+#: The text that candidates are measured on.
+CHOSEN_ON = (
+    "Candidates were measured on a few windows of the evaluation text, which the verdict is of too: `fp8q validate RUN "
+    "--data TEXT` gives one on text that chose nothing."
+)
+
+
 def form_table(choice: FormChoice) -> Table[FormRow]:
     """Tabulate the forms that were measured or predicted, with the chosen one last."""
     columns = (
@@ -100,7 +107,7 @@ def form_table(choice: FormChoice) -> Table[FormRow]:
     )
     return Table(
         "Forms that the limits were held against", sorted(choice.rows, key=lambda row: row.chosen), columns, "None.",
-        note=choice_sentence(choice),
+        note=f"{choice_sentence(choice)} {CHOSEN_ON}",
     )  # fmt: skip
 
 
