@@ -7,9 +7,11 @@ than the KL over the whole vocabulary; losses and flips are exact.
 
 import hashlib
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -115,17 +117,12 @@ def compare_with_server(
         served.windows,
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
-    stream = options.stream
-    if stream is None:
-        stream = exceeds_memory(original, raw, "the original in FP32 takes", progress)
-    if stream:
-        check_streamed_form(original, raw, "")
+    stream = _streamed(original, raw, options, progress)
     with results_lock(out), work_folder(out, key) as folder:
         measure = TokenMeasure(measure_with_torch, evaluation.scored)
-        whole = nullcontext(original_openers(original))
-        states = folder / LAYERS
-        by_layer = streamed_openers(original, evaluation.ids, config.vocab_size, states, progress)
-        with by_layer if stream else whole as openers:
+        at_once = nullcontext(original_openers(original))
+        by_layer = streamed_openers(original, evaluation.ids, config.vocab_size, folder / LAYERS, progress)
+        with by_layer if stream else at_once as openers:
             outcome = compare_in_turn(evaluation, openers, config.vocab_size, folder / "windows", progress, measure)
         if outcome.failed:
             raise BackendError("", "; ".join(outcome.failed.values()))
@@ -138,6 +135,16 @@ def compare_with_server(
         )
         comparison = _judged(key, (identity, candidate), evaluation, paired, asked, options)
         return write_results(comparison, paired, out)
+
+
+def _streamed(original: Path, config: Mapping[str, Any], options: PairOptions, progress: Reporter) -> bool:
+    """Tell whether the original goes layer by layer: as the option says, or where memory does not hold it in FP32."""
+    stream = options.stream
+    if stream is None:
+        stream = exceeds_memory(original, config, "the original in FP32 takes", progress)
+    if stream:
+        check_streamed_form(original, config, "")
+    return stream
 
 
 def _asked_positions(evaluation: Evaluation, windows: int | None, longest: int | None, data: str) -> Evaluation:

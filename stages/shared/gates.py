@@ -80,8 +80,8 @@ def _beyond(verdict: Verdict, asked: VerdictLimits) -> list[str]:
     """The measures of a verdict that are beyond their limits, in words: as an option gave them, or by default."""
 
     def limit(option: str, value: str) -> str:
-        given = getattr(asked, option.removeprefix("--").replace("-", "_")) is not None
-        return f"more than {option} {value}" if given else f"more than the limit {value} ({option})"
+        by_option = getattr(asked, option.removeprefix("--").replace("-", "_")) is not None
+        return f"more than {option} {value}" if by_option else f"more than the limit {value} ({option})"
 
     rise, kl, flips = verdict.perplexity_increase, verdict.kl_nats, verdict.flips
     words = list[str]()
