@@ -6,7 +6,7 @@ imported. Of two files with one name lm-eval takes the first. Rows of questions 
 pyarrow 26's reader of JSON (a segmentation fault), so they are looked for before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class TaskFile(BaseModel):
     repeats: int | None = Field(default=None, ge=1)
     num_fewshot: int | None = Field(default=None, ge=0)
     class_: Any = Field(default=None, alias="class")
+    dataset_kwargs: Any = None
 
     @property
     def name(self) -> str | None:
@@ -46,10 +47,25 @@ class TaskFile(BaseModel):
             return self.group
         return self.task if isinstance(self.task, str) else None
 
+    @property
+    def json_lines(self) -> list[Path]:
+        """The local files of JSON lines that the questions are read from."""
+        kwargs = self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else {}
+        paths = [Path(name) for name in _texts(kwargs.get("data_files"))]
+        return [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a value, its lists and its mappings."""
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(part)
+
 
 def check_task_files(folders: Sequence[Path]) -> None:
     """Raise InputError for a folder that is not there or has no task file, for a file in it that is no task file, for
-    two files that name one task, and for a file of questions (*.jsonl) with a row that is no object.
+    two files that name one task, and for JSON lines of a task's questions with a row that is no object.
     """
     named = dict[str, Path]()
     for folder in folders:
@@ -61,16 +77,16 @@ def check_task_files(folders: Sequence[Path]) -> None:
         if not files:
             raise InputError(f"--include-path {folder}", "holds no task file (*.yaml)", "give a folder that does")
         for file in files:
-            name = check_task_file(file)
+            task = check_task_file(file)
+            for questions in task.json_lines:
+                check_rows(questions)
+            name = task.name
             if name is not None and named.setdefault(name, file) != file:
                 raise InputError(
                     file,
                     f"names the task {name}, as {named[name]} does",
                     "name each task once, or take one of the files out of --include-path",
                 )
-        for file in sorted(folder.rglob("*.jsonl")):
-            if file.is_file():
-                check_rows(file)
 
 
 def check_rows(file: Path) -> None:
@@ -88,8 +104,8 @@ def check_rows(file: Path) -> None:
             begins = piece.endswith(b"\n")
 
 
-def check_task_file(file: Path) -> str | None:
-    """Return the name of a file's task or group; raise InputError, with the place, where it is no YAML, no mapping, or
+def check_task_file(file: Path) -> TaskFile:
+    """Read a file's task or group; raise InputError, with the place, where it is no YAML, no mapping, or
     names a task by something else than text.
     """
     import yaml
@@ -107,7 +123,7 @@ def check_task_file(file: Path) -> str | None:
     if not isinstance(content, dict):
         raise InputError(file, "is no task file, which has `task: NAME` and more such lines", MEND)
     try:
-        return TaskFile.model_validate(content).name
+        return TaskFile.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise InputError(file, f"`{first['loc'][0]}` {plain_text(first)}", MEND) from None

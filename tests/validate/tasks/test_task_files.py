@@ -81,19 +81,26 @@ def test_two_files_of_one_name_are_both_named(text: str, tmp_path: Path) -> None
     check_task_files([first, first])
 
 
+def with_questions(folder: Path, rows: Path) -> None:
+    files = f"{{test: ['{rows}', missing.jsonl]}}"
+    (folder / "task.yaml").write_text(f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: {files}}}\n")
+
+
 @pytest.mark.parametrize("row", ["null", "[1]", "5", '"text"', "\0"])
 def test_a_row_of_questions_that_is_no_object_is_named(tmp_path: Path, row: str) -> None:
     """pyarrow's reader of JSON ends the process at `null` (26.0.1)."""
-    (tmp_path / "task.yaml").write_text("task: mine\n")
     rows = tmp_path / "rows.jsonl"
+    with_questions(tmp_path, rows)
     rows.write_text('\ufeff{"a": 1}\n\n  {"a": 2}\n' + "{" + " " * 3_000_000 + "}\n" + row, encoding="utf-8")
     assert complaint(tmp_path) == f"{rows}: row 5 is no JSON object, such as a question is; {MEND}"
     rows.write_text('\ufeff{"a": 1}\n\n  {"a": 2}\n', encoding="utf-8")
+    (tmp_path / "of no task.jsonl").write_text(row)
     check_task_files([tmp_path])
 
 
 def test_a_large_hole_in_the_place_of_questions_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "task.yaml").write_text("task: mine\n")
-    with open(tmp_path / "rows.jsonl", "wb") as sparse:
+    rows = tmp_path / "rows.jsonl"
+    with_questions(tmp_path, rows)
+    with open(rows, "wb") as sparse:
         sparse.truncate(1 << 40)
-    assert complaint(tmp_path) == f"{tmp_path / 'rows.jsonl'}: row 1 is no JSON object, such as a question is; {MEND}"
+    assert complaint(tmp_path) == f"{rows}: row 1 is no JSON object, such as a question is; {MEND}"
