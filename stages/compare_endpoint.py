@@ -7,11 +7,9 @@ than the KL over the whole vocabulary; losses and flips are exact.
 
 import hashlib
 import os
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +40,6 @@ from ..validate.endpoint.forms import Endpoint
 from ..validate.endpoint.judgement import other_count
 from ..validate.endpoint.prompts import evenly, prompts_of
 from ..validate.endpoint.reading import bound_of, other_reading, reference_readings
-from ..validate.pair.checkpoint_chain import check_streamed_form
 from ..validate.pair.document import CANDIDATE, Cause, CheckpointIdentity, PairComparison
 from ..validate.pair.models import check_directory, identify
 from .compare import KEY, renderer_of
@@ -51,8 +48,8 @@ from .compare_pair import (
     check_destination,
     check_results_directory,
     evaluation_of,
-    exceeds_memory,
     flips_and_kl,
+    goes_by_layer,
     original_openers,
     results_lock,
     streamed_openers,
@@ -117,12 +114,12 @@ def compare_with_server(
         served.windows,
     )
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
-    stream = _streamed(original, raw, options, progress)
+    by_layer = goes_by_layer(options, [(original, raw, "")], "the original in FP32 takes", progress)
     with results_lock(out), work_folder(out, key) as folder:
         measure = TokenMeasure(measure_with_torch, evaluation.scored)
-        at_once = nullcontext(original_openers(original))
-        by_layer = streamed_openers(original, evaluation.ids, config.vocab_size, folder / LAYERS, progress)
-        with by_layer if stream else at_once as openers:
+        whole_model = nullcontext(original_openers(original))
+        layers = streamed_openers(original, evaluation.ids, config.vocab_size, folder / LAYERS, progress)
+        with layers if by_layer else whole_model as openers:
             outcome = compare_in_turn(evaluation, openers, config.vocab_size, folder / "windows", progress, measure)
         if outcome.failed:
             raise BackendError("", "; ".join(outcome.failed.values()))
@@ -135,16 +132,6 @@ def compare_with_server(
         )
         comparison = _judged(key, (identity, candidate), evaluation, paired, asked, options)
         return write_results(comparison, paired, out)
-
-
-def _streamed(original: Path, config: Mapping[str, Any], options: PairOptions, progress: Reporter) -> bool:
-    """Tell whether the original goes layer by layer: as the option says, or where memory does not hold it in FP32."""
-    stream = options.stream
-    if stream is None:
-        stream = exceeds_memory(original, config, "the original in FP32 takes", progress)
-    if stream:
-        check_streamed_form(original, config, "")
-    return stream
 
 
 def _asked_positions(evaluation: Evaluation, windows: int | None, longest: int | None, data: str) -> Evaluation:

@@ -5,7 +5,7 @@ No run is needed, and none is made: the results are of any two checkpoints that 
 
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -151,7 +151,9 @@ def _compared(pair: CheckpointPair, out: Path, vocabulary: int) -> PairCompariso
     stored = out / NUMBERS
     if stored.is_file() and (known := read_document(stored, PairComparison)).key == pair.key:
         return _judged(known, out, pair.options)
-    if _streamed(pair):
+    checkpoints = [*zip(pair.paths, pair.configs, ("", OPTION), strict=True)]
+    models = "two models in BF16, or the original in FP32, take"
+    if goes_by_layer(pair.options, checkpoints, models, pair.progress):
         return _compared_by_layer(pair, out, vocabulary)
     loading = _check_candidate(pair)
     with work_folder(out, pair.key) as folder:
@@ -159,30 +161,26 @@ def _compared(pair: CheckpointPair, out: Path, vocabulary: int) -> PairCompariso
         return write_results(_explained(pair, loading, outcome, _explain(pair)), outcome, out)
 
 
-def _streamed(pair: CheckpointPair) -> bool:
-    """Tell whether to go layer by layer: as the option says, or where two models in BF16 (or one in FP32) exceed the
-    available memory, with a note.
+def goes_by_layer(
+    options: PairOptions, checkpoints: Sequence[tuple[Path, Mapping[str, Any], str]], models: str, progress: Reporter
+) -> bool:
+    """Tell whether to go layer by layer: as the option says, or where the first of the `checkpoints` (directory,
+    config.json, the option that names it) in FP32 exceeds the available memory, with a note that begins with `models`,
+    its subject and verb.
 
     Raises InputError for a form that is not computed so.
     """
-    stream = pair.options.stream
+    stream = options.stream
     if stream is None:
-        both = "two models in BF16, or the original in FP32, take"
-        stream = exceeds_memory(pair.paths[0], pair.configs[0], both, pair.progress)
+        (original, config, _), *_ = checkpoints
+        size = 4 * sum(prod(header.shape) for header in weight_headers(original, config).values())
+        stream = bool(too_much := beyond(size))
+        if stream:
+            progress.note(f"--stream: {models} {size / 1e9:,.3g} GB, {too_much}: comparing layer by layer")
     if stream:
-        for path, config, option in zip(pair.paths, pair.configs, ("", OPTION), strict=True):
+        for path, config, option in checkpoints:
             check_streamed_form(path, config, option)
     return stream
-
-
-def exceeds_memory(original: Path, config: Mapping[str, Any], models: str, progress: Reporter) -> bool:
-    """Tell whether the checkpoint `original` in FP32 exceeds the available memory, with a note that begins with
-    `models`, the subject and verb.
-    """
-    size = 4 * sum(prod(header.shape) for header in weight_headers(original, config).values())
-    if too_much := beyond(size):
-        progress.note(f"--stream: {models} {size / 1e9:,.3g} GB, {too_much}: comparing layer by layer")
-    return bool(too_much)
 
 
 @contextmanager
