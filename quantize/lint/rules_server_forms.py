@@ -167,10 +167,8 @@ def second_codes(served: Served) -> Broken:
     fp8q-vllm computes both.
     """
     fields = served.config.get("fp8q")
-    stated = fields if isinstance(fields, dict) else {}
-    listed, tails = stated.get("two_terms"), stated.get("tails")
-    names = [*(listed if isinstance(listed, list) else ()), *(tails if isinstance(tails, dict) else ())]
-    if modules := sorted({name for name in names if isinstance(name, str)}):
+    listed = fields.get("two_terms") if isinstance(fields, dict) else None  # those with a tail among them
+    if modules := [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []:
         more = f" and {len(modules) - 1:,} more" if len(modules) > 1 else ""
         remedy = "write another form by `fp8q scales RUN --form dynamic`, or --form bf16"
         if served.server == "vllm":
