@@ -79,18 +79,19 @@ def check_verdict(run: Run, accuracy: Accuracy, limits: VerdictLimits) -> None:
 def _beyond(verdict: Verdict, asked: VerdictLimits) -> list[str]:
     """The measures of a verdict that are beyond their limits, in words: as an option gave them, or by default."""
 
-    def limit(option: str, value: str) -> str:
-        by_option = getattr(asked, option.removeprefix("--").replace("-", "_")) is not None
-        return f"more than {option} {value}" if by_option else f"more than the limit {value} ({option})"
+    def limit(option: str, value: str, by_option: float | None) -> str:
+        return f"more than the limit {value} ({option})" if by_option is None else f"more than {option} {value}"
 
     rise, kl, flips = verdict.perplexity_increase, verdict.kl_nats, verdict.flips
     words = list[str]()
     if rise is None or "perplexity" in verdict.exceeded:
         above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
-        words.append(f"perplexity is {above}, {limit('--max-ppl-increase', f'{100 * verdict.limit:g}%')}")
+        largest = limit("--max-ppl-increase", f"{100 * verdict.limit:g}%", asked.max_ppl_increase)
+        words.append(f"perplexity is {above}, {largest}")
     if "kl" in verdict.exceeded and kl is not None and verdict.kl_limit_nats is not None:
-        words.append(f"KL from BF16 is {nats(kl)} nats a token, {limit('--max-kl', nats(verdict.kl_limit_nats))}")
+        largest = limit("--max-kl", nats(verdict.kl_limit_nats), asked.max_kl)
+        words.append(f"KL from BF16 is {nats(kl)} nats a token, {largest}")
     if "flips" in verdict.exceeded and flips is not None and verdict.flips_limit is not None:
         differ = f"{of_100(flips)} of 100 next tokens differ from BF16's"
-        words.append(f"{differ}, {limit('--max-flips', f'{of_100(verdict.flips_limit)}%')}")
+        words.append(f"{differ}, {limit('--max-flips', f'{of_100(verdict.flips_limit)}%', asked.max_flips)}")
     return words

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -187,6 +188,21 @@ def test_windows_that_overlap_stay_below_the_limit() -> None:
     some = evenly_spaced(whole, 40)
     assert some.protocol.tokens == int(some.scored.sum()) <= 40
     assert np.isin(some.ids[:, 0], whole.ids[:, 0]).all()
+
+
+def test_a_run_with_second_codes_is_tuned_for_the_server_that_multiplies_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scales.json").touch()
+    monkeypatch.setattr(Run, "without_graph", lambda self: "it was left out")
+    protocol, bf16 = cut(IDS, "text", 4, 4).protocol, RuntimeAccuracy(perplexity=2.0, nll_nats=0.7)
+    far = Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": bf16.model_copy(update=FAR)})
+    worse = far.model_copy(update={"verdict": decide(far, {}, ONE)})
+    for modules, server in ((["a"], "vllm-plugin"), ([], "vllm")):
+        scales = SimpleNamespace(two_terms=modules)
+        monkeypatch.setattr("fp8q.stages.shared.gates.load_scales", lambda run, scales=scales: scales)
+        with pytest.raises(GateError, match=f" --for {server} --max-kl 0.00995` finds the cheapest mix"):
+            check_verdict(Run(tmp_path), worse, ONE)
 
 
 #: A runtime's loss that is beyond the limit of KL alone.
