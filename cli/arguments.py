@@ -113,7 +113,7 @@ ChosenPreset = Annotated[
     option(
         SCALES,
         "Options that go together. exact: two FP8 codes an activation for decoded tokens and the end of a prompt (a "
-        "tail), and GPTQ; answers nearly as BF16 does, at the cost of one code. fast: one code everywhere and GPTQ, as "
+        "tail), and GPTQ; loses far less, at nearly the cost of one code. fast: one code everywhere and GPTQ, as "
         "every FP8 server runs it. Options that you give beside it override it.",
         "NAME",
         "none",
