@@ -86,6 +86,20 @@ def test_a_runtime_of_the_graph_is_refused_before_anything_is_written(
     assert not out.exists()
 
 
+def test_a_form_without_graphs_is_the_reason_where_none_was_asked_for_too(
+    demo_checkpoint: Path, demo_texts: Texts, tmp_path: Path
+) -> None:
+    graph = api.ExportOptions(graph=False)
+    run = api.calibrate(
+        demo_checkpoint, demo_texts.calibration, tmp_path / "run", export_options=graph, samples=2, seq_len=32,
+        form=("dynamic",),
+    )  # fmt: skip
+    reason = run.without_graph()
+    assert reason is not None
+    assert "dynamic" in reason
+    assert "fp8q export" not in reason
+
+
 def test_exporting_without_a_graph_is_refused(demo_run: Run) -> None:
     with pytest.raises(InputError) as refused:
         api.export(demo_run.root, api.ExportOptions(graph=False))
