@@ -83,9 +83,22 @@ def summary(found: Tokens, other: Tokens | None = None) -> dict[str, float | lis
         "flips": round(float(found.flipped.mean()), 5),
     }
     if other is not None:
-        made["kl_over_modelopt"] = round(float(found.kl.sum() / other.kl.sum()), 4)
-        made["ratio_interval"] = [round(end, 4) for end in drawn.ratio(found.kl.ravel(), other.kl.ravel())]
+        made["kl_over_modelopt"], made["ratio_interval"] = ratio(found, other)
     return made
+
+
+def ratio(tokens: Tokens, other: Tokens) -> tuple[float, list[float]]:
+    """The mean KL over that of `other`, and its interval over the windows that both have."""
+    windows = np.repeat(np.arange(len(tokens.kl)), tokens.kl.shape[1])
+    ends = Bootstrap(windows).ratio(tokens.kl.ravel(), other.kl.ravel())
+    return round(float(tokens.kl.sum() / other.kl.sum()), 4), [round(end, 4) for end in ends]
+
+
+def evaluation_windows(run: Run, context: int, count: int) -> npt.NDArray[np.int64]:
+    """`count` evenly spaced windows int64 [count, context] of the evaluation text of `run`."""
+    tokens = load_tokens(run, run.evaluation).reshape(-1)
+    windows = tokens[: len(tokens) // context * context].reshape(-1, context)
+    return windows[np.linspace(0, len(windows) - 1, count).astype(np.int64)]
 
 
 class Judge:
@@ -149,9 +162,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         run = calibrated("gptq")
         seconds = {"calibrate, gptq": round(time.monotonic() - start, 1)}
         source = source_of(run)
-        texts = load_tokens(run, run.evaluation)
-        windows = texts.reshape(-1)[: len(texts.reshape(-1)) // context * context].reshape(-1, context)
-        windows = windows[np.linspace(0, len(windows) - 1, asked.windows or count).astype(np.int64)]
+        windows = evaluation_windows(run, context, asked.windows or count)
         judge = Judge(load_model(source, torch.float32, "cpu"), windows, folder)
         calibration = load_tokens(run, run.calibration)
         modules = set(load_scales(run).weights)
