@@ -9,7 +9,14 @@ from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
 from ..options import LEAST_WINDOWS, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions, VerdictLimits
-from ..quantize.checkpoint.card_additions import ACCURACY_MARK, COST, markdown_text, state_in_card, state_validated
+from ..quantize.checkpoint.card_additions import (
+    ACCURACY_MARK,
+    COST,
+    markdown_message,
+    markdown_text,
+    state_in_card,
+    state_validated,
+)
 from ..quantize.scales.decisions import load_scales
 from ..validate.accuracy.card import card_table, repeating_command
 from ..validate.accuracy.decision import decide, noise_floor
@@ -272,8 +279,8 @@ def _tell_card(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken) -> None:
         return
     protocol = markdown_text(accuracy.protocol.description)
     if verdict := accuracy.verdict:
-        said = markdown_text(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
-        decision = f"**{markdown_text(verdict.sentence)}.** {said}"
+        said = markdown_message(" ".join(filter(None, (verdict.detail, noise_floor(accuracy)))))
+        decision = f"**{markdown_message(verdict.sentence)}.** {said}"
         measured = f"{decision} Measured by `fp8q validate` on {protocol}."
         if table := card_table(accuracy, nll, kl):
             text_hash = accuracy.protocol.sha256[:16]

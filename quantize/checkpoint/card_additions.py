@@ -65,13 +65,26 @@ def state_in_card(card: Path, mark: str, text: str) -> None:
 
 def markdown_text(text: str) -> str:
     """Escape an untrusted text for Markdown: one line, which shows the text itself, without markup and HTML."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
-    return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+    return _escaped(_one_line(text))
+
+
+def markdown_message(text: str) -> str:
+    """Escape a message for Markdown, except that its commands, in backticks, become inline code."""
+    parts = re.split(r"`([^`]*)`", _one_line(text))
+    return "".join(markdown_code(part) if index % 2 else _escaped(part) for index, part in enumerate(parts))
 
 
 def markdown_code(text: str) -> str:
     """Format an untrusted `text` as inline code, fenced by more backticks than it contains."""
-    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    line = _one_line(text)
     fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 1)
     gap = " " if "`" in line else ""
     return f"{fence}{gap}{line}{gap}{fence}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def _escaped(line: str) -> str:
+    return re.sub(r"([\\`*\[\]<>~&$]|(?<!\w)_|_(?!\w))", r"\\\1", line)

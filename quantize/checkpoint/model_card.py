@@ -12,6 +12,7 @@ from .card_additions import (
     ONE_TERM_COST,
     TASK_SCORES,
     markdown_code,
+    markdown_message,
     markdown_text,
 )
 from .hf_layout import NO_EXPERT_WEIGHTS_ALONE, HfLayout
@@ -205,9 +206,10 @@ in the compute type. fp8q's graphs and engines keep it as said."""
 def model_card(source: Source, scales: Scales, form: HfLayout, from_fp8: bool = False) -> str:
     """The model card of the checkpoint made of `source`, in Markdown; `from_fp8`: the source is an FP8 checkpoint."""
     name, architecture = source.title, source.architecture
-    skipped = ", ".join(
-        f"{markdown_code(module)} ({markdown_text(decision.reason)})" for module, decision in scales.skipped.items()
-    )
+    by_reason: dict[str, list[str]] = {}
+    for module, decision in scales.skipped.items():
+        by_reason.setdefault(decision.reason, []).append(markdown_code(module))
+    skipped = ", ".join(f"{', '.join(modules)} ({markdown_message(reason)})" for reason, modules in by_reason.items())
     return CARD.format(
         name=markdown_text(name),
         architecture=markdown_text(architecture),
@@ -256,7 +258,7 @@ def _bf16_cache_layers(form: HfLayout) -> str:
 
 def _graphs(form: HfLayout) -> str:
     if form.no_graph is not None:
-        return NO_GRAPH.format(reason=markdown_text(form.no_graph))
+        return NO_GRAPH.format(reason=markdown_message(form.no_graph))
     return f"{GRAPHS}\n\n{form.limit[0].upper()}{form.limit[1:]}." if form.limit else GRAPHS
 
 

@@ -74,9 +74,9 @@ def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> 
                 reason=f"of class {gemms.unknown[name]}, which does not compute as a linear layer does"
             )
         elif matching:
-            skipped[name] = Skipped(reason=f"asked for: --skip {matching[0]}")
+            skipped[name] = Skipped(reason=f"left out by --skip {matching[0]}")
         elif only and not any(fnmatchcase(name, pattern) for pattern in only):
-            skipped[name] = Skipped(reason=f"asked for: not in --only {' '.join(only)}")
+            skipped[name] = Skipped(reason=f"not in --only {' '.join(only)}")
         elif name in gemms.in_bf16 and not only:
             skipped[name] = Skipped(reason="as it was given: no FP8 codes in the source checkpoint")
     chosen = [name for name in gemms.names if name not in skipped]

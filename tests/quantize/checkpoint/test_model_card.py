@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.quantize.checkpoint.card_additions import markdown_code, markdown_text
+from fp8q.quantize.checkpoint.card_additions import markdown_code, markdown_message, markdown_text
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,10 @@ def test_no_name_is_html_or_has_lines(name: str) -> None:
 def test_a_modules_name_is_code_whatever_stands_in_it() -> None:
     assert markdown_code("model.layers.0") == "`model.layers.0`"
     assert markdown_code("a`b``c\n") == "``` a`b``c ```"
+
+
+def test_commands_of_a_message_are_code_and_the_rest_is_text() -> None:
+    message = "weights alone has no graph (`fp8q scales RUN --form one` chooses *another*)"
+    shown = r"weights alone has no graph (`fp8q scales RUN --form one` chooses \*another\*)"
+    assert markdown_message(message) == shown
+    assert markdown_message("a ` b") == r"a \` b"  # no pair

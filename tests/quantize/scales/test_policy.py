@@ -46,7 +46,7 @@ def test_what_transformers_keeps_in_fp32_is_not_quantized() -> None:
 
 def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
     assert select(PRODUCTS, (), ("*.mlp.*",))[0] == ["l.0.mlp.up_proj"]
-    left_out = "asked for: not in --only *.mlp.*"
+    left_out = "not in --only *.mlp.*"
     assert reasons(only=("*.mlp.*",)) == {
         "l.0.attn.q_proj": left_out,
         "l.0.attn.k_proj": left_out,
@@ -57,7 +57,7 @@ def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
 
 def test_skip_takes_out_of_what_only_names() -> None:
     assert select(PRODUCTS, ("*.q_proj",), ("*.attn.*", "*.up_proj"))[0] == ["l.0.attn.k_proj", "l.0.mlp.up_proj"]
-    assert reasons(("*.q_proj",), ("*.attn.*",))["l.0.attn.q_proj"] == "asked for: --skip *.q_proj"
+    assert reasons(("*.q_proj",), ("*.attn.*",))["l.0.attn.q_proj"] == "left out by --skip *.q_proj"
 
 
 @pytest.mark.parametrize("option", ["skip", "only"])

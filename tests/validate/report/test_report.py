@@ -130,7 +130,7 @@ def test_what_has_not_been_run_is_named_with_its_command(calibrated_run: Run) ->
 
 
 def test_a_run_in_which_nothing_is_fp8_has_a_report_too(calibrated_run: Run) -> None:
-    head = Skipped(reason="asked for: --skip *")
+    head = Skipped(reason="left out by --skip *")
     with RunWriter(calibrated_run).stage("quantize", {}, {}) as log:
         write_document(calibrated_run.scales, Scales(weights={}, activations={}, skipped={"lm_head": head}))
         log.outputs.append(calibrated_run.scales)
