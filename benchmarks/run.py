@@ -76,6 +76,10 @@ BY_HAND: Mapping[str, str] = {
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
     "wrong_models": "wrong_models.py",
     "made_by_others": "made_by_others.py",
+    "made_by_others_smollm2": (
+        "made_by_others.py build/real/smollm2=../shared/data/wikitext-2-raw-valid.txt,"
+        "../shared/data/wikitext-2-raw-test.txt"
+    ),
     "mxfp8": "mxfp8.py",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3",
@@ -90,7 +94,15 @@ BY_HAND: Mapping[str, str] = {
 }
 #: The longest that a part is to take on a quiet machine of two cores.
 LONGEST_SECONDS = 600
-PEERS = ("accuracy", "as_served", "calibration", "made_by_others", "real_models_smollm2", "real_models_gemma3")
+PEERS = (
+    "accuracy",
+    "as_served",
+    "calibration",
+    "made_by_others",
+    "made_by_others_smollm2",
+    "real_models_smollm2",
+    "real_models_gemma3",
+)
 #: Part of `PEERS` -> the arguments that leave the peer's rows as they are.
 WITHOUT_PEER: Mapping[str, Sequence[str]] = {"accuracy": ("--again", f"^(?!{re.escape(COMPRESSOR)})")}
 

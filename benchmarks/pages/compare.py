@@ -3,6 +3,7 @@ that others make.
 """
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from markdown import gigabytes, load, table
@@ -57,9 +58,9 @@ def wrong_models() -> str:
 
 def made_by_others() -> str:
     """A row for each file that others make of a model: verdict, loss, what loads it, and what lint says of servers."""
-    results: Mapping[str, Mapping[str, Mapping[str, Any]]] = load("made_by_others")["results"]
     lines = []
-    for model, rows in results.items():
+    results = [load(f"made_by_others{part}")["results"] for part in ("_smollm2", "")]
+    for model, rows in chain.from_iterable(models.items() for models in results):
         for name, row in rows.items():
             servers = [f"{server} {', '.join(rules)}" for server, rules in row["lint"].items() if rules]
             lines.append(
