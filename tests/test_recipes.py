@@ -140,12 +140,12 @@ def test_a_lint_rule_is_added_by_one_function(package: Path) -> None:
     follow("Add a lint rule", package)
     graph = package.parent / "model.onnx"
     graph.write_bytes(onnx.parser.parse_model(LINTED).SerializeToString())
-    assert "warning F319 producer: names no producer; set producer_name to the tool that writes the graph" in (
+    assert "warning F320 producer: names no producer; set producer_name to the tool that writes the graph" in (
         python(package, "-m", "fp8q", "lint", graph).splitlines()
     )
-    explained = python(package, "-m", "fp8q", "lint", "--explain", "F319")
+    explained = python(package, "-m", "fp8q", "lint", "--explain", "F320")
     assert " ".join(explained.split()) == (
-        "F319 producer Warning, for any graph. The file names the tool that wrote it: whoever finds a fault can then "
+        "F320 producer Warning, for any graph. The file names the tool that wrote it: whoever finds a fault can then "
         "report it there."
     )
 

@@ -1,4 +1,4 @@
-"""Rules F305 to F308 and F318: names, inputs and outputs as `modules.graph_model` traces them."""
+"""Rules F305 to F308, F318 and F319: names, inputs and outputs as `modules.graph_model` traces them."""
 
 import re
 
@@ -192,9 +192,11 @@ def _sizes(value: ValueInfoProto) -> list[str | int]:
     return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
 
 
-def _past_of(new: ValueInfoProto | None) -> tuple[object, ...]:
-    """The dimensions of the past in blocks, whose heads the output `new` tells."""
-    sizes = _sizes(new) if new is not None else []
+def _past_of(new: ValueInfoProto | None) -> tuple[object, ...] | None:
+    """The dimensions of the past in blocks, whose heads the output `new` tells; None without it, which F306 says."""
+    if new is None:
+        return None
+    sizes = _sizes(new)
     return past_in_blocks(sizes[HEADS] if len(sizes) == len(NEW) else "heads")
 
 
@@ -211,6 +213,18 @@ def new_keys_alone(graph: Indexed, expected: Expectation) -> Broken:
                 "",
                 f"the output {name} has the past in it (its length is capacity + seq); give out the new ones alone",
             )
+
+
+@expectation_rule("F319", "copied-cache", "warning")
+def copied_cache(graph: Indexed, expected: Expectation) -> Broken:
+    """The past is an input in blocks of slots, which a decode step reads where it lies. Graphs of before have one of
+    [batch, heads, capacity, size], to which a step appends the new keys and values: its engine reads the whole cache
+    and writes a copy of it in the compute type, five bytes an element of an FP8 cache where one is enough.
+    """
+    pasts = [name for name in graph.inputs if name.startswith("past_key_values.")]
+    if copied := [name for name in pasts if len(_sizes(graph.inputs[name])) == len(PAST)]:
+        form = f"{copied[0]} is [batch, heads, capacity, size], and each decode step copies the whole cache"
+        yield "", f"{form}; run `fp8q export` again for one in blocks, which a step reads once"
 
 
 def _holds_past(dims: list[str | int]) -> bool:

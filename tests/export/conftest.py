@@ -23,6 +23,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.export.engine.build import Job, build
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.graph.weight_scale_form import in_form
+from fp8q.export.onnx_file.names import BLOCK
 from fp8q.options import WeightScale
 
 Array = npt.NDArray[np.generic]
@@ -192,7 +193,10 @@ class Writer:
     def cache(self, attention: str, layer: int, part: str, new: str) -> str:
         """The past and the new keys (or values); the new ones leave the graph."""
         kind = {"k": "key", "v": "value"}[part]
-        past, output = f"past_key_values.{layer}.{kind}", f"new_key_values.{layer}.{kind}"
+        output = f"new_key_values.{layer}.{kind}"
+        rows = self.node("Shape", ["input_ids"], start=0, end=1)
+        sizes = [rows, self.ints(self.options.key_value_heads), self.ints(-1), self.ints(self.options.head_size)]
+        past = self.node("Reshape", [f"past_key_values.{layer}.{kind}", self.node("Concat", sizes, axis=0)])
         if self.options.fp8_cache:
             scale = self.scale(f"{attention}.{part}_scale", SCALE)
             self.quantize(new, scale, f"{attention}.{part}.quantize", output)
@@ -242,7 +246,8 @@ class Writer:
 
     def mask(self) -> str:
         """Which key a query may see, slot j of the past holding position j."""
-        capacity = self.node("Squeeze", [self.node("Shape", ["past_key_values.0.key"], start=2, end=3)])
+        lengths = [self.node("Shape", [name], start=1, end=2) for name in ("attention_mask", "input_ids")]
+        capacity = self.node("Squeeze", [self.node("Sub", lengths)])
         slots = self.node("Range", [self.ints(0, scalar=True), capacity, self.ints(1, scalar=True)])
         rows = self.node("Concat", [self.node("Shape", ["input_ids"], start=0, end=1), self.ints(1)], axis=0)
         positions = self.node("Concat", [self.node("Expand", [slots, rows]), "position_ids"], axis=1)
@@ -295,7 +300,9 @@ class Writer:
         for name in (f"{layer}.{part}" for layer in range(options.layers) for part in ("key", "value")):
             inputs.append(
                 describe(
-                    f"past_key_values.{name}", kind, ["batch", options.key_value_heads, "capacity", options.head_size]
+                    f"past_key_values.{name}",
+                    kind,
+                    [f"{options.key_value_heads}*batch*blocks", BLOCK, options.head_size],
                 )
             )
             outputs.append(

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from .changes import AGAIN, DOWN, EXPORT, KEY, LAYER, Case, add_tensor, node, set_tensor, tensor, versions
+from .changes import AGAIN, DOWN, EXPORT, KEY, LAYER, Case, add_tensor, each, node, set_tensor, tensor, versions
 
 
 def only(model: ModelProto, operator: str) -> NodeProto:
@@ -75,6 +75,16 @@ def set_dimension(name: str, axis: int, size: int | str) -> Callable[[ModelProto
             dimension.dim_value = size
         else:
             dimension.dim_param = size
+
+    return change
+
+
+def set_dimensions(name: str, *sizes: int | str) -> Callable[[ModelProto], None]:
+    def change(model: ModelProto) -> None:
+        dimensions = value(model, name).shape.dim
+        del dimensions[:]
+        for size in sizes:
+            dimensions.add(**{"dim_value" if isinstance(size, int) else "dim_param": size})
 
     return change
 
@@ -220,6 +230,16 @@ CASES = [
         ),
         cache={KEY: np.full((2, 1, 1), 0.5, np.float32)},
     ),
+    Case(
+        "F319",
+        (
+            (
+                "past_key_values.0.key is [batch, heads, capacity, size], and each decode step copies the whole cache; "
+                "run `fp8q export` again for one in blocks, which a step reads once"
+            ),
+        ),
+        each(*(set_dimensions(f"past_key_values.0.{part}", "batch", 2, "capacity", 64) for part in ("key", "value"))),
+    ),
     Case("F307", ("input_ids is [1, seq]; give it the contract's [batch, seq]",), set_dimension("input_ids", 0, 1)),
     Case(
         "F307",
@@ -228,12 +248,7 @@ CASES = [
     ),
     Case(
         "F307",
-        (
-            (
-                "past_key_values.0.key is [batch, heads, capacity, 64]; give it the contract's [batch, size, capacity, "
-                "size]"
-            ),
-        ),
+        (("past_key_values.0.key is [2*batch*blocks, heads, 64]; give it the contract's [2*batch*blocks, 64, size]"),),
         set_dimension("past_key_values.0.key", 1, "heads"),
     ),
     Case(
@@ -247,7 +262,7 @@ CASES = [
         ),
         set_dimension("new_key_values.0.key", 2, "capacity + seq"),
     ),
-    Case("F309", ("nodes have no name (2 of 71); name them",), unname("Gather", "Squeeze")),
+    Case("F309", ("nodes have no name (2 of 79); name them",), unname("Gather", "Squeeze")),
     Case(
         "F310",
         ("imports the domain com.example and uses nothing of it; drop the import",),
