@@ -33,7 +33,7 @@ PARTS: Mapping[str, str] = {
         name: f"{name}.py"
         for name in (
             "unseen_architectures", "validate_memory", "compare_memory", "weight_rounding", "architectures",
-            "expert_tokens", "experts", "two_terms", "cache_traffic",
+            "expert_tokens", "expert_rounding", "experts", "two_terms", "cache_traffic",
         )
     },
     "distill_memory": "distill_memory.py",

@@ -1,4 +1,6 @@
-"""The tables of docs/experts.md: how many tokens an amax needs, and the time that branches take to build."""
+"""The tables of docs/experts.md: the tokens that an amax needs, what judged codes leave, and the time that branches
+take to build.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -43,4 +45,31 @@ def branches_in_all() -> str:
     return table(["experts", "branches", "build, processor time", "plan"], rows)
 
 
-TABLES = (expert_tokens, branches_in_all)
+def expert_rounding() -> str:
+    """KL by each rounding of all weights, and the difference that judging makes."""
+    rows = []
+    for model, found in load("expert_rounding")["results"].items():
+        kl, less, last = found["kl_mean_micronats"], found["judged_minus"]["gptq"], found["gptq_over_nearest"]["down"]
+        codes = sum(found["judged_weights"].values())
+        rows.append(
+            [
+                model,
+                f"{found['tokens_of_an_expert']['median']:,}",
+                *(f"{kl[rounding]:,.0f}" for rounding in ("nearest", "gptq", "judged")),
+                f"{less['mean']:+,.0f} ({less['low']:+,.0f} to {less['high']:+,.0f})",
+                f"{last['worse']} of {last['weights']}",
+                f"{codes - found['judged_weights'].get('gptq', 0)} of {codes}",
+            ]
+        )
+    heads = [
+        "model",
+        "tokens of an expert, median",
+        "KL × 10⁶, `nearest`",
+        "`gptq` unjudged",
+        "judged",
+        "judged − `gptq`",
+    ]
+    return table([*heads, "last GEMMs worse than `nearest` by `gptq`", "weights with other codes"], rows)
+
+
+TABLES = (expert_tokens, expert_rounding, branches_in_all)
