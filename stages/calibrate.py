@@ -13,7 +13,7 @@ from ..calibrate.text import mixture
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
 from ..options import ExportOptions, RescaleOptions, RunOptions
-from ..quantize.scales.policy import ModelGemms
+from ..quantize.scales.policy import ModelGemms, few_tokens_note
 from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .export import export_or_note
@@ -129,6 +129,8 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     preflight.check_calibrate(source, options, what.options.export)
     collected = collect(source, load_tokenizer(source, notes), what.data, what.eval_data, options, notes)
     check_batches(options, len(collected.windows), world)
+    if remark := few_tokens_note(gemms, options.weight_rounding, collected.windows.size):
+        notes.note(remark)
     if later:
         preflight.check_fit(source, collected, later)
     sources.check_weights(run, source, notes)

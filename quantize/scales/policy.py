@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import BLOCK, DYNAMIC, Form, FormRule, ScaleOptions
+from ...options import BLOCK, DYNAMIC, Form, FormRule, ScaleOptions, WeightRounding
 from .decisions import Scales, Skipped
 
 #: Why a run in dynamic form has no graph.
@@ -36,7 +36,8 @@ class ModelGemms:
     `names`: all of them; `head`: the output head; `unknown`: GEMMs of a class that cannot be quantized -> the class;
     `in_bf16`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
     `routers`: the GEMMs that choose among experts; `fp32`: those that transformers keeps in FP32; `states`: those
-    that compute a recurrent state or an indexer's keys -> the reason why they stay.
+    that compute a recurrent state or an indexer's keys -> the reason why they stay; `widths`: module -> the numbers of
+    its input, of modules whose weight is a matrix.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,29 @@ class ModelGemms:
     routers: frozenset[str] = frozenset()
     fp32: frozenset[str] = frozenset()
     states: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, int] = field(default_factory=dict)
+
+
+#: Calibration tokens for each number of an input that second moments need, about: with two, GPTQ made Gemma 3 worse
+#: than nearest rounding (`benchmarks/weight_levers.py`); with five it gained nothing on SmolLM2's widest inputs
+#: (decision 72).
+TOKENS_AN_INPUT = 6
+
+
+def few_tokens_note(gemms: ModelGemms, rounding: WeightRounding, tokens: int) -> str | None:
+    """Warn of second moments of too few calibration `tokens` for the widest input; None where they are enough.
+
+    Experts are judged on tokens held out (`quantize.weights.held_out`), and starved ones have notes of their own.
+    """
+    widths = {name: width for name, width in gemms.widths.items() if ".experts." not in name and name != gemms.head}
+    widest = max(widths, key=lambda name: widths[name], default=None)
+    if rounding == "nearest" or widest is None or tokens >= (enough := TOKENS_AN_INPUT * widths[widest]):
+        return None
+    return (
+        f"--weight-rounding {rounding}: {tokens:,} calibration tokens are few for inputs of {widths[widest]:,} "
+        f"numbers, as that of {widest}: on other text such codes may lose more than the nearest; give {enough:,} or "
+        "more (--samples)"
+    )
 
 
 def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:

@@ -70,6 +70,10 @@ def gemms_of(source: Source, options: ScaleOptions = ScaleOptions()) -> ModelGem
         frozenset(routers(model)),
         frozenset(name for name in (*modules, *others) if source.stored(f"{name}.weight") in source.fp32_in_files),
         {} if attending is None else state_modules(modules),
+        {
+            name: module.get_parameter("weight").shape[1 - output_channel_axis(module)]
+            for name, module in modules.items()
+        },
     )
     check_tail_length(options, source.max_positions)
     attentions = list(attention_modules(model).values())

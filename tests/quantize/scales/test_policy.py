@@ -14,6 +14,7 @@ from fp8q.quantize.scales.policy import (
     ModelGemms,
     check_tail_length,
     complete_groups,
+    few_tokens_note,
     mixed_experts_warning,
     mixed_group_warning,
     module_forms,
@@ -36,6 +37,17 @@ def reasons(skip: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> dict[str,
 def test_all_linear_layers_but_the_head_run_in_fp8_unless_asked_otherwise() -> None:
     assert select(PRODUCTS, ())[0] == ["l.0.attn.q_proj", "l.0.attn.k_proj", "l.0.mlp.up_proj"]
     assert reasons() == {"l.0.mlp.conv": CONV, "lm_head": HEAD}
+
+
+def test_second_moments_of_few_tokens_are_warned_of() -> None:
+    widths = {"l.0.mlp.up_proj": 576, "l.0.mlp.down_proj": 1536, "l.0.mlp.experts.3.w2": 4096, "lm_head": 4096}
+    gemms = replace(PRODUCTS, widths=widths)
+    assert few_tokens_note(gemms, "gptq", 6 * 1536) is None
+    assert few_tokens_note(gemms, "nearest", 10) is None
+    assert few_tokens_note(gemms, "sequential", 6 * 1536 - 1) == (
+        "--weight-rounding sequential: 9,215 calibration tokens are few for inputs of 1,536 numbers, as that of "
+        "l.0.mlp.down_proj: on other text such codes may lose more than the nearest; give 9,216 or more (--samples)"
+    )
 
 
 def test_what_transformers_keeps_in_fp32_is_not_quantized() -> None:
