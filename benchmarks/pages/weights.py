@@ -13,6 +13,41 @@ def weights_alone() -> str:
     return table(["weights", *(_sized(name, found) for name, found in models.items())], rows)
 
 
+#: Result -> the model's name; row -> its title, where it has another.
+LEVERS = {"weight_levers": "SmolLM2-135M", "weight_levers_gemma3": "Gemma 3 270M"}
+LEVER_TITLES = {
+    "BF16": "BF16 itself",
+    "nearest": "`nearest`",
+    "gptq": "`gptq`, 64 windows",
+    "gptq, the worst in BF16": "`gptq`, 64 windows, the costliest weights in BF16",
+    "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
+}
+
+
+def weight_levers() -> str:
+    """What each lever leaves of the loss of weights in real models, beside its time and bytes."""
+    cells = []
+    for result, model in LEVERS.items():
+        (found,) = load(result)["results"].values()
+        for name, row in found["rows"].items():
+            low, high = row.get("ratio_interval", (None, None))
+            cells.append(
+                [
+                    model,
+                    LEVER_TITLES.get(name, name.replace("gptq", "`gptq`")),
+                    f"{row['kl_mean_micronats']:,.0f}",
+                    f"{row['kl_over_gptq']:.2f} ({low:.2f} to {high:.2f})" if low is not None else "",
+                    f"{row['kl_median_micronats']:,.0f}",
+                    f"{row['perplexity_increase']:+.2%}",
+                    f"{row['flips']:.1%}",
+                    f"{row['seconds'] / 60:.1f}" if "seconds" in row else "",
+                    f"{row['bytes'] - 1:.1%}" if "bytes" in row else "",
+                ]
+            )
+    head = ["model", "weights", "KL × 10⁶", "over `gptq`", "median", "perplexity", "flips", "minutes", "bytes more"]
+    return table(head, cells)
+
+
 def weight_seconds() -> str:
     """What rounding takes."""
     models = load("weight_rounding")["results"]
@@ -70,6 +105,7 @@ def _sized(name: str, found: Figures) -> str:
 
 
 TABLES = (
+    weight_levers,
     weights_alone,
     weight_seconds,
     weight_shapes,

@@ -51,8 +51,8 @@ class ModelGemms:
     widths: Mapping[str, int] = field(default_factory=dict)
 
 
-#: Calibration tokens for each number of an input that second moments need, about: with two, GPTQ made Gemma 3 worse
-#: than nearest rounding (`benchmarks/weight_levers.py`); with five it gained nothing on SmolLM2's widest inputs
+#: Calibration tokens for each number of an input that second moments need, about: with two, GPTQ left Gemma 3 no
+#: better than nearest rounding (`benchmarks/weight_levers.py`); with five it gained nothing on SmolLM2's widest inputs
 #: (decision 72).
 TOKENS_AN_INPUT = 6
 
