@@ -204,9 +204,10 @@ def missed(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [text for text, met in checks.items() if not met]
 
 
-def main() -> int:
-    """Measure, print, judge."""
-    parser = arguments(__doc__)
+def asked_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the options that benchmarks of these models share; end with exit status 2 where a model, text or package is
+    not there, before anything is measured.
+    """
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; both without")
     parser.add_argument("--rows", default="", metavar="PATTERN", help="a regular expression of the rows to measure")
     parser.add_argument("--windows", type=int, help="windows of the test text (24 of SmolLM2, 16 of Gemma 3)")
@@ -214,7 +215,6 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=FOLDER, help="of the checkpoints, and of what lies there meanwhile"
     )
-    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
     parser.add_argument("--data", default=str(SHARED / "data" / "wikitext-2-raw-valid.txt"))
     parser.add_argument("--eval-data", default=str(SHARED / "data" / "wikitext-2-raw-test.txt"))
     asked = parser.parse_args()
@@ -223,11 +223,19 @@ def main() -> int:
     for text in (asked.data, asked.eval_data):
         if not Path(text).is_file():
             parser.error(f"{text}: is not there; name WikiText-2's raw text with --data and --eval-data")
-    names = asked.models or list(MODELS)
-    for name in names:
-        checkpoint(name, asked.folder)  # what is not installed is said before anything is measured
+    asked.models = asked.models or list(MODELS)
+    for name in asked.models:
+        checkpoint(name, asked.folder)
+    return asked
+
+
+def main() -> int:
+    """Measure, print, judge."""
+    parser = arguments(__doc__)
+    parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
+    asked = asked_of(parser)
     head = described("real_models")
-    results = {name: measure(name, asked) for name in names}
+    results = {name: measure(name, asked) for name in asked.models}
     passed = not any(row["missed"] for row in results.values())
     return publish(head, {"samples": asked.samples, "results": results, "passed": passed}, asked.save)
 

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import SHARED
-from real_checkpoints import FOLDER, MODELS, checkpoint
-from real_models import PROTOCOL, Judge, evaluation_windows, ratio, summary
+from real_checkpoints import checkpoint
+from real_models import PROTOCOL, Judge, asked_of, evaluation_windows, ratio, summary
 from real_rows import BF16, Weights, bf16_model, quantized, stored_weights
 from result import arguments, described, publish
 
@@ -37,7 +36,9 @@ from fp8q.stages.shared.sources import source_of
 MORE_AND_LESS = (16, 256)
 #: The share of bytes that modules in BF16 may add.
 BF16_BYTES = 0.03
-GPTQ = "gptq"
+GPTQ, WORST, LEARNED = "gptq", "gptq, the worst in BF16", "gptq, then learned"
+#: The rows that begin with the run of GPTQ, whose seconds they take too.
+OF_THE_RUN = (GPTQ, WORST, LEARNED)
 
 
 def without_the_worst(run: Run, weights: Weights) -> Weights:
@@ -88,8 +89,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             "nearest": codes("nearest", asked.samples),
             **{f"gptq, {samples} windows": codes("gptq", samples) for samples in MORE_AND_LESS},
             "sequential": codes("sequential", asked.samples),
-            "gptq, the worst in BF16": lambda: without_the_worst(run, gptq),
-            "gptq, then learned": learned,
+            WORST: lambda: without_the_worst(run, gptq),
+            LEARNED: learned,
         }
         tokens = {BF16: judge.compare(bf16_model(source)), GPTQ: judge.compare(quantized(source, gptq, {}))}
         results: dict[str, Any] = {BF16: summary(tokens[BF16])}
@@ -98,7 +99,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
                 continue
             start = time.monotonic()
             weights = make()
-            taken = time.monotonic() - start + (seconds if row in (GPTQ, "gptq, the worst in BF16") else 0)
+            taken = time.monotonic() - start + (seconds if row in OF_THE_RUN else 0)
             compared = tokens[row] if row in tokens else judge.compare(quantized(source, weights, {}))
             over, interval = ratio(compared, tokens[GPTQ])
             numbers = sum(weight.numel() for weight in gptq.values())
@@ -115,24 +116,9 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; both without")
-    parser.add_argument("--rows", default="", metavar="PATTERN", help="a regular expression of the rows to measure")
-    parser.add_argument("--windows", type=int, help="windows of the test text (24 of SmolLM2, 16 of Gemma 3)")
-    parser.add_argument("--samples", type=int, default=64, help="windows of the calibration text")
-    parser.add_argument(
-        "--folder", type=Path, default=FOLDER, help="of the checkpoints, and of what lies there meanwhile"
-    )
-    parser.add_argument("--data", default=str(SHARED / "data" / "wikitext-2-raw-valid.txt"))
-    parser.add_argument("--eval-data", default=str(SHARED / "data" / "wikitext-2-raw-test.txt"))
-    asked = parser.parse_args()
-    if unknown := [name for name in asked.models if name not in MODELS]:
-        parser.error(f"{unknown[0]}: is no model here; there are {', '.join(MODELS)}")
-    for text in (asked.data, asked.eval_data):
-        if not Path(text).is_file():
-            parser.error(f"{text}: is not there; name WikiText-2's raw text with --data and --eval-data")
+    asked = asked_of(arguments(__doc__))
     head = described("weight_levers")
-    results = {name: measure(name, asked) for name in asked.models or MODELS}
+    results = {name: measure(name, asked) for name in asked.models}
     return publish(head, {"samples": asked.samples, "results": results}, asked.save)
 
 

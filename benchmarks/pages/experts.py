@@ -48,17 +48,21 @@ def branches_in_all() -> str:
 def expert_rounding() -> str:
     """KL by each rounding of all weights, and the difference that judging makes."""
     rows = []
-    for model, found in load("expert_rounding")["results"].items():
-        kl, less, last = found["kl_mean_micronats"], found["judged_minus"]["gptq"], found["gptq_over_nearest"]["down"]
-        codes = sum(found["judged_weights"].values())
+    for model, measured in load("expert_rounding")["results"].items():
+        kl, less, last = (
+            measured["kl_mean_micronats"],
+            measured["judged_minus"]["gptq"],
+            measured["gptq_over_nearest"]["down"],
+        )
+        codes = sum(measured["judged_weights"].values())
         rows.append(
             [
                 model,
-                f"{found['tokens_of_an_expert']['median']:,}",
+                f"{measured['tokens_of_an_expert']['median']:,}",
                 *(f"{kl[rounding]:,.0f}" for rounding in ("nearest", "gptq", "judged")),
                 f"{less['mean']:+,.0f} ({less['low']:+,.0f} to {less['high']:+,.0f})",
                 f"{last['worse']} of {last['weights']}",
-                f"{codes - found['judged_weights'].get('gptq', 0)} of {codes}",
+                f"{codes - measured['judged_weights'].get('gptq', 0)} of {codes}",
             ]
         )
     heads = [

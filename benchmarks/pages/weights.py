@@ -28,8 +28,8 @@ def weight_levers() -> str:
     """What each lever leaves of the loss of weights in real models, beside its time and bytes."""
     cells = []
     for result, model in LEVERS.items():
-        (found,) = load(result)["results"].values()
-        for name, row in found["rows"].items():
+        (measured,) = load(result)["results"].values()
+        for name, row in measured["rows"].items():
             low, high = row.get("ratio_interval", (None, None))
             cells.append(
                 [
