@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fp8q import api
 from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions, RescaleOptions
+from fp8q.options import CalibrateOptions, ExportOptions, RescaleOptions
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import load_scales
@@ -123,3 +124,11 @@ def test_nothing_of_it_is_measured_unless_asked_for_and_a_change_is_refused(
         f"{path}: is not the file that `fp8q calibrate` wrote (its SHA-256 differs from run.json); restore it, or "
         "delete it and run `fp8q calibrate` again"
     )
+
+
+def test_calibration_notes_too_little_text_before_it_measures(
+    source: Source, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        api.calibrate(source.name, str(data), tmp_path / "run", options=GPTQ, export_options=ExportOptions(graph=False))
+    assert "--weight-rounding gptq: 384 calibration tokens are few for inputs of 704 numbers" in caplog.text
