@@ -11,6 +11,7 @@ from shlex import quote
 #: The command that runs a stage, if its name differs from the stage's: `calibrate` measures, quantizes and exports.
 COMMANDS = {
     "corpus": "calibrate",
+    "costliest": "calibrate",
     "forms": "run",
     "measure": "calibrate",
     "quantize": "calibrate",

@@ -46,6 +46,7 @@ class RunFiles:
     statistics_json = _Path("statistics.json")
     moments = _Path("moments")
     queries = _Path("queries.safetensors")
+    costliest = _Path("costliest.json")
     scales = _Path("scales.json")
     attention = _Path("attention.json")
     model = _Path("model")

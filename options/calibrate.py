@@ -32,7 +32,7 @@ AdapterMode = Literal["merge", "beside"]
 Preset = Literal["fast", "exact"]
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "fast": {"activation_terms": 1, "weight_rounding": "gptq"},
-    "exact": {"activation_terms": "tail", "weight_rounding": "gptq"},
+    "exact": {"activation_terms": "tail", "weight_rounding": "gptq", "bf16_weights": 0.03},
 }
 #: The choices for the tokenizer's prefix of each window.
 Bos = Literal["auto", "never"]

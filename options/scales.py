@@ -14,6 +14,7 @@ from .declare import (
     first_changed,
     not_empty,
     option,
+    share_of,
 )
 from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, EVERY, ONE, TWO, Form, FormRule, checked_rules, parse_rule
 
@@ -48,6 +49,8 @@ def read_granularity(option: str, value: str) -> str:
 class ScaleOptions(Options):
     """Options of choosing scales from statistics, without running the model: those of `fp8q merge`, and also of
     `calibrate`.
+
+    `bf16_weights` is stored as a fraction, and may be given as text, `"3%"`; 0 keeps none.
     """
 
     clip: Annotated[Clipping, Parameter(show_default=True)] = Clipping()
@@ -94,6 +97,16 @@ class ScaleOptions(Options):
         option(SCALES, "Quantize only modules whose name matches (* and ?). Repeatable.", "PATTERN"),
         not_empty,
     ] = ()
+    bf16_weights: Annotated[
+        float,
+        option(
+            SCALES,
+            "Keep the weights that lose most a byte in FP8 in BF16, for at most this share more bytes of weights, such "
+            "as 3%. Predicts the loss of each first, on a few calibration windows.",
+            "SHARE",
+            text=share_of("bytes of weights", "3%"),
+        ),
+    ] = 0.0
     q_scale: Annotated[
         bool,
         option(
@@ -196,7 +209,8 @@ class ScaleOptions(Options):
     def __post_init__(self) -> None:
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""
         super().__post_init__()
-        option = first_changed(self, ("weight_method", "weight_scale", "weight_rounding", "activation_terms"))
+        of_weights = ("weight_method", "weight_scale", "weight_rounding", "activation_terms", "bf16_weights")
+        option = first_changed(self, of_weights)
         option = option or next((rule.written for rule in self.form_rules if rule.form != ONE or not rule.every), None)
         option = option or first_changed(self.clip, self.clip.declared())
         if self.inherit and option:

@@ -16,6 +16,7 @@ from ..options import ExportOptions, RescaleOptions, RunOptions
 from ..quantize.scales.policy import ModelGemms, few_tokens_note
 from . import preflight
 from .corpus import Collected, collect, write_corpus
+from .costliest import choose_costliest
 from .export import export_or_note
 from .forms import chosen_options
 from .measure import check_batches, check_experts, measure, take_part
@@ -74,6 +75,7 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
         chosen = chosen_options(run, what.options) if what.all_stages else options
         if chosen != options:
             gemms = sources.gemms_of(source, chosen)
+        choose_costliest(run, source, gemms, chosen, notes)
         quantize(run, source, gemms, chosen, notes)
         export_or_note(run, what.options.export, notes)
     return run
@@ -141,6 +143,8 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
     chosen, graph, source = rescaled(run, options), export_options(run), sources.source_of(run)
     check_attention(adapters_of(run), ExportOptions(), chosen)
-    quantize(run, source, sources.gemms_of(source, chosen), chosen, notes)
+    gemms = sources.gemms_of(source, chosen)
+    choose_costliest(run, source, gemms, chosen, notes)
+    quantize(run, source, gemms, chosen, notes)
     export_or_note(run, graph, notes)
     return run

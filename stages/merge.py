@@ -92,10 +92,9 @@ def check_rounding(options: ScaleOptions) -> None:
             why,
             "use `fp8q calibrate` on all of the text in one run, or leave it out",
         )
-    if options.q_scale:
-        raise InputError(
-            "--q-scale", "runs the model", "use it with `fp8q calibrate` or `fp8q scales`, or leave it out"
-        )
+    asking = "--q-scale" if options.q_scale else "--bf16-weights" if options.bf16_weights else None
+    if asking:
+        raise InputError(asking, "runs the model", "use it with `fp8q calibrate` or `fp8q scales`, or leave it out")
 
 
 def add(paths: Sequence[Path], out: Path) -> Merged:

@@ -23,13 +23,14 @@ from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptio
 from ..quantize.scales.policy import ModelGemms
 from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
+from .costliest import check_costliest
 from .export import LEFT_OUT
 from .measure import streamed
 from .other_text import cut_for
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
 from .shared.gates import check_comparable
-from .validate import check_accumulator, check_enough, check_runtimes
+from .validate import behind_a_prompt, check_accumulator, check_enough, check_runtimes
 
 
 def check_out(run: Run) -> None:
@@ -56,6 +57,7 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
         check_sequential(source, device())
     elif streamed(source, options.stream, Notes(SILENT)):
         Chain(source, device())
+    check_costliest(source, options)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking and streamed(source, None, Notes(SILENT)):
         raise InputError(
@@ -104,10 +106,12 @@ def check_fit(source: Source, collected: Collected, later: RunOptions) -> None:
     length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
     replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
-    every = cut_for(
-        collected.evaluation, collected.names[1], replace(validate, max_tokens=None), packing, limit, SILENT
-    )
-    check_enough(every, validate, Notes(SILENT), "--eval-data")
+    tails = any(rule.form.tail for rule in later.calibrate.form_rules)
+    if tails and validate.as_served is None and not validate.accumulator:
+        window = validate.context or min(packing.size, limit or packing.size)
+        validate = behind_a_prompt(validate, window)
+    tokens = cut_for(collected.evaluation, collected.names[1], validate, packing, limit, SILENT)
+    check_enough(tokens, validate, Notes(SILENT), "--eval-data")
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from ..quantize.reading.inherited_scales import (
 from ..quantize.scales import expert_scales
 from ..quantize.scales.cache_scales import attentions_of, bf16_attentions, kv_cache_scales, query_scales, split_by_layer
 from ..quantize.scales.clip import lost_share
+from ..quantize.scales.costliest import load_costliest, stay_reasons
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, activation_scales, group_of
 from ..quantize.scales.expert_scales import starved
 from ..quantize.scales.policy import (
@@ -77,10 +78,18 @@ def quantize(
         key = replace(key, inputs={**key.inputs, **learned_codes(run, key, notes)})
     if QUANTIZE.is_current(run, key):
         return
-    writers = {run.calibration.name: "corpus", run.queries.name: "queries", run.distilled.name: DISTILL.name}
+    stages = {
+        "corpus": run.calibration,
+        "queries": run.queries,
+        "costliest": run.costliest,
+        DISTILL.name: run.distilled,
+    }
+    writers = {path.name: stage for stage, path in stages.items()}
     for name in key.inputs:
         run.require(run.root / name, writers.get(name, "measure"))
     statistics = load_statistics(run)
+    if options.bf16_weights:
+        gemms = replace(gemms, stay={**gemms.stay, **stay_reasons(load_costliest(run), options.bf16_weights)})
     scales, exported = choose_scales(source, statistics, gemms, options), has_graphs(run)
     if options.q_scale:
         queries, _ = load_arrays(run.require(run.queries, "queries"))
@@ -112,7 +121,7 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
     """SHA-256 of everything that the codes of a `rounding_key` depend on."""
     options = QUANTIZE.dump(key.options, key.facts)
-    for name, default in (("form", []), ("weight_scale", "channel")):
+    for name, default in (("form", []), ("weight_scale", "channel"), ("bf16_weights", 0.0)):
         if options[name] == default:
             del options[name]  # codes that were learned before there was this option are of the same start
     depends = [dict(key.inputs), options]
@@ -227,6 +236,8 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
         inputs[run.calibration.name] = written["corpus"][run.calibration.name]
     if options.q_scale:
         inputs |= written["queries"]
+    if options.bf16_weights:
+        inputs |= written["costliest"]
     return inputs
 
 

@@ -98,6 +98,11 @@ def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path,
     return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
 
 
+def in_layers(source: Source) -> str:
+    """Explain that the model in FP32 and the numbers of its codes exceed the available memory; empty where they fit."""
+    return beyond(COPIES * weight_bytes(source))
+
+
 def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool:
     """Tell whether to go layer by layer: as the option says, or where the FP32 model and the numbers of its codes
     exceed the available memory, with a note.
@@ -106,9 +111,9 @@ def _streamed(source: Source, options: SensitivityOptions, notes: Notes) -> bool
     """
     stream = options.stream
     if stream is None:
-        size = COPIES * weight_bytes(source)
-        stream = bool(too_much := beyond(size))
+        stream = bool(too_much := in_layers(source))
         if stream:
+            size = COPIES * weight_bytes(source)
             notes.note(
                 f"--stream: the model in FP32 and its codes take {size / 1e9:,.3g} GB, {too_much}: predicting layer by "
                 "layer"

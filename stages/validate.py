@@ -228,16 +228,25 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
         return options
     calibrated = load_tokens(run, run.calibration).shape[1]
     window = options.context or min(calibrated, positions(run) or calibrated)
-    prompt, most = prompt_of(window), options.max_tokens
-    if device() == "cpu" and most is None:  # each decoded token is a pass of its own
-        decoded = min(window - prompt, -(-DECODED_ON_CPU // LEAST_WINDOWS))
-        prompt, most = window - decoded, max(DECODED_ON_CPU, LEAST_WINDOWS * decoded)
+    served = behind_a_prompt(options, window)
+    prompt, most = served.as_served, served.max_tokens
     half = ", half a window" if prompt == prompt_of(window) else f" of {window}"
     fewer = f"; on a CPU {most:,} tokens are decoded at most, --max-tokens N takes others" if most else ""
     notes.note(
         f"--as-served: is {prompt}{half}, since decoded tokens and a prompt's last {max(tails)} have another "
         f"form than the rest of the prompt; --as-served N takes another prompt{fewer if not options.max_tokens else ''}"
     )
+    return served
+
+
+def behind_a_prompt(options: ValidateOptions, window: int) -> ValidateOptions:
+    """Return `options` for a run with tails: tokens are decoded behind a prompt of half a `window`, and on a CPU, where
+    each of them is a pass of its own, only as many as an interval needs.
+    """
+    prompt, most = prompt_of(window), options.max_tokens
+    if device() == "cpu" and most is None:
+        decoded = min(window - prompt, -(-DECODED_ON_CPU // LEAST_WINDOWS))
+        prompt, most = window - decoded, max(DECODED_ON_CPU, LEAST_WINDOWS * decoded)
     return replace(options, as_served=prompt, max_tokens=most)
 
 

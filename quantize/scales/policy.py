@@ -35,9 +35,9 @@ class ModelGemms:
 
     `names`: all of them; `head`: the output head; `unknown`: GEMMs of a class that cannot be quantized -> the class;
     `in_bf16`: those that an FP8 source checkpoint has in BF16; `no_graph`: why no ONNX graph can be made of the model;
-    `routers`: the GEMMs that choose among experts; `fp32`: those that transformers keeps in FP32; `states`: those
-    that compute a recurrent state or an indexer's keys -> the reason why they stay; `widths`: module -> the numbers of
-    its input, of modules whose weight is a matrix.
+    `routers`: the GEMMs that choose among experts; `fp32`: those that transformers keeps in FP32; `stay`: those that
+    stay for a reason of their own (they compute a recurrent state or an indexer's keys, or are among the costliest) ->
+    that reason; `widths`: module -> the numbers of its input, of modules whose weight is a matrix.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class ModelGemms:
     no_graph: str | None = None
     routers: frozenset[str] = frozenset()
     fp32: frozenset[str] = frozenset()
-    states: Mapping[str, str] = field(default_factory=dict)
+    stay: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -89,8 +89,8 @@ def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> 
             skipped[name] = Skipped(reason="output head: its error would go straight into the logits")
         elif name in gemms.routers:
             skipped[name] = Skipped(reason="router: another choice of experts costs more than its product")
-        elif name in gemms.states:
-            skipped[name] = Skipped(reason=gemms.states[name])
+        elif name in gemms.stay:
+            skipped[name] = Skipped(reason=gemms.stay[name])
         elif name in gemms.fp32:
             skipped[name] = Skipped(reason="kept in FP32 by transformers, which would read its codes as numbers")
         elif name in gemms.unknown:

@@ -37,6 +37,7 @@ from ...options import (
     TuneOptions,
     ValidateOptions,
     WeightLearningOptions,
+    WeightMethod,
 )
 from ...options.declare import Options
 from .stage import Choices, Facts, NoFacts, Stage
@@ -72,6 +73,17 @@ class MeasureFacts(Strict):
     prefix: Prefix = Field(default=[])
     adapters: Fingerprints | None = None
     runs: list[str] | None = None
+
+
+class CostliestFacts(Strict):
+    """Facts of the choice of weights that stay in BF16: the options that decide which are candidates, what each loses,
+    and how many stay.
+    """
+
+    bf16_weights: float
+    weight_method: WeightMethod = "mse"
+    skip: list[str] = Field(default=[])
+    only: list[str] = Field(default=[])
 
 
 class QuantizeFacts(Strict):
@@ -201,12 +213,20 @@ DISTILL = stage(
     inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "windows", "held out"),
     outputs=("distill.json", "distilled.safetensors"),
 )
+#: Chooses the weights that stay in BF16 since FP8 costs them most.
+COSTLIEST = stage(
+    "costliest",
+    Options,
+    CostliestFacts,
+    inputs=("model", "calibration.npz"),
+    outputs=("costliest.json",),
+)
 #: Chooses scales from statistics, and writes the checkpoint.
 QUANTIZE = stage(
     "quantize",
     ScaleOptions,
     QuantizeFacts,
-    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "distilled.safetensors"),
+    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "costliest.json", "distilled.safetensors"),
     outputs=("scales.json", "model/*"),
     older={"tokenizer": "auto"},
 )

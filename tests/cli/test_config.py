@@ -217,6 +217,7 @@ def test_the_file_that_repeats_a_command_says_what_was_left_to_a_default(fp8q: F
         "# kv-skip: as the run has it",
         "skip = []",
         "# only: as the run has it",
+        "# bf16-weights: as the run has it",
         "# q-scale: as the run has it",
         "# weight-rounding: as the run has it",
         "# form: as the run has it",

@@ -65,6 +65,18 @@ def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Calla
             {"validate": api.ValidateOptions(max_kl=0.01)},
             "--max-kl 0.01: 4 windows give no interval, so that this cannot end in a verdict that passes: 10 do; give ",
         ),
+        (
+            {"validate": api.ValidateOptions(max_kl=0.01, context=16, max_tokens=100)},
+            "--max-kl 0.01: 6 windows give no interval, so that this cannot end in a verdict that passes: 10 do; "
+            "--max-tokens 150 takes enough",
+        ),
+        (
+            {
+                "calibrate": api.CalibrateOptions(samples=2, seq_len=64, form=("*.down_proj=tail:8",)),
+                "validate": api.ValidateOptions(max_kl=0.01, max_tokens=150),
+            },
+            "--max-kl 0.01: 4 windows give no interval, so that this cannot end in a verdict that passes: 10 do; ",
+        ),
         ({"export": api.ExportOptions(precision="bf16")}, "--precision bf16: is made of a finished run; calibrate"),
     ],
 )

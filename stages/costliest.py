@@ -1,0 +1,109 @@
+"""The stage `costliest`: choose the weights that stay in BF16 since FP8 costs them most (`--bf16-weights`).
+
+The loss of each weight is that which `sensitivity` predicts on a few calibration windows, of codes that are rounded to
+nearest: so the checkpoint is written twice, first with those. The choice does not depend on how weights are rounded,
+nor on the forms of inputs, and other scales keep it.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..calibrate.measure.chain import Chain
+from ..calibrate.measure.statistics import load_record
+from ..calibrate.model.decoder import NoChainError
+from ..calibrate.model.source import Source
+from ..core.errors import InputError
+from ..core.files import write_document
+from ..core.memory import release_memory
+from ..core.run import Run
+from ..options import ONE, ScaleOptions, SensitivityOptions
+from ..options.declare import Options
+from ..quantize.scales.costliest import Costliest, costliest_weights
+from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.policy import ModelGemms
+from ..quantize.weights.tensor_scales import joined_families
+from .pipeline.stage import Key, Notes, device
+from .pipeline.stages import COSTLIEST, CostliestFacts
+from .quantize import KnownCodes, quantize
+from .sensitivity import in_layers, predicted_losses
+
+#: Calibration windows that losses are predicted on.
+WINDOWS = 8
+
+
+def check_costliest(source: Source, options: ScaleOptions) -> None:
+    """Raise InputError where weights are to stay in BF16, and what each costs cannot be predicted: the model in FP32
+    does not fit in memory, and is no chain of layers.
+    """
+    if not (options.bf16_weights and in_layers(source)):
+        return
+    try:
+        Chain(source, device(), torch.float32, rounded=False)
+    except NoChainError as error:
+        raise InputError(
+            f"--bf16-weights {100 * options.bf16_weights:g}%",
+            f"memory does not hold the model to predict losses, and {error.subject}: {error.fault}",
+            "give 0, which keeps no weights in BF16",
+        ) from error
+
+
+def choose_costliest(run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, notes: Notes) -> None:
+    """Choose the weights that stay in BF16, unless none are to or they are known, and write `costliest.json`."""
+    if not options.bf16_weights:
+        return
+    name = run.calibration.name
+    inputs = {"model": source.fingerprint, name: run.record().stages["corpus"].outputs[name]}
+    facts = CostliestFacts(
+        bf16_weights=options.bf16_weights, weight_method=options.weight_method, skip=[*options.skip],
+        only=[*options.only],
+    )  # fmt: skip
+    key = Key(inputs, Options(), facts)
+    if COSTLIEST.is_current(run, key):
+        return
+    nearest = replace(
+        options.in_one_form(ONE), weight_scale="channel", weight_rounding="nearest", bf16_weights=0.0, kv_cache="off",
+        kv_scale="tensor", kv_skip=(), q_scale=False,
+    )  # fmt: skip
+    quantize(run, source, gemms, nearest, notes, KnownCodes(learned=False))
+    with COSTLIEST.writing(run, key, notes) as log, COSTLIEST.working(run, key, notes) as folder:
+        costliest = _predicted(run, source, gemms, options, folder, notes)
+        write_document(run.costliest, costliest)
+        log.outputs.append(run.costliest)
+        _note_chosen(costliest, options.bf16_weights, notes)
+    release_memory()
+
+
+def _predicted(
+    run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, folder: Path, notes: Notes
+) -> Costliest:
+    """Predict the loss of each weight of the run, whose codes are rounded to nearest, and choose the costliest."""
+    predicted = predicted_losses(run, source, SensitivityOptions(windows=WINDOWS, measure=0), folder, notes)
+    scales, record = load_scales(run), load_record(run)
+    losses = {loss.module: loss.kl_nats for loss in predicted.modules if loss.kind == "weight"}
+    numbers = {module: weight.channels * gemms.widths[module] for module, weight in scales.weights.items()}
+    return Costliest(
+        windows=predicted.windows,
+        kl_nats=sum(losses.values()),
+        weights=costliest_weights(
+            joined_families(numbers, record.groups.values()), losses, numbers, options.bf16_weights,
+            record.experts or {},
+        ),
+    )  # fmt: skip
+
+
+def _note_chosen(costliest: Costliest, share: float, notes: Notes) -> None:
+    """Note how many weights stay in BF16, for how many bytes, and the predicted loss that they save."""
+    if not costliest.weights:
+        notes.note(f"--bf16-weights {100 * share:g}%: no weights fit into so few bytes, and all are FP8")
+        return
+    saved = sum(weights.kl_nats for weights in costliest.weights) / costliest.kl_nats
+    added = sum(weights.bytes_share for weights in costliest.weights)
+    first = costliest.modules[0]
+    count = len(costliest.modules)
+    notes.note(
+        f"--bf16-weights {100 * share:g}%: {count} {'weight stays' if count == 1 else 'weights stay'} in BF16 "
+        f"({first}{' …' if count > 1 else ''}): {added:.1%} more bytes, without {saved:.0%} of what rounding all "
+        "weights to nearest is predicted to lose"
+    )

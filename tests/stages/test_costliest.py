@@ -1,0 +1,133 @@
+"""`--bf16-weights` through the stages: which weights stay in BF16, and what keeps or changes the choice."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fp8q import api
+from fp8q.calibrate.model.source import open_source
+from fp8q.core.errors import InputError
+from fp8q.core.run import Run
+from fp8q.options import CalibrateOptions
+from fp8q.quantize.scales.costliest import Costliest, load_costliest
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.stages import costliest as stage
+from fp8q.stages.costliest import check_costliest
+
+SHARE = 0.1
+SMALL = {"samples": 12, "seq_len": 64, "batch_size": 4}
+REASON = "its loss in FP8 is among the largest a byte (--bf16-weights 10%)"
+
+
+def calibrated(checkpoint: Path, texts: Any, folder: Path, **options: Any) -> Run:
+    asked = CalibrateOptions(**SMALL, bf16_weights=SHARE, **options)
+    no_graph = api.ExportOptions(graph=False)
+    return api.calibrate(
+        str(checkpoint), str(texts.calibration), folder / "run", str(texts.evaluation), asked, no_graph
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path, demo_texts: Any) -> Run:
+    return calibrated(demo_checkpoint, demo_texts, tmp_path_factory.mktemp("costliest"), weight_rounding="gptq")
+
+
+@pytest.fixture
+def run(made: Run, tmp_path: Path) -> Run:
+    return Run(Path(shutil.copytree(made.root, tmp_path / "run")))
+
+
+def in_bf16(run: Run) -> set[str]:
+    return {module for module, decision in load_scales(run).skipped.items() if decision.reason == REASON}
+
+
+def test_the_weights_of_the_largest_predicted_loss_a_byte_stay_in_bf16(made: Run, tmp_path: Path) -> None:
+    """`fp8q sensitivity` of a run with all weights rounded to nearest predicts what each loses."""
+    every = Run(Path(shutil.copytree(made.root, tmp_path / "every")))
+    api.scales(every.root, bf16_weights=0, weight_rounding="nearest", form=("one",))
+    losses = {
+        loss.module: loss.kl_nats
+        for loss in api.sensitivity(every.root, windows=8, measure=0).modules
+        if loss.kind == "weight"
+    }
+    costliest = load_costliest(made)
+    assert in_bf16(made) == set(costliest.modules) and costliest.weights
+    assert {scales.rounding for scales in load_scales(made).weights.values()} == {"gptq"}
+    assert costliest.kl_nats == pytest.approx(sum(losses.values()), rel=1e-5)
+    for weights in costliest.weights:
+        assert weights.kl_nats == pytest.approx(sum(losses[module] for module in weights.modules), rel=1e-5)
+    assert sum(weights.bytes_share for weights in costliest.weights) <= SHARE
+    stored = [name for name in losses if name not in costliest.modules]
+    attention = {name.rpartition(".")[0] for name in stored if name.endswith((".q_proj", ".k_proj", ".v_proj"))}
+    assert not any(f"{name}.{part}_proj" in costliest.modules for name in attention for part in "qkv")  # joined
+
+
+def test_the_choice_is_of_the_model_and_text_and_outlives_other_roundings(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run.costliest.read_bytes()
+    monkeypatch.setattr(stage, "predicted_losses", lambda *_: pytest.fail("losses are known"))
+    api.scales(run.root, weight_rounding="nearest")
+    assert run.costliest.read_bytes() == before
+    assert in_bf16(run) == set(load_costliest(run).modules)
+    api.scales(run.root, bf16_weights=0)
+    assert in_bf16(run) == set()
+
+
+def test_a_smaller_share_is_chosen_anew(run: Run) -> None:
+    before = load_costliest(run)
+    api.scales(run.root, bf16_weights="0.001%", weight_rounding="nearest")
+    assert load_costliest(run) == Costliest(windows=8, kl_nats=before.kl_nats, weights=[])
+    assert in_bf16(run) == set()
+    assert run.record().stages["costliest"].notes[-1] == (
+        "--bf16-weights 0.001%: no weights fit into so few bytes, and all are FP8"
+    )
+
+
+def test_what_a_run_says_of_it(made: Run, fp8q: Callable[..., Any]) -> None:
+    costliest = load_costliest(made)
+    shown = fp8q("inspect", made.root).out
+    assert "--bf16-weights 10%" in shown
+    assert costliest.modules[0] in shown
+
+
+@pytest.mark.parametrize("share", ["3", "-1%", "x"])
+def test_what_is_no_share_is_refused(share: str) -> None:
+    with pytest.raises(InputError) as refused:
+        CalibrateOptions(bf16_weights=share)  # type: ignore[arg-type]  # text, as on the command line
+    assert str(refused.value) == (
+        f"--bf16-weights {share}: is no share of the bytes of weights; give one from 0 to 1, or in percent, such as 3%"
+    )
+
+
+def test_codes_as_they_were_given_exclude_it() -> None:
+    with pytest.raises(InputError, match="^--inherit: takes codes and scales as they were given, and --bf16-weights"):
+        CalibrateOptions(bf16_weights=0.03, inherit=True)
+
+
+def test_a_model_that_can_be_predicted_in_no_way_is_refused_first(
+    demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = transformers.LlamaModel.__init__
+
+    def nameless(self: Any, config: Any) -> None:
+        made(self, config)
+        self.layers = torch.nn.Sequential(*self.layers)
+
+    source = open_source(str(demo_checkpoint))
+    monkeypatch.setattr(transformers.LlamaModel, "__init__", nameless)
+    check_costliest(source, CalibrateOptions(bf16_weights=0.03))
+    monkeypatch.setattr(stage, "in_layers", lambda _: "and 80% of the memory available is 0 GB")
+    check_costliest(source, CalibrateOptions())
+    with pytest.raises(InputError) as refused:
+        check_costliest(source, CalibrateOptions(bf16_weights=0.03))
+    assert str(refused.value) == (
+        "--bf16-weights 3%: memory does not hold the model to predict losses, and "
+        f"{source.name}: LlamaForCausalLM has no list of 4 decoder layers, so it cannot be streamed layer by layer; give "
+        "0, which keeps no weights in BF16"
+    )
