@@ -140,7 +140,8 @@ def _locate_streamed(run: Run, source: Source, options: SensitivityOptions, fold
         f"sensitivity: {len(sites)} tensors on {sum(map(np.size, batches.values())):,} tokens, layer by layer; about "
         f"{PASSES:.1f} forward passes; none is measured"
     )
-    predicted = layerwise.run(notes.report)
+    layerwise.run(notes.report, "Predicting")
+    predicted = layerwise.results
     tokens = sum(len(batch) * (batch.shape[1] - prompt) for batch in ids)
     modules = ranked_losses(scales, sites, tokens, summed(predicted.predicted), {}, predicted.left)
     return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)

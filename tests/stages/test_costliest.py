@@ -56,7 +56,8 @@ def test_the_weights_of_the_largest_predicted_loss_a_byte_stay_in_bf16(made: Run
         if loss.kind == "weight"
     }
     costliest = load_costliest(made)
-    assert in_bf16(made) == set(costliest.modules) and costliest.weights
+    assert in_bf16(made) == set(costliest.modules)
+    assert costliest.weights
     assert {scales.rounding for scales in load_scales(made).weights.values()} == {"gptq"}
     assert costliest.kl_nats == pytest.approx(sum(losses.values()), rel=1e-5)
     for weights in costliest.weights:
@@ -128,6 +129,6 @@ def test_a_model_that_can_be_predicted_in_no_way_is_refused_first(
         check_costliest(source, CalibrateOptions(bf16_weights=0.03))
     assert str(refused.value) == (
         "--bf16-weights 3%: memory does not hold the model to predict losses, and "
-        f"{source.name}: LlamaForCausalLM has no list of 4 decoder layers, so it cannot be streamed layer by layer; give "
-        "0, which keeps no weights in BF16"
+        f"{source.name}: LlamaForCausalLM has no list of 4 decoder layers, so it cannot be streamed layer by layer; "
+        "give 0, which keeps no weights in BF16"
     )

@@ -67,8 +67,10 @@ def refused(demo_checkpoint: Path, demo_texts: "Texts", tmp_path: Path) -> Calla
         ),
         (
             {"validate": api.ValidateOptions(max_kl=0.01, context=16, max_tokens=100)},
-            "--max-kl 0.01: 6 windows give no interval, so that this cannot end in a verdict that passes: 10 do; "
-            "--max-tokens 150 takes enough",
+            (
+                "--max-kl 0.01: 6 windows give no interval, so that this cannot end in a verdict that passes: 10 do; "
+                "--max-tokens 150 takes enough"
+            ),
         ),
         (
             {

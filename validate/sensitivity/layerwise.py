@@ -1,52 +1,32 @@
-"""Predict sensitivity for a model larger than memory: decoder layer by decoder layer, forward and then back.
+"""Predict sensitivity for a model larger than memory, decoder layer by decoder layer (`backward`).
 
-The model is a chain of layers (`calibrate.model.decoder`). On the way forward the hidden states that enter each layer
-are stored on disk, for all batches; behind the last layer labels are drawn and the gradient of the loss is taken. On
-the way back each layer runs once more on its stored input and passes the gradient to the layer before it; the two
-gradients that are needed at a time are on disk too. The sums equal those of `gradients.predict_sites` over the same
-tokens and labels. Memory holds the FP32 weights and codes of one layer, or the embedding, or the output head, whatever
-the number of layers; each layer's weights are read twice.
-
-Each step (modules before the layers, each layer, the head, each layer back, modules before them back) saves its results
-at its end; a killed call goes on after the last saved step.
+The sums equal those of `gradients.predict_sites` over the same tokens and labels. Memory holds the codes of one layer
+beside its weights.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map_only
-from transformers import DynamicCache
 
-from ...calibrate.measure.chain import Chain
-from ...calibrate.measure.hidden_states import Batches, HiddenStates
-from ...calibrate.measure.stream import check_space, going_on
-from ...calibrate.model.caches import new_cache
-from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
-from ...calibrate.model.gemms import output_head
+from ...calibrate.measure.hidden_states import Batches
 from ...calibrate.model.source import Source
-from ...core.errors import InputError
 from ...core.files import replacing
 from ...core.reporter import Reporter
 from ...quantize.scales.decisions import Scales
+from .backward import Backward, Collect, refused_with
 from .document import Predicted, Site
 from .gptq_prediction import Gathered, left_of_sites
-from .gradients import End, PassTensors, backward_losses, drawn_loss, next_token_log_probabilities, seeing, summed
+from .gradients import End, backward_losses, summed
 from .site_quantizers import Coded, LoadedGemms, Quantizer
 
-Calls = Mapping[tuple[int, ...], list[LayerCall]]
 #: The time of all steps, in forward passes.
 PASSES = 5.75
-#: A pass of one batch up to where it ends, from which gradients go back.
-Forward = Callable[[int, torch.Tensor, PassTensors, DynamicCache], End]
 
 
 @dataclass
@@ -84,12 +64,8 @@ class LayerwiseTask:
     calibrated: int
 
 
-class Layerwise(Chain):
-    """All steps of one prediction.
-
-    Invariant: `entering(n)` is complete when n + 1 steps are done, and the gradient there when the step back that makes
-    it is.
-    """
+class Layerwise(Backward):
+    """All steps of one prediction."""
 
     def __init__(
         self,
@@ -105,191 +81,48 @@ class Layerwise(Chain):
 
         Raises InputError where the disk has no room, and for a model that is no chain of layers.
         """
-        with _refused():
-            super().__init__(source, device, torch.float32, rounded=False)
-        self.held, self.task, self.batches, self.folder = LoadedGemms(stored), task, task.batches, folder
-        self.quantizer = Quantizer(self.model, self.held, scales)
+        super().__init__(source, task.batches, folder, device, "--stream", "or ask for fewer --windows")
+        self.held, self.task = LoadedGemms(stored), task
+        self.watched = self.quantizer = Quantizer(self.model, self.held, scales)
         self.sites = {
             index: [site for site in task.sites if self.layers.index(site.module) == index]
             for index in (None, *range(self.layers.count))
         }
-        files = [*map(self._entering_file, range(self.layers.count + 1)), *map(self._gradient_file, range(2))]
-        size = (
-            sum(ids.size for ids in task.batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
-        )
-        check_space(folder, files, size, "--stream", "or ask for fewer --windows")
-        for file in files:
-            HiddenStates(file, self.batches, self.layer_output)  # takes its blocks from the disk
-        self.results = LayerwiseResults.load(folder / "found.json")
+        self.results: LayerwiseResults = LayerwiseResults.load(folder / "found.json")
 
-    def run(self, report: Reporter) -> LayerwiseResults:
-        """Do the steps that are not done."""
-        calls, done = self._calls(), self.results.steps
-        steps = self._steps(calls)
-        if done:
-            going_on(report, self._layer(done), self.layers.count)
-        else:
-            self.results.save(1)
-        remaining = range(max(done, 1), len(steps) + 1)
-        with report.track(f"Predicting {self.layers.count} layers, one by one", len(remaining), "steps") as advance:
-            for step in remaining:
-                begun = time.perf_counter()
-                steps[step - 1]()
-                self.results.save(step + 1)
-                if step == 1:
-                    seconds = (time.perf_counter() - begun) * self.layers.count * PASSES
-                    report.note(f"sensitivity: by what the first layer took, some {seconds:,.0f} s here")
-                advance(1)
-        return self.results
+    def refused(self) -> AbstractContextManager[None]:
+        """Name the option that needs no chain of layers."""
+        return refused_with("give `fp8q sensitivity` memory for the whole of it, with --no-stream")
 
-    def _steps(self, calls: Calls) -> list[Callable[[], None]]:
-        """All steps but the first, which is the `calls`."""
-        layers = range(self.layers.count)
-        onward = [partial(self._onward, index, calls) for index in layers]
-        back = [partial(self._backward, index, calls) for index in reversed(layers)]
-        return [*onward, self._head, *back, *([self._beginning] if self.sites[None] else [])]
+    def prompt(self, positions: int) -> int:
+        """The prompt that servers of this run read."""
+        return self.quantizer.prompt(positions)
 
-    def _layer(self, step: int) -> int:
-        """The number of the layer that a step is at, from 1; the head is with the last."""
-        count = self.layers.count
-        return min(step, count) if step <= count + 1 else max(2 * count + 2 - step, 1)
+    @property
+    def before_layers(self) -> bool:
+        """Tell whether any site is before the layers."""
+        return bool(self.sites[None])
 
-    def _entering_file(self, layer: int) -> Path:
-        return self.folder / f"entering-{layer:05}"
+    def note_time(self, seconds: float, report: Reporter) -> None:
+        """Note the time of all steps."""
+        report.note(f"sensitivity: by what the first layer took, some {PASSES * seconds:,.0f} s here")
 
-    def _gradient_file(self, layer: int) -> Path:
-        return self.folder / f"gradient-{layer % 2}"
-
-    def _entering(self, layer: int) -> HiddenStates:
-        """Return the hidden states that enter a layer; for the index after the last, those that leave it."""
-        return HiddenStates(self._entering_file(layer), self.batches, self.layer_output)
-
-    def _gradient(self, layer: int) -> HiddenStates:
-        """Return the loss's gradient at the hidden states that enter a layer."""
-        return HiddenStates(self._gradient_file(layer), self.batches, self.layer_output)
-
-    def _calls(self) -> dict[tuple[int, ...], list[LayerCall]]:
-        """Step 0, where that is not done, and the layers' calls for each shape of batch: tensors that gradients may
-        pass by.
-        """
-        first = self._entering(0)
-        with _refused():
-            calls = self.enter(self.batches, None if self.results.steps else first.write)
-        first.flush()
-        copies: dict[int, torch.Tensor] = {}
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return copies.setdefault(id(tensor), tensor.clone())
-
-        return {
-            shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
-            for shape, made in calls.items()
-        }
-
-    def _onward(self, index: int, calls: Calls) -> None:
-        """All batches through one layer."""
-        layer, before, after = self.layers.modules(self.model)[index], self._entering(index), self._entering(index + 1)
-        with self.weights.filled(self.inside(index)), torch.inference_mode():
-            for batch, ids in self.batches.items():
-                hidden = before.read(batch, self.device)
-                after.write(batch, calls[ids.shape][index].run(layer, hidden, new_cache(self.model)))
-        after.flush()
-
-    def _head(self) -> None:
-        """Run the modules after the layers and the loss, forward and back. The embedding is not read."""
-        count = self.layers.count
-        leaving = self._entering(count)
-        embedding = self.model.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding), "tokens are looked up"
-        (name,) = (name for name, module in self.model.named_modules() if module is embedding)
-        head = output_head(self.model)
-        assert head is not None, "a causal language model makes logits"
-        needed = [module for module in self.outside if module != name and not module.startswith(f"{name}.")]
-
-        def blank(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return torch.zeros((*ids.shape, embedding.embedding_dim), device=self.device)
-
-        def pass_on(*args: Any, **kwargs: Any) -> Any:
-            return self.layer_output.wrap(LayerCall.split(args, kwargs)[1])
-
-        def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
-            hidden = leaving.read(batch, self.device).requires_grad_()
-            stands = [pass_on] * (count - 1) + [lambda *args, **kwargs: self.layer_output.wrap(hidden)]
-            draw = torch.Generator(self.device).manual_seed(batch)
-            with standing_in([*self.layers.modules(self.model), embedding], [*stands, blank]):
-                log_p = next_token_log_probabilities(self.model, ids, cache, self.quantizer.prompt(ids.shape[1]))
-                return End(seen, drawn_loss(log_p, draw), begun=hidden)
-
-        with self.weights.filled([*needed, head]):
-            self._back(None, forward, self._gradient(count))
-
-    def _backward(self, index: int, calls: Calls) -> None:
-        """All batches back through one layer."""
-        layer, entering, above = (
-            self.layers.modules(self.model)[index],
-            self._entering(index),
-            self._gradient(index + 1),
-        )
-
-        def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
-            hidden = entering.read(batch, self.device).requires_grad_()
-            value = calls[tuple(ids.shape)][index].run(layer, hidden, cache)
-            return End(seen, value, above.read(batch, self.device), hidden)
-
-        with self.weights.filled(self.inside(index)):
-            self._back(index, forward, self._gradient(index))
-
-    def _beginning(self) -> None:
-        """Back through what comes before the layers, for models that multiply by a matrix there."""
-        above = self._gradient(0)
-
-        def forward(batch: int, ids: torch.Tensor, seen: PassTensors, cache: DynamicCache) -> End:
-            entering: list[torch.Tensor] = []
-
-            def reached(*args: Any, **kwargs: Any) -> Any:
-                entering.append(LayerCall.split(args, kwargs)[1])
-                raise LayersReached
-
-            layers = self.layers.modules(self.model)
-            with standing_in(layers, [reached] * len(layers)), suppress(LayersReached):
-                self.model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
-            return End(seen, entering[0], above.read(batch, self.device))
-
-        with self.weights.filled(self.outside, resident=False):
-            self._back(None, forward, None)
-
-    def _back(self, index: int | None, forward: Forward, gradient: HiddenStates | None) -> None:
-        """Run each batch `forward` through the modules of one layer, or of none, and back; save the results of their
-        sites, and write the gradient at the begin to `gradient`.
-        """
+    @contextmanager
+    def collecting(self, index: int | None) -> Iterator[Collect]:
+        """Predict the losses of the sites of one layer, or of none, and of their weights the share that GPTQ leaves."""
         sites = self.sites[index]
         moments = self.folder / "moments"
         rmtree(moments, ignore_errors=True)
         gathered, predicted = Gathered(moments), list[Predicted]()
+
+        def collect(number: int, end: End) -> torch.Tensor | None:
+            losses, back = backward_losses(self.quantizer, sites, end, partial(gathered.add, number))
+            predicted.append(losses)
+            return back
+
         weights = [site.module for site in sites if site.kind == "weight"]
         with self.held.holding(weights):
-            for number, (batch, tokens) in enumerate(self.batches.items()):
-                with seeing(self.quantizer) as (seen, cache), torch.enable_grad():
-                    end = forward(batch, torch.from_numpy(tokens).to(self.device), seen, cache)
-                losses, back = backward_losses(self.quantizer, sites, end, partial(gathered.add, number))
-                predicted.append(losses)
-                if gradient is not None and back is not None:
-                    gradient.write(batch, back)
+            yield collect
             gathered.save()
             self.results.left |= left_of_sites(self.quantizer, sites, gathered, self.task.calibrated)
-        if gradient is not None:
-            gradient.flush()
         self.results.predicted.append(summed(predicted))
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Describe the remedy for a model that is no chain of layers."""
-    try:
-        yield
-    except NoChainError as error:
-        raise InputError(
-            error.subject,
-            f"{error.reason}, so it cannot be streamed layer by layer",
-            "give `fp8q sensitivity` memory for the whole of it, with --no-stream",
-        ) from error
