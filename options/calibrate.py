@@ -28,11 +28,18 @@ DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
 #: The ways to use an adapter: merge it into the weights, or add its product beside them.
 AdapterMode = Literal["merge", "beside"]
+#: The ways to weigh calibration tokens in GPTQ's second moments.
+TokenWeighing = Literal["equal", "gradient"]
 #: Options that go together, by what they are for; on the command line `--preset`, in Python `**PRESETS[name]`.
 Preset = Literal["fast", "exact"]
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "fast": {"activation_terms": 1, "weight_rounding": "gptq"},
-    "exact": {"activation_terms": "tail", "weight_rounding": "gptq", "bf16_weights": 0.03},
+    "exact": {
+        "activation_terms": "tail",
+        "weight_rounding": "gptq",
+        "weigh_tokens": "gradient",
+        "bf16_weights": 0.03,
+    },
 }
 #: The choices for the tokenizer's prefix of each window.
 Bos = Literal["auto", "never"]
@@ -129,6 +136,14 @@ class MeasureOptions(Options):
         ),
         Unkeyed("layer by layer or at once, the statistics are the same, bit for bit"),
     ] = None
+    weigh_tokens: Annotated[
+        TokenWeighing,
+        option(
+            TEXT,
+            "Tokens in the second moments of --weight-rounding gptq. equal: all alike. gradient: by how much the "
+            "model's loss depends on a GEMM's output there; runs the text forward and back once more, in FP32.",
+        ),
+    ] = "equal"
     all_experts: Annotated[
         bool,
         option(

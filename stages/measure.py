@@ -18,6 +18,7 @@ from ..calibrate.measure.moments import SecondMoments, gathering
 from ..calibrate.measure.queries import query_statistics
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
+from ..calibrate.measure.token_weights import load_token_weights
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
@@ -36,10 +37,11 @@ from ..quantize.scales.policy import ModelGemms
 from .corpus import digest, load_tokens
 from .other_text import read_other
 from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
-from .pipeline.stages import CORPUS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
+from .pipeline.stages import CORPUS, MEASURE, QUERIES, TOKEN_WEIGHTS, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
+from .token_weights import COPIES, weigh_tokens
 
 
 class MeasureTask(Strict):
@@ -123,8 +125,10 @@ def measure(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
+    weights = _token_weights(run, source, options, notes, moments)
     key, with_moments = (
-        Key(inputs, options, facts.model_copy(update={"moments": with_them})) for with_them in (moments, True)
+        Key(inputs | (weights if with_them else {}), options, facts.model_copy(update={"moments": with_them}))
+        for with_them in (moments, True)
     )
     if MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the other ranks have nothing to do
@@ -137,22 +141,36 @@ def measure(
         texts,
         options,
         stream,
-        inputs
+        {**key.inputs}
         | {"moments": str(moments), "all_experts": str(options.all_experts)}
         | {f"adapter {adapter.name}": adapter.fingerprint for adapter in source.adapters},
     )
     if world.size > 1:
         notes.note(world.described())
+    token_weights = load_token_weights(run.token_weights, options.batch_size) if moments and weights else None
     with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
         work = WorkFolder(run, MEASURE.name)
         with (
             work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
-            gathering(run, moments, folder / "moments" if folder else None) as gathered,
+            gathering(run, moments, folder / "moments" if folder else None, token_weights) as gathered,
         ):
             announce(task, windows, world)
             statistics = world.added(run_model(source, measured_share(task, windows, world, gathered), notes, folder))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
+
+
+def _token_weights(run: Run, source: Source, options: MeasureOptions, notes: Notes, wanted: bool) -> dict[str, str]:
+    """Weigh the tokens, where that is asked for and `wanted` now; return the file of their weights -> its SHA-256,
+    where there is one.
+    """
+    if options.weigh_tokens == "equal":
+        return {}
+    if wanted:
+        stream = bool(beyond(COPIES * weight_bytes(source))) if options.stream is None else options.stream
+        weigh_tokens(run, source, stream, notes)
+    recorded = run.record().stages.get(TOKEN_WEIGHTS.name)
+    return dict(recorded.outputs) if recorded else {}
 
 
 def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:

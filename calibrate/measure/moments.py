@@ -24,21 +24,25 @@ from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
 from .held_out import HeldOutTokens
+from .token_weights import TokenWeights
 
 
 @contextmanager
-def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
+def gathering(
+    run: Run, wanted: bool, folder: Path | None = None, weights: TokenWeights | None = None
+) -> "Iterator[SecondMoments | None]":
     """Open the store of second moments for a stage of `run`; yields None unless they are `wanted`.
 
-    Older moments are removed first, and `run.moments` appears when the block ends without an error. `folder`: add them
-    up there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard links to its files.
+    `weights`: of tokens; None: all are alike. `folder`: add the sums up there, so that a killed stage can go on; the
+    folder stays, and `run.moments` gets hard links to its files. Older moments are removed first, and `run.moments`
+    appears when the block ends without an error.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
         yield None
         return
     with replacing(run.moments) as partial:
-        moments = SecondMoments(folder or partial)
+        moments = SecondMoments(folder or partial, weights=weights)
         yield moments
         moments.close()
         if folder is not None:
@@ -48,9 +52,11 @@ def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[S
 class SecondMoments:
     """Add up x xᵀ of named tensors in files of one folder."""
 
-    def __init__(self, folder: Path, going_on: Collection[str] = ()):
-        """Create `folder` and write into it; of the names `going_on` the sums there are added to."""
-        self.folder, self._going_on = folder, going_on
+    def __init__(self, folder: Path, going_on: Collection[str] = (), weights: TokenWeights | None = None):
+        """Create `folder` and write into it; of the names `going_on` the sums there are added to. `weights`: of tokens,
+        each of which is added so many times.
+        """
+        self.folder, self._going_on, self._weights = folder, going_on, weights
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
         self._on_gpu: dict[str, torch.Tensor] = {}
@@ -62,12 +68,15 @@ class SecondMoments:
             self._held_out = HeldOutTokens(batches)
         self._held_out.add(name, x, batch)
 
-    def add(self, name: str, x: torch.Tensor) -> None:
-        """Add the tokens `x` [..., width], of any float type, to the moments `name`.
+    def add(self, name: str, x: torch.Tensor, batch: int = 0) -> None:
+        """Add the tokens `x` [..., width] of batch number `batch`, of any float type, to the moments `name`.
 
         The first call for a name since `close` starts again from zero, unless it is to go on.
         """
         tokens = x.detach().flatten(0, -2).float()
+        weights = self._weights.of(name, batch) if self._weights is not None else None
+        if weights is not None:
+            tokens = tokens * weights.to(tokens.device).sqrt()[:, None]
         if name not in self._files:
             self._open(name, tokens)
         total = self._on_gpu.get(name)

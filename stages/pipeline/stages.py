@@ -189,12 +189,20 @@ CORPUS = stage(
     outputs=("calibration.npz", "evaluation.npz"),
     older={"bos": "never", "tokenizer": "auto"},
 )
+#: Weighs the tokens of the windows for second moments.
+TOKEN_WEIGHTS = stage(
+    "token-weights",
+    Options,
+    NoFacts,
+    inputs=("model", "calibration.npz"),
+    outputs=("token_weights.safetensors",),
+)
 #: Runs the float model on the windows.
 MEASURE = stage(
     "measure",
     MeasureOptions,
     MeasureFacts,
-    inputs=("model", "calibration.npz", "statistics [0-9]*"),
+    inputs=("model", "calibration.npz", "token_weights.safetensors", "statistics [0-9]*"),
     outputs=STATISTICS,
 )
 #: Measures the queries of attention, for their FP8 scales.
