@@ -4,11 +4,12 @@
 
 The protocol is that of `real_models.py`: WikiText-2, calibrated on the validation text, KL from FP32 on windows of the
 test text, inputs exact, everything in FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
-much text it sees, the modules that stay in BF16 (those of the largest predicted loss a byte, up to 3 % more bytes), or
-codes learned afterwards from the same text. Beside the KL stands its ratio to that of GPTQ by the same windows, since
-one token can be a tenth of a mean; the seconds that making it took here; and the bytes of weights over those of FP8
-alone. The floor is BF16 itself, computed in BF16. Prints one JSON line; exit status 2 where a package or text is not
-there.
+much text it sees, how it weighs tokens, the modules that stay in BF16 (those of the largest predicted loss a byte, up
+to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers join), or codes learned afterwards
+from the same text. `exact` is all that `--preset exact` does for weights. Beside the KL stands its ratio to that of
+GPTQ by the same windows, since one token can be a tenth of a mean; the seconds that making it took here; and the bytes
+of weights over those of FP8 alone. The floor is BF16 itself, computed in BF16. Prints one JSON line; exit status 2
+where a package or text is not there.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from result import arguments, described, publish
 from fp8q.api import CalibrateOptions, ExportOptions, calibrate, distill, sensitivity
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
-from fp8q.options import WeightRounding
+from fp8q.options import PRESETS, WeightRounding
 from fp8q.stages.shared.sources import source_of
 
 #: Calibration windows of the rows that see more or less text than GPTQ's.
@@ -37,6 +38,7 @@ MORE_AND_LESS = (16, 256)
 #: The share of bytes that modules in BF16 may add.
 BF16_BYTES = 0.03
 GPTQ, WORST, LEARNED = "gptq", "gptq, the worst in BF16", "gptq, then learned"
+WEIGHED, EXACT = "gptq, weighed tokens", "exact"
 #: The rows that begin with the run of GPTQ, whose seconds they take too.
 OF_THE_RUN = (GPTQ, WORST, LEARNED)
 
@@ -64,10 +66,17 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=asked.folder) as scratch:
         folder = Path(scratch)
 
-        def calibrated(rounding: WeightRounding, samples: int) -> Run:
-            options = CalibrateOptions(samples=samples, seq_len=context, weight_rounding=rounding, activation_terms=2)
-            run = folder / f"{rounding}-{samples}"
+        def made(name: str, samples: int, **chosen: Any) -> Run:
+            options = CalibrateOptions(**{"samples": samples, "seq_len": context, "activation_terms": 2} | chosen)
+            run = folder / f"{name}-{samples}"
             return calibrate(str(directory), asked.data, run, asked.eval_data, options, ExportOptions(graph=False))
+
+        def calibrated(rounding: WeightRounding, samples: int) -> Run:
+            return made(rounding, samples, weight_rounding=rounding)
+
+        def by_preset(name: str, *options: str) -> Callable[[], Weights]:
+            chosen = {name: value for name, value in PRESETS["exact"].items() if not options or name in options}
+            return lambda: stored_weights(made(name, asked.samples, **chosen))
 
         def codes(rounding: WeightRounding, samples: int) -> Callable[[], Weights]:
             return lambda: stored_weights(calibrated(rounding, samples))
@@ -89,6 +98,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             "nearest": codes("nearest", asked.samples),
             **{f"gptq, {samples} windows": codes("gptq", samples) for samples in MORE_AND_LESS},
             "sequential": codes("sequential", asked.samples),
+            WEIGHED: by_preset("weighed", "weight_rounding", "weigh_tokens"),
+            EXACT: by_preset("exact"),
             WORST: lambda: without_the_worst(run, gptq),
             LEARNED: learned,
         }

@@ -79,7 +79,6 @@ def _remedies(run: Run, scales: Scales) -> Remedies:
         skip=chosen.skip,
         kv_skip=chosen.kv_skip,
         cached=tuple(dict.fromkeys(name.rpartition(".")[0] for name in scales.kv_cache)),
-        graph=run.without_graph() is None,
     )
 
 

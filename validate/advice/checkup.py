@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ...core.columns import Table, text_column
-from ...core.commands import tune_command
 from ...core.errors import GateError
 from ...core.files import Strict
 from ...quantize.scales.decisions import TensorScale
@@ -158,7 +157,7 @@ class Remedies:
     """Make the commands of remedies.
 
     `run`: the run's directory. `two_terms`, `forms`, `skip`, `kv_skip`: what `fp8q scales` was given. `cached`: the
-    attention modules whose cache is codes. `graph`: the run has an ONNX graph.
+    attention modules whose cache is codes.
 
     An option with several patterns replaces the run's, so the run's patterns are repeated.
     """
@@ -172,7 +171,6 @@ class Remedies:
     skip: tuple[str, ...] = ()
     kv_skip: tuple[str, ...] = ()
     cached: tuple[str, ...] = ()
-    graph: bool = True
 
     def scales(self, *words: str) -> str:
         """`fp8q scales RUN` with those options."""
@@ -214,9 +212,9 @@ class Remedies:
             "calibrate", quote(self.model), "--data", quote(self.data), "--out", "OTHER", "--samples", samples
         )
 
-    def tune(self) -> str:
-        """Let `fp8q tune` find the change."""
-        return f"`{tune_command(quote(self.run), '--max-ppl-increase 0.5%', self.graph)}`"
+    def located(self) -> str:
+        """Let `fp8q sensitivity` find the tensors that lose most, and what is worth changing."""
+        return self._command("sensitivity", quote(self.run))
 
     def bf16_graph(self) -> str:
         """Export the graphs in BF16 instead of FP16."""

@@ -125,7 +125,7 @@ def hidden_states(
         criteria.HIDDEN_STATES,
         [(module, worst)],
         lambda value: f"{share(error)}, cosine {cosine:.4f}{_further(layer, error, worst)}",
-        lambda name, value: remedies.better(culprit) if culprit else remedies.tune(),
+        lambda name, value: remedies.better(culprit) if culprit else remedies.located(),
     )
     depth = [AtDepth(module=f"{layers.prefix}.{index}", value=finite(value)) for index, value in values]
     blamed = f"; in it {culprit} errs most by itself, by {share(inside[culprit])}" if apart and culprit else ""
@@ -152,5 +152,5 @@ def loops(counts: "Loops | None", remedies: Remedies) -> Check:
         value=float(counts.fp8),
         what=criteria.LOOPS.what,
         said=f"{counts.fp8} of {counts.prompts}; BF16 alone after {counts.bf16}, both after {counts.both}",
-        remedy=None if counts.verdict == "good" else remedies.tune(),
+        remedy=None if counts.verdict == "good" else remedies.located(),
     )
