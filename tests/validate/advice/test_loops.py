@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from fp8q.validate.advice.checkup import Remedies
 from fp8q.validate.advice.loops import Loops, greedy, loop_length
+from fp8q.validate.advice.model_checks import loops
 
 #: 24 tokens at least, four turns at least.
 TEXT = list(range(100, 140))
@@ -64,3 +66,9 @@ def test_greedy_text_is_that_of_transformers() -> None:
     prompts = torch.randint(61, (3, 5))
     expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=9)
     assert greedy(model, DynamicCache, prompts, 9) == expected[:, 5:].tolist()
+
+
+def test_what_helps_against_loops_is_to_find_the_tensors_that_lose_most() -> None:
+    remedies = Remedies("RUN", "MODEL", "TEXT", 8)
+    assert loops(Loops(5, 0, 0, 16), remedies).remedy == "`fp8q sensitivity RUN`"
+    assert loops(Loops(0, 3, 0, 16), remedies).remedy is None
