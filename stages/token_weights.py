@@ -1,6 +1,6 @@
 """The stage `token-weights`: weigh the calibration tokens for GPTQ's second moments (`--weigh-tokens gradient`).
 
-The text runs forward and back once through the model in FP32. The weights of each batch, or layer, are saved as they
+The text runs forward and back once through the model in FP32. The norms of each batch, or layer, are saved as they
 are computed, so that a killed call goes on from there.
 """
 
@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
 
 from ..calibrate.measure.chain import Chain
 from ..calibrate.measure.observe import probe_groups
 from ..calibrate.measure.token_weights import save_token_weights
 from ..calibrate.model.gemms import observed_gemms
 from ..calibrate.model.source import Source, load_model
-from ..core.files import replacing
 from ..core.memory import release_memory
 from ..core.run import Run
 from ..options.declare import Options
@@ -23,9 +21,11 @@ from ..validate.sensitivity.backward import refused_with
 from ..validate.sensitivity.token_weights import (
     WITHOUT_LAYERS,
     Collected,
-    Floats,
     LayerwiseTokenWeights,
-    batch_weights,
+    TokenNorms,
+    batch_norms,
+    load_norms,
+    save_norms,
 )
 from .corpus import load_tokens
 from .pipeline.stage import NO_FACTS, Key, Notes, device
@@ -57,25 +57,24 @@ def weigh_tokens(run: Run, source: Source, layer_by_layer: bool, notes: Notes) -
         if layer_by_layer:
             layerwise = LayerwiseTokenWeights(source, batches, folder, device())
             layerwise.run(notes.report, "Weighing tokens by")
-            weights = layerwise.collected()
+            norms = layerwise.collected()
         else:
-            weights = _in_memory(source, batches, folder, notes)
-        save_token_weights(run.token_weights, weights)
+            norms = _in_memory(source, batches, folder, notes)
+        save_token_weights(run.token_weights, {name: values.weights for name, values in norms.items()})
         log.outputs.append(run.token_weights)
     release_memory()
 
 
 def _in_memory(
     source: Source, batches: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.int64]]], folder: Path, notes: Notes
-) -> dict[str, Floats]:
+) -> dict[str, TokenNorms]:
     model = load_model(source, torch.float32, device()).requires_grad_(False)
-    groups, weights = probe_groups(model, observed_gemms(model)), Collected()
+    groups, collected = probe_groups(model, observed_gemms(model)), Collected()
     with notes.track("Weighing tokens", sum(ids.size for ids in batches.values()), "tokens") as advance:
         for batch, ids in batches.items():
             file = folder / f"{batch:05}.safetensors"
             if not file.is_file():
-                with replacing(file) as partial:
-                    save_file(batch_weights(model, groups, batch, ids), partial)
-            weights.add(load_file(file))
+                save_norms(file, batch_norms(model, groups, batch, ids))
+            collected.add(load_norms(file))
             advance(ids.size)
-    return weights.joined()
+    return collected.joined()

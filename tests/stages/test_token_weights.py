@@ -67,7 +67,7 @@ def test_what_is_known_is_not_measured_again(
     weighed: Run, calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = weighed.record().stages["measure"].outputs
-    monkeypatch.setattr(stage, "batch_weights", lambda *_: pytest.fail("tokens are weighed"))
+    monkeypatch.setattr(stage, "batch_norms", lambda *_: pytest.fail("tokens are weighed"))
     calibrated(weighed.root, weight_rounding="gptq", weigh_tokens="gradient")
     calibrated(weighed.root, weigh_tokens="gradient")  # nearest rounding needs no moments, and leaves them
     assert weighed.record().stages["measure"].outputs == written
@@ -77,7 +77,7 @@ def test_a_killed_pass_goes_on_at_its_batch(
     calibrated: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(stage, "TOKENS", 256)  # three batches
-    weigh, calls = stage.batch_weights, list[int]()
+    weigh, calls = stage.batch_norms, list[int]()
 
     def killed(*given: Any) -> Any:
         if len(calls) == 2:
@@ -86,7 +86,7 @@ def test_a_killed_pass_goes_on_at_its_batch(
         calls.append(given[2])  # the number of the batch
         return weigh(*given)
 
-    monkeypatch.setattr(stage, "batch_weights", killed)
+    monkeypatch.setattr(stage, "batch_norms", killed)
     options = {"weight_rounding": "gptq", "weigh_tokens": "gradient"}
     with pytest.raises(KeyboardInterrupt):
         calibrated(tmp_path / "run", **options)

@@ -7,8 +7,9 @@ Here it is the root of the sum of |g_t|² over all GEMMs that read the tensor, n
 large gradients would rule H, which 30,000 tokens estimate badly as it is. On SmolLM2-135M the root leaves less of
 GPTQ's loss than the sum does (`docs/decisions/0082`).
 
-A token that many later ones attend to, such as the first, has a large gradient in k and v, and a small one in the MLP,
-where its input is a thousand times that of the others.
+Some tokens have inputs a thousand times those of others: a first token, on which attention rests. One of them would
+hold most of H's trace, and so of its damping, which is a share of the mean diagonal and then hides all other tokens. So
+no token has more than `MOST` times the part of the trace, w_t |x_t|², that the median token has.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,12 @@ from .backward import Backward, Collect, refused_with
 from .gradients import End, drawn_loss, next_token_log_probabilities, seeing
 
 Floats = npt.NDArray[np.float32]
+#: The part of the trace of H that a token may have, in parts of the median token.
+MOST = 30.0
+#: What stands for zero where something is divided by it.
+SMALLEST = float(np.finfo(np.float32).tiny)
+#: The fields of `TokenNorms`, as files name them.
+PARTS = ("gradients", "inputs")
 #: The remedy for a model that cannot be run layer by layer.
 WITHOUT_LAYERS = "give it memory for the whole in FP32, or take --weigh-tokens equal, which needs no gradients"
 #: The time of a forward pass and a backward pass, in forward passes.
@@ -47,11 +54,30 @@ class WatchedGemms:
     attention: Mapping[int, str] = field(default_factory=dict)
 
 
-def gradient_norms(
+@dataclass(frozen=True)
+class TokenNorms:
+    """The norms of a group's tokens, both float32 [windows, seq_len]: of `gradients`, the root of Σ |g|² over all GEMMs
+    that read its input, and of the `inputs`.
+    """
+
+    gradients: Floats
+    inputs: Floats
+
+    @property
+    def weights(self) -> Floats:
+        """The weight of each token, float32 [windows, seq_len], whose mean is about one."""
+        weights = self.gradients / max(float(self.gradients.mean(dtype=np.float64)), SMALLEST)
+        energies = np.square(self.inputs, dtype=np.float32)
+        most = MOST * float(np.median(weights * energies))
+        capped: Floats = np.minimum(weights, most / np.maximum(energies, SMALLEST)) if most > 0 else weights
+        return capped
+
+
+def token_norms(
     groups: Mapping[str, Sequence[str]], end: End, shape: tuple[int, ...]
-) -> tuple[dict[str, Floats], torch.Tensor | None]:
-    """The root of Σ |g|² over the outputs of each group's GEMMs, float32 [windows, seq_len], by the first of the group;
-    and the gradient at the hidden states that the pass began with, if any.
+) -> tuple[dict[str, TokenNorms], torch.Tensor | None]:
+    """Compute the norms of the tokens of each group, by the first of the group; and the gradient at the hidden states
+    that the pass began with, if any.
 
     `groups`: first module -> all that read its input; `shape`: (windows, seq_len) of the batch. Groups whose outputs
     have another number of tokens, as those of experts, are left out, and groups that the pass did not reach.
@@ -69,41 +95,61 @@ def gradient_norms(
         for name, gradient in zip(outputs, gradients[: len(outputs)], strict=True)
         if gradient is not None
     }
-    norms = {
-        first: torch.stack([squares[name] for name in members if name in squares]).sum(0).sqrt().cpu().numpy()
-        for first, members in groups.items()
-        if any(name in squares for name in members)
-    }
+    norms = dict[str, TokenNorms]()
+    for first, members in groups.items():
+        if reached := [name for name in members if name in squares]:
+            gradient = torch.stack([squares[name] for name in reached]).sum(0).sqrt()
+            norm = end.seen.inputs[reached[0]].detach().float().norm(dim=-1)
+            norms[first] = TokenNorms(gradient.cpu().numpy(), norm.cpu().numpy())
     return norms, gradients[-1] if begun else None
 
 
-def batch_weights(
+def batch_norms(
     model: PreTrainedModel, groups: Mapping[str, Sequence[str]], batch: int, ids: npt.NDArray[np.int64]
-) -> dict[str, Floats]:
-    """Compute the weights of the tokens `ids` int64 [windows, seq_len] of batch number `batch` for each of `groups`,
-    float32 [windows, seq_len], by the `model` in FP32, whose weights need no gradients.
+) -> dict[str, TokenNorms]:
+    """Compute the norms of the tokens `ids` int64 [windows, seq_len] of batch number `batch` for each of `groups`, by
+    the `model` in FP32, whose weights need no gradients.
     """
     tokens = torch.from_numpy(ids).to(model.device)
     with seeing(WatchedGemms(model, observed_gemms(model))) as (seen, cache), torch.enable_grad():
         log_p = next_token_log_probabilities(model, tokens, cache)
         end = End(seen, drawn_loss(log_p, torch.Generator(model.device).manual_seed(batch)))
-    return gradient_norms(groups, end, ids.shape)[0]
+    return token_norms(groups, end, ids.shape)[0]
 
 
 @dataclass
 class Collected:
-    """The weights of each group, batch by batch."""
+    """The norms of each group's tokens, batch by batch."""
 
-    parts: dict[str, list[Floats]] = field(default_factory=dict)
+    parts: dict[str, list[TokenNorms]] = field(default_factory=dict)
 
-    def add(self, weights: Mapping[str, Floats]) -> None:
+    def add(self, norms: Mapping[str, TokenNorms]) -> None:
         """Add those of the next batch."""
-        for name, values in weights.items():
+        for name, values in norms.items():
             self.parts.setdefault(name, []).append(values)
 
-    def joined(self) -> dict[str, Floats]:
-        """The weights of all batches."""
-        return {name: np.concatenate(parts) for name, parts in self.parts.items()}
+    def joined(self) -> dict[str, TokenNorms]:
+        """The norms of the tokens of all batches."""
+        return {
+            name: TokenNorms(
+                np.concatenate([part.gradients for part in parts]), np.concatenate([part.inputs for part in parts])
+            )
+            for name, parts in self.parts.items()
+        }
+
+
+def save_norms(path: Path, norms: Mapping[str, TokenNorms]) -> None:
+    """Write the norms of each group's tokens to the file at `path`."""
+    arrays = {f"{name}.{part}": getattr(values, part) for name, values in norms.items() for part in PARTS}
+    with replacing(path) as partial:
+        save_file(arrays, partial)
+
+
+def load_norms(path: Path) -> dict[str, TokenNorms]:
+    """Read the norms in the file at `path`."""
+    arrays = load_file(path)
+    names = dict.fromkeys(name.rpartition(".")[0] for name in arrays)
+    return {name: TokenNorms(*(arrays[f"{name}.{part}"] for part in PARTS)) for name in names}
 
 
 @dataclass
@@ -124,7 +170,7 @@ class FinishedSteps:
 
 
 class LayerwiseTokenWeights(Backward):
-    """All steps of weighing tokens of a model larger than memory; the weights of a layer's groups are a file each."""
+    """All steps of weighing tokens of a model larger than memory; the norms of a layer's groups are a file each."""
 
     def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
         """Prepare to weigh the tokens of `batches` in the existing `folder`.
@@ -158,23 +204,22 @@ class LayerwiseTokenWeights(Backward):
 
     @contextmanager
     def collecting(self, index: int | None) -> Iterator[Collect]:
-        """Collect the weights of the groups of one layer, or of none, and write them to a file."""
-        groups, weights, batches = self._of_layer(index), Collected(), [*self.batches.values()]
+        """Collect the norms of the groups of one layer, or of none, and write them to a file."""
+        groups, collected, batches = self._of_layer(index), Collected(), [*self.batches.values()]
 
         def collect(number: int, end: End) -> torch.Tensor | None:
-            norms, back = gradient_norms(groups, end, batches[number].shape)
-            weights.add(norms)
+            norms, back = token_norms(groups, end, batches[number].shape)
+            collected.add(norms)
             return back
 
         yield collect
-        if weights.parts:
-            with replacing(self._file(index)) as partial:
-                save_file(weights.joined(), partial)
+        if collected.parts:
+            save_norms(self._file(index), collected.joined())
 
     def _file(self, index: int | None) -> Path:
-        return self.folder / f"weights-{'outside' if index is None else index}.safetensors"
+        return self.folder / f"norms-{'outside' if index is None else index}.safetensors"
 
-    def collected(self) -> dict[str, Floats]:
-        """The weights of all groups, of the finished steps."""
+    def collected(self) -> dict[str, TokenNorms]:
+        """The norms of all groups, of the finished steps."""
         files = [self._file(index) for index in (None, *range(self.layers.count))]
-        return {name: values for file in files if file.is_file() for name, values in load_file(file).items()}
+        return {name: values for file in files if file.is_file() for name, values in load_norms(file).items()}

@@ -15,7 +15,7 @@ from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.validate.sensitivity import token_weights
 from fp8q.validate.sensitivity.gradients import drawn
-from fp8q.validate.sensitivity.token_weights import LayerwiseTokenWeights, batch_weights
+from fp8q.validate.sensitivity.token_weights import LayerwiseTokenWeights, TokenNorms, batch_norms
 
 IDS = np.random.default_rng(3).integers(0, 500, (3, 24))
 
@@ -50,8 +50,9 @@ def by_shifts(model: PreTrainedModel, names: list[str], ids: np.ndarray, seed: i
 
 def test_a_tokens_weight_is_the_size_of_the_losss_gradient_at_all_that_read_its_input(model: PreTrainedModel) -> None:
     groups = probe_groups(model, observed_gemms(model))
-    weights = batch_weights(model, groups, 5, IDS)
-    assert weights.keys() == groups.keys()
+    norms = batch_norms(model, groups, 5, IDS)
+    assert norms.keys() == groups.keys()
+    weights = {first: values.gradients for first, values in norms.items()}
     qkv = next(first for first in groups if first.startswith("model.layers.1.self_attn") and len(groups[first]) == 3)
     for first in (qkv, "model.layers.2.mlp.down_proj"):
         np.testing.assert_allclose(weights[first], by_shifts(model, groups[first], IDS, 5), rtol=1e-3, atol=1e-6)
@@ -66,15 +67,16 @@ def test_layer_by_layer_the_weights_are_those_of_the_whole_model(
     layerwise = LayerwiseTokenWeights(source, batches, tmp_path)
     layerwise.run(SILENT, "Weighing tokens by")
     streamed, groups = layerwise.collected(), probe_groups(model, observed_gemms(model))
-    whole = [batch_weights(model, groups, batch, ids) for batch, ids in batches.items()]
+    whole = [batch_norms(model, groups, batch, ids) for batch, ids in batches.items()]
     assert streamed.keys() == groups.keys()
     for first, values in streamed.items():
-        expected = np.concatenate([weights[first] for weights in whole])
-        np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-6, err_msg=first)
+        for part in ("gradients", "inputs"):
+            expected = np.concatenate([getattr(norms[first], part) for norms in whole])
+            np.testing.assert_allclose(getattr(values, part), expected, rtol=1e-3, atol=1e-6, err_msg=first)
 
 
 def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, made = {0: IDS[:2]}, token_weights.gradient_norms
+    batches, made = {0: IDS[:2]}, token_weights.token_norms
     (tmp_path / "whole").mkdir()
     whole = LayerwiseTokenWeights(source, batches, tmp_path / "whole")
     whole.run(SILENT, "Weighing tokens by")
@@ -86,7 +88,7 @@ def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monk
             raise KeyboardInterrupt
         return made(*given)
 
-    monkeypatch.setattr(token_weights, "gradient_norms", killed)
+    monkeypatch.setattr(token_weights, "token_norms", killed)
     (tmp_path / "cut").mkdir()
     with pytest.raises(KeyboardInterrupt):
         LayerwiseTokenWeights(source, batches, tmp_path / "cut").run(SILENT, "Weighing tokens by")
@@ -95,4 +97,20 @@ def test_a_killed_pass_goes_on_at_its_layer(source: Source, tmp_path: Path, monk
     assert len(calls) == 3 + 3  # three of four layers
     expected = whole.collected()
     assert again.collected().keys() == expected.keys()
-    assert all(np.array_equal(values, expected[name]) for name, values in again.collected().items())
+    for name, values in again.collected().items():
+        assert np.array_equal(values.gradients, expected[name].gradients), name
+        assert np.array_equal(values.inputs, expected[name].inputs), name
+
+
+def test_no_token_has_more_of_the_trace_than_thirty_medians() -> None:
+    gradients = np.array([[4, 2, 2, 2, 0]], np.float32)
+    inputs = np.array([[100, 1, 1, 1, 50]], np.float32)
+    weights = TokenNorms(gradients, inputs).weights  # gradients over their mean: 2, 1, 1, 1, 0
+    np.testing.assert_allclose(weights, [[30 / 100**2, 1, 1, 1, 0]], rtol=1e-6)
+    assert TokenNorms(gradients, np.ones((1, 5), np.float32)).weights.tolist() == [[2, 1, 1, 1, 0]]
+
+
+def test_tokens_without_gradients_or_inputs_keep_finite_weights() -> None:
+    nothing, ones = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
+    assert TokenNorms(nothing, ones).weights.tolist() == [[0, 0, 0]]
+    assert TokenNorms(ones, nothing).weights.tolist() == [[1, 1, 1]]
