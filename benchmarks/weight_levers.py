@@ -4,12 +4,12 @@
 
 The protocol is that of `real_models.py`: WikiText-2, calibrated on the validation text, KL from FP32 on windows of the
 test text, inputs exact, everything in FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
-much text it sees, how it weighs tokens, the modules that stay in BF16 (those of the largest predicted loss a byte, up
-to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers join), or codes learned afterwards
-from the same text. `exact` is all that `--preset exact` does for weights. Beside the KL stands its ratio to that of
-GPTQ by the same windows, since one token can be a tenth of a mean; the seconds that making it took here; and the bytes
-of weights over those of FP8 alone. The floor is BF16 itself, computed in BF16. Prints one JSON line; exit status 2
-where a package or text is not there.
+much text it sees, how it weighs first tokens, the modules that stay in BF16 (those of the largest predicted loss a
+byte, up to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers join), or codes learned
+afterwards from the same text. `exact` is all that `--preset exact` does for weights. Beside the KL stands its ratio to
+that of GPTQ by the same windows, since one token can be a tenth of a mean; the seconds that making it took here; and
+the bytes of weights over those of FP8 alone. The floor is BF16 itself, computed in BF16. Prints one JSON line; exit
+status 2 where a package or text is not there.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MORE_AND_LESS = (16, 256)
 #: The share of bytes that modules in BF16 may add.
 BF16_BYTES = 0.03
 GPTQ, WORST, LEARNED = "gptq", "gptq, the worst in BF16", "gptq, then learned"
-WEIGHED, EXACT = "gptq, weighed tokens", "exact"
+WEIGHED, EXACT = "gptq, weighed first token", "exact"
 #: The rows that begin with the run of GPTQ, whose seconds they take too.
 OF_THE_RUN = (GPTQ, WORST, LEARNED)
 
@@ -98,7 +98,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             "nearest": codes("nearest", asked.samples),
             **{f"gptq, {samples} windows": codes("gptq", samples) for samples in MORE_AND_LESS},
             "sequential": codes("sequential", asked.samples),
-            WEIGHED: by_preset("weighed", "weight_rounding", "weigh_tokens"),
+            WEIGHED: by_preset("weighed", "weight_rounding", "weigh_first_token"),
             EXACT: by_preset("exact"),
             WORST: lambda: without_the_worst(run, gptq),
             LEARNED: learned,

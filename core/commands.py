@@ -15,7 +15,7 @@ COMMANDS = {
     "forms": "run",
     "measure": "calibrate",
     "quantize": "calibrate",
-    "token-weights": "calibrate",
+    "first-tokens": "calibrate",
     "queries": "export --attention fp8",
     "adapter": "distill --train adapter",
     "needles": "validate --needles LENGTHS",

@@ -45,7 +45,7 @@ class RunFiles:
     statistics = _Path("statistics.safetensors")
     statistics_json = _Path("statistics.json")
     moments = _Path("moments")
-    token_weights = _Path("token_weights.safetensors")
+    first_tokens = _Path("first_tokens.json")
     queries = _Path("queries.safetensors")
     costliest = _Path("costliest.json")
     scales = _Path("scales.json")

@@ -28,8 +28,6 @@ DEFAULT_SAMPLES = 512
 DEFAULT_SEQ_LEN = 2048
 #: The ways to use an adapter: merge it into the weights, or add its product beside them.
 AdapterMode = Literal["merge", "beside"]
-#: The ways to weigh calibration tokens in GPTQ's second moments.
-TokenWeighing = Literal["equal", "gradient"]
 #: Options that go together, by what they are for; on the command line `--preset`, in Python `**PRESETS[name]`.
 Preset = Literal["fast", "exact"]
 PRESETS: Mapping[Preset, Mapping[str, Any]] = {
@@ -37,7 +35,7 @@ PRESETS: Mapping[Preset, Mapping[str, Any]] = {
     "exact": {
         "activation_terms": "tail",
         "weight_rounding": "gptq",
-        "weigh_tokens": "gradient",
+        "weigh_first_token": True,
         "bf16_weights": 0.03,
     },
 }
@@ -136,14 +134,15 @@ class MeasureOptions(Options):
         ),
         Unkeyed("layer by layer or at once, the statistics are the same, bit for bit"),
     ] = None
-    weigh_tokens: Annotated[
-        TokenWeighing,
+    weigh_first_token: Annotated[
+        bool,
         option(
             TEXT,
-            "Tokens in the second moments of --weight-rounding gptq. equal: all alike. gradient: by how much the "
-            "model's loss depends on a GEMM's output there; runs the text forward and back once more, in FP32.",
+            "Weigh the first token of a window, on which attention rests, by the loss's gradient there in the second "
+            "moments of --weight-rounding gptq. Runs some windows forward and back in FP32.",
+            negative="--no-weigh-first-token",
         ),
-    ] = "equal"
+    ] = False
     all_experts: Annotated[
         bool,
         option(

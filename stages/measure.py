@@ -18,7 +18,6 @@ from ..calibrate.measure.moments import SecondMoments, gathering
 from ..calibrate.measure.queries import query_statistics
 from ..calibrate.measure.statistics import Corpus, ModelIdentity, Statistics, load_record, save_arrays, save_statistics
 from ..calibrate.measure.stream import measure_streamed
-from ..calibrate.measure.token_weights import load_token_weights
 from ..calibrate.model.memory import SHARE, available_bytes, weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..calibrate.model.tokenizer import load_tokenizer
@@ -35,13 +34,13 @@ from ..options.declare import Options
 from ..quantize.scales.clip import no_scale
 from ..quantize.scales.policy import ModelGemms
 from .corpus import digest, load_tokens
+from .first_tokens import COPIES, load_first_tokens, weigh_first_tokens
 from .other_text import read_other
 from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
-from .pipeline.stages import CORPUS, MEASURE, QUERIES, TOKEN_WEIGHTS, CorpusFacts, MeasureFacts
+from .pipeline.stages import CORPUS, FIRST_TOKENS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
-from .token_weights import COPIES, weigh_tokens
 
 
 class MeasureTask(Strict):
@@ -125,7 +124,7 @@ def measure(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
-    weights = _token_weights(run, source, options, notes, moments)
+    weights = _first_tokens(run, source, options, notes, moments)
     key, with_moments = (
         Key(inputs | (weights if with_them else {}), options, facts.model_copy(update={"moments": with_them}))
         for with_them in (moments, True)
@@ -147,29 +146,29 @@ def measure(
     )
     if world.size > 1:
         notes.note(world.described())
-    token_weights = load_token_weights(run.token_weights, options.batch_size) if moments and weights else None
+    first = load_first_tokens(run) if moments and weights else {}
     with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
         work = WorkFolder(run, MEASURE.name)
         with (
             work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
-            gathering(run, moments, folder / "moments" if folder else None, token_weights) as gathered,
+            gathering(run, moments, folder / "moments" if folder else None, first) as gathered,
         ):
             announce(task, windows, world)
             statistics = world.added(run_model(source, measured_share(task, windows, world, gathered), notes, folder))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
-def _token_weights(run: Run, source: Source, options: MeasureOptions, notes: Notes, wanted: bool) -> dict[str, str]:
-    """Weigh the tokens, where that is asked for and `wanted` now; return the file of their weights -> its SHA-256,
-    where there is one.
+def _first_tokens(run: Run, source: Source, options: MeasureOptions, notes: Notes, wanted: bool) -> dict[str, str]:
+    """Weigh the first tokens, where that is asked for and `wanted` now; return the file of their weights, where there
+    is one, and its SHA-256.
     """
-    if options.weigh_tokens == "equal":
+    if not options.weigh_first_token:
         return {}
     if wanted:
         stream = bool(beyond(COPIES * weight_bytes(source))) if options.stream is None else options.stream
-        weigh_tokens(run, source, stream, notes)
-    recorded = run.record().stages.get(TOKEN_WEIGHTS.name)
+        weigh_first_tokens(run, source, stream, notes)
+    recorded = run.record().stages.get(FIRST_TOKENS.name)
     return dict(recorded.outputs) if recorded else {}
 
 

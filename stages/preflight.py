@@ -26,12 +26,12 @@ from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
 from .costliest import check_costliest
 from .export import LEFT_OUT
+from .first_tokens import COPIES, check_first_tokens
 from .measure import beyond, streamed
 from .other_text import cut_for
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
 from .shared.gates import check_comparable
-from .token_weights import COPIES, check_token_weights
 from .validate import behind_a_prompt, check_accumulator, check_enough, check_runtimes
 
 
@@ -60,8 +60,8 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
     elif streamed(source, options.stream, Notes(SILENT)):
         Chain(source, device())
     check_costliest(source, options)
-    if options.needs_moments and options.weigh_tokens == "gradient" and beyond(COPIES * weight_bytes(source)):
-        check_token_weights(source)
+    if options.needs_moments and options.weigh_first_token and beyond(COPIES * weight_bytes(source)):
+        check_first_tokens(source)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking and streamed(source, None, Notes(SILENT)):
         raise InputError(

@@ -13,9 +13,10 @@ batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ
 
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,25 +25,24 @@ from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
 from .held_out import HeldOutTokens
-from .token_weights import TokenWeights
 
 
 @contextmanager
 def gathering(
-    run: Run, wanted: bool, folder: Path | None = None, weights: TokenWeights | None = None
+    run: Run, wanted: bool, folder: Path | None = None, first: Mapping[str, float] = MappingProxyType({})
 ) -> "Iterator[SecondMoments | None]":
     """Open the store of second moments for a stage of `run`; yields None unless they are `wanted`.
 
-    `weights`: of tokens; None: all are alike. `folder`: add the sums up there, so that a killed stage can go on; the
-    folder stays, and `run.moments` gets hard links to its files. Older moments are removed first, and `run.moments`
-    appears when the block ends without an error.
+    `first`: the weight of the first token of windows, by tensor; 1 where there is none. `folder`: add the sums up
+    there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard links to its files. Older
+    moments are removed first, and `run.moments` appears when the block ends without an error.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
         yield None
         return
     with replacing(run.moments) as partial:
-        moments = SecondMoments(folder or partial, weights=weights)
+        moments = SecondMoments(folder or partial, first=first)
         yield moments
         moments.close()
         if folder is not None:
@@ -52,11 +52,11 @@ def gathering(
 class SecondMoments:
     """Add up x xᵀ of named tensors in files of one folder."""
 
-    def __init__(self, folder: Path, going_on: Collection[str] = (), weights: TokenWeights | None = None):
-        """Create `folder` and write into it; of the names `going_on` the sums there are added to. `weights`: of tokens,
-        each of which is added so many times.
+    def __init__(self, folder: Path, going_on: Collection[str] = (), first: Mapping[str, float] = MappingProxyType({})):
+        """Create `folder` and write into it; of the names `going_on` the sums there are added to. `first`: the
+        number of times that the first token of each window is added, by tensor; once where there is none.
         """
-        self.folder, self._going_on, self._weights = folder, going_on, weights
+        self.folder, self._going_on, self._first = folder, going_on, first
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
         self._on_gpu: dict[str, torch.Tensor] = {}
@@ -68,15 +68,16 @@ class SecondMoments:
             self._held_out = HeldOutTokens(batches)
         self._held_out.add(name, x, batch)
 
-    def add(self, name: str, x: torch.Tensor, batch: int = 0) -> None:
-        """Add the tokens `x` [..., width] of batch number `batch`, of any float type, to the moments `name`.
+    def add(self, name: str, x: torch.Tensor) -> None:
+        """Add the tokens `x` [..., width], of any float type, to the moments `name`; where its first tokens have a
+        weight, they are [windows, seq_len, width].
 
         The first call for a name since `close` starts again from zero, unless it is to go on.
         """
+        if name in self._first:
+            x = x.detach().float().clone()
+            x[:, 0].mul_(self._first[name] ** 0.5)
         tokens = x.detach().flatten(0, -2).float()
-        weights = self._weights.of(name, batch) if self._weights is not None else None
-        if weights is not None:
-            tokens = tokens * weights.to(tokens.device).sqrt()[:, None]
         if name not in self._files:
             self._open(name, tokens)
         total = self._on_gpu.get(name)

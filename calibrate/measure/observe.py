@@ -180,7 +180,7 @@ class Watch:
             def see(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
                 self.observers[f"{name}.input"].update(inputs[0], batch)
                 if self.moments is not None and not (held_out and name in self.of_experts):
-                    self.moments.add(name, inputs[0], batch)
+                    self.moments.add(name, inputs[0])
 
             return see
 

@@ -189,20 +189,20 @@ CORPUS = stage(
     outputs=("calibration.npz", "evaluation.npz"),
     older={"bos": "never", "tokenizer": "auto"},
 )
-#: Weighs the tokens of the windows for second moments.
-TOKEN_WEIGHTS = stage(
-    "token-weights",
+#: Weighs the first token of the windows for second moments.
+FIRST_TOKENS = stage(
+    "first-tokens",
     Options,
     NoFacts,
     inputs=("model", "calibration.npz"),
-    outputs=("token_weights.safetensors",),
+    outputs=("first_tokens.json",),
 )
 #: Runs the float model on the windows.
 MEASURE = stage(
     "measure",
     MeasureOptions,
     MeasureFacts,
-    inputs=("model", "calibration.npz", "token_weights.safetensors", "statistics [0-9]*"),
+    inputs=("model", "calibration.npz", "first_tokens.json", "statistics [0-9]*"),
     outputs=STATISTICS,
 )
 #: Measures the queries of attention, for their FP8 scales.

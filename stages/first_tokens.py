@@ -1,0 +1,84 @@
+"""The stage `first-tokens`: weigh the first token of windows for GPTQ's second moments (`--weigh-first-token`).
+
+Some calibration windows run forward and back once through the model in FP32.
+"""
+
+import numpy as np
+import torch
+
+from ..calibrate.measure.chain import Chain
+from ..calibrate.measure.hidden_states import Batches
+from ..calibrate.measure.observe import probe_groups
+from ..calibrate.model.gemms import observed_gemms
+from ..calibrate.model.source import Source, load_model
+from ..core.files import read_document, write_document
+from ..core.memory import release_memory
+from ..core.run import Run
+from ..options.declare import Options
+from ..validate.sensitivity.backward import refused_with
+from ..validate.sensitivity.first_tokens import (
+    WITHOUT_LAYERS,
+    FirstTokens,
+    GradientSquares,
+    LayerwiseFirstTokens,
+    WatchedGemms,
+    added,
+    batch_squares,
+)
+from .corpus import load_tokens
+from .pipeline.stage import NO_FACTS, Key, Notes, device
+from .pipeline.stages import FIRST_TOKENS
+
+#: Calibration windows that run, evenly spaced.
+WINDOWS = 16
+#: The most tokens that run through the model at a time, in whole windows.
+TOKENS = 1024
+#: The memory of the model in FP32 and of the tensors of one batch, as a multiple of the model's in BF16.
+COPIES = 3
+
+
+def check_first_tokens(source: Source) -> None:
+    """Raise InputError for a model that is no chain of layers, where memory does not hold it in FP32."""
+    with refused_with(WITHOUT_LAYERS):
+        Chain(source, device(), torch.float32, rounded=False)
+
+
+def weigh_first_tokens(run: Run, source: Source, layer_by_layer: bool, notes: Notes) -> None:
+    """Weigh the first token of the calibration windows of `run`, unless that is done, and write `first_tokens.json`."""
+    name = run.calibration.name
+    inputs = {"model": source.fingerprint, name: run.record().stages["corpus"].outputs[name]}
+    key = Key(inputs, Options(), NO_FACTS)
+    if FIRST_TOKENS.is_current(run, key):
+        return
+    every = load_tokens(run, run.calibration, source.text_config.vocab_size)
+    windows = every[np.unique(np.linspace(0, len(every) - 1, min(WINDOWS, len(every))).round().astype(np.int64))]
+    size = max(1, TOKENS // windows.shape[1])
+    batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
+    with FIRST_TOKENS.writing(run, key, notes) as log:
+        if layer_by_layer:
+            with FIRST_TOKENS.working(run, key, notes) as folder:
+                layerwise = LayerwiseFirstTokens(source, batches, folder, device())
+                layerwise.run(notes.report, "Weighing first tokens in")
+                squares = layerwise.results.done.squares
+        else:
+            squares = _in_memory(source, batches, notes)
+        weights = {first: sums.weight for first, sums in squares.items()}
+        write_document(run.first_tokens, FirstTokens(windows=len(windows), weights=weights))
+        log.outputs.append(run.first_tokens)
+    release_memory()
+
+
+def _in_memory(source: Source, batches: Batches, notes: Notes) -> dict[str, GradientSquares]:
+    model = load_model(source, torch.float32, device()).requires_grad_(False)
+    watched = WatchedGemms(model, observed_gemms(model))
+    groups, sums = probe_groups(model, watched.gemms), list[dict[str, GradientSquares]]()
+    with notes.track("Weighing first tokens", sum(ids.size for ids in batches.values()), "tokens") as advance:
+        for batch, ids in batches.items():
+            sums.append(batch_squares(watched, groups, batch, ids))
+            advance(ids.size)
+    return added(sums)
+
+
+def load_first_tokens(run: Run) -> dict[str, float]:
+    """Read the weights of `first_tokens.json`; raises InputError where it is missing or changed."""
+    return read_document(run.require(run.first_tokens, FIRST_TOKENS.name), FirstTokens).weights

@@ -1,0 +1,221 @@
+"""Measure how much more, or less, the model's loss depends on a GEMM's output at the first token of a window.
+
+To second order an error e_t of an output at token t costs ½ Σ_t E (g_t · e_t)², with g_t the gradient of the loss for
+labels that the model draws (`gradients`). GPTQ takes all tokens as alike, and to the first one, on which the attention
+of all others rests, that is least true: its query is read by nothing, its keys and values by every later token, and
+behind a norm its output may be blown up a hundred times, or its input be a thousand times as large as others. So it
+enters H as often as the mean of |g|² there is of that elsewhere, over all GEMMs that read the input.
+
+GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every token by its own gradient. These are noisy: on
+SmolLM2-135M the first token alone gives most of what all do, and on Gemma 3 270M the others' weights ruin its codes
+(`docs/decisions/0082`). The mean over windows needs few of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...calibrate.measure.hidden_states import Batches
+from ...calibrate.model.source import Source
+from ...core.files import Strict, read_document, write_document
+from ...core.reporter import Reporter
+from .backward import Backward, Collect, refused_with
+from .gradients import End, drawn_loss, next_token_log_probabilities, seeing
+
+#: The remedy for a model that cannot be run layer by layer.
+WITHOUT_LAYERS = "give it memory for the whole in FP32, or leave --weigh-first-token out, which needs gradients"
+#: The time of a forward pass and a backward pass, in forward passes.
+PASSES = 4.0
+#: The largest weight of the first token, and one over the smallest.
+MOST = 1e4
+
+
+class GradientSquares(Strict):
+    """Σ |g|² over the outputs of the GEMMs that read a tensor, by token: of `first` tokens of windows and of `others`,
+    and the numbers of both.
+    """
+
+    first: float = 0.0
+    others: float = 0.0
+    first_tokens: int = 0
+    other_tokens: int = 0
+
+    def __add__(self, other: "GradientSquares") -> "GradientSquares":
+        """Add two sums over different windows."""
+        return GradientSquares(
+            first=self.first + other.first,
+            others=self.others + other.others,
+            first_tokens=self.first_tokens + other.first_tokens,
+            other_tokens=self.other_tokens + other.other_tokens,
+        )
+
+    @property
+    def weight(self) -> float:
+        """The mean at first tokens over that at others, between 1 / MOST and MOST; 1 where one of them has none."""
+        if not (self.first_tokens and self.other_tokens and np.isfinite([self.first, self.others]).all()):
+            return 1.0
+        first, others = self.first / self.first_tokens, self.others / self.other_tokens
+        if first == 0 and others == 0:
+            return 1.0
+        return min(max(first, others / MOST) / max(others, first / MOST), MOST)
+
+
+class FirstTokens(Strict):
+    """`first_tokens.json`: the weight of the first token of a window in the second moments of each distinct input."""
+
+    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    windows: int
+    weights: dict[str, float] = Field(description="first module that reads the input -> weight; that of others is 1")
+
+
+@dataclass(frozen=True)
+class WatchedGemms:
+    """A model and its GEMMs; nothing of its cache is recorded."""
+
+    model: PreTrainedModel
+    gemms: Mapping[str, nn.Module]
+    attention: Mapping[int, str] = field(default_factory=dict)
+
+
+def gradient_squares(
+    groups: Mapping[str, Sequence[str]], end: End, shape: tuple[int, ...]
+) -> tuple[dict[str, GradientSquares], torch.Tensor | None]:
+    """Sum the squared gradients of each group, by the first of the group; and return the gradient at the hidden states
+    that the pass began with, if any.
+
+    `groups`: first module -> all that read its input; `shape`: (windows, seq_len) of the batch. Groups whose outputs
+    have another number of tokens, as those of experts, are left out, and groups that the pass did not reach.
+    """
+    outputs = {
+        name: tensor
+        for members in groups.values()
+        for name in members
+        if (tensor := end.seen.outputs.get(name)) is not None and tensor.shape[:-1] == shape and tensor.requires_grad
+    }
+    begun = [] if end.begun is None else [end.begun]
+    gradients = torch.autograd.grad(end.value, [*outputs.values(), *begun], end.gradient, allow_unused=True)
+    squares = {
+        name: gradient.detach().double().square().sum(-1)
+        for name, gradient in zip(outputs, gradients[: len(outputs)], strict=True)
+        if gradient is not None
+    }
+    sums = dict[str, GradientSquares]()
+    for first, members in groups.items():
+        if reached := [squares[name] for name in members if name in squares]:
+            of_tokens = torch.stack(reached).sum(0)
+            sums[first] = GradientSquares(
+                first=float(of_tokens[:, 0].sum()),
+                others=float(of_tokens[:, 1:].sum()),
+                first_tokens=shape[0],
+                other_tokens=shape[0] * (shape[1] - 1),
+            )
+    return sums, gradients[-1] if begun else None
+
+
+def batch_squares(
+    watched: WatchedGemms, groups: Mapping[str, Sequence[str]], batch: int, ids: npt.NDArray[np.int64]
+) -> dict[str, GradientSquares]:
+    """Sum the squared gradients of each of `groups` over the tokens `ids` int64 [windows, seq_len] of batch number
+    `batch`, by the `watched` model in FP32, whose weights need no gradients.
+    """
+    model = watched.model
+    tokens = torch.from_numpy(ids).to(model.device)
+    with seeing(watched) as (seen, cache), torch.enable_grad():
+        log_p = next_token_log_probabilities(model, tokens, cache)
+        end = End(seen, drawn_loss(log_p, torch.Generator(model.device).manual_seed(batch)))
+    return gradient_squares(groups, end, ids.shape)[0]
+
+
+def added(batches: Iterable[Mapping[str, GradientSquares]]) -> dict[str, GradientSquares]:
+    """Add the sums of all batches."""
+    total: dict[str, GradientSquares] = {}
+    for batch in batches:
+        for name, squares in batch.items():
+            total[name] = total.get(name, GradientSquares()) + squares
+    return total
+
+
+class FinishedSteps(Strict):
+    """The number of finished steps of a pass layer by layer, and the sums of their groups."""
+
+    steps: int = 0
+    squares: dict[str, GradientSquares] = Field(default={})
+
+
+class FinishedStepsFile:
+    """The results of the finished steps, in the file at `path`."""
+
+    def __init__(self, path: Path):
+        """Read the results that a killed call left; none where there is no file."""
+        self.path = path
+        self.done = read_document(path, FinishedSteps) if path.is_file() else FinishedSteps()
+
+    @property
+    def steps(self) -> int:
+        """The number of finished steps."""
+        return self.done.steps
+
+    def add(self, squares: Mapping[str, GradientSquares]) -> None:
+        """Add the sums of further groups."""
+        self.done = self.done.model_copy(update={"squares": {**self.done.squares, **squares}})
+
+    def save(self, step: int) -> None:
+        """Save all results, after so many steps."""
+        self.done = self.done.model_copy(update={"steps": step})
+        write_document(self.path, self.done)
+
+
+class LayerwiseFirstTokens(Backward):
+    """All steps of measuring a model larger than memory; their results are in one file of the folder."""
+
+    def __init__(self, source: Source, batches: Batches, folder: Path, device: str = "cpu"):
+        """Prepare to run `batches` in the existing `folder`.
+
+        Raises InputError as `Backward` does.
+        """
+        super().__init__(source, batches, folder, device, "--weigh-first-token", "or leave it out")
+        self.watched = WatchedGemms(self.model, self.gemms)
+        self.results: FinishedStepsFile = FinishedStepsFile(folder / "squares.json")
+
+    def refused(self) -> AbstractContextManager[None]:
+        """Name the option that needs a chain of layers."""
+        return refused_with(WITHOUT_LAYERS)
+
+    def prompt(self, positions: int) -> int:
+        """Every token is scored but the first."""
+        return 1
+
+    @property
+    def before_layers(self) -> bool:
+        """Tell whether any group is before the layers."""
+        return bool(self._of_layer(None))
+
+    def _of_layer(self, index: int | None) -> dict[str, Sequence[str]]:
+        return {first: members for first, members in self.groups.items() if self.layers.index(first) == index}
+
+    def note_time(self, seconds: float, report: Reporter) -> None:
+        """Note the time of all steps."""
+        report.note(f"--weigh-first-token: by what the first layer took, some {PASSES * seconds:,.0f} s here")
+
+    @contextmanager
+    def collecting(self, index: int | None) -> Iterator[Collect]:
+        """Sum the squared gradients of the groups of one layer, or of none."""
+        groups, batches = self._of_layer(index), [*self.batches.values()]
+        sums = list[Mapping[str, GradientSquares]]()
+
+        def collect(number: int, end: End) -> torch.Tensor | None:
+            squares, back = gradient_squares(groups, end, batches[number].shape)
+            sums.append(squares)
+            return back
+
+        yield collect
+        self.results.add(added(sums))
