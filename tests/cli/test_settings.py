@@ -19,7 +19,7 @@ def test_names_go_to_the_class_that_has_them() -> None:
 
 def test_a_preset_is_overridden_by_names_beside_it_and_names_the_form_of_a_run() -> None:
     options = with_settings(CalibrateOptions(), {"preset": "exact", "weight_rounding": "nearest", "samples": 64})
-    assert options == CalibrateOptions(activation_terms="tail", bf16_weights=0.03, samples=64)
+    assert options == CalibrateOptions(activation_terms="tail", weigh_first_token=True, bf16_weights=0.03, samples=64)
     assert with_settings(RunOptions(), {}).finds_form
     assert not with_settings(RunOptions(), {"preset": "fast"}).finds_form
     assert not with_settings(RunOptions(), {"form": ("one",)}).finds_form

@@ -25,6 +25,17 @@ def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:
     )
 
 
+def test_first_tokens_of_windows_are_added_as_often_as_their_weight(tmp_path: Path) -> None:
+    moments = SecondMoments(tmp_path, first={"a": 4.0})
+    x = torch.tensor([[[1.0, 2.0], [5.0, 7.0]], [[3.0, 0.0], [0.0, 1.0]]])
+    for name in ("a", "b"):
+        moments.add(name, x)
+    moments.close()
+    assert load_moments(tmp_path, "a").tolist() == [[4 * (1 + 9) + 25, 4 * 2 + 35], [4 * 2 + 35, 4 * 4 + 49 + 1]]
+    assert load_moments(tmp_path, "b").tolist() == [[1 + 9 + 25, 2 + 35], [2 + 35, 4 + 49 + 1]]
+    assert x[0, 0].tolist() == [1.0, 2.0]  # the model's own tensor stays as it is
+
+
 def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:
     moments = SecondMoments(tmp_path)
     for _ in range(2):
