@@ -83,6 +83,8 @@ BY_HAND: Mapping[str, str] = {
     "mxfp8": "mxfp8.py",
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(nearest|gptq, (16|the worst))'",
+    "weight_levers_exact": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact)'",
+    "weight_levers_exact_gemma3": "weight_levers.py gemma3 --rows '^(gptq, weighed|exact)'",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",

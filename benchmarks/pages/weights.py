@@ -14,12 +14,19 @@ def weights_alone() -> str:
 
 
 #: Result -> the model's name; row -> its title, where it has another.
-LEVERS = {"weight_levers": "SmolLM2-135M", "weight_levers_gemma3": "Gemma 3 270M"}
+LEVERS = {
+    "weight_levers": "SmolLM2-135M",
+    "weight_levers_exact": "SmolLM2-135M",
+    "weight_levers_gemma3": "Gemma 3 270M",
+    "weight_levers_exact_gemma3": "Gemma 3 270M",
+}
 LEVER_TITLES = {
     "BF16": "BF16 itself",
     "nearest": "`nearest`",
     "gptq": "`gptq`, 64 windows",
-    "gptq, the worst in BF16": "`gptq`, 64 windows, the costliest weights in BF16",
+    "gptq, the worst in BF16": "`gptq`, 64 windows, the costliest weights in BF16, one by one",
+    "gptq, weighed first token": "`gptq`, 64 windows, `--weigh-first-token`",
+    "exact": "`--preset exact`, 64 windows",
     "gptq, then learned": "`gptq`, 64 windows, then `fp8q distill`",
 }
 

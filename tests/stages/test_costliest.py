@@ -20,7 +20,7 @@ from fp8q.stages import costliest as stage
 from fp8q.stages.costliest import check_costliest
 
 SHARE = 0.1
-SMALL = {"samples": 12, "seq_len": 64, "batch_size": 4}
+SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 REASON = "its loss in FP8 is among the largest a byte (--bf16-weights 10%)"
 
 

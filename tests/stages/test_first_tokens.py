@@ -18,7 +18,7 @@ from fp8q.stages import first_tokens as stage
 from fp8q.stages import preflight
 from fp8q.stages.first_tokens import load_first_tokens
 
-SMALL = {"samples": 12, "seq_len": 64, "batch_size": 4}
+SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 INPUT = "model.layers.1.mlp.down_proj"
 
 
