@@ -3,7 +3,7 @@
 To second order an error e_t of an output at token t costs ½ Σ_t E (g_t · e_t)², with g_t the gradient of the loss for
 labels that the model draws (`gradients`). GPTQ takes all tokens as alike, and to the first one, on which the attention
 of all others rests, that is least true: its query is read by nothing, its keys and values by every later token, and
-behind a norm its output may be blown up a hundred times, or its input be a thousand times as large as others. So it
+a norm behind the GEMM may blow its output up, and its input may be hundreds of times as large as others. So it
 enters H as often as the mean of |g|² there is of that elsewhere, over all GEMMs that read the input.
 
 GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every token by its own gradient. These are noisy: on
