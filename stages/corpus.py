@@ -209,6 +209,12 @@ def save_tokens(path: Path, tokens: Tokens) -> None:
         np.savez(handle, allow_pickle=False, input_ids=tokens)
 
 
+def spread(windows: Tokens, count: int) -> Tokens:
+    """Select at most `count` of the `windows` [windows, seq_len], evenly spaced over all."""
+    taken = np.unique(np.linspace(0, len(windows) - 1, min(count, len(windows))).round().astype(np.int64))
+    return windows[taken]
+
+
 def load_tokens(run: Run, path: Path, vocabulary: int | None = None) -> Tokens:
     """Read the `input_ids` of a file of the stage `corpus`: windows [windows, seq_len], or tokens held out [tokens].
 

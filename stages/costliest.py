@@ -8,13 +8,8 @@ nor on the forms of inputs, and other scales keep it.
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from ..calibrate.measure.chain import Chain
 from ..calibrate.measure.statistics import load_record
-from ..calibrate.model.decoder import NoChainError
 from ..calibrate.model.source import Source
-from ..core.errors import InputError
 from ..core.files import write_document
 from ..core.memory import release_memory
 from ..core.run import Run
@@ -24,6 +19,7 @@ from ..quantize.scales.costliest import Costliest, costliest_weights
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.policy import ModelGemms
 from ..quantize.weights.tensor_scales import joined_families
+from ..validate.sensitivity.backward import check_chain
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import COSTLIEST, CostliestFacts
 from .quantize import KnownCodes, quantize
@@ -37,16 +33,10 @@ def check_costliest(source: Source, options: ScaleOptions) -> None:
     """Raise InputError where weights are to stay in BF16, and what each costs cannot be predicted: the model in FP32
     does not fit in memory, and is no chain of layers.
     """
-    if not (options.bf16_weights and in_layers(source)):
-        return
-    try:
-        Chain(source, device(), torch.float32, rounded=False)
-    except NoChainError as error:
-        raise InputError(
-            f"--bf16-weights {100 * options.bf16_weights:g}%",
-            f"memory does not hold the model to predict losses, and {error.subject}: {error.fault}",
-            "give 0, which keeps no weights in BF16",
-        ) from error
+    if options.bf16_weights and in_layers(source):
+        check_chain(
+            source, device(), "give it memory for the whole in FP32, or --bf16-weights 0, which needs no losses"
+        )
 
 
 def choose_costliest(run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, notes: Notes) -> None:

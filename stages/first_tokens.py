@@ -3,10 +3,8 @@
 Some calibration windows run forward and back once through the model in FP32.
 """
 
-import numpy as np
 import torch
 
-from ..calibrate.measure.chain import Chain
 from ..calibrate.measure.hidden_states import Batches
 from ..calibrate.measure.observe import probe_groups
 from ..calibrate.model.gemms import observed_gemms
@@ -15,9 +13,7 @@ from ..core.files import read_document, write_document
 from ..core.memory import release_memory
 from ..core.run import Run
 from ..options.declare import Options
-from ..validate.sensitivity.backward import refused_with
 from ..validate.sensitivity.first_tokens import (
-    WITHOUT_LAYERS,
     FirstTokens,
     GradientSquares,
     LayerwiseFirstTokens,
@@ -25,7 +21,7 @@ from ..validate.sensitivity.first_tokens import (
     added,
     batch_squares,
 )
-from .corpus import load_tokens
+from .corpus import load_tokens, spread
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import FIRST_TOKENS
 
@@ -37,12 +33,6 @@ TOKENS = 1024
 COPIES = 3
 
 
-def check_first_tokens(source: Source) -> None:
-    """Raise InputError for a model that is no chain of layers, where memory does not hold it in FP32."""
-    with refused_with(WITHOUT_LAYERS):
-        Chain(source, device(), torch.float32, rounded=False)
-
-
 def weigh_first_tokens(run: Run, source: Source, layer_by_layer: bool, notes: Notes) -> None:
     """Weigh the first token of the calibration windows of `run`, unless that is done, and write `first_tokens.json`."""
     name = run.calibration.name
@@ -50,8 +40,7 @@ def weigh_first_tokens(run: Run, source: Source, layer_by_layer: bool, notes: No
     key = Key(inputs, Options(), NO_FACTS)
     if FIRST_TOKENS.is_current(run, key):
         return
-    every = load_tokens(run, run.calibration, source.text_config.vocab_size)
-    windows = every[np.unique(np.linspace(0, len(every) - 1, min(WINDOWS, len(every))).round().astype(np.int64))]
+    windows = spread(load_tokens(run, run.calibration, source.text_config.vocab_size), WINDOWS)
     size = max(1, TOKENS // windows.shape[1])
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with FIRST_TOKENS.writing(run, key, notes) as log:

@@ -159,6 +159,13 @@ def measure(
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
 
 
+def gradients_by_layer(source: Source, options: MeasureOptions) -> bool:
+    """Tell whether first tokens are weighed layer by layer: as the option says, or where memory does not hold the model
+    in FP32.
+    """
+    return bool(beyond(COPIES * weight_bytes(source))) if options.stream is None else options.stream
+
+
 def _first_tokens(run: Run, source: Source, options: MeasureOptions, notes: Notes, wanted: bool) -> dict[str, str]:
     """Weigh the first tokens, where that is asked for and `wanted` now; return the file of their weights, where there
     is one, and its SHA-256.
@@ -166,8 +173,7 @@ def _first_tokens(run: Run, source: Source, options: MeasureOptions, notes: Note
     if not options.weigh_first_token:
         return {}
     if wanted:
-        stream = bool(beyond(COPIES * weight_bytes(source))) if options.stream is None else options.stream
-        weigh_first_tokens(run, source, stream, notes)
+        weigh_first_tokens(run, source, gradients_by_layer(source, options), notes)
     recorded = run.record().stages.get(FIRST_TOKENS.name)
     return dict(recorded.outputs) if recorded else {}
 

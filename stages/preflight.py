@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ..calibrate.input.untrusted import exists, local_path
 from ..calibrate.measure.chain import Chain
-from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source
 from ..calibrate.text.corpus import lower_default
 from ..calibrate.text.packing import Packing
@@ -23,11 +22,12 @@ from ..export.engine.build import resolve
 from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptions
 from ..quantize.scales.policy import ModelGemms
 from ..quantize.weights.sequential import check_sequential
+from ..validate.sensitivity.backward import check_chain
+from ..validate.sensitivity.first_tokens import WITHOUT_LAYERS
 from .corpus import Collected
 from .costliest import check_costliest
 from .export import LEFT_OUT
-from .first_tokens import COPIES, check_first_tokens
-from .measure import beyond, streamed
+from .measure import gradients_by_layer, streamed
 from .other_text import cut_for
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
@@ -60,8 +60,8 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
     elif streamed(source, options.stream, Notes(SILENT)):
         Chain(source, device())
     check_costliest(source, options)
-    if options.needs_moments and options.weigh_first_token and beyond(COPIES * weight_bytes(source)):
-        check_first_tokens(source)
+    if options.needs_moments and options.weigh_first_token and gradients_by_layer(source, options):
+        check_chain(source, device(), WITHOUT_LAYERS)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking and streamed(source, None, Notes(SILENT)):
         raise InputError(

@@ -23,7 +23,7 @@ from ..validate.sensitivity.gradients import predict_sites, summed
 from ..validate.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
 from ..validate.sensitivity.single_site import Float, Prefix
 from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
-from .corpus import load_tokens
+from .corpus import load_tokens, spread
 from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
@@ -151,10 +151,8 @@ def _batches(run: Run, options: SensitivityOptions, where: str) -> tuple[list[to
     """The windows of the prediction, spread evenly over the calibration windows, in batches of tokens; and their
     number.
     """
-    every = load_tokens(run, run.calibration)
-    taken = np.unique(np.linspace(0, len(every) - 1, min(options.windows, len(every))).round().astype(np.int64))
-    ids = torch.from_numpy(every[taken]).to(where)
-    return list(ids.split(max(1, TOKENS // ids.shape[1]))), len(taken)
+    ids = torch.from_numpy(spread(load_tokens(run, run.calibration), options.windows)).to(where)
+    return list(ids.split(max(1, TOKENS // ids.shape[1]))), len(ids)
 
 
 def _tell(

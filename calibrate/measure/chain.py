@@ -5,13 +5,14 @@ tensors fp8q names and dequantizes itself.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache, PreTrainedModel
 
 from ..input.silence import quiet_transformers
@@ -87,6 +88,19 @@ class LayerChain(ABC):
                 if keep is not None:
                     keep(batch, hidden)
         return calls
+
+
+def cloned_calls(calls: Mapping[tuple[int, ...], list[LayerCall]]) -> dict[tuple[int, ...], list[LayerCall]]:
+    """Clone all tensors of `calls`, each once: gradients may pass by clones, not by what inference mode made."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return copies.setdefault(id(tensor), tensor.clone())
+
+    return {
+        shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
+        for shape, made in calls.items()
+    }
 
 
 class Chain(LayerChain):

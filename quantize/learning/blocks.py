@@ -26,9 +26,8 @@ import torch
 from pydantic import Field
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils._pytree import tree_map_only
 
-from ...calibrate.measure.chain import Chain
+from ...calibrate.measure.chain import Chain, cloned_calls
 from ...calibrate.measure.hidden_states import HiddenStates
 from ...calibrate.measure.stream import check_space, going_on
 from ...calibrate.model.caches import new_cache
@@ -169,15 +168,7 @@ class BlockLearning(Chain):
         if not self.done.entered:
             self._flush(0)
             self.done.enter()
-        copies: dict[int, torch.Tensor] = {}
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return copies.setdefault(id(tensor), tensor.clone())
-
-        return {
-            shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
-            for shape, made in calls.items()
-        }
+        return cloned_calls(calls)
 
     def _flush(self, index: int) -> None:
         """Write the hidden states that enter layer `index` to the disk."""

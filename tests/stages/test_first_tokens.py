@@ -13,10 +13,11 @@ from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions
+from fp8q.options import CalibrateOptions, MeasureOptions
 from fp8q.stages import first_tokens as stage
-from fp8q.stages import preflight
+from fp8q.stages import measure, preflight
 from fp8q.stages.first_tokens import load_first_tokens
+from fp8q.stages.measure import gradients_by_layer
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 INPUT = "model.layers.1.mlp.down_proj"
@@ -83,7 +84,7 @@ def test_a_model_without_a_chain_of_layers_is_refused_first_where_memory_does_no
         self.layers = torch.nn.Sequential(*self.layers)
 
     monkeypatch.setattr(transformers.LlamaModel, "__init__", nameless)
-    monkeypatch.setattr(preflight, "beyond", lambda _: "and 80% of the memory available is 0 GB")
+    monkeypatch.setattr(preflight, "gradients_by_layer", lambda *_: True)
     with pytest.raises(InputError) as refused:
         calibrated(tmp_path / "run", weigh_first_token=True)
     assert str(refused.value) == (
@@ -92,3 +93,14 @@ def test_a_model_without_a_chain_of_layers_is_refused_first_where_memory_does_no
         "gradients"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_the_option_decides_if_gradients_go_layer_by_layer_and_memory_else(
+    demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(str(demo_checkpoint))
+    assert not gradients_by_layer(source, MeasureOptions())
+    assert gradients_by_layer(source, MeasureOptions(stream=True))
+    monkeypatch.setattr(measure, "beyond", lambda _: "and 80% of the memory available is 0 GB")
+    assert gradients_by_layer(source, MeasureOptions())
+    assert not gradients_by_layer(source, MeasureOptions(stream=False))

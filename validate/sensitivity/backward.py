@@ -5,7 +5,7 @@ are stored on disk, for all batches; behind the last layer labels are drawn and 
 the way back each layer runs once more on its stored input and passes the gradient to the layer before it; the two
 gradients that are needed at a time are on disk too. Memory holds the FP32 weights of one layer, or the embedding, or
 the output head, whatever the number of layers; each layer's weights are read twice. What is made of the gradients is
-the subclasses' own: `layerwise` predicts losses by them, `token_weights` weighs tokens.
+the subclasses' own: `layerwise` predicts losses by them, `first_tokens` weighs tokens.
 
 Each step (modules before the layers, each layer, the head, each layer back, modules before them back) saves its results
 at its end; a killed call goes on after the last saved step.
@@ -21,10 +21,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
-from ...calibrate.measure.chain import Chain
+from ...calibrate.measure.chain import Chain, cloned_calls
 from ...calibrate.measure.hidden_states import Batches, HiddenStates
 from ...calibrate.measure.stream import check_space, going_on
 from ...calibrate.model.caches import new_cache
@@ -154,15 +153,7 @@ class Backward(Chain):
         with self.refused():
             calls = self.enter(self.batches, None if self.results.steps else first.write)
         first.flush()
-        copies: dict[int, torch.Tensor] = {}
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            return copies.setdefault(id(tensor), tensor.clone())
-
-        return {
-            shape: [LayerCall(*tree_map_only(torch.Tensor, copy, (call.args, call.kwargs))) for call in made]
-            for shape, made in calls.items()
-        }
+        return cloned_calls(calls)
 
     def _onward(self, index: int, calls: Calls) -> None:
         """All batches through one layer."""
@@ -249,6 +240,12 @@ class Backward(Chain):
                     gradient.write(batch, back)
         if gradient is not None:
             gradient.flush()
+
+
+def check_chain(source: Source, device: str, remedy: str) -> None:
+    """Raise InputError, with a `remedy`, for a model that cannot run forward and back layer by layer."""
+    with refused_with(remedy):
+        Chain(source, device, torch.float32, rounded=False)
 
 
 @contextmanager
