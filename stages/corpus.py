@@ -209,7 +209,7 @@ def save_tokens(path: Path, tokens: Tokens) -> None:
         np.savez(handle, allow_pickle=False, input_ids=tokens)
 
 
-def spread(windows: Tokens, count: int) -> Tokens:
+def spread_windows(windows: Tokens, count: int) -> Tokens:
     """Select at most `count` of the `windows` [windows, seq_len], evenly spaced over all."""
     taken = np.unique(np.linspace(0, len(windows) - 1, min(count, len(windows))).round().astype(np.int64))
     return windows[taken]

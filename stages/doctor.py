@@ -19,7 +19,7 @@ from ..validate.advice import model_checks as running
 from ..validate.advice.checkup import Check, Checkup, Remedies, worst_first
 from ..validate.advice.model_checks import not_measured
 from ..validate.advice.scale_checks import ScaledTensor, served_cache, stored_checks, tensors_of
-from .corpus import load_tokens, spread
+from .corpus import load_tokens, spread_windows
 from .pipeline.stage import CALIBRATE_MODULES, Notes, device, needs
 from .pipeline.stages import QUANTIZE
 from .shared.adapters import note_base_alone
@@ -57,7 +57,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> Checkup:
     statistics = load_statistics(run)
     what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run, scales))
     checks = stored_checks(what.tensors, scales, what.remedies) + served_cache(run.model)
-    windows = spread(load_tokens(run, run.calibration), options.windows)
+    windows = spread_windows(load_tokens(run, run.calibration), options.windows)
     running, ran = _running(what, windows, notes)
     return Checkup(
         windows=len(windows) if ran else 0, tokens=windows.size if ran else 0, checks=worst_first(checks + running)
@@ -154,7 +154,7 @@ def _loops(run: Run, pair: "ModelPair", source: "Source", notes: Notes) -> "Loop
     room = source.max_positions
     if windows.shape[1] < PROMPT or (room is not None and room < PROMPT + ANSWER):
         return None
-    prompts = torch.from_numpy(spread(windows, PROMPTS)[:, :PROMPT]).to(pair.model.device)
+    prompts = torch.from_numpy(spread_windows(windows, PROMPTS)[:, :PROMPT]).to(pair.model.device)
     with notes.track("Writing greedy text", 2, "models") as advance:
         bf16 = greedy(pair.model, partial(new_cache, pair.model), prompts)
         advance(1)

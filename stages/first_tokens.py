@@ -21,7 +21,7 @@ from ..validate.sensitivity.first_tokens import (
     added,
     batch_squares,
 )
-from .corpus import load_tokens, spread
+from .corpus import load_tokens, spread_windows
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import FIRST_TOKENS
 
@@ -40,7 +40,7 @@ def weigh_first_tokens(run: Run, source: Source, layer_by_layer: bool, notes: No
     key = Key(inputs, Options(), NO_FACTS)
     if FIRST_TOKENS.is_current(run, key):
         return
-    windows = spread(load_tokens(run, run.calibration, source.text_config.vocab_size), WINDOWS)
+    windows = spread_windows(load_tokens(run, run.calibration, source.text_config.vocab_size), WINDOWS)
     size = max(1, TOKENS // windows.shape[1])
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with FIRST_TOKENS.writing(run, key, notes) as log:

@@ -23,7 +23,7 @@ from ..validate.sensitivity.gradients import predict_sites, summed
 from ..validate.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
 from ..validate.sensitivity.single_site import Float, Prefix
 from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
-from .corpus import load_tokens, spread
+from .corpus import load_tokens, spread_windows
 from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
@@ -151,7 +151,7 @@ def _batches(run: Run, options: SensitivityOptions, where: str) -> tuple[list[to
     """The windows of the prediction, spread evenly over the calibration windows, in batches of tokens; and their
     number.
     """
-    ids = torch.from_numpy(spread(load_tokens(run, run.calibration), options.windows)).to(where)
+    ids = torch.from_numpy(spread_windows(load_tokens(run, run.calibration), options.windows)).to(where)
     return list(ids.split(max(1, TOKENS // ids.shape[1]))), len(ids)
 
 
