@@ -2,8 +2,9 @@
 
     python benchmarks/weight_levers.py [smollm2 gemma3] [--rows PATTERN] [--samples 64] [--windows 24] [--save NAME]
 
-The protocol is that of `real_models.py`: WikiText-2, calibrated on the validation text, KL from FP32 on windows of the
-test text, inputs exact, everything in FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
+The protocol is that of `real_models.py`, but for windows of 512 tokens of the calibration text for both models:
+WikiText-2, calibrated on the validation text, KL from FP32 on windows of the test text, inputs exact, everything in
+FP32. Each row changes one thing about GPTQ of 64 windows: how it rounds, how
 much text it sees, how it weighs first tokens, the modules that stay in BF16 (those of the largest predicted loss a
 byte, up to 3 % more bytes, one by one, where `--bf16-weights` keeps together what servers join), or codes learned
 afterwards from the same text. `exact` is all that `--preset exact` does for weights. Beside the KL stands its ratio to
@@ -33,6 +34,8 @@ from fp8q.core.run import Run
 from fp8q.options import PRESETS, WeightRounding
 from fp8q.stages.shared.sources import source_of
 
+#: Tokens of a calibration window.
+CALIBRATION_CONTEXT = 512
 #: Calibration windows of the rows that see more or less text than GPTQ's.
 MORE_AND_LESS = (16, 256)
 #: The share of bytes that modules in BF16 may add.
@@ -67,7 +70,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         folder = Path(scratch)
 
         def made(name: str, samples: int, **chosen: Any) -> Run:
-            options = CalibrateOptions(**{"samples": samples, "seq_len": context, "activation_terms": 2} | chosen)
+            shape = {"samples": samples, "seq_len": CALIBRATION_CONTEXT, "activation_terms": 2}
+            options = CalibrateOptions(**shape | chosen)
             run = folder / f"{name}-{samples}"
             return calibrate(str(directory), asked.data, run, asked.eval_data, options, ExportOptions(graph=False))
 
@@ -122,7 +126,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
                 "bytes": round(share_of_bytes, 4),
             }
             print(f"{name}: {row}: {results[row]}", file=sys.stderr, flush=True)
-    return {"context": context, "evaluation_tokens": int(judge.ids.numel()), "rows": results}
+    contexts = {"context": context, "calibration_context": CALIBRATION_CONTEXT}
+    return {**contexts, "evaluation_tokens": int(judge.ids.numel()), "rows": results}
 
 
 def main() -> int:
