@@ -134,15 +134,6 @@ class MeasureOptions(Options):
         ),
         Unkeyed("layer by layer or at once, the statistics are the same, bit for bit"),
     ] = None
-    weigh_first_token: Annotated[
-        bool,
-        option(
-            TEXT,
-            "Weigh the first token of a window, on which attention rests, by the loss's gradient there in the second "
-            "moments of --weight-rounding gptq. Runs some windows forward and back in FP32.",
-            negative="--no-weigh-first-token",
-        ),
-    ] = False
     all_experts: Annotated[
         bool,
         option(

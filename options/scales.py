@@ -125,6 +125,15 @@ class ScaleOptions(Options):
             "layer by layer.",
         ),
     ] = "nearest"
+    weigh_first_token: Annotated[
+        bool,
+        option(
+            SCALES,
+            "Weigh the first token of a window, on which attention rests, by the loss's gradient there in the second "
+            "moments of --weight-rounding gptq. Runs some windows forward and back in FP32.",
+            negative="--no-weigh-first-token",
+        ),
+    ] = False
     form: Annotated[
         tuple[str, ...],
         option(
@@ -205,6 +214,11 @@ class ScaleOptions(Options):
     def needs_moments(self) -> bool:
         """Tell whether weights are rounded with second moments of their inputs, which `measure` gathers."""
         return self.weight_rounding == "gptq"
+
+    @property
+    def weighs_first_token(self) -> bool:
+        """Tell whether second moments need the weight of windows' first tokens."""
+        return self.needs_moments and self.weigh_first_token
 
     def __post_init__(self) -> None:
         """Refuse a list of modules where all are chosen, and choices that contradict inherited scales."""

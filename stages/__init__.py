@@ -9,10 +9,10 @@ its top all that it computes with; those that also run without torch import torc
 In the order of work:
 
     corpus           from texts to calibration windows and evaluation tokens
-    first_tokens     the weight of windows' first tokens in GPTQ's second moments, for `--weigh-first-token`
     measure          the float model on the windows, by one process or several ranks; on other text; the queries of
                      attention, for `export --attention fp8` and `--q-scale`
     costliest        the weights that stay in BF16 since they lose most in FP8, for `--bf16-weights`
+    first_tokens     the weight of windows' first tokens in GPTQ's second moments, for `--weigh-first-token`
     quantize         scales from statistics, and the checkpoint they make
     forms            the cheapest form that meets the limit, where `fp8q run` was asked for none
     export           both ONNX graphs of the checkpoint, linted; the same model in BF16 or INT8, to compare with

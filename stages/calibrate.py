@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..calibrate.measure.statistics import load_record
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source
 from ..calibrate.model.tokenizer import load_tokenizer
@@ -12,12 +13,13 @@ from ..calibrate.ranks.world import World, joined_ranks
 from ..calibrate.text import mixture
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
-from ..options import ExportOptions, RescaleOptions, RunOptions
+from ..options import ExportOptions, RescaleOptions, RunOptions, ScaleOptions
 from ..quantize.scales.policy import ModelGemms, few_tokens_note
 from . import preflight
 from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
+from .first_tokens import weigh_first_tokens
 from .forms import chosen_options
 from .measure import check_batches, check_experts, measure, take_part
 from .pipeline.stage import Notes
@@ -75,8 +77,7 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
         chosen = chosen_options(run, what.options) if what.all_stages else options
         if chosen != options:
             gemms = sources.gemms_of(source, chosen)
-        choose_costliest(run, source, gemms, chosen, notes)
-        quantize(run, source, gemms, chosen, notes)
+        _quantized(run, source, gemms, chosen, notes, options.stream)
         export_or_note(run, what.options.export, notes)
     return run
 
@@ -143,8 +144,18 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     """Choose all scales of `run` again, from its statistics, and write its checkpoint and graphs anew."""
     chosen, graph, source = rescaled(run, options), export_options(run), sources.source_of(run)
     check_attention(adapters_of(run), ExportOptions(), chosen)
-    gemms = sources.gemms_of(source, chosen)
-    choose_costliest(run, source, gemms, chosen, notes)
-    quantize(run, source, gemms, chosen, notes)
+    gemms, measured = sources.gemms_of(source, chosen), load_record(run).corpus
+    if remark := few_tokens_note(gemms, chosen.weight_rounding, measured.windows * measured.seq_len):
+        notes.note(remark)
+    _quantized(run, source, gemms, chosen, notes)
     export_or_note(run, graph, notes)
     return run
+
+
+def _quantized(
+    run: Run, source: Source, gemms: ModelGemms, options: ScaleOptions, notes: Notes, stream: bool | None = None
+) -> None:
+    """Choose scales and write the checkpoint, after all that these options need to be known first."""
+    choose_costliest(run, source, gemms, options, notes)
+    weigh_first_tokens(run, source, options, notes, stream)
+    quantize(run, source, gemms, options, notes)

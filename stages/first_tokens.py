@@ -8,10 +8,12 @@ import torch
 from ..calibrate.measure.hidden_states import Batches
 from ..calibrate.measure.observe import probe_groups
 from ..calibrate.model.gemms import observed_gemms
+from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model
 from ..core.files import read_document, write_document
 from ..core.memory import release_memory
 from ..core.run import Run
+from ..options import ScaleOptions
 from ..options.declare import Options
 from ..validate.sensitivity.first_tokens import (
     FirstTokens,
@@ -22,6 +24,7 @@ from ..validate.sensitivity.first_tokens import (
     batch_squares,
 )
 from .corpus import load_tokens, spread_windows
+from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import FIRST_TOKENS
 
@@ -33,8 +36,21 @@ TOKENS = 1024
 COPIES = 3
 
 
-def weigh_first_tokens(run: Run, source: Source, layer_by_layer: bool, notes: Notes) -> None:
-    """Weigh the first token of the calibration windows of `run`, unless that is done, and write `first_tokens.json`."""
+def gradients_by_layer(source: Source, stream: bool | None) -> bool:
+    """Tell whether first tokens are weighed layer by layer: as the option `stream` says, or where memory does not hold
+    the model in FP32.
+    """
+    return bool(beyond(COPIES * weight_bytes(source))) if stream is None else stream
+
+
+def weigh_first_tokens(
+    run: Run, source: Source, options: ScaleOptions, notes: Notes, stream: bool | None = None
+) -> None:
+    """Weigh the first token of the calibration windows of `run` where `options` need that, unless it is done, and write
+    `first_tokens.json`.
+    """
+    if not options.weighs_first_token:
+        return
     name = run.calibration.name
     inputs = {"model": source.fingerprint, name: run.record().stages["corpus"].outputs[name]}
     key = Key(inputs, Options(), NO_FACTS)
@@ -44,7 +60,7 @@ def weigh_first_tokens(run: Run, source: Source, layer_by_layer: bool, notes: No
     size = max(1, TOKENS // windows.shape[1])
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
     with FIRST_TOKENS.writing(run, key, notes) as log:
-        if layer_by_layer:
+        if gradients_by_layer(source, stream):
             with FIRST_TOKENS.working(run, key, notes) as folder:
                 layerwise = LayerwiseFirstTokens(source, batches, folder, device())
                 layerwise.run(notes.report, "Weighing first tokens in")

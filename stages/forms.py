@@ -55,6 +55,7 @@ from ..validate.tuning.joint import Runner, measure_mixes
 from ..validate.tuning.solve import Losses, Problem, same
 from .build_engine import build_engine
 from .export import export_or_note
+from .first_tokens import weigh_first_tokens
 from .measure import measure
 from .other_text import evaluation, positions
 from .pipeline.stage import Key, Notes, arithmetic, device
@@ -113,13 +114,17 @@ class FormCandidates:
     def options(self, mix: Mix) -> ScaleOptions:
         """The options of scales that make the run in the form of `mix`."""
         asked = self.task.options.calibrate
-        return asked if mix == self.first else mix_options(self.shape.groups, mix, asked.tail_length, asked)
+        if mix == self.first:
+            return asked
+        options = mix_options(self.shape.groups, mix, asked.tail_length, asked)
+        return replace(options, weigh_first_token=options.needs_moments)
 
     def make(self, mix: Mix) -> ScaleOptions:
         """Write scales and checkpoint in the form of `mix`, without graphs; return the options that give it."""
         task, options = self.task, self.options(mix)
         if options.needs_moments:
             measure(task.run, self.source, task.run.options(MEASURE), task.notes, moments=True)
+            weigh_first_tokens(task.run, self.source, options, task.notes, task.options.calibrate.stream)
         codes = task.folder / "codes"
         codes.mkdir(exist_ok=True)
         quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, KnownCodes(rounded=codes))
@@ -306,8 +311,13 @@ def chosen_options(run: Run, options: RunOptions) -> ScaleOptions:
         if (chosen := _chosen_before(run, key)) is None:
             return asked
         recipe = FormRecipe.model_validate(chosen)
-    rounding = recipe.weight_rounding
-    return replace(asked, form=tuple(recipe.form), skip=tuple(recipe.skip), weight_rounding=rounding)  # type: ignore[arg-type]  # the options' names
+    return replace(
+        asked,
+        form=tuple(recipe.form),
+        skip=tuple(recipe.skip),
+        weight_rounding=recipe.weight_rounding,  # type: ignore[arg-type]  # the names of roundings are the options'
+        weigh_first_token=recipe.weigh_first_token,
+    )
 
 
 def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object] | None:
@@ -425,8 +435,9 @@ def _judged(candidates: FormCandidates, mix: Mix) -> tuple[Accuracy, GateError |
 
 def _recipe(options: ScaleOptions) -> FormRecipe:
     return FormRecipe(
-        form=[*options.form], skip=[*options.skip], weight_rounding=options.weight_rounding, kv_cache=options.kv_cache
-    )
+        form=[*options.form], skip=[*options.skip], weight_rounding=options.weight_rounding,
+        weigh_first_token=options.weigh_first_token, kv_cache=options.kv_cache,
+    )  # fmt: skip
 
 
 def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits: Limits) -> FormChoice:

@@ -34,10 +34,9 @@ from ..options.declare import Options
 from ..quantize.scales.clip import no_scale
 from ..quantize.scales.policy import ModelGemms
 from .corpus import digest, load_tokens
-from .first_tokens import COPIES, load_first_tokens, weigh_first_tokens
 from .other_text import read_other
 from .pipeline.stage import NO_FACTS, Key, Notes, arithmetic, device
-from .pipeline.stages import CORPUS, FIRST_TOKENS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
+from .pipeline.stages import CORPUS, MEASURE, QUERIES, CorpusFacts, MeasureFacts
 from .shared.adapters import fingerprints
 from .shared.sources import source_of
 from .shared.texts import Tokens
@@ -124,10 +123,8 @@ def measure(
             f"--adapter-mode beside: measures {len(source.variants)} times, the base alone and with "
             f"{', '.join(adapter.name for adapter in source.adapters)} on, for scales that serve all of them"
         )
-    weights = _first_tokens(run, source, options, notes, moments)
     key, with_moments = (
-        Key(inputs | (weights if with_them else {}), options, facts.model_copy(update={"moments": with_them}))
-        for with_them in (moments, True)
+        Key(inputs, options, facts.model_copy(update={"moments": with_them})) for with_them in (moments, True)
     )
     if MEASURE.is_current(run, key, with_moments):
         world.gathered({})  # the other ranks have nothing to do
@@ -146,36 +143,16 @@ def measure(
     )
     if world.size > 1:
         notes.note(world.described())
-    first = load_first_tokens(run) if moments and weights else {}
     with MEASURE.writing(run, key, notes) as log:
         log.machine = world.machine()
         work = WorkFolder(run, MEASURE.name)
         with (
             work.opened(work_key(task, world), notes.note) if stream else nullcontext() as folder,
-            gathering(run, moments, folder / "moments" if folder else None, first) as gathered,
+            gathering(run, moments, folder / "moments" if folder else None) as gathered,
         ):
             announce(task, windows, world)
             statistics = world.added(run_model(source, measured_share(task, windows, world, gathered), notes, folder))
         log.outputs += [*save_statistics(run, statistics), *sorted(run.moments.glob("*.npy"))]
-
-
-def gradients_by_layer(source: Source, options: MeasureOptions) -> bool:
-    """Tell whether first tokens are weighed layer by layer: as the option says, or where memory does not hold the model
-    in FP32.
-    """
-    return bool(beyond(COPIES * weight_bytes(source))) if options.stream is None else options.stream
-
-
-def _first_tokens(run: Run, source: Source, options: MeasureOptions, notes: Notes, wanted: bool) -> dict[str, str]:
-    """Weigh the first tokens, where that is asked for and `wanted` now; return the file of their weights, where there
-    is one, and its SHA-256.
-    """
-    if not options.weigh_first_token:
-        return {}
-    if wanted:
-        weigh_first_tokens(run, source, gradients_by_layer(source, options), notes)
-    recorded = run.record().stages.get(FIRST_TOKENS.name)
-    return dict(recorded.outputs) if recorded else {}
 
 
 def take_part(run: Run, source: Source, world: World, notes: Notes) -> None:

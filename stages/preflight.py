@@ -27,7 +27,8 @@ from ..validate.sensitivity.first_tokens import WITHOUT_LAYERS
 from .corpus import Collected
 from .costliest import check_costliest
 from .export import LEFT_OUT
-from .measure import gradients_by_layer, streamed
+from .first_tokens import gradients_by_layer
+from .measure import streamed
 from .other_text import cut_for
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
@@ -60,7 +61,7 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
     elif streamed(source, options.stream, Notes(SILENT)):
         Chain(source, device())
     check_costliest(source, options)
-    if options.needs_moments and options.weigh_first_token and gradients_by_layer(source, options):
+    if options.weighs_first_token and gradients_by_layer(source, options.stream):
         check_chain(source, device(), WITHOUT_LAYERS)
     asking = "--attention fp8" if export.attention == "fp8" else "--q-scale" if options.q_scale else None
     if asking and streamed(source, None, Notes(SILENT)):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..calibrate.measure.moments import FIRST
 from ..calibrate.measure.statistics import Statistics, load_arrays, load_statistics
 from ..calibrate.model.gemms import attention_heads
 from ..calibrate.model.source import Source
@@ -47,6 +48,7 @@ from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
 from ..quantize.weights.tensor_scales import joined_families, tensor_scales
 from .corpus import load_tokens
+from .first_tokens import load_first_tokens
 from .measure import measure_queries
 from .pipeline.stage import Key, Notes, device
 from .pipeline.stages import DISTILL, MEASURE, QUANTIZE, QuantizeFacts
@@ -82,6 +84,7 @@ def quantize(
         "corpus": run.calibration,
         "queries": run.queries,
         "costliest": run.costliest,
+        "first-tokens": run.first_tokens,
         DISTILL.name: run.distilled,
     }
     writers = {path.name: stage for stage, path in stages.items()}
@@ -121,7 +124,8 @@ def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOp
 def identity(key: Key[ScaleOptions, QuantizeFacts]) -> str:
     """SHA-256 of everything that the codes of a `rounding_key` depend on."""
     options = QUANTIZE.dump(key.options, key.facts)
-    for name, default in (("form", []), ("weight_scale", "channel"), ("bf16_weights", 0.0)):
+    younger = {"form": [], "weight_scale": "channel", "bf16_weights": 0.0, "weigh_first_token": False}
+    for name, default in younger.items():
         if options[name] == default:
             del options[name]  # codes that were learned before there was this option are of the same start
     depends = [dict(key.inputs), options]
@@ -238,6 +242,8 @@ def _inputs(run: Run, options: ScaleOptions) -> dict[str, str]:
         inputs |= written["queries"]
     if options.bf16_weights:
         inputs |= written["costliest"]
+    if options.weighs_first_token:
+        inputs |= written["first-tokens"]
     return inputs
 
 
@@ -270,7 +276,8 @@ def _rounding(
         lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
         lost |= dict.fromkeys(scales.bf16_inputs, 0.0)
         first, experts = group_of(record.groups), record.experts or {}
-        compensations = Compensations(run.moments, first, lost, few.keys(), experts) if gptq else None
+        weights = load_first_tokens(run) if options.weighs_first_token else {}
+        compensations = Compensations(run.moments, first, lost, few.keys(), experts, weights) if gptq else None
         yield Rounding(scaling, compensations, inherited=inherited, codes=codes if gptq else None)
 
 
@@ -313,6 +320,13 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
             + ("since they are not merged" if merged else "since it was measured without them"),
             "use `fp8q calibrate` with the options of the run and --weight-rounding gptq"
             + (" on all of the text" if merged else ""),
+        )
+    if chosen.weighs_first_token and not any(name.endswith(FIRST) for name in measured):
+        raise InputError(
+            "--weigh-first-token",
+            f"needs the first tokens of windows apart from other second moments, and {run.root} was measured by an "
+            "older version, which did not keep them",
+            "use `fp8q calibrate` with the options of the run and --weigh-first-token, or leave it out",
         )
     return chosen
 

@@ -70,6 +70,7 @@ from ..validate.tuning.joint import Measured, Runner, believed, measure_mixes, r
 from ..validate.tuning.solve import Correction, Losses, Problem, same
 from .corpus import load_tokens
 from .export import export_or_note
+from .first_tokens import weigh_first_tokens
 from .measure import measure
 from .other_text import evaluation
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
@@ -424,6 +425,7 @@ def apply_mix(run: Run, tuning: Tuning, notes: Notes) -> None:
     options, graph = asked_for(run, tuning.chosen), export_options(run)
     if recipe.weight_rounding == "gptq":
         measure(run, source, run.options(MEASURE), notes, moments=True)
+        weigh_first_tokens(run, source, options, notes)
     if any(change.choice == "rescaled" for change in tuning.changes):
         run.scales.unlink(missing_ok=True)
     quantize(run, source, gemms_of(source, options), options, notes)

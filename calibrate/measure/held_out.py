@@ -63,7 +63,7 @@ class HeldOutTokens:
         for name in self.names():
             tokens = self.tokens(name)
             assert tokens is not None, "it has tokens"
-            np.save(tokens_file(folder, name), tokens.view(torch.int16).numpy())
+            save_inputs(tokens_file(folder, name), tokens)
         self._chosen.clear()
 
 
@@ -89,8 +89,17 @@ def tokens_file(folder: Path, name: str) -> Path:
 
 def load_held_out(folder: Path, name: str) -> torch.Tensor | None:
     """Load the held-out tokens of the input `name`, BF16 [tokens, width]; None where none were stored."""
-    path = tokens_file(folder, name)
+    return load_inputs(tokens_file(folder, name), "held-out tokens")
+
+
+def save_inputs(path: Path, tokens: torch.Tensor) -> None:
+    """Write inputs `tokens`, BF16 [tokens, width], as their bits, which NumPy has no type for."""
+    np.save(path, tokens.cpu().view(torch.int16).numpy())
+
+
+def load_inputs(path: Path, what: str) -> torch.Tensor | None:
+    """Read the BF16 [tokens, width] that `save_inputs` wrote; None without such a file. `what` names them in errors."""
     if not path.is_file():
         return None
-    with reading(path, "held-out tokens"):
+    with reading(path, what):
         return torch.from_numpy(np.load(path, allow_pickle=False)).view(torch.bfloat16)

@@ -6,6 +6,10 @@ They are `.npy` files without pickles, `moments/<first module of the group>.npy`
 rounded products: the same batches in the same order give the same bytes on the same machine and number of threads;
 another order gives other last bits.
 
+The first token of each window, on which the attention of all others rests, is no part of these sums: its inputs are
+stored beside them, in `moments/<first module>.first.npy`, and enter when the moments are loaded, as often as they are
+asked to (`docs/decisions/0082`). Inputs that are no [windows, tokens, width], as those of experts, are summed whole.
+
 On a GPU with room for them the sums over batches stay there, in FP32, and `close` copies each of them once: at the end
 of a layer where the model is streamed. Copied after each batch, those of an 8B would be 32.7 GB a batch. A sum of n
 batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ adds 1e-2 of the mean diagonal.
@@ -13,10 +17,9 @@ batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,25 +27,27 @@ import torch
 from ...core.files import reading, replacing
 from ...core.run import Run
 from ..model.memory import has_room
-from .held_out import HeldOutTokens
+from .held_out import HeldOutTokens, load_inputs, save_inputs
+
+#: What the names of files with the first tokens of windows end in.
+FIRST = ".first.npy"
+#: The dimensions of inputs whose first tokens are known: [windows, tokens, width].
+WINDOWS_OF_TOKENS = 3
 
 
 @contextmanager
-def gathering(
-    run: Run, wanted: bool, folder: Path | None = None, first: Mapping[str, float] = MappingProxyType({})
-) -> "Iterator[SecondMoments | None]":
-    """Open the store of second moments for a stage of `run`; yields None unless they are `wanted`.
+def gathering(run: Run, wanted: bool, folder: Path | None = None) -> "Iterator[SecondMoments | None]":
+    """Open the store of second moments for a stage of `run`, first tokens apart; yields None unless they are `wanted`.
 
-    `first`: the weight of the first token of windows, by tensor; 1 where there is none. `folder`: add the sums up
-    there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard links to its files. Older
-    moments are removed first, and `run.moments` appears when the block ends without an error.
+    `folder`: add the sums up there, so that a killed stage can go on; the folder stays, and `run.moments` gets hard
+    links to its files. Older moments are removed first, and `run.moments` appears when the block ends without an error.
     """
     shutil.rmtree(run.moments, ignore_errors=True)
     if not wanted:
         yield None
         return
     with replacing(run.moments) as partial:
-        moments = SecondMoments(folder or partial, first=first)
+        moments = SecondMoments(folder or partial, first_apart=True)
         yield moments
         moments.close()
         if folder is not None:
@@ -52,14 +57,15 @@ def gathering(
 class SecondMoments:
     """Add up x xᵀ of named tensors in files of one folder."""
 
-    def __init__(self, folder: Path, going_on: Collection[str] = (), first: Mapping[str, float] = MappingProxyType({})):
-        """Create `folder` and write into it; of the names `going_on` the sums there are added to. `first`: the
-        number of times that the first token of each window is added, by tensor; once where there is none.
+    def __init__(self, folder: Path, going_on: Collection[str] = (), first_apart: bool = False):
+        """Create `folder` and write into it; of the names `going_on` the sums there are added to. `first_apart`: store
+        the first token of each window beside the sums.
         """
-        self.folder, self._going_on, self._first = folder, going_on, first
+        self.folder, self._going_on, self._first_apart = folder, going_on, first_apart
         folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, np.memmap[tuple[int, int], np.dtype[np.float32]]] = {}
         self._on_gpu: dict[str, torch.Tensor] = {}
+        self._first: dict[str, list[torch.Tensor]] = {}
         self._held_out: HeldOutTokens | None = None
 
     def hold_out(self, name: str, x: torch.Tensor, batch: int, batches: int) -> None:
@@ -69,15 +75,16 @@ class SecondMoments:
         self._held_out.add(name, x, batch)
 
     def add(self, name: str, x: torch.Tensor) -> None:
-        """Add the tokens `x` [..., width], of any float type, to the moments `name`; where its first tokens have a
-        weight, they are [windows, seq_len, width].
+        """Add the tokens `x` [..., width], of any float type, to the moments `name`; first tokens that are stored apart
+        are rounded to BF16, which they are where the model is.
 
         The first call for a name since `close` starts again from zero, unless it is to go on.
         """
-        if name in self._first:
-            x = x.detach().float().clone()
-            x[:, 0].mul_(self._first[name] ** 0.5)
-        tokens = x.detach().flatten(0, -2).float()
+        x = x.detach()
+        if self._first_apart and x.dim() == WINDOWS_OF_TOKENS:
+            self._first.setdefault(name, []).append(x[:, 0].to(torch.bfloat16, copy=True))
+            x = x[:, 1:]
+        tokens = x.flatten(0, -2).float()
         if name not in self._files:
             self._open(name, tokens)
         total = self._on_gpu.get(name)
@@ -106,13 +113,16 @@ class SecondMoments:
             file.flush()
 
     def close(self) -> list[str]:
-        """Write the sums and held-out tokens to disk and close the files; return the names of the sums."""
+        """Write the sums and tokens to disk and close the files; return the names of the sums."""
         self.save()
+        for name, tokens in self._first.items():
+            save_inputs(first_file(self.folder, name), torch.cat(tokens))
         if self._held_out is not None:
             self._held_out.save(self.folder)
         names = list(self._files)
         self._files.clear()
         self._on_gpu.clear()
+        self._first.clear()
         return names
 
 
@@ -146,8 +156,21 @@ def new_matrix(path: Path, width: int) -> "np.memmap[tuple[int, int], np.dtype[n
     return matrix
 
 
-def load_moments(folder: Path, name: str) -> torch.Tensor:
-    """Load the moments `name` into memory, float32 [width, width]."""
+def first_file(folder: Path, name: str) -> Path:
+    """Return the file of the first tokens of windows of the group whose first module is `name`: their BF16 bits, int16
+    [windows, width].
+    """
+    return folder / f"{name}{FIRST}"
+
+
+def load_moments(folder: Path, name: str, first: float = 1.0) -> torch.Tensor:
+    """Load the moments `name` into memory, float32 [width, width]; `first`: how often the first token of each window is
+    added, where these were stored apart.
+    """
     path = moments_file(folder, name)
     with reading(path, "second moments"):
-        return torch.from_numpy(np.load(path, allow_pickle=False))
+        moments = torch.from_numpy(np.load(path, allow_pickle=False))
+    tokens = load_inputs(first_file(folder, name), "first tokens of windows")
+    if tokens is not None:
+        moments.addmm_(tokens.float().T, tokens.float(), alpha=first)
+    return moments

@@ -47,6 +47,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -286,14 +287,16 @@ class Compensations:
         lost: Mapping[str, float],
         unknown: Collection[str] = frozenset(),
         experts: Collection[str] = frozenset(),
+        weights: Mapping[str, float] = MappingProxyType({}),
     ):
         """Read moments from `folder`.
 
         `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
         quantization loses; `unknown`: modules whose input saw too few tokens; `experts`: the names of the modules that
-        hold a layer's experts.
+        hold a layer's experts; `weights`: first module of a group -> how often the first token of a window counts, once
+        where it has none.
         """
-        self.folder, self.first, self.lost, self.unknown = folder, first, lost, unknown
+        self.folder, self.first, self.lost, self.unknown, self._weights = folder, first, lost, unknown, weights
         self._experts = tuple(f"{layer}." for layer in experts)
         self._of_group = lru_cache(maxsize=2)(self._load)  # shrunk ones are of one module, and read once
 
@@ -318,4 +321,4 @@ class Compensations:
         return load_held_out(self.folder, input_name(module))
 
     def _load(self, group: str, lost: float) -> Compensation:
-        return compensation_of(group, load_moments(self.folder, group), lost)
+        return compensation_of(group, load_moments(self.folder, group, self._weights.get(group, 1.0)), lost)

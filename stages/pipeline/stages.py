@@ -179,6 +179,8 @@ def stage(
 #: The files that every FP8 runtime reads.
 FP8_FILES = ("scales.json", "model/*", "attention.json")
 STATISTICS = ("statistics.safetensors", "statistics.json", "moments/*")
+#: What scales and codes are chosen by besides statistics.
+CHOICES = ("costliest.json", "first_tokens.json")
 
 #: Cuts texts into calibration windows and evaluation tokens.
 CORPUS = stage(
@@ -189,20 +191,12 @@ CORPUS = stage(
     outputs=("calibration.npz", "evaluation.npz"),
     older={"bos": "never", "tokenizer": "auto"},
 )
-#: Weighs the first token of the windows for second moments.
-FIRST_TOKENS = stage(
-    "first-tokens",
-    Options,
-    NoFacts,
-    inputs=("model", "calibration.npz"),
-    outputs=("first_tokens.json",),
-)
 #: Runs the float model on the windows.
 MEASURE = stage(
     "measure",
     MeasureOptions,
     MeasureFacts,
-    inputs=("model", "calibration.npz", "first_tokens.json", "statistics [0-9]*"),
+    inputs=("model", "calibration.npz", "statistics [0-9]*"),
     outputs=STATISTICS,
 )
 #: Measures the queries of attention, for their FP8 scales.
@@ -213,13 +207,13 @@ QUERIES = stage(
     inputs=("model", "calibration.npz"),
     outputs=("queries.safetensors",),
 )
-#: Learns the codes of weights from the float model, beginning with those that `quantize` gives without it.
-DISTILL = stage(
-    "distill",
-    WeightLearningOptions,
-    DistillFacts,
-    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "windows", "held out"),
-    outputs=("distill.json", "distilled.safetensors"),
+#: Weighs the first token of the windows in second moments.
+FIRST_TOKENS = stage(
+    "first-tokens",
+    Options,
+    NoFacts,
+    inputs=("model", "calibration.npz"),
+    outputs=("first_tokens.json",),
 )
 #: Chooses the weights that stay in BF16 since FP8 costs them most.
 COSTLIEST = stage(
@@ -229,12 +223,20 @@ COSTLIEST = stage(
     inputs=("model", "calibration.npz"),
     outputs=("costliest.json",),
 )
+#: Learns the codes of weights from the float model, beginning with those that `quantize` gives without it.
+DISTILL = stage(
+    "distill",
+    WeightLearningOptions,
+    DistillFacts,
+    inputs=(*STATISTICS, *CHOICES, "calibration.npz", "queries.safetensors", "windows", "held out"),
+    outputs=("distill.json", "distilled.safetensors"),
+)
 #: Chooses scales from statistics, and writes the checkpoint.
 QUANTIZE = stage(
     "quantize",
     ScaleOptions,
     QuantizeFacts,
-    inputs=(*STATISTICS, "calibration.npz", "queries.safetensors", "costliest.json", "distilled.safetensors"),
+    inputs=(*STATISTICS, *CHOICES, "calibration.npz", "queries.safetensors", "distilled.safetensors"),
     outputs=("scales.json", "model/*"),
     older={"tokenizer": "auto"},
 )

@@ -54,6 +54,13 @@ def test_the_run_ends_acceptable_and_tells_what_each_form_costs(made: Run) -> No
     assert (first.flips or 0) > (choice.chosen.flips or 0) > 0
 
 
+def test_codes_that_gptq_rounds_weigh_first_tokens(made: Run) -> None:
+    recipe = load_form_choice(made).recipe
+    assert recipe.weight_rounding == "gptq"
+    assert recipe.weigh_first_token
+    assert made.first_tokens.name in made.record().stages["quantize"].inputs
+
+
 def test_no_form_is_chosen_that_the_server_does_not_compute(made: Run) -> None:
     scales = load_scales(made)
     assert not scales.two_terms

@@ -1,5 +1,6 @@
 """`--weigh-first-token` through the stages of calibration, on the demo."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ import torch
 import transformers
 
 from fp8q import api
+from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.options import CalibrateOptions, MeasureOptions
+from fp8q.options import PRESETS, CalibrateOptions, DistillOptions, RescaleOptions
+from fp8q.quantize.scales.clip import lost_share
+from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.stages import first_tokens as stage
-from fp8q.stages import measure, preflight
-from fp8q.stages.first_tokens import load_first_tokens
-from fp8q.stages.measure import gradients_by_layer
+from fp8q.stages import preflight
+from fp8q.stages.first_tokens import gradients_by_layer, load_first_tokens
 
 SMALL: dict[str, Any] = {"samples": 12, "seq_len": 64, "batch_size": 4}
 INPUT = "model.layers.1.mlp.down_proj"
@@ -42,17 +46,64 @@ def weighed(calibrated: Callable[..., Run]) -> Run:
     return calibrated(weigh_first_token=True)
 
 
-def test_moments_hold_first_tokens_as_often_as_their_weight(weighed: Run, calibrated: Callable[..., Run]) -> None:
+def stored(run: Run, name: str) -> torch.Tensor:
+    return Weights(tuple(run.model.glob("*.safetensors"))).tensor(name)
+
+
+def checkpoint_digests(run: Run) -> dict[str, str]:
+    outputs = run.record().stages["quantize"].outputs
+    return {name: digest for name, digest in outputs.items() if name.endswith(".safetensors")}
+
+
+def test_first_tokens_enter_moments_as_often_as_their_weight(
+    weighed: Run, calibrated: Callable[..., Run], demo_checkpoint: Path
+) -> None:
     weights, equal = load_first_tokens(weighed), calibrated()
     assert not equal.first_tokens.exists()
-    assert weighed.statistics.read_bytes() == equal.statistics.read_bytes()  # histograms count every token once
+    assert weighed.record().stages["measure"].outputs == equal.record().stages["measure"].outputs
     assert min(abs(weight - 1) for weight in weights.values()) > 0.001
-    first = load_moments(weighed.moments, INPUT) - load_moments(equal.moments, INPUT)
-    moments = first / (weights[INPUT] - 1)  # of the first tokens of twelve windows alone: a matrix of that rank
-    values = torch.linalg.eigvalsh(moments.double()).flip(0)
+    moments = load_moments(equal.moments, INPUT)
+    first = moments - load_moments(equal.moments, INPUT, first=0.0)  # of twelve windows: a matrix of that rank
+    values = torch.linalg.eigvalsh(first.double()).flip(0)
     assert values[0] > 0
     assert values[12:].abs().max() < 1e-3 * values[0]
-    assert float(moments.trace()) < 0.5 * float(load_moments(equal.moments, INPUT).trace())
+    assert float(first.trace()) < 0.5 * float(moments.trace())
+    weight = Weights(open_source(str(demo_checkpoint)).weight_files).tensor(f"{INPUT}.weight").to(torch.bfloat16)
+    lost = lost_share(load_scales(weighed).activations[INPUT].sqnr_db)
+    for run, first_weight in ((weighed, weights[INPUT]), (equal, 1.0)):
+        codes, scale = (stored(run, f"{INPUT}.{part}") for part in ("weight", "weight_scale"))
+        by_moments = compensation(load_moments(equal.moments, INPUT, first_weight), lost)
+        assert torch.equal(codes.view(torch.uint8), gptq_codes(weight, scale[:, 0], by_moments).view(torch.uint8))
+    assert checkpoint_digests(weighed) != checkpoint_digests(equal)
+
+
+def test_scales_weighs_first_tokens_of_a_run_that_was_calibrated_without(
+    weighed: Run, calibrated: Callable[..., Run]
+) -> None:
+    run = calibrated()
+    api.scales(run.root, RescaleOptions(weigh_first_token=True))
+    assert checkpoint_digests(run) == checkpoint_digests(weighed)
+    api.scales(run.root, RescaleOptions(weigh_first_token=False))
+    assert checkpoint_digests(run) == checkpoint_digests(calibrated())
+
+
+def test_codes_are_learned_of_all_that_the_preset_exact_chooses(calibrated: Callable[..., Run]) -> None:
+    run = calibrated(**PRESETS["exact"])
+    api.distill(run.root, options=DistillOptions(epochs=1))
+    inputs = run.record().stages["distill"].inputs
+    assert {"costliest.json", "first_tokens.json"} <= inputs.keys()
+
+
+def test_moments_of_older_versions_are_refused_by_name(weighed: Run, calibrated: Callable[..., Run]) -> None:
+    run = calibrated()
+    for path in run.moments.glob("*.first.npy"):
+        path.unlink()
+    record = json.loads(run.record_file.read_text())
+    outputs = record["stages"]["measure"]["outputs"]
+    record["stages"]["measure"]["outputs"] = {name: sha for name, sha in outputs.items() if ".first." not in name}
+    run.record_file.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"--weigh-first-token: needs the first tokens of windows apart .* older"):
+        api.scales(run.root, RescaleOptions(weigh_first_token=True))
 
 
 def test_streamed_or_not_the_weights_are_the_same(weighed: Run, calibrated: Callable[..., Run]) -> None:
@@ -99,8 +150,8 @@ def test_the_option_decides_if_gradients_go_layer_by_layer_and_memory_else(
     demo_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_source(str(demo_checkpoint))
-    assert not gradients_by_layer(source, MeasureOptions())
-    assert gradients_by_layer(source, MeasureOptions(stream=True))
-    monkeypatch.setattr(measure, "beyond", lambda _: "and 80% of the memory available is 0 GB")
-    assert gradients_by_layer(source, MeasureOptions())
-    assert not gradients_by_layer(source, MeasureOptions(stream=False))
+    assert not gradients_by_layer(source, None)
+    assert gradients_by_layer(source, stream=True)
+    monkeypatch.setattr(stage, "beyond", lambda _: "and 80% of the memory available is 0 GB")
+    assert gradients_by_layer(source, None)
+    assert not gradients_by_layer(source, stream=False)

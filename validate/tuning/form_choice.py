@@ -44,6 +44,7 @@ class FormRecipe(Strict):
     form: list[str]
     skip: list[str]
     weight_rounding: str
+    weigh_first_token: bool = False
     kv_cache: KvCache
 
 

@@ -26,14 +26,18 @@ def test_batches_add_up_to_the_moments_of_all_tokens(tmp_path: Path) -> None:
 
 
 def test_first_tokens_of_windows_are_added_as_often_as_their_weight(tmp_path: Path) -> None:
-    moments = SecondMoments(tmp_path, first={"a": 4.0})
     x = torch.tensor([[[1.0, 2.0], [5.0, 7.0]], [[3.0, 0.0], [0.0, 1.0]]])
-    for name in ("a", "b"):
-        moments.add(name, x)
+    moments = SecondMoments(tmp_path, first_apart=True)
+    for windows in x.split(1):
+        moments.add("a", windows)
+        moments.add("flat", windows[0])  # no windows are told there
     moments.close()
-    assert load_moments(tmp_path, "a").tolist() == [[4 * (1 + 9) + 25, 4 * 2 + 35], [4 * 2 + 35, 4 * 4 + 49 + 1]]
-    assert load_moments(tmp_path, "b").tolist() == [[1 + 9 + 25, 2 + 35], [2 + 35, 4 + 49 + 1]]
-    assert x[0, 0].tolist() == [1.0, 2.0]  # the model's own tensor stays as it is
+    every = [[1 + 9 + 25, 2 + 35], [2 + 35, 4 + 49 + 1]]
+    assert load_moments(tmp_path, "a").tolist() == load_moments(tmp_path, "flat").tolist() == every
+    assert load_moments(tmp_path, "flat", first=4.0).tolist() == every
+    weighed = [[4 * (1 + 9) + 25, 4 * 2 + 35], [4 * 2 + 35, 4 * 4 + 49 + 1]]
+    assert load_moments(tmp_path, "a", first=4.0).tolist() == weighed
+    assert load_moments(tmp_path, "a", first=0.0).tolist() == [[25, 35], [35, 49 + 1]]
 
 
 def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:
@@ -49,9 +53,9 @@ def test_the_run_s_folder_holds_what_was_added_up_and_nothing_older(tmp_path: Pa
     for name, folder in (("old", None), ("new", work)):
         with gathering(run, True, folder) as moments:
             assert moments is not None
-            moments.add(name, torch.ones(1, 2))
-        assert [path.name for path in run.moments.iterdir()] == [f"{name}.npy"]
-    assert [path.name for path in work.iterdir()] == ["new.npy"]
+            moments.add(name, torch.ones(1, 3, 2))
+        assert {path.name for path in run.moments.iterdir()} == {f"{name}.npy", f"{name}.first.npy"}
+    assert {path.name for path in work.iterdir()} == {"new.npy", "new.first.npy"}
     with gathering(run, False) as moments:
         assert moments is None
     assert not run.moments.exists()
@@ -76,6 +80,14 @@ def test_on_a_gpu_batches_are_added_there_and_copied_once_when_the_layer_ends(tm
         assert (counted.waits, counted.to_memory) == (0, 0)
         moments.close()
     assert (counted.waits, counted.to_memory) == (1, 4 * 16 * 16)
+
+
+def test_on_a_gpu_first_tokens_are_copied_when_the_layer_ends(tmp_path: Path) -> None:
+    moments = SecondMoments(tmp_path, first_apart=True)
+    with host_waits() as counted:
+        for _ in range(3):
+            moments.add("layer", torch.ones(2, 5, 16, device="meta"))
+        assert (counted.waits, counted.to_memory) == (0, 0)
 
 
 def test_on_a_gpu_without_room_each_batch_is_added_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

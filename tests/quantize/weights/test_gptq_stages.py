@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from fp8q import api
 from fp8q.calibrate.checkpoint.weights import Weights
-from fp8q.calibrate.measure.moments import load_moments
+from fp8q.calibrate.measure.moments import FIRST, load_moments
 from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
@@ -78,7 +78,9 @@ def test_moments_are_kept_for_each_group_and_agree_with_the_histograms(rounded: 
     from fp8q.calibrate.measure.statistics import load_statistics
 
     statistics = load_statistics(rounded)
-    assert {path.stem for path in rounded.moments.glob("*.npy")} == set(statistics.record.groups)
+    assert {path.name for path in rounded.moments.iterdir()} == {
+        f"{first}{ending}" for first in statistics.record.groups for ending in (".npy", FIRST)
+    }
     for first in statistics.record.groups:
         values, counts = statistics.tensors[f"{first}.input"].histogram.finite
         energy = float((values.astype(np.float64) ** 2 * counts).sum())
