@@ -38,7 +38,7 @@ from transformers import Cache
 from fp8q.api import CalibrateOptions, ExportOptions, calibrate
 from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
-from fp8q.options import WeightRounding
+from fp8q.options import PRESETS, WeightRounding
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
@@ -151,15 +151,16 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=asked.folder) as scratch:
         folder = Path(scratch)
 
-        def calibrated(rounding: WeightRounding) -> Run:
-            options = CalibrateOptions(
-                samples=asked.samples, seq_len=context, weight_rounding=rounding, activation_terms=2
-            )
+        def calibrated(name: str, **chosen: Any) -> Run:
+            options = CalibrateOptions(samples=asked.samples, seq_len=context, **chosen)
             no_graph = ExportOptions(graph=False)
-            return calibrate(str(directory), asked.data, folder / rounding, asked.eval_data, options, no_graph)
+            return calibrate(str(directory), asked.data, folder / name, asked.eval_data, options, no_graph)
+
+        def rounded(rounding: WeightRounding) -> Run:
+            return calibrated(rounding, weight_rounding=rounding, activation_terms=2)
 
         start = time.monotonic()
-        run = calibrated("gptq")
+        run = rounded("gptq")
         seconds = {"calibrate, gptq": round(time.monotonic() - start, 1)}
         source = source_of(run)
         windows = evaluation_windows(run, context, asked.windows or count)
@@ -169,7 +170,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         candidates: Iterator[tuple[str, Callable[[], Candidate]]] = chain(
             [(BF16, lambda: Candidate(bf16_model(source)))],
             peer_rows(source, directory, calibration, modules, asked.llmcompressor, folder),
-            own_rows(run, source, lambda: calibrated("sequential")),
+            own_rows(run, source, lambda: rounded("sequential"), lambda: calibrated("exact", **PRESETS["exact"])),
             cache_rows(run, source),
         )
         for row, make in candidates:

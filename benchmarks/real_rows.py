@@ -32,6 +32,7 @@ from fp8q.quantize.scales.decisions import TensorScale, load_scales
 from fp8q.quantize.weights.sequential import gemm_input
 
 BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
+EXACT = "fp8q, --preset exact"
 SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
 #: How `fp8q scales --method` chooses the clip of an activation.
 CLIPS = ("percentile", "mse", "entropy")
@@ -150,9 +151,11 @@ def peer_rows(
         yield f"llm-compressor {scheme}", made_by(str(python), scheme)
 
 
-def own_rows(run: Run, source: Source, sequential: Callable[[], Run]) -> Iterator[tuple[str, Callable[[], Candidate]]]:
-    """The forms of a run that was just calibrated with GPTQ, whose weights all forms share; `sequential` calibrates
-    another.
+def own_rows(
+    run: Run, source: Source, sequential: Callable[[], Run], preset: Callable[[], Run]
+) -> Iterator[tuple[str, Callable[[], Candidate]]]:
+    """The forms of a run that was just calibrated with GPTQ, whose weights all forms share; `sequential` and `preset`,
+    which is `--preset exact`, calibrate others.
     """
     gptq = stored_weights(run)
     nearest: Weights = {}
@@ -184,6 +187,14 @@ def own_rows(run: Run, source: Source, sequential: Callable[[], Run]) -> Iterato
     yield "weights alone, nearest", row("one", exact, nearest)
     yield "weights alone, gptq", row("one", exact, gptq)
     yield "weights alone, sequential", lambda: Candidate(quantized(source, stored_weights(sequential()), {}))
+
+    def with_tails() -> Candidate:
+        run = preset()
+        tails = {name: tail_input(activation) for name, activation in load_scales(run).activations.items()}
+        return Candidate(quantized(source, stored_weights(run), tails))
+
+    yield EXACT, with_tails
+    yield "weights alone, --preset exact", lambda: Candidate(quantized(source, stored_weights(preset()), {}))
 
 
 def cache_rows(run: Run, source: Source) -> Iterator[tuple[str, Callable[[], Candidate]]]:
