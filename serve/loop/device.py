@@ -30,6 +30,8 @@ from .cache import CacheLayout
 
 #: The alignment that TensorRT requires of a tensor's address, in bytes.
 ALIGNMENT = 256
+#: Lengths of chunks of prompts up to this are powers of two, longer ones its multiples.
+FINE = 128
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,14 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def bucket_of(count: int, most: int) -> int:
     """The number of rows with which a step of `count` rows runs: the next power of two, at most all rows."""
     return min(1 << (count - 1).bit_length(), most)
+
+
+def padded_length(positions: int, most: int) -> int:
+    """The length with which a chunk of so many `positions` of prompts runs, of at most `most`: the next power of two,
+    and beyond `FINE` the next multiple of that. TensorRT-RTX compiles its kernels anew for each length it meets.
+    """
+    rounded = 1 << (positions - 1).bit_length() if positions <= FINE else -(-positions // FINE) * FINE
+    return max(positions, min(rounded, most))
 
 
 def cache_bytes(layout: CacheLayout, rows: int, slots: int) -> int:

@@ -3,9 +3,10 @@
 A decode step is captured once for each number of rows (powers of two; surplus rows are padding that attends to itself
 alone) and each capacity: upload tokens, positions and mask, run the engine, download logits, in one launch. The new
 keys and values are then copied to their slots, with one copy for all rows at one position; the host waits once, at the
-end. The capacity grows by doubling, as in host memory (`host_batch`), since attention reads every slot; it shrinks only
-after a while, for all steps are captured again then. Memory is taken when a batch is opened, for the largest capacity
-and the largest chunk of a prompt (`take`), and while nothing is in flight all is kept for the next request.
+end. Chunks of prompts are padded to few lengths (`padded_length`). The capacity grows by doubling, as in host memory
+(`host_batch`), since attention reads every slot; it shrinks only after a while, for all steps are captured again then.
+Memory is taken when a batch is opened, for the largest capacity and the largest chunk of a prompt (`take`), and while
+nothing is in flight all is kept for the next request.
 
 A captured step is trusted after `CHECKED` calls in which it gave the logits that the engine gave uncaptured; one that
 does not ends all capturing, with a warning. Chunks of prompts vary in shape and are not captured.
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import CaptureError, Device, DeviceCache, bucket_of, runs, slot_step
+from .device import CaptureError, Device, DeviceCache, bucket_of, padded_length, runs, slot_step
 from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, call_layout, float_logits
 from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
 
@@ -53,7 +54,7 @@ class DeviceBatch:
 
     def __init__(self, program: DeviceProgram, device: Device, rows: int, positions: int):
         """Room for `rows` sequences of at most `positions`; `take` takes the memory."""
-        self._program, self._device, self._rows = program, device, rows
+        self._program, self._device, self._rows, self._chunk = program, device, rows, 0
         step = slot_step(program.layout)
         self._positions, self._step = positions // step * step, step
         self._cache: DeviceCache | None = None
@@ -79,7 +80,8 @@ class DeviceBatch:
         return max(calls) + sum(call_layout(self._program, shape).device for shape in shapes)
 
     def take(self, chunk: int) -> None:
-        """Take the memory of the past, and of chunks of so many positions of prompts."""
+        """Take the memory of the past, and of chunks of so many positions of prompts, to which padding adds up."""
+        self._chunk = chunk
         self._cache = DeviceCache(self._device, self._program.layout, self._rows, self._positions)
         for shape in self._shapes(chunk):
             self._prompts.hold(call_layout(self._program, shape))
@@ -137,11 +139,13 @@ class DeviceBatch:
         """Read a chunk of prompts; return the logits of the last positions of each row [count, scored_positions,
         vocabulary].
 
-        A single token gets one of padding in front: an engine's profile for prompts begins at two, since with one it
-        would keep the way of a decode step beside that of prompts (`export.engine.profiles`).
+        Padding comes in front. A single token gets some too: an engine's profile for prompts begins at two, since with
+        one it would keep the way of a decode step beside that of prompts (`export.engine.profiles`).
         """
-        tokens = np.pad(tokens, ((0, 0), (1, 0))) if tokens.shape[1] == 1 else tokens
-        cache, (count, seq) = self._held(), tokens.shape
+        count, positions = tokens.shape
+        seq = padded_length(max(positions, 2), self._chunk // count)
+        tokens = np.pad(tokens, ((0, 0), (seq - positions, 0)))
+        cache = self._held()
         past = cache.capacity if filled.any() else 0
         context, shape = self._context(0), CallShape(count, seq, past, scored_positions if self._program.asks else None)
         call = bound_call(self._program, context, "prefill", shape, cache.addresses(first), self._prompts)

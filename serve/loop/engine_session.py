@@ -8,7 +8,8 @@ block, of the size that the longest chunk of a prompt needs behind the longest p
 batch is opened. A context with memory of its own takes as much as the largest call of its profile.
 
 TensorRT-RTX captures by itself, since its kernels change while it runs (`IRuntimeConfig.cuda_graph_strategy`), so
-nothing is captured around it; its kernels are compiled here, and stored beside the plan for the next start.
+nothing is captured around it; its kernels are compiled here, and stored for the next start, beside the plan or where
+`FP8Q_KERNELS` says.
 
 No engine whose graph has branches is captured: the condition of an `If` is read on the host (TensorRT's issue 2836), so
 that a CUDA graph repeats the branch that it was captured with. The engine's record beside the plan says whether it has.
@@ -19,11 +20,13 @@ GPU.
 Imports only NumPy, its neighbours in this folder, and the runtime, as it is copied into Triton repositories.
 """
 
+import hashlib
 import json
 import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -46,8 +49,9 @@ DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "BF16": np.uint16, "FP8": np.
 #: Positions of prompts that a call takes in. An H200 multiplies 412 FP8 positions in the time in which it reads a
 #: weight (1,979 TFLOP/s, 4.8 TB/s, two operations a weight and position), if both go at their peak. Not measured.
 CHUNK = 1024
-#: The file beside a plan that TensorRT-RTX's compiled kernels are stored in.
-KERNELS = ".kernels"
+#: The file beside a plan that TensorRT-RTX's compiled kernels are stored in; and the variable that names a folder for
+#: those of plans whose folder is read-only, as a mounted repository may be.
+KERNELS, KERNELS_FOLDER = ".kernels", "FP8Q_KERNELS"
 LOG = logging.getLogger("fp8q")
 
 
@@ -157,7 +161,7 @@ class EngineSession:
         self._branches = has_branches(plan)
         self.captures = runtime == "tensorrt" and not self._branches
         self._memory = SharedMemory(self.device)
-        self._kernels = Kernels(plan.with_suffix(KERNELS), self._engine) if runtime == "tensorrt-rtx" else None
+        self._kernels = Kernels(kernel_files(plan), self._engine) if runtime == "tensorrt-rtx" else None
         self._read(plan)
 
     def _read(self, plan: Path) -> None:
@@ -286,13 +290,14 @@ class EngineSession:
 
 
 class Kernels:
-    """TensorRT-RTX's compiled kernels, which all contexts of an engine share, and the file that holds them."""
+    """TensorRT-RTX's compiled kernels, which all contexts of an engine share, and the files that may hold them."""
 
-    def __init__(self, path: Path, engine: Any):
-        """Load the kernels at `path`; another GPU's, or version's, are compiled anew."""
-        self._path, self._engine, self._fresh = path, engine, False
+    def __init__(self, paths: Sequence[Path], engine: Any):
+        """Load the kernels of the first of `paths` that is there; another GPU's, or version's, are compiled anew."""
+        self._paths, self._engine, self._fresh = paths, engine, False
         self._cache = engine.create_runtime_config().create_runtime_cache()
-        if path.is_file() and not self._cache.deserialize(path.read_bytes()):
+        path = next((path for path in paths if path.is_file()), None)
+        if path and not self._cache.deserialize(path.read_bytes()):
             LOG.info("%s: kernels of another GPU or version; they are compiled again", path)
 
     def config(self) -> Any:
@@ -303,19 +308,31 @@ class Kernels:
         return config
 
     def store(self) -> None:
-        """Write the kernels where contexts came since the last time; a folder that cannot be written is left alone."""
+        """Write the kernels where contexts came since the last time, to the first of the files that can be written."""
         if not self._fresh:
             return
         self._fresh = False
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
-        try:
-            partial.write_bytes(bytes(self._cache.serialize()))
-            partial.replace(self._path)
-        except OSError as error:
-            LOG.info(
-                "%s: compiled kernels are not stored (%s), and compiled again at the next start", self._path, error
-            )
-            partial.unlink(missing_ok=True)
+        for path in self._paths:
+            partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+            try:
+                partial.write_bytes(bytes(self._cache.serialize()))
+                partial.replace(path)
+            except OSError as error:
+                LOG.info("%s: compiled kernels are not stored (%s)", path, error)
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
+            else:
+                return
+        LOG.info("kernels are compiled again at the next start; %s names a folder for them", KERNELS_FOLDER)
+
+
+def kernel_files(plan: Path) -> list[Path]:
+    """The files that may hold the compiled kernels of `plan`: beside it, and in the folder that the environment
+    names.
+    """
+    folder = os.environ.get(KERNELS_FOLDER)
+    named = hashlib.sha256(f"{plan.absolute()} {plan.stat().st_size}".encode()).hexdigest()[:16]
+    return [plan.with_suffix(KERNELS), *([Path(folder) / f"{plan.stem}-{named}{KERNELS}"] if folder else [])]
 
 
 def _import(runtime: str) -> Any:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 
+from ..loop.engine_session import KERNELS_FOLDER
+
 MATRIX = "https://docs.nvidia.com/deeplearning/frameworks/support-matrix/index.html"
 #: TensorRT -> the release of Triton that has it; the newest release last.
 RELEASES = {
@@ -33,6 +35,14 @@ PINS = {"onnxruntime": "1.32.0", "tokenizers": "0.23.3"}
 TEMPLATES = Path(__file__).parent / "templates"
 _ARG = re.compile(r"^ARG TRITON(?:=(\S+))?\s*$", re.MULTILINE)
 _FROM = re.compile(r"^FROM\s+nvcr\.io/nvidia/tritonserver:(\S+)-py3\s*$", re.MULTILINE)
+
+#: The folder of an image for TensorRT-RTX's compiled kernels, on which a volume is mounted that outlives containers.
+KERNELS_VOLUME = "/var/cache/fp8q"
+KERNELS = """\
+# TensorRT-RTX's compiled kernels: the repository may be mounted read-only.
+RUN install -d -o 1000 -g 1000 {folder}
+ENV {variable}={folder}
+"""
 
 
 def release_of(tensorrt: str, releases: Mapping[str, str] = RELEASES) -> str | None:
@@ -64,6 +74,7 @@ def dockerfile(name: str, tensorrt: str | None, awaits_plan: bool, packages: Map
         why=why,
         release=f"={release}" if release else "",
         packages=pinned(packages),
+        kernels=KERNELS.format(folder=KERNELS_VOLUME, variable=KERNELS_FOLDER) if "tensorrt-rtx" in packages else "",
     )
 
 

@@ -34,7 +34,7 @@ from ...options import TritonOptions, model_name
 from ..loop.engine_session import EngineRuntime
 from ..loop.here import AUTO, ONNX_RUNTIME, plan_path
 from .engine_model import DESCRIPTION, PLAN, SUFFIX, TRITON_TYPES, Binding, EngineModel, engine_config, import_schema
-from .images import PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
+from .images import KERNELS_VOLUME, PINS, TEMPLATES, dockerfile, image_name, pinned, release_in
 from .ownership import mark_written
 
 #: The files of the loop, which lie side by side in a repository as they do there.
@@ -159,6 +159,7 @@ def readme(
 ) -> str:
     """The repository's own README.md; `image`: its Dockerfile."""
     awaits = engine is not None and engine.plan is None
+    compiles = any(engine_info.runtime == "tensorrt-rtx" for engine_info in python_model_engines)
     alone = f" --model-control-mode=explicit --load-model={name}" if awaits else ""
     return _template("triton_readme.md").substitute(
         name=name,
@@ -167,6 +168,7 @@ def readme(
         both=f" Beside it lies `{name}{SUFFIX}`, the plain engine." if engine else "",
         build="" if release_in(image) else " --build-arg TRITON=YY.MM",
         gpus=" --gpus=all" if engine or python_model_engines else "",
+        volume=f" -v fp8q-kernels:{KERNELS_VOLUME}" if compiles else "",
         runs=_runs(python_model_engines),
         instances=_instances(options.gpus),
         serve=f" \\\n        tritonserver --model-repository=/models{alone}" if alone else "",

@@ -20,6 +20,7 @@ from fp8q.serve.loop.cache import CacheLayout
 from fp8q.serve.loop.cuda import CudaDevice, CudaError, Memcpy3D, memcpy_3d
 from fp8q.serve.loop.device import (
     ALIGNMENT,
+    FINE,
     CacheGroup,
     CaptureError,
     Copy,
@@ -29,6 +30,7 @@ from fp8q.serve.loop.device import (
     groups_of,
     moves,
     new_block,
+    padded_length,
     runs,
     slot_step,
 )
@@ -158,6 +160,34 @@ def test_chunks_of_prompts_share_memory(counting: CountingModel, on_device: OnDe
     assert set(device.memory) == held
     batch.prefill(0, np.ones((1, 60), np.int64), np.zeros(1, np.int64), np.array([60]))
     assert len(set(device.memory)) == len(held)  # a larger block came for the smaller one
+
+
+def test_prompts_of_any_length_run_with_few(counting: CountingModel, on_device: OnDevice) -> None:
+    """An engine of TensorRT-RTX compiles for each length, and holds no longer ones than its profile's."""
+    batch, _, program = on_device(counting, 4, 1000)
+    plain, _, _ = on_device(counting, 4, 1000)
+    batch.take(600)
+    for one in (batch, plain):
+        one.reserve(1000, 1000, 0)
+    for length in (1, 2, 3, 5, 8, 9, 100, 128, 129, 300, 384, 500, 512, 513, 600):
+        tokens = np.random.default_rng(length).integers(0, 16, (1, length))
+        padded, read = (one.prefill(0, tokens, np.zeros(1, np.int64), np.array([length])) for one in (batch, plain))
+        np.testing.assert_array_equal(padded, read)
+        padded, read = (one.prefill_all(tokens, np.zeros(1, np.int64)) for one in (batch, plain))
+        np.testing.assert_array_equal(padded, read)
+    lengths = {shapes["input_ids"][1] for phase, shapes in program.bound if phase == "prefill"}
+    assert lengths == {2, 4, 8, 16, 128, 256, 384, 512, 600}
+    batch.prefill(0, np.ones((2, 299), np.int64), np.zeros(2, np.int64), np.array([299, 7]))
+    assert program.bound[-1][1]["input_ids"] == (2, 300)  # of two rows, the longest of 600 positions
+
+
+@given(st.integers(1, 5000), st.integers(0, 5000))
+def test_a_padded_length_holds_the_chunk_and_exceeds_its_room_no_more_than_that(positions: int, most: int) -> None:
+    length = padded_length(positions, most)
+    assert positions <= length <= max(most, positions)
+    assert length < 2 * positions
+    assert length - positions < FINE
+    assert padded_length(length, most) == length
 
 
 class OnDeviceSession:

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from fp8q.serve.loop import engine_session
-from fp8q.serve.loop.engine_session import Bounds, EngineRuntime, EngineSession, SharedMemory, bounds_of, has_branches
+from fp8q.serve.loop.engine_session import (
+    Bounds,
+    EngineRuntime,
+    EngineSession,
+    SharedMemory,
+    bounds_of,
+    has_branches,
+    kernel_files,
+)
 
 SHAPES = {
     "input_ids": (-1, -1),
@@ -256,6 +264,24 @@ def test_a_folder_that_takes_no_kernels_is_left_alone(open_engine: Callable[...,
     session.context("prefill")
     session.idle()
     assert sorted(path.name for path in plan.parent.iterdir()) == ["sm90.json", "sm90.kernels", "sm90.plan"]
+
+
+def test_kernels_of_a_read_only_repository_are_stored_where_the_environment_says(
+    open_engine: Callable[..., Opened], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, _, plan = open_engine("tensorrt-rtx")
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    monkeypatch.setenv("FP8Q_KERNELS", str(volume))
+    beside, elsewhere = kernel_files(plan)
+    assert (beside, elsewhere.parent) == (plan.with_suffix(".kernels"), volume)
+    beside.mkdir()  # nothing can be written there, also by root
+    for expected in (b"k", b"kk"):
+        session, _, _ = open_engine("tensorrt-rtx")
+        session.context("prefill")
+        session.idle()
+        assert elsewhere.read_bytes() == expected  # the second start begins with what the first compiled
+    assert [path.name for path in volume.iterdir()] == [elsewhere.name]
 
 
 def test_a_step_and_a_prompt_take_the_profiles_made_for_them() -> None:

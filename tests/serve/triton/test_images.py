@@ -3,7 +3,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from fp8q.options import TritonOptions
+from fp8q.serve.loop.engine_session import EngineRuntime
 from fp8q.serve.triton.images import PINS, RELEASES, dockerfile, newest, release_in, release_of, where_to_begin
+from fp8q.serve.triton.repository import PythonModelEngine, readme
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,6 +48,20 @@ def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
         "EXPOSE 8000 8001 8002\n"
         'CMD ["tritonserver", "--model-repository=/models"]\n'
     )
+
+
+def test_the_image_has_a_folder_for_kernels_that_tensorrt_rtx_compiles() -> None:
+    lines = dockerfile("Demo", None, awaits_plan=False, packages={"tensorrt-rtx": "1.7.1.116"}).splitlines()
+    made = lines.index("RUN install -d -o 1000 -g 1000 /var/cache/fp8q")
+    assert lines[made + 1] == "ENV FP8Q_KERNELS=/var/cache/fp8q"
+    assert made < lines.index("USER 1000:1000")
+
+
+@pytest.mark.parametrize(("runtime", "volumes"), [("tensorrt-rtx", 1), ("tensorrt", 0)])
+def test_the_command_of_the_image_mounts_a_volume_there(runtime: EngineRuntime, volumes: int) -> None:
+    engine = PythonModelEngine(runtime, "1.7.1.116", "sm89", Path("sm89.plan"))
+    text = readme("demo", TritonOptions(), None, dockerfile("demo", None, awaits_plan=False), [engine])
+    assert text.count(" -v fp8q-kernels:/var/cache/fp8q -v ") == volumes
 
 
 @pytest.mark.parametrize(
