@@ -37,10 +37,11 @@ from transformers import Cache
 
 from fp8q.api import CalibrateOptions, ExportOptions, calibrate
 from fp8q.calibrate.model.source import load_model
+from fp8q.calibrate.text.packing import Packing
 from fp8q.core.run import Run
 from fp8q.options import PRESETS, WeightRounding
 from fp8q.quantize.scales.decisions import load_scales
-from fp8q.stages.corpus import load_tokens
+from fp8q.stages.corpus import load_tokens, opening_of
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.bootstrap import Bootstrap
 
@@ -95,10 +96,12 @@ def ratio(tokens: Tokens, other: Tokens) -> tuple[float, list[float]]:
 
 
 def evaluation_windows(run: Run, context: int, count: int) -> npt.NDArray[np.int64]:
-    """`count` evenly spaced windows int64 [count, context] of the evaluation text of `run`."""
-    tokens = load_tokens(run, run.evaluation).reshape(-1)
-    windows = tokens[: len(tokens) // context * context].reshape(-1, context)
-    return windows[np.linspace(0, len(windows) - 1, count).astype(np.int64)]
+    """`count` evenly spaced windows int64 [count, context] of the evaluation text of `run`, each of which begins with
+    the tokens that the run's tokenizer puts in front of a text.
+    """
+    packing, tokens = Packing(context, tuple(opening_of(run).prefix)), load_tokens(run, run.evaluation).reshape(-1)
+    starts = packing.starts(tokens)
+    return packing.windows(tokens, starts[np.linspace(0, len(starts) - 1, count).astype(np.int64)])
 
 
 class Judge:
