@@ -1,7 +1,7 @@
 """What FP8 costs two LLMs that people know, and how much of it is the rounding of weights.
 
     python benchmarks/real_models.py [smollm2 gemma3] [--rows PATTERN] [--windows N] [--samples 64]
-        [--folder build/real] [--data TEXT --eval-data TEXT] [--llmcompressor PYTHON]
+        [--chats] [--folder build/real] [--data TEXT --eval-data TEXT] [--llmcompressor PYTHON]
 
 Calibrated on WikiText-2's validation text, evaluated on its test text, in windows of 512 tokens (Gemma 3: 256) that
 begin as served text does. Every row is held against the FP32 model, the BF16 checkpoint computed in FP32, and computes
@@ -10,11 +10,14 @@ its mean with an interval over windows, since one token can be a tenth of it, an
 perplexity with its interval; the share of words that differ; the mean KL over that of ModelOpt's default, by the same
 windows; and the mean KL over the second half of the windows, which a tail takes as decoded. Weights are those of the
 checkpoints that fp8q and llm-compressor (with `--llmcompressor`) write; inputs are emulated, ModelOpt by itself. `cache
-alone` rounds keys and values, and nothing else. Prints one JSON line; exit status 1 where the best rounding of weights,
-inputs exact, misses `LIMIT_KL` times BF16's own KL or `LIMIT_PERPLEXITY`, 2 where a package or text is not there.
+alone` rounds keys and values, and nothing else. With `--chats` both texts are chats by the model's own template: each
+section of an article is the answer to a request for it. Prints one JSON line; exit status 1 where the best rounding of
+weights, inputs exact, misses `LIMIT_KL` times BF16's own KL or `LIMIT_PERPLEXITY`, 2 where a package or text is not
+there.
 """
 
 import argparse
+import json
 import re
 import sys
 import tempfile
@@ -95,6 +98,21 @@ def ratio(tokens: Tokens, other: Tokens) -> tuple[float, list[float]]:
     return round(float(tokens.kl.sum() / other.kl.sum()), 4), [round(end, 4) for end in ends]
 
 
+def write_chats(text: Path, folder: Path) -> Path:
+    """Write the sections of WikiText's articles in `text` as chats, rows of `messages`: a request, and the section."""
+    rows, article = list[str](), ""
+    headed = re.split(r"^ (=(?: =)*) (.+?) \1 $", text.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for level, title, section in zip(headed[1::3], headed[2::3], headed[3::3], strict=True):
+        article = title if level == "=" else article
+        asked = f"Write about {title}." if title == article else f"Write about {title}, of {article}."
+        if section.strip():
+            said = (("user", asked), ("assistant", section.strip()))
+            rows.append(json.dumps({"messages": [{"role": role, "content": content} for role, content in said]}))
+    out = folder / f"{text.stem}.jsonl"
+    out.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return out
+
+
 def evaluation_windows(run: Run, context: int, count: int) -> npt.NDArray[np.int64]:
     """`count` evenly spaced windows int64 [count, context] of the evaluation text of `run`, each of which begins with
     the tokens that the run's tokenizer puts in front of a text.
@@ -152,12 +170,14 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     tokens_by_row: dict[str, Tokens] = {}
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=asked.folder) as scratch:
-        folder = Path(scratch)
+        folder, (data, eval_data) = Path(scratch), (Path(asked.data), Path(asked.eval_data))
+        if asked.chats:
+            data, eval_data = (write_chats(text, folder) for text in (data, eval_data))
 
         def calibrated(name: str, **chosen: Any) -> Run:
-            options = CalibrateOptions(samples=asked.samples, seq_len=context, **chosen)
+            options = CalibrateOptions(samples=asked.samples, seq_len=context, chat_template=asked.chats, **chosen)
             no_graph = ExportOptions(graph=False)
-            return calibrate(str(directory), asked.data, folder / name, asked.eval_data, options, no_graph)
+            return calibrate(str(directory), str(data), folder / name, str(eval_data), options, no_graph)
 
         def rounded(rounding: WeightRounding) -> Run:
             return calibrated(rounding, weight_rounding=rounding, activation_terms=2)
@@ -236,12 +256,14 @@ def asked_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def main() -> int:
     """Measure, print, judge."""
     parser = arguments(__doc__)
+    parser.add_argument("--chats", action="store_true", help="make chats of both texts")
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
     asked = asked_of(parser)
     head = described("real_models")
     results = {name: measure(name, asked) for name in asked.models}
     passed = not any(row["missed"] for row in results.values())
-    return publish(head, {"samples": asked.samples, "results": results, "passed": passed}, asked.save)
+    figures = {"samples": asked.samples, "chats": asked.chats}
+    return publish(head, {**figures, "results": results, "passed": passed}, asked.save)
 
 
 if __name__ == "__main__":

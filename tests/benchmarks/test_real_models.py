@@ -1,5 +1,6 @@
 """What the benchmark of real models says of tokens, and of packages that are not there; no package is needed."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -171,3 +172,17 @@ def test_every_window_that_is_evaluated_begins_as_served_text_does(
     whole = load_tokens(run, run.evaluation).reshape(-1)
     assert windows[0].tolist() == whole[:64].tolist()
     assert windows[-1, 1:].tolist() in np.lib.stride_tricks.sliding_window_view(whole, 63).tolist()
+
+
+def test_sections_of_articles_become_the_answers_of_chats(tmp_path: Path) -> None:
+    from real_models import write_chats
+
+    text = tmp_path / "wiki.txt"
+    text.write_text(
+        " \n = Lobster = \n \n Blue , in life . \n \n = = Claws = = \n \n = = = Crusher = = = \n \n Rounded . \n"
+    )
+    rows = [json.loads(line)["messages"] for line in write_chats(text, tmp_path).read_text().splitlines()]
+    assert [[(said["role"], said["content"]) for said in row] for row in rows] == [
+        [("user", "Write about Lobster."), ("assistant", "Blue , in life .")],
+        [("user", "Write about Crusher, of Lobster."), ("assistant", "Rounded .")],
+    ]
