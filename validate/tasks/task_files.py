@@ -12,12 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...calibrate.input.untrusted import error_text, foreign, read_bytes
+from ...calibrate.input.untrusted import error_text, foreign, read_bytes, read_json
 from ...core.errors import InputError
 from ...core.files import plain_text
 
 #: The most bytes of a task file; those of lm-eval have less than 100 kB.
 MOST_BYTES = 8 << 20
+#: The most bytes of questions in one list, which is read whole, here and by lm-eval.
+MOST_LIST_BYTES = 256 << 20
 MEND = "mend it, or take it out of --include-path"
 #: The most bytes of a row that are read at a time.
 PIECE = 1 << 20
@@ -48,11 +50,11 @@ class TaskFile(BaseModel):
         return self.task if isinstance(self.task, str) else None
 
     @property
-    def json_lines(self) -> list[Path]:
-        """The local files of JSON lines that the questions are read from."""
+    def questions(self) -> list[Path]:
+        """The local files of JSON that the questions are read from."""
         kwargs = self.dataset_kwargs if isinstance(self.dataset_kwargs, dict) else {}
         paths = [Path(name) for name in _texts(kwargs.get("data_files"))]
-        return [path for path in paths if path.suffix == ".jsonl" and path.is_file()]
+        return [path for path in paths if path.suffix in (".json", ".jsonl") and path.is_file()]
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -65,7 +67,7 @@ def _texts(value: object) -> Iterator[str]:
 
 def check_task_files(folders: Sequence[Path]) -> None:
     """Raise InputError for a folder that is not there or has no task file, for a file in it that is no task file, for
-    two files that name one task, and for JSON lines of a task's questions with a row that is no object.
+    two files that name one task, and for a task's questions of which one is no object.
     """
     named = dict[str, Path]()
     for folder in folders:
@@ -78,8 +80,8 @@ def check_task_files(folders: Sequence[Path]) -> None:
             raise InputError(f"--include-path {folder}", "holds no task file (*.yaml)", "give a folder that does")
         for file in files:
             task = check_task_file(file)
-            for questions in task.json_lines:
-                check_rows(questions)
+            for questions in task.questions:
+                check_questions(questions)
             name = task.name
             if name is not None and named.setdefault(name, file) != file:
                 raise InputError(
@@ -89,11 +91,34 @@ def check_task_files(folders: Sequence[Path]) -> None:
                 )
 
 
+def check_questions(file: Path) -> None:
+    """Raise InputError for a file of questions, JSON lines or a list, with one that is no object. One object over
+    several lines, which holds the questions in a field, is left to lm-eval.
+    """
+    with foreign(lambda error: _unreadable(file, error)), open(file, "rb") as rows:
+        begins = rows.readline(PIECE).removeprefix(b"\xef\xbb\xbf").strip() or rows.readline(PIECE).strip()
+    if file.suffix == ".json" and begins.startswith(b"["):
+        check_list(file)
+    elif file.suffix != ".json" or not begins.startswith(b"{") or begins.endswith(b"}"):
+        check_rows(file)
+
+
+def _unreadable(file: Path, error: BaseException) -> InputError:
+    return InputError(file, f"cannot be read ({error_text(error)})", MEND)
+
+
+def check_list(file: Path) -> None:
+    """Raise InputError for a list of questions that does not parse, or has one that is no object."""
+    for number, question in enumerate(read_json(file, MOST_LIST_BYTES, finite=False), 1):
+        if not isinstance(question, dict):
+            raise InputError(file, f"entry {number:,} is no JSON object, such as a question is", MEND)
+
+
 def check_rows(file: Path) -> None:
     """Raise InputError for a row of a file of JSON lines that does not begin as an object does."""
     number, begins = 0, True
     with (
-        foreign(lambda error: InputError(file, f"cannot be read ({error_text(error)})", MEND)),
+        foreign(lambda error: _unreadable(file, error)),
         open(file, "rb") as rows,
     ):
         while piece := rows.readline(PIECE):

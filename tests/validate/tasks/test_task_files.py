@@ -98,6 +98,21 @@ def test_a_row_of_questions_that_is_no_object_is_named(tmp_path: Path, row: str)
     check_task_files([tmp_path])
 
 
+@pytest.mark.parametrize("entry", ["null", "[1]", "5", '"text"'])
+def test_an_entry_of_a_list_of_questions_that_is_no_object_is_named(tmp_path: Path, entry: str) -> None:
+    questions = tmp_path / "questions.json"
+    with_questions(tmp_path, questions)
+    questions.write_text(f' \n[{{"a": 1}},\n{entry}]')
+    assert complaint(tmp_path) == f"{questions}: entry 2 is no JSON object, such as a question is; {MEND}"
+    questions.write_text(f'{{"a": 1}}\n{entry}\n')
+    assert complaint(tmp_path) == f"{questions}: row 2 is no JSON object, such as a question is; {MEND}"
+    for sound in ('[{"a": 1}, {"a": [2]}]', '{"a": 1}\n{"a": 2}\n', "[]", '{\n"data":\n[1]\n}'):
+        questions.write_text(sound)
+        check_task_files([tmp_path])
+    questions.write_text('[{"a": 1},')
+    assert complaint(tmp_path).startswith(f"{questions}: does not parse")
+
+
 def test_a_large_hole_in_the_place_of_questions_is_refused_at_once(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     with_questions(tmp_path, rows)
