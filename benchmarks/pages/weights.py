@@ -18,7 +18,6 @@ LEVERS = {
     "weight_levers": "SmolLM2-135M",
     "weight_levers_exact": "SmolLM2-135M",
     "weight_levers_gemma3": "Gemma 3 270M",
-    "weight_levers_exact_gemma3": "Gemma 3 270M",
 }
 LEVER_TITLES = {
     "BF16": "BF16 itself",

@@ -51,9 +51,9 @@ class ModelGemms:
     widths: Mapping[str, int] = field(default_factory=dict)
 
 
-#: Calibration tokens for each number of an input that second moments need, about: with two, GPTQ left Gemma 3 no
-#: better than nearest rounding (`benchmarks/weight_levers.py`); with five it gained nothing on SmolLM2's widest inputs
-#: (decision 72).
+#: Calibration tokens for each number of an input that second moments need, about: with five, GPTQ gained nothing on
+#: SmolLM2's widest inputs (decision 72); with four it left Gemma 3 a fifth more loss than with sixteen
+#: (`benchmarks/weight_levers.py`).
 TOKENS_AN_INPUT = 6
 
 

@@ -6,9 +6,8 @@ of all others rests, that is least true: its query is read by nothing, its keys 
 a norm behind the GEMM may blow its output up, and its input may be hundreds of times as large as others. So it
 enters H as often as the mean of |g|² there is of that elsewhere, over all GEMMs that read the input.
 
-GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every token by its own gradient. These are noisy: on
-SmolLM2-135M the first token alone gives most of what all do, and on Gemma 3 270M the others' weights ruin its codes
-(`docs/decisions/0082`). The mean over windows needs few of them.
+GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every token by its own gradient. On SmolLM2-135M the
+first token alone gives most of what all do (`docs/decisions/0082`), and its mean over windows needs few of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
