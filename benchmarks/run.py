@@ -84,7 +84,7 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(exact|gptq, (weighed|16|the worst)|nearest)'",
     "weight_levers_exact": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact)'",
-    "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*(sequential|preset))'",
+    "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
