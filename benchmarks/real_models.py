@@ -98,8 +98,10 @@ def ratio(tokens: Tokens, other: Tokens) -> tuple[float, list[float]]:
     return round(float(tokens.kl.sum() / other.kl.sum()), 4), [round(end, 4) for end in ends]
 
 
-def write_chats(text: Path, folder: Path) -> Path:
-    """Write the sections of WikiText's articles in `text` as chats, rows of `messages`: a request, and the section."""
+def write_chats(text: Path, out: Path) -> Path:
+    """Write the sections of WikiText's articles in `text` to `out`, as chats: rows of `messages`, a request and the
+    section.
+    """
     rows, article = list[str](), ""
     headed = re.split(r"^ (=(?: =)*) (.+?) \1 $", text.read_text(encoding="utf-8"), flags=re.MULTILINE)
     for level, title, section in zip(headed[1::3], headed[2::3], headed[3::3], strict=True):
@@ -108,7 +110,6 @@ def write_chats(text: Path, folder: Path) -> Path:
         if section.strip():
             said = (("user", asked), ("assistant", section.strip()))
             rows.append(json.dumps({"messages": [{"role": role, "content": content} for role, content in said]}))
-    out = folder / f"{text.stem}.jsonl"
     out.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     return out
 
@@ -172,7 +173,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=asked.folder) as scratch:
         folder, (data, eval_data) = Path(scratch), (Path(asked.data), Path(asked.eval_data))
         if asked.chats:
-            data, eval_data = (write_chats(text, folder) for text in (data, eval_data))
+            data = write_chats(data, folder / "calibration.jsonl")
+            eval_data = write_chats(eval_data, folder / "evaluation.jsonl")
 
         def calibrated(name: str, **chosen: Any) -> Run:
             options = CalibrateOptions(samples=asked.samples, seq_len=context, chat_template=asked.chats, **chosen)

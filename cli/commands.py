@@ -153,7 +153,7 @@ def merge(
     *,
     out: Out,
     model: SourceModel = None,
-    options: Annotated[ScaleOptions, without("weight_rounding", "q_scale")] = ScaleOptions(),
+    options: Annotated[ScaleOptions, without("weight_rounding", "weigh_first_token", "q_scale")] = ScaleOptions(),
     export: Annotated[ExportOptions, without("precision", "attention")] = ExportOptions(),
     common: Common = Common(),
 ) -> None:

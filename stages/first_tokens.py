@@ -56,6 +56,7 @@ def weigh_first_tokens(
     key = Key(inputs, Options(), NO_FACTS)
     if FIRST_TOKENS.is_current(run, key):
         return
+    release_memory()  # of the measurement, before memory decides how this runs
     windows = spread_windows(load_tokens(run, run.calibration, source.text_config.vocab_size), WINDOWS)
     size = max(1, TOKENS // windows.shape[1])
     batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}

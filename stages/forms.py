@@ -124,7 +124,8 @@ class FormCandidates:
         task, options = self.task, self.options(mix)
         if options.needs_moments:
             measure(task.run, self.source, task.run.options(MEASURE), task.notes, moments=True)
-            weigh_first_tokens(task.run, self.source, options, task.notes, task.options.calibrate.stream)
+            stream = task.options.calibrate.stream or None  # --no-stream is of measuring, which takes less memory
+            weigh_first_tokens(task.run, self.source, options, task.notes, stream)
         codes = task.folder / "codes"
         codes.mkdir(exist_ok=True)
         quantize(task.run, self.source, gemms_of(self.source, options), options, task.notes, KnownCodes(rounded=codes))

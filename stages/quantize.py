@@ -326,7 +326,7 @@ def rescaled(run: Run, options: RescaleOptions) -> ScaleOptions:
             "--weigh-first-token",
             f"needs the first tokens of windows apart from other second moments, and {run.root} was measured by an "
             "older version, which did not keep them",
-            "use `fp8q calibrate` with the options of the run and --weigh-first-token, or leave it out",
+            "use `fp8q calibrate` with the options of the run, or give --no-weigh-first-token",
         )
     return chosen
 

@@ -265,6 +265,8 @@ class EngineSession:
         """Point the engine at tensors: `DeviceProgram.bind`."""
         self.device.enter()
         block = self._memory.block(self._needs(context, phase, shapes))
+        if self._kernels:
+            self._kernels.meet(shapes)
         for name, address in addresses.items():
             if not context.set_tensor_address(name, address):
                 raise SessionError(f"{name}: the engine takes no tensor at {address:#x}")
@@ -293,12 +295,19 @@ class Kernels:
     """TensorRT-RTX's compiled kernels, which all contexts of an engine share, and the files that may hold them."""
 
     def __init__(self, paths: Sequence[Path], engine: Any):
-        """Load the kernels of the first of `paths` that is there; another GPU's, or version's, are compiled anew."""
+        """Load the kernels of the newest of `paths` that has some of this GPU and version; others are compiled anew."""
         self._paths, self._engine, self._fresh = paths, engine, False
-        self._cache = engine.create_runtime_config().create_runtime_cache()
-        path = next((path for path in paths if path.is_file()), None)
-        if path and not self._cache.deserialize(path.read_bytes()):
-            LOG.info("%s: kernels of another GPU or version; they are compiled again", path)
+        self._met = set[tuple[tuple[str, tuple[int, ...]], ...]]()
+        self._cache = self._empty()
+        there = [path for path in paths if path.is_file()]
+        for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            if self._cache.deserialize(path.read_bytes()):
+                break
+            LOG.info("%s: kernels of another GPU or version", path)
+            self._cache = self._empty()
+
+    def _empty(self) -> Any:
+        return self._engine.create_runtime_config().create_runtime_cache()
 
     def config(self) -> Any:
         """Make the configuration of a context that compiles into, and takes from, what is shared."""
@@ -307,8 +316,16 @@ class Kernels:
         self._fresh = True
         return config
 
+    def meet(self, shapes: Shapes) -> None:
+        """A call of these shapes comes, for which kernels are compiled where it is the first."""
+        met = tuple(sorted((name, tuple(shape)) for name, shape in shapes.items()))
+        self._fresh |= met not in self._met
+        self._met.add(met)
+
     def store(self) -> None:
-        """Write the kernels where contexts came since the last time, to the first of the files that can be written."""
+        """Write the kernels where contexts or shapes came since the last time, to the first of the files that can be
+        written.
+        """
         if not self._fresh:
             return
         self._fresh = False
@@ -330,9 +347,12 @@ def kernel_files(plan: Path) -> list[Path]:
     """The files that may hold the compiled kernels of `plan`: beside it, and in the folder that the environment
     names.
     """
-    folder = os.environ.get(KERNELS_FOLDER)
-    named = hashlib.sha256(f"{plan.absolute()} {plan.stat().st_size}".encode()).hexdigest()[:16]
-    return [plan.with_suffix(KERNELS), *([Path(folder) / f"{plan.stem}-{named}{KERNELS}"] if folder else [])]
+    usual = plan.with_suffix(KERNELS)
+    if not (folder := os.environ.get(KERNELS_FOLDER)):
+        return [usual]
+    with open(plan, "rb") as content:
+        named = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+    return [usual, Path(folder) / f"{plan.stem}-{named}{KERNELS}"]
 
 
 def _import(runtime: str) -> Any:

@@ -40,7 +40,7 @@ _FROM = re.compile(r"^FROM\s+nvcr\.io/nvidia/tritonserver:(\S+)-py3\s*$", re.MUL
 KERNELS_VOLUME = "/var/cache/fp8q"
 KERNELS = """\
 # TensorRT-RTX's compiled kernels: the repository may be mounted read-only.
-RUN install -d -o 1000 -g 1000 {folder}
+RUN install -d -m 1777 {folder}
 ENV {variable}={folder}
 """
 

@@ -181,7 +181,9 @@ def test_sections_of_articles_become_the_answers_of_chats(tmp_path: Path) -> Non
     text.write_text(
         " \n = Lobster = \n \n Blue , in life . \n \n = = Claws = = \n \n = = = Crusher = = = \n \n Rounded . \n"
     )
-    rows = [json.loads(line)["messages"] for line in write_chats(text, tmp_path).read_text().splitlines()]
+    rows = [
+        json.loads(line)["messages"] for line in write_chats(text, tmp_path / "chats.jsonl").read_text().splitlines()
+    ]
     assert [[(said["role"], said["content"]) for said in row] for row in rows] == [
         [("user", "Write about Lobster."), ("assistant", "Blue , in life .")],
         [("user", "Write about Crusher, of Lobster."), ("assistant", "Rounded .")],

@@ -6,13 +6,14 @@ imported. Of two files with one name lm-eval takes the first. Rows of questions 
 pyarrow 26's reader of JSON (a segmentation fault), so they are looked for before.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...calibrate.input.untrusted import error_text, foreign, read_bytes, read_json
+from ...calibrate.input.untrusted import error_text, foreign, read_bytes
 from ...core.errors import InputError
 from ...core.files import plain_text
 
@@ -108,9 +109,17 @@ def _unreadable(file: Path, error: BaseException) -> InputError:
 
 
 def check_list(file: Path) -> None:
-    """Raise InputError for a list of questions that does not parse, or has one that is no object."""
-    for number, question in enumerate(read_json(file, MOST_LIST_BYTES, finite=False), 1):
-        if not isinstance(question, dict):
+    """Raise InputError for a list of questions that does not parse, or has one that is no object; a list of texts alone
+    is read too.
+    """
+    try:
+        entries = json.loads(read_bytes(file, MOST_LIST_BYTES).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(file, f"does not parse: {error_text(error)}", MEND) from None
+    if all(isinstance(entry, str) for entry in entries):
+        return
+    for number, entry in enumerate(entries, 1):
+        if not isinstance(entry, dict):
             raise InputError(file, f"entry {number:,} is no JSON object, such as a question is", MEND)
 
 

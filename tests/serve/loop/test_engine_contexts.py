@@ -3,6 +3,7 @@ host: a GPU runs the real one (`tests/gpu`). The names that are called are held 
 """
 
 import json
+import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from fp8q.serve.loop.engine_session import (
     Bounds,
     EngineRuntime,
     EngineSession,
+    Kernels,
     SharedMemory,
     bounds_of,
     has_branches,
@@ -282,6 +284,30 @@ def test_kernels_of_a_read_only_repository_are_stored_where_the_environment_says
         session.idle()
         assert elsewhere.read_bytes() == expected  # the second start begins with what the first compiled
     assert [path.name for path in volume.iterdir()] == [elsewhere.name]
+
+
+def test_kernels_are_stored_again_where_calls_of_other_shapes_came(tmp_path: Path) -> None:
+    kernels, stored = Kernels([tmp_path / "sm90.kernels"], Engine()), tmp_path / "sm90.kernels"
+    kernels.config()
+    for length, written in ((4, True), (8, True), (4, False), (8, False), (16, True)):
+        kernels.meet({"input_ids": (1, length), "attention_mask": (1, 64 + length)})
+        kernels.store()
+        assert stored.exists() is written
+        stored.unlink(missing_ok=True)
+
+
+def test_the_newest_kernels_that_fit_are_loaded(tmp_path: Path) -> None:
+    beside, volume = tmp_path / "beside.kernels", tmp_path / "volume.kernels"
+    for age, (path, content) in enumerate(((volume, b"kkk"), (beside, b"k"))):
+        path.write_bytes(content)
+        os.utime(path, (1000 + age, 1000 + age))
+    kernels = Kernels([beside, volume], Engine())
+    assert kernels.config().cache.kernels == b"k"
+    beside.write_bytes(b"of another version")
+    kernels = Kernels([beside, volume], Engine())
+    assert kernels.config().cache.kernels == b"kkk"
+    volume.write_bytes(b"of another GPU")
+    assert Kernels([beside, volume], Engine()).config().cache.kernels == b""
 
 
 def test_a_step_and_a_prompt_take_the_profiles_made_for_them() -> None:

@@ -52,7 +52,7 @@ def test_the_image_has_the_plans_tensorrt_and_what_triton_lacks() -> None:
 
 def test_the_image_has_a_folder_for_kernels_that_tensorrt_rtx_compiles() -> None:
     lines = dockerfile("Demo", None, awaits_plan=False, packages={"tensorrt-rtx": "1.7.1.116"}).splitlines()
-    made = lines.index("RUN install -d -o 1000 -g 1000 /var/cache/fp8q")
+    made = lines.index("RUN install -d -m 1777 /var/cache/fp8q")
     assert lines[made + 1] == "ENV FP8Q_KERNELS=/var/cache/fp8q"
     assert made < lines.index("USER 1000:1000")
 

@@ -106,7 +106,14 @@ def test_an_entry_of_a_list_of_questions_that_is_no_object_is_named(tmp_path: Pa
     assert complaint(tmp_path) == f"{questions}: entry 2 is no JSON object, such as a question is; {MEND}"
     questions.write_text(f'{{"a": 1}}\n{entry}\n')
     assert complaint(tmp_path) == f"{questions}: row 2 is no JSON object, such as a question is; {MEND}"
-    for sound in ('[{"a": 1}, {"a": [2]}]', '{"a": 1}\n{"a": 2}\n', "[]", '{\n"data":\n[1]\n}'):
+    for sound in (
+        '[{"a": 1}, {"a": [2]}]',
+        '{"a": 1}\n{"a": 2}\n',
+        "[]",
+        '["a", "b"]',
+        '\ufeff[{"a": 1}]',
+        '{\n"data":\n[1]\n}',
+    ):
         questions.write_text(sound)
         check_task_files([tmp_path])
     questions.write_text('[{"a": 1},')
