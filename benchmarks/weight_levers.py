@@ -62,6 +62,11 @@ def without_the_worst(run: Run, weights: Weights) -> Weights:
     return fp8
 
 
+def share_of_bytes(weights: Weights, every: Weights) -> float:
+    """The bytes of all weights where `weights` of `every` are FP8 and the others BF16, over those of all in FP8."""
+    return 2 - sum(weight.numel() for weight in weights.values()) / sum(weight.numel() for weight in every.values())
+
+
 def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Row -> its figures, seconds and bytes."""
     directory = checkpoint(name, asked.folder)
@@ -117,13 +122,11 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             taken = time.monotonic() - start + (seconds if row in OF_THE_RUN else 0)
             compared = tokens[row] if row in tokens else judge.compare(quantized(source, weights, {}))
             over, interval = ratio(compared, tokens[GPTQ])
-            numbers = sum(weight.numel() for weight in gptq.values())
-            share_of_bytes = 2 - sum(weight.numel() for weight in weights.values()) / numbers
             results[row] = summary(compared) | {
                 "kl_over_gptq": over,
                 "ratio_interval": interval,
                 "seconds": round(taken, 1),
-                "bytes": round(share_of_bytes, 4),
+                "bytes": round(share_of_bytes(weights, gptq), 4),
             }
             print(f"{name}: {row}: {results[row]}", file=sys.stderr, flush=True)
     contexts = {"context": context, "calibration_context": CALIBRATION_CONTEXT}

@@ -140,8 +140,8 @@ def padded_length(positions: int, most: int) -> int:
     """The length with which a chunk of so many `positions` of prompts runs, of at most `most`: the next power of two,
     and beyond `FINE` the next multiple of that. TensorRT-RTX compiles its kernels anew for each length it meets.
     """
-    rounded = 1 << (positions - 1).bit_length() if positions <= FINE else -(-positions // FINE) * FINE
-    return max(positions, min(rounded, most))
+    multiple = -(-positions // FINE) * FINE
+    return max(positions, bucket_of(positions, most) if positions <= FINE else min(multiple, most))
 
 
 def cache_bytes(layout: CacheLayout, rows: int, slots: int) -> int:

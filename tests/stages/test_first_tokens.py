@@ -82,6 +82,7 @@ def test_scales_weighs_first_tokens_of_a_run_that_was_calibrated_without(
 ) -> None:
     run = calibrated()
     api.scales(run.root, RescaleOptions(weigh_first_token=True))
+    assert any("768 calibration tokens are few" in note for note in run.record().stages["first-tokens"].notes)
     assert checkpoint_digests(run) == checkpoint_digests(weighed)
     api.scales(run.root, RescaleOptions(weigh_first_token=False))
     assert checkpoint_digests(run) == checkpoint_digests(calibrated())

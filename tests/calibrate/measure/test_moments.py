@@ -82,7 +82,7 @@ def test_on_a_gpu_batches_are_added_there_and_copied_once_when_the_layer_ends(tm
     assert (counted.waits, counted.to_memory) == (1, 4 * 16 * 16)
 
 
-def test_on_a_gpu_first_tokens_are_copied_when_the_layer_ends(tmp_path: Path) -> None:
+def test_on_a_gpu_first_tokens_stay_there_while_batches_come(tmp_path: Path) -> None:
     moments = SecondMoments(tmp_path, first_apart=True)
     with host_waits() as counted:
         for _ in range(3):
