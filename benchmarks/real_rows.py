@@ -16,11 +16,13 @@ import numpy.typing as npt
 import torch
 from accuracy import PEER, modelopt
 from torch import nn
-from transformers import Cache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8q.api import RescaleOptions, scales
 from fp8q.calibrate.model.bf16_gemms import compute_gemms_in_fp32
-from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
+from fp8q.calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.run import Run
 from fp8q.options import Clipping
@@ -38,6 +40,8 @@ SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
 CLIPS = ("percentile", "mse", "entropy")
 #: The last positions of a prompt that a tail gives second codes.
 TAIL = 64
+#: The name under which transformers knows attention with rounded queries.
+FP8_QUERIES = "fp8_queries"
 #: Takes the input of a GEMM and returns the numbers that the GEMM multiplies.
 Input = Callable[[torch.Tensor], torch.Tensor]
 #: Module -> the numbers that its codes stand for, float32 [out, in].
@@ -197,18 +201,41 @@ def own_rows(
     yield "weights alone, --preset exact", lambda: Candidate(quantized(source, stored_weights(preset()), {}))
 
 
-def cache_rows(run: Run, source: Source) -> Iterator[tuple[str, Callable[[], Candidate]]]:
-    """Keys, values and both in FP8, and nothing else."""
+def attention_of_rounded_queries(module: nn.Module, query: torch.Tensor, *others: Any, **options: Any) -> Any:
+    """Scaled dot-product attention by transformers' interface, whose queries [batch, heads, tokens, size] are rounded
+    to FP8 under the module's `query_scale` first.
+    """
+    scale: torch.Tensor = vars(module)["query_scale"]
+    rounded = code_values(query, scale) * scale
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, rounded, *others, **options)
 
-    def cached(parts: str, unit: Literal["tensor", "head"]) -> Callable[[], Candidate]:
+
+def round_queries(model: PreTrainedModel, query_scales: Mapping[str, float]) -> None:
+    """Let attention of `model` round its queries, by the scale of each module; 1 where it has none, as vLLM does."""
+    for name in attention_modules(model).values():
+        object.__setattr__(model.get_submodule(name), "query_scale", torch.tensor([query_scales.get(name, 1.0)]))
+    AttentionInterface.register(FP8_QUERIES, attention_of_rounded_queries)
+    AttentionMaskInterface.register(FP8_QUERIES, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation(FP8_QUERIES)
+
+
+def cache_rows(run: Run, source: Source) -> Iterator[tuple[str, Callable[[], Candidate]]]:
+    """Keys, values and both in FP8, and nothing else; and queries too, as attention on codes has them."""
+
+    def cached(parts: str, unit: Literal["tensor", "head"], queries: bool | None = None) -> Callable[[], Candidate]:
+        """`queries`: rounded under a measured scale, or under 1; None: not rounded."""
+
         def make() -> Candidate:
-            scales(run.root, RescaleOptions(kv_cache="fp8", kv_scale=unit))
+            scales(run.root, RescaleOptions(kv_cache="fp8", kv_scale=unit, q_scale=bool(queries)))
             model = load_model(source, torch.float32, "cpu")
             tensors = {
                 name: torch.tensor(one.heads).view(-1, 1, 1) if one.heads else torch.tensor([one.scale])
                 for name, one in load_scales(run).kv_cache.items()
                 if re.search(f"\\.[{parts}]$", name)
             }
+            if queries is not None:
+                measured = load_scales(run).queries
+                round_queries(model, {name.removesuffix(".q"): one.scale for name, one in measured.items()})
             return Candidate(model, lambda: fp8_cache(tensors, model))
 
         return make
@@ -217,3 +244,5 @@ def cache_rows(run: Run, source: Source) -> Iterator[tuple[str, Callable[[], Can
     yield "cache alone, V", cached("v", "tensor")
     yield "cache alone, K and V", cached("kv", "tensor")
     yield "cache alone, K and V, a scale per head", cached("kv", "head")
+    yield "cache alone, K and V, queries by q_scale", cached("kv", "tensor", queries=True)
+    yield "cache alone, K and V, queries without q_scale", cached("kv", "tensor", queries=False)

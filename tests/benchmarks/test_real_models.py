@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8q.api import ExportOptions, calibrate, convert
 from fp8q.options import CalibrateOptions
@@ -61,6 +64,30 @@ def test_kl_losses_and_flips_of_two_tables_worked_by_hand(tmp_path: Path) -> Non
     assert made["kl_decoded_micronats"] == pytest.approx(1e6 * kl / 2, rel=1e-4)
     assert made["perplexity_increase"] == pytest.approx(np.prod([2, 2 / 3, 2 / 3, 1]) ** 0.25 - 1, abs=1e-4)
     assert (made["kl_over_modelopt"], made["ratio_interval"]) == (1.0, [1.0, 1.0])
+
+
+@torch.inference_mode()
+def test_queries_are_rounded_as_ml_dtypes_casts_them_under_their_scale_or_one() -> None:
+    from real_rows import round_queries
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    round_queries(model, {"model.layers.1.self_attn": 0.25})
+    attend = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    query, key, value = 30 * torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    for layer, scale in ((0, 1.0), (1, 0.25)):
+        output, _ = attend(model.model.layers[layer].self_attn, query, key, value, None, scaling=0.01)
+        codes = (query.numpy() / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        keys, values = (np.repeat(x.numpy(), 2, axis=1) for x in (key, value))
+        scores = 0.01 * scale * codes @ keys.swapaxes(2, 3) + np.triu(np.full((5, 5), -np.inf), 1)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = (shares / shares.sum(-1, keepdims=True) @ values).swapaxes(1, 2)
+        np.testing.assert_allclose(output.numpy(), expected, atol=1e-6)
+    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
 
 
 def test_a_scale_for_each_token_puts_its_largest_number_on_the_largest_code() -> None:
