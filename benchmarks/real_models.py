@@ -9,11 +9,11 @@ in FP32 what is quantized, so that nothing but quantization is seen; `BF16` alon
 its mean with an interval over windows, since one token can be a tenth of it, and its median; the increase of
 perplexity with its interval; the share of words that differ; the mean KL over that of ModelOpt's default, by the same
 windows; and the mean KL over the second half of the windows, which a tail takes as decoded. Weights are those of the
-checkpoints that fp8q and llm-compressor (with `--llmcompressor`) write; inputs are emulated, ModelOpt by itself. `cache
-alone` rounds keys and values, and nothing else. With `--chats` both texts are chats by the model's own template: each
-section of an article is the answer to a request for it. Prints one JSON line; exit status 1 where the best rounding of
-weights, inputs exact, misses `LIMIT_KL` times BF16's own KL or `LIMIT_PERPLEXITY`, 2 where a package or text is not
-there.
+checkpoints that fp8q and llm-compressor (with `--llmcompressor`) write; inputs are emulated, ModelOpt by itself.
+`cache alone` rounds keys and values, and nothing else. With `--chats` both texts are chats by the model's own
+template, which Gemma 3 270M, a base model, has none of: each section of an article is the answer to a request for it.
+Prints one JSON line; exit status 1 where the best rounding of weights, inputs exact, misses `LIMIT_KL` times BF16's
+own KL or `LIMIT_PERPLEXITY`, 2 where a package or text is not there.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from real_checkpoints import FOLDER, MODELS, checkpoint
 from real_rows import BF16, MODELOPT, Candidate, bf16_model, cache_rows, own_rows, peer_rows
 from result import arguments, described, publish
 from torch import nn
-from transformers import Cache
+from transformers import AutoTokenizer, Cache
 
 from fp8q.api import CalibrateOptions, ExportOptions, calibrate
 from fp8q.calibrate.model.source import load_model
@@ -255,12 +255,18 @@ def asked_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return asked
 
 
+def _has_template(directory: Path) -> bool:
+    return AutoTokenizer.from_pretrained(directory).chat_template is not None
+
+
 def main() -> int:
     """Measure, print, judge."""
     parser = arguments(__doc__)
     parser.add_argument("--chats", action="store_true", help="make chats of both texts")
     parser.add_argument("--llmcompressor", metavar="PYTHON", help="the interpreter of an environment that has it")
     asked = asked_of(parser)
+    if asked.chats and (without := [name for name in asked.models if not _has_template(asked.folder / name)]):
+        parser.error(f"--chats: {without[0]} is a base model, whose tokenizer has no chat template")
     head = described("real_models")
     results = {name: measure(name, asked) for name in asked.models}
     passed = not any(row["missed"] for row in results.values())

@@ -86,6 +86,10 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers_exact": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact)'",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
+    "real_models_chats_smollm2": (
+        "real_models.py smollm2 --chats --rows '^(BF16|ModelOpt|fp8q, (default|dynamic|two codes, gptq)$|"
+        "weights alone, (nearest|gptq)|cache alone, K and V$)'"
+    ),
     "vllm_plugin": "vllm_plugin.py --vllm .venv/vllm/bin/python --samples 128 --steps 32",
     "vllm_plugin_h100": "vllm_plugin.py --answers FOLDER --samples 128 --windows 8 --steps 0",
     "vllm_8b": (

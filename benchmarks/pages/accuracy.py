@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from markdown import Figures, load, table
 
 from fp8q.validate.report.plots import BLUE, GREEN, INK, MUTED, VERMILLION, Plot, plot
-from pages.real import accuracy_real
+from pages.real import accuracy_real, chats_real
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,5 +131,5 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
     axes.set_xlim(0.45, 1.05)
 
 
-TABLES = (accuracy_real, accuracy, accuracy_as_served)
+TABLES = (accuracy_real, chats_real, accuracy, accuracy_as_served)
 PICTURES = {"docs/accuracy.svg": accuracy_plot}

@@ -61,6 +61,11 @@ def perplexity(row: Mapping[str, Any]) -> str:
     return f"{row['perplexity_increase']:+.2%} ({low:+.2%} to {high:+.2%})"
 
 
+def flips(row: Mapping[str, Any]) -> str:
+    """The share of positions whose most likely word differs."""
+    return f"{row['flips']:.1%}"
+
+
 def recipes(titles: Mapping[str, str]) -> str:
     """KL, its share of ModelOpt's, perplexity and flips of rows, one model after the other."""
     cells = []
@@ -69,13 +74,26 @@ def recipes(titles: Mapping[str, str]) -> str:
         for name, title in titles.items():
             row = rows[name]
             median = f"{row['kl_median_micronats']:,.0f}"
-            cells.append([model, title, kl(row), share(row), median, perplexity(row), f"{row['flips']:.1%}"])
+            cells.append([model, title, kl(row), share(row), median, perplexity(row), flips(row)])
     return table(["model", "recipe", "KL × 10⁶", "over ModelOpt's", "median", "perplexity", "flips"], cells)
 
 
 def accuracy_real() -> str:
     """Everybody's recipes."""
     return recipes(RECIPES)
+
+
+def chats_real() -> str:
+    """Some recipes on chats, and on plain text."""
+    plain, chats = rows_of("real_models_smollm2"), rows_of("real_models_chats_smollm2", limits=True)
+    cells = []
+    for name, title in {**RECIPES, f"{CACHE}K and V": "cache in FP8 alone"}.items():
+        if name in chats:
+            cells.append([title, *(cell(rows[name]) for cell in (kl, perplexity, flips) for rows in (plain, chats))])
+    kinds = ("plain text", "chats")
+    return table(
+        ["SmolLM2-135M", *(f"{name}, {kind}" for name in ("KL × 10⁶", "perplexity", "flips") for kind in kinds)], cells
+    )
 
 
 def clips_real() -> str:
