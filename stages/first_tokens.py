@@ -6,7 +6,6 @@ Some calibration windows run forward and back once through the model in FP32.
 import torch
 
 from ..calibrate.measure.hidden_states import Batches
-from ..calibrate.measure.observe import probe_groups
 from ..calibrate.model.gemms import observed_gemms
 from ..calibrate.model.memory import weight_bytes
 from ..calibrate.model.source import Source, load_model
@@ -68,7 +67,7 @@ def weigh_first_tokens(
                 squares = layerwise.results.done.squares
         else:
             squares = _in_memory(source, batches, notes)
-        weights = {first: sums.weight for first, sums in squares.items()}
+        weights = {module: sums.weight for module, sums in squares.items()}
         write_document(run.first_tokens, FirstTokens(windows=len(windows), weights=weights))
         log.outputs.append(run.first_tokens)
     release_memory()
@@ -77,10 +76,10 @@ def weigh_first_tokens(
 def _in_memory(source: Source, batches: Batches, notes: Notes) -> dict[str, GradientSquares]:
     model = load_model(source, torch.float32, device()).requires_grad_(False)
     watched = WatchedGemms(model, observed_gemms(model))
-    groups, sums = probe_groups(model, watched.gemms), list[dict[str, GradientSquares]]()
+    sums = list[dict[str, GradientSquares]]()
     with notes.track("Weighing first tokens", sum(ids.size for ids in batches.values()), "tokens") as advance:
         for batch, ids in batches.items():
-            sums.append(batch_squares(watched, groups, batch, ids))
+            sums.append(batch_squares(watched, batch, ids))
             advance(ids.size)
     return added(sums)
 

@@ -293,8 +293,8 @@ class Compensations:
 
         `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
         quantization loses; `unknown`: modules whose input saw too few tokens; `experts`: the names of the modules that
-        hold a layer's experts; `weights`: first module of a group -> how often the first token of a window counts, once
-        where it has none.
+        hold a layer's experts; `weights`: module -> how often the first token of a window counts, once where it has
+        none.
         """
         self.folder, self.first, self.lost, self.unknown, self._weights = folder, first, lost, unknown, weights
         self._experts = tuple(f"{layer}." for layer in experts)
@@ -302,7 +302,9 @@ class Compensations:
 
     def get(self, module: str) -> Compensation | None:
         """The compensation of `module`; None where it is unknown. Raises InputError when the moments overflowed."""
-        return None if module in self.unknown else self._of_group(self.first.get(module, module), self.lost[module])
+        if module in self.unknown:
+            return None
+        return self._of_group(self.first.get(module, module), self.lost[module], self._weights.get(module, 1.0))
 
     def shrunk(self, module: str) -> Compensation | None:
         """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
@@ -320,5 +322,5 @@ class Compensations:
         """Held-out tokens of the input of an expert's `module`, BF16 [tokens, in]; None where there are none."""
         return load_held_out(self.folder, input_name(module))
 
-    def _load(self, group: str, lost: float) -> Compensation:
-        return compensation_of(group, load_moments(self.folder, group, self._weights.get(group, 1.0)), lost)
+    def _load(self, group: str, lost: float, first: float) -> Compensation:
+        return compensation_of(group, load_moments(self.folder, group, first), lost)

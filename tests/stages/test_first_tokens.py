@@ -12,12 +12,13 @@ import transformers
 from fp8q import api
 from fp8q.calibrate.checkpoint.weights import Weights
 from fp8q.calibrate.measure.moments import load_moments
+from fp8q.calibrate.measure.statistics import load_record
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.options import PRESETS, CalibrateOptions, DistillOptions, RescaleOptions
 from fp8q.quantize.scales.clip import lost_share
-from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.decisions import group_of, load_scales
 from fp8q.quantize.weights.gptq import compensation, gptq_codes
 from fp8q.stages import first_tokens as stage
 from fp8q.stages import preflight
@@ -68,12 +69,14 @@ def test_first_tokens_enter_moments_as_often_as_their_weight(
     assert values[0] > 0
     assert values[12:].abs().max() < 1e-3 * values[0]
     assert float(first.trace()) < 0.5 * float(moments.trace())
-    weight = Weights(open_source(str(demo_checkpoint)).weight_files).tensor(f"{INPUT}.weight").to(torch.bfloat16)
-    lost = lost_share(load_scales(weighed).activations[INPUT].sqnr_db)
-    for run, first_weight in ((weighed, weights[INPUT]), (equal, 1.0)):
-        codes, scale = (stored(run, f"{INPUT}.{part}") for part in ("weight", "weight_scale"))
-        by_moments = compensation(load_moments(equal.moments, INPUT, first_weight), lost)
-        assert torch.equal(codes.view(torch.uint8), gptq_codes(weight, scale[:, 0], by_moments).view(torch.uint8))
+    originals, groups = Weights(open_source(str(demo_checkpoint)).weight_files), group_of(load_record(equal).groups)
+    for module in (INPUT, *(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")):
+        weight = originals.tensor(f"{module}.weight").to(torch.bfloat16)
+        lost = lost_share(load_scales(weighed).activations[module].sqnr_db)
+        for run, first_weight in ((weighed, weights[module]), (equal, 1.0)):
+            codes, scale = (stored(run, f"{module}.{part}") for part in ("weight", "weight_scale"))
+            by_moments = compensation(load_moments(equal.moments, groups[module], first_weight), lost)
+            assert torch.equal(codes.view(torch.uint8), gptq_codes(weight, scale[:, 0], by_moments).view(torch.uint8))
     assert checkpoint_digests(weighed) != checkpoint_digests(equal)
 
 

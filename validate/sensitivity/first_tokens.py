@@ -4,13 +4,14 @@ To second order an error e_t of an output at token t costs ½ Σ_t E (g_t · e_t
 labels that the model draws (`gradients`). GPTQ takes all tokens as alike, and to the first one, on which the attention
 of all others rests, that is least true: its query is read by nothing, its keys and values by every later token, and
 a norm behind the GEMM may blow its output up, and its input may be hundreds of times as large as others. So it
-enters H as often as the mean of |g|² there is of that elsewhere, over all GEMMs that read the input.
+enters the H of each GEMM as often as the mean of |g|² there is of that elsewhere. GEMMs that read one tensor differ: on
+SmolLM2-135M the first token has no weight for q, hundreds for k, thousands for v.
 
 GuidedQuant (Kim et al. 2025, arXiv 2505.07004, section 3) weighs every token by its own gradient. On SmolLM2-135M the
 first token alone gives most of what all do (`docs/decisions/0082`), and its mean over windows needs few of them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +40,8 @@ MOST = 1e4
 
 
 class GradientSquares(Strict):
-    """Σ |g|² over the outputs of the GEMMs that read a tensor, by token: of `first` tokens of windows and of `others`,
-    and the numbers of both.
+    """Σ |g|² over the outputs of a GEMM, by token: of `first` tokens of windows and of `others`, and the numbers of
+    both.
     """
 
     first: float = 0.0
@@ -69,11 +70,13 @@ class GradientSquares(Strict):
 
 
 class FirstTokens(Strict):
-    """`first_tokens.json`: the weight of the first token of a window in the second moments of each distinct input."""
+    """`first_tokens.json`: the weight of the first token of a window in the second moments that each GEMM is rounded
+    by.
+    """
 
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=1)] = 1
+    schema_: Annotated[int, Field(alias="schema", ge=2, le=2)] = 2
     windows: int
-    weights: dict[str, float] = Field(description="first module that reads the input -> weight; that of others is 1")
+    weights: dict[str, float] = Field(description="module -> weight; that of others is 1")
 
 
 @dataclass(frozen=True)
@@ -86,32 +89,26 @@ class WatchedGemms:
 
 
 def gradient_squares(
-    groups: Mapping[str, Sequence[str]], end: End, shape: tuple[int, ...]
+    names: Iterable[str], end: End, shape: tuple[int, ...]
 ) -> tuple[dict[str, GradientSquares], torch.Tensor | None]:
-    """Sum the squared gradients of each group, by the first of the group; and return the gradient at the hidden states
-    that the pass began with, if any.
+    """Sum the squared gradients at the output of each of the GEMMs `names`; and return the gradient at the hidden
+    states that the pass began with, if any.
 
-    `groups`: first module -> all that read its input; `shape`: (windows, seq_len) of the batch. Groups whose outputs
-    have another number of tokens, as those of experts, are left out, and groups that the pass did not reach.
+    `shape`: (windows, seq_len) of the batch. GEMMs whose outputs have another number of tokens, as those of experts,
+    are left out, and GEMMs that the pass did not reach.
     """
     outputs = {
         name: tensor
-        for members in groups.values()
-        for name in members
+        for name in names
         if (tensor := end.seen.outputs.get(name)) is not None and tensor.shape[:-1] == shape and tensor.requires_grad
     }
     begun = [] if end.begun is None else [end.begun]
     gradients = torch.autograd.grad(end.value, [*outputs.values(), *begun], end.gradient, allow_unused=True)
-    squares = {
-        name: gradient.detach().double().square().sum(-1)
-        for name, gradient in zip(outputs, gradients[: len(outputs)], strict=True)
-        if gradient is not None
-    }
     sums = dict[str, GradientSquares]()
-    for first, members in groups.items():
-        if reached := [squares[name] for name in members if name in squares]:
-            of_tokens = torch.stack(reached).sum(0)
-            sums[first] = GradientSquares(
+    for name, gradient in zip(outputs, gradients[: len(outputs)], strict=True):
+        if gradient is not None:
+            of_tokens = gradient.detach().double().square().sum(-1)
+            sums[name] = GradientSquares(
                 first=float(of_tokens[:, 0].sum()),
                 others=float(of_tokens[:, 1:].sum()),
                 first_tokens=shape[0],
@@ -120,18 +117,16 @@ def gradient_squares(
     return sums, gradients[-1] if begun else None
 
 
-def batch_squares(
-    watched: WatchedGemms, groups: Mapping[str, Sequence[str]], batch: int, ids: npt.NDArray[np.int64]
-) -> dict[str, GradientSquares]:
-    """Sum the squared gradients of each of `groups` over the tokens `ids` int64 [windows, seq_len] of batch number
-    `batch`, by the `watched` model in FP32, whose weights need no gradients.
+def batch_squares(watched: WatchedGemms, batch: int, ids: npt.NDArray[np.int64]) -> dict[str, GradientSquares]:
+    """Sum the squared gradients of each GEMM over the tokens `ids` int64 [windows, seq_len] of batch number `batch`, by
+    the `watched` model in FP32, whose weights need no gradients.
     """
     model = watched.model
     tokens = torch.from_numpy(ids).to(model.device)
     with seeing(watched) as (seen, cache), torch.enable_grad():
         log_p = next_token_log_probabilities(model, tokens, cache)
         end = End(seen, drawn_loss(log_p, torch.Generator(model.device).manual_seed(batch)))
-    return gradient_squares(groups, end, ids.shape)[0]
+    return gradient_squares(watched.gemms, end, ids.shape)[0]
 
 
 def added(batches: Iterable[Mapping[str, GradientSquares]]) -> dict[str, GradientSquares]:
@@ -144,7 +139,7 @@ def added(batches: Iterable[Mapping[str, GradientSquares]]) -> dict[str, Gradien
 
 
 class FinishedSteps(Strict):
-    """The number of finished steps of a pass layer by layer, and the sums of their groups."""
+    """The number of finished steps of a pass layer by layer, and the sums of their GEMMs."""
 
     steps: int = 0
     squares: dict[str, GradientSquares] = Field(default={})
@@ -164,7 +159,7 @@ class FinishedStepsFile:
         return self.done.steps
 
     def add(self, squares: Mapping[str, GradientSquares]) -> None:
-        """Add the sums of further groups."""
+        """Add the sums of further GEMMs."""
         self.done = self.done.model_copy(update={"squares": {**self.done.squares, **squares}})
 
     def save(self, step: int) -> None:
@@ -195,11 +190,11 @@ class LayerwiseFirstTokens(Backward):
 
     @property
     def before_layers(self) -> bool:
-        """Tell whether any group is before the layers."""
+        """Tell whether any GEMM is before the layers."""
         return bool(self._of_layer(None))
 
-    def _of_layer(self, index: int | None) -> dict[str, Sequence[str]]:
-        return {first: members for first, members in self.groups.items() if self.layers.index(first) == index}
+    def _of_layer(self, index: int | None) -> list[str]:
+        return [name for name in self.gemms if self.layers.index(name) == index]
 
     def note_time(self, seconds: float, report: Reporter) -> None:
         """Note the time of all steps."""
@@ -207,12 +202,12 @@ class LayerwiseFirstTokens(Backward):
 
     @contextmanager
     def collecting(self, index: int | None) -> Iterator[Collect]:
-        """Sum the squared gradients of the groups of one layer, or of none."""
-        groups, batches = self._of_layer(index), [*self.batches.values()]
+        """Sum the squared gradients of the GEMMs of one layer, or of none."""
+        names, batches = self._of_layer(index), [*self.batches.values()]
         sums = list[Mapping[str, GradientSquares]]()
 
         def collect(number: int, end: End) -> torch.Tensor | None:
-            squares, back = gradient_squares(groups, end, batches[number].shape)
+            squares, back = gradient_squares(names, end, batches[number].shape)
             sums.append(squares)
             return back
 
