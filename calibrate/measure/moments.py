@@ -12,7 +12,8 @@ asked to (`docs/decisions/0082`). Inputs that are no [windows, tokens, width], a
 
 On a GPU with room for them the sums over batches stay there, in FP32, and `close` copies each of them once: at the end
 of a layer where the model is streamed. Copied after each batch, those of an 8B would be 32.7 GB a batch. A sum of n
-batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ adds 1e-2 of the mean diagonal.
+batches is off by at most n · 2^-24 of Σ |x_i x_j|, 8e-6 for 128 batches; GPTQ adds 1e-2 of the mean diagonal. Inputs in
+BF16 are multiplied there by the units for BF16, whose products are exact and are added up in FP32.
 """
 
 import os
@@ -84,7 +85,9 @@ class SecondMoments:
         if self._first_apart and x.dim() == WINDOWS_OF_TOKENS:
             self._first.setdefault(name, []).append(x[:, 0].to(torch.bfloat16, copy=True))
             x = x[:, 1:]
-        tokens = x.flatten(0, -2).float()
+        tokens = x.flatten(0, -2)
+        if not has_exact_units(tokens):
+            tokens = tokens.float()
         if name not in self._files:
             self._open(name, tokens)
         total = self._on_gpu.get(name)
@@ -126,12 +129,22 @@ class SecondMoments:
         return names
 
 
+def has_exact_units(x: torch.Tensor) -> bool:
+    """Tell whether a GPU's units for 16-bit floats multiply `x`: their products are exact in FP32, in which they are
+    added up, and the units for FP32 take some twelve times as long.
+    """
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add Σ left rightᵀ over all tokens to `total`, float32 [in, out].
 
-    `left` [tokens, in], `right` [tokens, out]. Tokens on the device of `total` need no temporary matrix.
+    `left` [tokens, in], `right` [tokens, out], both float32, or of 16 bits where `has_exact_units`. Tokens in float32
+    on the device of `total` need no temporary matrix.
     """
-    if left.device == total.device:
+    if has_exact_units(left):
+        total.add_(torch.mm(left.T, right, out_dtype=torch.float32).to(total.device))
+    elif left.device == total.device:
         total.addmm_(left.T, right)
     else:
         total.add_((left.T @ right).cpu())

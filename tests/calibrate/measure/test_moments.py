@@ -2,13 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gpu.waits import host_waits
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8q.calibrate.measure.moments import SecondMoments, gathering, load_moments, moments_file
+from fp8q.calibrate.measure.moments import SecondMoments, add_matmul, gathering, load_moments, moments_file
 from fp8q.calibrate.model.memory import has_room
 from fp8q.core.run import Run
 
@@ -80,6 +83,47 @@ def test_on_a_gpu_batches_are_added_there_and_copied_once_when_the_layer_ends(tm
         assert (counted.waits, counted.to_memory) == (0, 0)
         moments.close()
     assert (counted.waits, counted.to_memory) == (1, 4 * 16 * 16)
+
+
+class Dispatched(TorchDispatchMode):
+    """Records each operation, with the types of the tensors that it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, list[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((str(func), [x.dtype for x in args if isinstance(x, torch.Tensor)]))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("held", ["cuda", "cpu"])
+def test_on_a_gpu_16_bit_inputs_are_multiplied_as_they_are_and_added_up_in_fp32(held: str) -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    with FakeTensorMode():
+        total, x = torch.zeros(8, 8, device=held), torch.ones(5, 8, device="cuda", dtype=bf16)
+        with Dispatched() as dispatched:
+            add_matmul(total, x, x)
+            add_matmul(total, x.float(), x.float())
+    gemms = [call for call in dispatched.calls if "mm" in call[0]]
+    assert gemms[0] == ("aten.mm.dtype", [bf16, bf16])
+    assert gemms[1] == (("aten.addmm_.default", [fp32] * 3) if held == "cuda" else ("aten.mm.default", [fp32] * 2))
+    added = [types for name, types in dispatched.calls if name == "aten.add_.Tensor"]
+    assert added == [[fp32, fp32]] * (1 if held == "cuda" else 2)
+
+
+def test_inputs_stay_of_16_bits_where_a_gpu_has_units_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The units are named here, since no GPU is."""
+    seen = list[torch.dtype]()
+
+    def add(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        seen.append(left.dtype)
+
+    monkeypatch.setattr("fp8q.calibrate.measure.moments.add_matmul", add)
+    for exact in (False, True):
+        monkeypatch.setattr("fp8q.calibrate.measure.moments.has_exact_units", lambda x, exact=exact: exact)
+        SecondMoments(tmp_path / str(exact)).add("layer", torch.ones(2, 3, 4, dtype=torch.bfloat16))
+    assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_on_a_gpu_first_tokens_stay_there_while_batches_come(tmp_path: Path) -> None:
