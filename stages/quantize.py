@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -262,12 +262,13 @@ def _rounding(
         yield Rounding(scaling, learned=LearnedCodes(run.distilled))
         return
     inherited = inherited_codes(source, options)
-    record, few = statistics.record, starved(statistics, options.min_expert_tokens)
+    record = statistics.record
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with QUANTIZE.working(run, key, notes) as folder:
             inputs = scales.activations | dict.fromkeys(scales.bf16_inputs)
+            few = starved(statistics, options.min_expert_tokens)
             activations = {name: scale for name, scale in inputs.items() if name not in few}
             made = SequentialRounding(source, activations, scaling, batches, folder, device()).run(notes)
             yield Rounding(scaling, sequential=made, inherited=inherited)
@@ -275,10 +276,26 @@ def _rounding(
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
         lost |= dict.fromkeys(scales.bf16_inputs, 0.0)
-        first, experts = group_of(record.groups), record.experts or {}
-        weights = load_first_tokens(run) if options.weighs_first_token else {}
-        compensations = Compensations(run.moments, first, lost, few.keys(), experts, weights) if gptq else None
+        first = group_of(record.groups)
+        compensations = compensations_of(run, statistics, options, run.moments, first, lost) if gptq else None
         yield Rounding(scaling, compensations, inherited=inherited, codes=codes if gptq else None)
+
+
+def compensations_of(
+    run: Run,
+    statistics: Statistics,
+    options: ScaleOptions,
+    moments: Path,
+    first: Mapping[str, str],
+    lost: Mapping[str, float],
+) -> Compensations:
+    """Open the second `moments` that GPTQ rounds by, first tokens weighed as `options` have it, experts judged.
+
+    `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that is lost.
+    """
+    few, experts = starved(statistics, options.min_expert_tokens), statistics.record.experts or {}
+    weights = load_first_tokens(run) if options.weighs_first_token else {}
+    return Compensations(moments, first, lost, few.keys(), experts, weights)
 
 
 def weight_scaling(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions) -> WeightScaling:

@@ -12,6 +12,7 @@ moments, codes of a module, predictions of a batch, measurements of a mix.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from math import expm1, isfinite, log1p, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -75,7 +76,7 @@ from .measure import measure
 from .other_text import evaluation
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
-from .quantize import choose_scales, quantize
+from .quantize import choose_scales, compensations_of, quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
 from .shared.sources import gemms_of, source_of
@@ -189,7 +190,10 @@ def predicted_candidates(
     candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
-    round_weights(candidates, codes, options.weight_method, folder / "moments", notes)
+        options = replace(options, weight_rounding="gptq")
+        weigh_first_tokens(run, source, options, notes)
+    compensations = partial(compensations_of, run, load_statistics(run), options, folder / "moments", candidates.first)
+    round_weights(candidates, codes, options.weight_method, compensations, notes)
     progress = TuneProgress.of(folder / "found.json")
     _predict(candidates, choosing, progress, notes)
     tokens = sum(len(ids) * (ids.shape[1] - candidates.prompt(ids.shape[1])) for ids in choosing)

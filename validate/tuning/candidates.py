@@ -16,15 +16,16 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.measure.moments import SecondMoments, moments_file
+from ...calibrate.measure.observe import Watch
 from ...calibrate.model.caches import new_cache
-from ...calibrate.model.expert_modules import full_input_module
 from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
 from ...core.reporter import Reporter
+from ...quantize.codes.formats import E4M3
 from ...quantize.reference.fp8_model import fp8_cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
 from ...quantize.scales.clip import lost_share
 from ...quantize.scales.decisions import TensorScale
-from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, WeightMethod, quantize_weight
+from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, Rounding, WeightMethod, WeightScaling
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
@@ -59,10 +60,14 @@ class Candidates:
         return (*self.inputs, "weights_alone")
 
     @property
+    def first(self) -> dict[str, str]:
+        """GEMM -> the first of its group."""
+        return {member: name for name, members in self.groups.items() for member in members}
+
+    @property
     def gemms(self) -> dict[str, nn.Module]:
         """The GEMMs that may be quantized, by name."""
-        wanted = {member for members in self.groups.values() for member in members}
-        return {name: module for name, module in observed_gemms(self.model).items() if name in wanted}
+        return {name: module for name, module in observed_gemms(self.model).items() if name in self.first}
 
     @property
     def attention(self) -> dict[int, str]:
@@ -140,23 +145,17 @@ def exchanged(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
 
 
 def gather(candidates: Candidates, batches: Sequence[torch.Tensor], folder: Path, report: Reporter) -> None:
-    """Add up the second moments of each group's input on `batches` (ids int64 [windows, seq_len]) in `folder`, unless
-    that is done.
+    """Add up the second moments of each group's input on `batches` (ids int64 [windows, seq_len]) in `folder`, as
+    `calibrate` does, unless that is done: first tokens apart, and tokens of experts from batches held out.
     """
     if (folder / DONE).is_file():
         return
-    moments = SecondMoments(folder)
-
-    def adding(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda module, inputs: moments.add(name, inputs[0])
-
-    with ExitStack() as stack, report.track("Gathering second moments", len(batches), "batches") as advance:
-        for name, members in candidates.groups.items():
-            module = full_input_module(candidates.model, members[0])
-            stack.callback(module.register_forward_pre_hook(adding(name)).remove)
-        for ids in batches:
-            with torch.inference_mode():
-                candidates.model(input_ids=ids, use_cache=False)
+    moments = SecondMoments(folder, first_apart=True)
+    groups = {first: [*members] for first, members in candidates.groups.items()}
+    watch = Watch(candidates.model, candidates.gemms, groups, len(batches), moments)
+    with report.track("Gathering second moments", len(batches), "batches") as advance:
+        for batch, ids in enumerate(batches):
+            watch.forward(ids, batch)
             advance(1)
     moments.close()
     (folder / DONE).touch()
@@ -166,25 +165,26 @@ def round_weights(
     candidates: Candidates,
     codes: Mapping[Kind, Rounded],
     method: WeightMethod,
-    moments: Path,
+    compensations: Callable[[Mapping[str, float]], Compensations],
     report: Reporter,
 ) -> None:
-    """Round every weight into `codes` that are not there yet; a group that no token of the `moments` reached is rounded
-    to nearest.
+    """Round every weight into `codes` that are not there yet, experts judged as `fp8q scales` judges them; a group that
+    no token reached is rounded to nearest.
+
+    `compensations`: module -> the share of its input's energy that is lost, to the second moments that GPTQ rounds by.
     """
-    first = {member: name for name, members in candidates.groups.items() for member in members}
-    gemms, todo = candidates.gemms, len(first) * len({rounded.folder for rounded in codes.values()})
+    first, gemms = candidates.first, candidates.gemms
+    todo = len(first) * len({rounded.folder for rounded in codes.values()})
     with report.track("Rounding weights", todo, "weights") as advance:
         of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}
         for kind, rounded in {rounded.folder: (kind, rounded) for kind, rounded in of_inputs.items()}.values():
             lost = {module: lost_share(scale.sqnr_db) for module, scale in candidates.inputs[kind[1]].items()}
-            compensations = Compensations(moments, first, lost)
+            of_form = compensations(lost)
             for module, name in first.items():
                 if rounded.get(module) is None:
-                    known = kind[0] == "gptq" and moments_file(moments, name).is_file()
-                    weight = quantize_weight(
-                        weight_rows(gemms[module]), method, compensations.get(module) if known else None
-                    )
+                    compensated = kind[0] == "gptq" and moments_file(of_form.folder, name).is_file()
+                    rounding = Rounding(WeightScaling(method), of_form if compensated else None)
+                    weight = rounding.quantized(module, weight_rows(gemms[module]), E4M3)
                     assert isinstance(weight, QuantizedWeight), "scales.json says that it was quantized"
                     rounded.add(module, weight)
                 advance(1)
