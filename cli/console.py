@@ -33,6 +33,9 @@ from ..core.errors import visible
 from ..core.reporter import Standing, minutes, with_standing
 from .signals import drawing
 
+#: The seconds by which a bar's pace is judged. Rich forgets steps after half a minute, and one of a large model takes
+#: longer: nothing would ever be said of the time left.
+PACE_S = 3600.0
 #: A unit that takes so many times as long as the average before it, and so many seconds, is named with its time.
 PACE_TIMES, WAITED_S = 3.0, 10.0
 
@@ -70,7 +73,7 @@ def bar(
         TimeElapsedColumn(),
         Remaining(unit),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, speed_estimate_period=PACE_S) as progress:
         drawing.set()
         task = progress.add_task(description, total=total, rate="", since=0.0)
 

@@ -5,11 +5,13 @@ without end.
 import json
 import unicodedata
 import warnings
+from io import StringIO
 from pathlib import Path
 
 import hypothesis
 import pytest
 from hypothesis import strategies
+from rich.console import Console
 
 from fp8q.cli import console, views
 from fp8q.cli.console import Terminal, one_line
@@ -80,6 +82,17 @@ def test_progress_shows_it_escaped_on_a_terminal_and_in_a_log(
     drawn = capsys.readouterr().err
     assert "model.\\x1b[2Klayers\\u202e.0 [red]" in drawn
     assert "\u202e" not in drawn
+
+
+def test_a_bar_of_slow_steps_says_how_long_the_others_take() -> None:
+    """Three of ten steps of 100 s each, by a clock of the test's."""
+    now, drawn = [0.0], StringIO()
+    terminal = Console(file=drawn, force_terminal=True, width=120, get_time=lambda: now[0])
+    with console.bar(terminal, "Measuring", 10, "steps") as advance:
+        for _ in range(3):
+            now[0] += 100
+            advance(1)
+    assert "11:40" in drawn.getvalue()
 
 
 def test_a_finding_of_the_lint_shows_it_escaped_and_json_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ...core.columns import Column, Table
 from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
+from ...options import BF16
 from ...quantize.scales.decisions import Scales, load_scales
 from ..accuracy.decision import decide, limits_of
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
@@ -18,6 +19,9 @@ from ..accuracy.limits import DEFAULT_RISE, tune_budget
 from ..advice.remedy import Remedy, remedy_of
 from ..tuning.document import Tuning, load_tuning
 from .rows import wrote
+
+#: The form of an input in BF16, whose weights are FP8 all the same.
+WEIGHTS_ALONE = "weights alone in FP8"
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
-    alone. `remedy`: the change of forms that lessens its loss.
+    alone; `weights_alone`: some inputs stay in BF16, with weights in FP8. `remedy`: the change of forms that lessens
+    its loss.
     """
 
     name: str
@@ -44,6 +49,7 @@ class Standing:
     alone: str | None = None
     form: str = ""
     plugin: bool = False
+    weights_alone: bool = False
     remedy: Remedy | None = None
 
 
@@ -75,13 +81,14 @@ def standing(run: Run) -> Standing:
         alone=name_in_commands(run.model) if run.without_graph() else None,
         form=forms_in_words(scales),
         plugin=bool(scales.two_terms),
+        weights_alone=bool(scales.bf16_inputs),
         remedy=remedy_of(run) if current("sensitivity") else None,
     )
 
 
 def forms_in_words(scales: Scales) -> str:
     """Describe the forms of the inputs that `scales` have, the most frequent first: `a tail of 64`."""
-    counts = Counter(form.words for form in scales.forms.values())
+    counts = Counter(WEIGHTS_ALONE if form == BF16 else form.words for form in scales.forms.values())
     return ", ".join(f"{words} in {count}" if len(counts) > 1 else words for words, count in counts.most_common())
 
 
@@ -112,7 +119,8 @@ def serving_step(has: Standing) -> NextStep:
             "from a clone of fp8q; without it vLLM computes another model, of one code."
         )
         return NextStep(why, f"pip install ./integrations/vllm && vllm serve {has.alone}")
-    return NextStep(f"Serve it ({has.form}) in vLLM." if has.form else "Serve it in vLLM.", f"vllm serve {has.alone}")
+    where = "in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU" if has.weights_alone else "in vLLM"
+    return NextStep(f"Serve it ({has.form}) {where}." if has.form else "Serve it in vLLM.", f"vllm serve {has.alone}")
 
 
 def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:

@@ -110,7 +110,16 @@ def test_the_remedy_comes_first_with_its_effect() -> None:
 
 def test_forms_are_named_in_words_the_most_frequent_first() -> None:
     scales = Scales(weights={}, activations={}, skipped={}, bf16_inputs=["a", "b"])
-    assert forms_in_words(scales) == "BF16"
+    assert forms_in_words(scales) == "weights alone in FP8"
+
+
+def test_weights_alone_go_to_vllm_on_a_gpu() -> None:
+    alone = replace(NOTHING, alone="RUN/model", form="weights alone in FP8", weights_alone=True)
+    (step,) = next_steps(of("acceptable"), alone)
+    assert step.command == "vllm serve RUN/model"
+    assert step.why == (
+        "Serve it (weights alone in FP8) in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU."
+    )
 
 
 def test_a_run_without_graph_goes_to_vllm() -> None:

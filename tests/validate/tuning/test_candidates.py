@@ -32,7 +32,9 @@ def prepared(demo_texts: Texts, tmp_path_factory: pytest.TempPathFactory) -> tup
     folder = tmp_path_factory.mktemp("tune")
     model, work = random_mixture(folder / "mixtral", "mixtral"), folder / "work"
     work.mkdir()
-    run = calibrate(model, demo_texts.calibration, folder / "run", options=SHAPE, export_options=ExportOptions(graph=False))
+    run = calibrate(
+        model, demo_texts.calibration, folder / "run", options=SHAPE, export_options=ExportOptions(graph=False)
+    )
     windows = load_tokens(run, run.calibration)
     rounding, choosing, _ = (batches_of(windows[part]) for part in parted(len(windows), 2))
     by, on = ([ids for ids, _ in part] for part in (rounding, choosing))
