@@ -354,8 +354,8 @@ def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accur
         begin = task.progress.first
         loss = RuntimeLoss(begin["rise"], begin["kl"], begin["flips"])
         notes.note(
-            f"one code an activation loses too much: {loss_in_words(loss, limits)}; finding the cheapest form that does "
-            f"not, for --for {options.server}; --form FORM chooses one"
+            f"one code an activation loses too much: {loss_in_words(loss, limits)}; finding the cheapest form that "
+            f"does not, for --for {options.server}; --form FORM chooses one"
         )
         candidates = candidates_of(task)
         mix, accuracy, gate = _settled(candidates, used(loss, limits), limits)
