@@ -84,8 +84,11 @@ BY_HAND: Mapping[str, str] = {
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(exact|gptq, (weighed|16|the worst)|nearest)'",
     "weight_levers_exact": "weight_levers.py smollm2 --rows '^(gptq, weighed|exact)'",
+    "weight_levers_exact_gemma3": "weight_levers.py gemma3 --rows '^(gptq, weighed|exact)'",
     "real_models_smollm2": "real_models.py smollm2 --rows '^(?!.*sequential)'",
     "real_models_gemma3": "real_models.py gemma3 --rows '^(?!.*(sequential|preset))'",
+    "real_models_exact_smollm2": "real_models.py smollm2 --rows '^(BF16|ModelOpt|.*(preset|queries))'",
+    "real_models_exact_gemma3": "real_models.py gemma3 --rows '^(BF16|ModelOpt|.*(preset|queries))'",
     "real_models_chats_smollm2": (
         "real_models.py smollm2 --chats --rows '^(BF16|ModelOpt|fp8q, (default|dynamic|two codes, gptq)$|"
         "weights alone, (nearest|gptq)|cache alone, K and V$)'"

@@ -20,7 +20,7 @@ def readme_forms() -> str:
         shares = sorted(found[recipe] / found[MODELOPT] for name, found in results.items() if name != LEFT_OUT)
         return f"{shares[0]:.2f} to {shares[-1]:.2f}"
 
-    known = {name: real.rows_of(result) for result, name in real.MODELS.items()}
+    known = {name: real.rows_of(key) for key, name in real.MODELS.items()}
 
     def shares(row: str) -> list[str]:
         """Over ModelOpt's loss on the decoded half of windows, on each of the models that people know."""
@@ -38,7 +38,7 @@ def readme_forms() -> str:
         ],
         [
             "`--preset exact`: two codes for decoded tokens and the last 64 of a prompt",
-            *shares("fp8q, a tail of 64, gptq"), loss("fp8q, a tail of 64, gptq"), operations("tail of 64"),
+            *shares(real.EXACT), loss("fp8q, a tail of 64, gptq"), operations("tail of 64"),
             UNITS, GRAPHS,
         ],
         [
@@ -47,7 +47,7 @@ def readme_forms() -> str:
         ],
         [
             "`--form bf16`: FP8 weights alone", *shares("weights alone, gptq"), "as two codes",
-            operations("weights alone"), "any with BF16; in vLLM from Turing on", ALL,
+            operations("weights alone"), "any with BF16; in vLLM from Turing on, no CPU", ALL,
         ],
     ]  # fmt: skip
     loss_of = "loss, over that of ModelOpt's FP8"

@@ -5,8 +5,11 @@ from typing import Any
 
 from markdown import load, table
 
-#: Result -> the model's name.
-MODELS = {"real_models_smollm2": "SmolLM2-135M", "real_models_gemma3": "Gemma 3 270M"}
+#: A model, as the names of its results have it -> its name on pages.
+MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+#: The results of a model, of different rows.
+RESULTS_OF = ("real_models_{}", "real_models_exact_{}")
+EXACT = "fp8q, --preset exact"
 BF16, MODELOPT = "BF16", "ModelOpt FP8_DEFAULT_CFG"
 #: Row of the results -> its title.
 RECIPES = {
@@ -22,11 +25,14 @@ RECIPES = {
     "fp8q, two codes, gptq": "fp8q, `two`, `gptq`",
     "weights alone, nearest": "fp8q, `bf16`, `nearest`",
     "weights alone, gptq": "fp8q, `bf16`, `gptq`",
+    EXACT: "fp8q, `--preset exact`",
+    "weights alone, --preset exact": "the weights of `--preset exact` alone",
 }
 DECODED = {
     "fp8q, default": "one term, nearest",
     "fp8q, one code, gptq": "one term",
     "fp8q, a tail of 64, gptq": "tail of 64",
+    EXACT: "`--preset exact`",
     "fp8q, two codes, gptq": "two terms",
     "weights alone, gptq": "weights alone",
 }
@@ -34,8 +40,17 @@ CLIPS = {"fp8q, default": "amax"} | {f"fp8q, default, {clip}": clip for clip in 
 CACHE = "cache alone, "
 
 
-def rows_of(result: str, limits: bool = False) -> Mapping[str, Any]:
+def rows_of(model: str, limits: bool = False) -> Mapping[str, Any]:
     """Row -> its figures; `limits`: the table shows the rows of weights alone, which have limits."""
+    rows = dict[str, Any]()
+    for result in RESULTS_OF:
+        for name, row in rows_in(result.format(model), limits).items():
+            rows.setdefault(name, row)
+    return rows
+
+
+def rows_in(result: str, limits: bool = False) -> Mapping[str, Any]:
+    """The rows of one result, of one model."""
     (found,) = load(result, limits)["results"].values()
     rows: Mapping[str, Any] = found["rows"]
     return rows
@@ -69,8 +84,8 @@ def flips(row: Mapping[str, Any]) -> str:
 def recipes(titles: Mapping[str, str]) -> str:
     """KL, its share of ModelOpt's, perplexity and flips of rows, one model after the other."""
     cells = []
-    for result, model in MODELS.items():
-        rows = rows_of(result, limits=titles is RECIPES)
+    for key, model in MODELS.items():
+        rows = rows_of(key, limits=titles is RECIPES)
         for name, title in titles.items():
             row = rows[name]
             median = f"{row['kl_median_micronats']:,.0f}"
@@ -85,7 +100,7 @@ def accuracy_real() -> str:
 
 def chats_real() -> str:
     """Some recipes on chats, and on plain text."""
-    plain, chats = rows_of("real_models_smollm2"), rows_of("real_models_chats_smollm2", limits=True)
+    plain, chats = rows_of("smollm2"), rows_in("real_models_chats_smollm2", limits=True)
     cells = []
     for name, title in {**RECIPES, f"{CACHE}K and V": "cache in FP8 alone"}.items():
         if name in chats:
@@ -109,15 +124,15 @@ def decoded_kl(rows: Mapping[str, Any], row: str) -> float:
 def exact_answers_real() -> str:
     """KL over the second half of a window, the first being the prompt."""
     cells = []
-    for result, name in MODELS.items():
-        rows = rows_of(result)
+    for key, name in MODELS.items():
+        rows = rows_of(key)
         cells.append([name, *(f"{decoded_kl(rows, row):,.0f}" for row in (BF16, *DECODED))])
     return table(["model", "BF16 itself", *DECODED.values()], cells)
 
 
 def kv_cache_real() -> str:
     """KL of the cache alone, by what of it is FP8, and of all GEMMs beside it."""
-    results = {model: rows_of(result) for result, model in MODELS.items()}
+    results = {model: rows_of(key) for key, model in MODELS.items()}
     titles = {row: row.removeprefix(CACHE) for row in next(iter(results.values())) if row.startswith(CACHE)}
     titles["fp8q, default"] = "for comparison: all W8A8 GEMMs, cache in FP32"
     cells = [

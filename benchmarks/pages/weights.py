@@ -1,5 +1,7 @@
 """The tables of docs/weights.md: what choosing and rounding weights gives, and takes."""
 
+from typing import Any
+
 from markdown import MEGABYTE, Figures, gigabytes, load, table
 
 
@@ -13,11 +15,10 @@ def weights_alone() -> str:
     return table(["weights", *(_sized(name, found) for name, found in models.items())], rows)
 
 
-#: Result -> the model's name; row -> its title, where it has another.
+#: A model -> its results, of which later ones have rows anew; row -> its title, where it has another.
 LEVERS = {
-    "weight_levers": "SmolLM2-135M",
-    "weight_levers_exact": "SmolLM2-135M",
-    "weight_levers_gemma3": "Gemma 3 270M",
+    "SmolLM2-135M": ("weight_levers", "weight_levers_exact"),
+    "Gemma 3 270M": ("weight_levers_gemma3", "weight_levers_exact_gemma3"),
 }
 LEVER_TITLES = {
     "BF16": "BF16 itself",
@@ -33,11 +34,13 @@ LEVER_TITLES = {
 def weight_levers() -> str:
     """What each lever leaves of the loss of weights in real models, beside its time and bytes."""
     cells = []
-    for result, model in LEVERS.items():
-        (measured,) = load(result)["results"].values()
-        for name, row in measured["rows"].items():
-            if "_exact" in result and name in ("BF16", "gptq"):
-                continue  # as in the results before
+    for model, results in LEVERS.items():
+        rows = dict[str, Any]()
+        for result in results:
+            (measured,) = load(result)["results"].values()
+            same = rows.keys() & {"BF16", "gptq"}  # measured again beside each part of the rows
+            rows |= {name: row for name, row in measured["rows"].items() if name not in same}
+        for name, row in rows.items():
             low, high = row.get("ratio_interval", (None, None))
             cells.append(
                 [
