@@ -40,7 +40,7 @@ PAGES: Mapping[str, Page] = {
         ),
         (
             "--data", "--eval-data", "--out", "--samples", "--seq-len", "--chat-template", "--preset", "--kv-cache",
-            "--skip", "--stream", "--graph", "--for", "--target", "--max-ppl-increase",
+            "--skip", "--stream", "--graph", "--for", "--max-ppl-increase",
         ),
     ),
     "calibrate": Page(

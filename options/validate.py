@@ -324,7 +324,7 @@ class FormChoiceOptions(Options):
     """Options of the form that `fp8q run` finds where none was asked for. `server` None: by the graph."""
 
     server: Annotated[
-        Server | None, option(EVALUATION, FOR, default="tensorrt, or with --no-graph vllm", name="--for")
+        Server | None, option(EVALUATION, FOR, default="tensorrt, or vllm without a graph", name="--for")
     ] = None
 
 
