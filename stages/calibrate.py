@@ -157,5 +157,6 @@ def _quantized(
 ) -> None:
     """Choose scales and write the checkpoint, after all that these options need to be known first."""
     choose_costliest(run, source, gemms, options, notes)
-    weigh_first_tokens(run, source, options, notes, stream)
+    if options.needs_moments:
+        weigh_first_tokens(run, source, options, notes, stream)
     quantize(run, source, gemms, options, notes)

@@ -45,10 +45,10 @@ def gradients_by_layer(source: Source, stream: bool | None) -> bool:
 def weigh_first_tokens(
     run: Run, source: Source, options: ScaleOptions, notes: Notes, stream: bool | None = None
 ) -> None:
-    """Weigh the first token of the calibration windows of `run` where `options` need that, unless it is done, and write
-    `first_tokens.json`.
+    """Weigh the first token of the calibration windows of `run` for GPTQ where `options` ask for that, unless it is
+    done, and write `first_tokens.json`.
     """
-    if not options.weighs_first_token:
+    if not options.weigh_first_token:
         return
     name = run.calibration.name
     inputs = {"model": source.fingerprint, name: run.record().stages["corpus"].outputs[name]}

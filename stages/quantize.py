@@ -294,7 +294,7 @@ def compensations_of(
     `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that is lost.
     """
     few, experts = starved(statistics, options.min_expert_tokens), statistics.record.experts or {}
-    weights = load_first_tokens(run) if options.weighs_first_token else {}
+    weights = load_first_tokens(run) if options.weigh_first_token else {}
     return Compensations(moments, first, lost, few.keys(), experts, weights)
 
 

@@ -190,8 +190,6 @@ def predicted_candidates(
     candidates, codes, roundings = _candidates(run, source, scales, options, folder, notes)
     if "gptq" in roundings:
         gather(candidates, rounding, folder / "moments", notes)
-        options = replace(options, weight_rounding="gptq")
-        weigh_first_tokens(run, source, options, notes)
     compensations = partial(compensations_of, run, load_statistics(run), options, folder / "moments", candidates.first)
     round_weights(candidates, codes, options.weight_method, compensations, notes)
     progress = TuneProgress.of(folder / "found.json")
@@ -382,6 +380,7 @@ def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
     key = Key(inputs, options, NO_FACTS)
     if not TUNE.is_current(run, key):
         source = source_of(run)
+        weigh_first_tokens(run, source, run.options(QUANTIZE), notes)  # for GPTQ; a stage, so before this one begins
         depends = {"inputs": inputs, "windows": options.windows, **arithmetic()}  # not on the budget
         with TUNE.writing(run, key, notes) as log, WorkFolder(run, TUNE.name).opened(depends, notes.note) as folder:
             write_document(run.tuning, _tune(run, source, options, folder, notes))

@@ -67,7 +67,8 @@ class Candidates:
     @property
     def gemms(self) -> dict[str, nn.Module]:
         """The GEMMs that may be quantized, by name."""
-        return {name: module for name, module in observed_gemms(self.model).items() if name in self.first}
+        wanted = self.first
+        return {name: module for name, module in observed_gemms(self.model).items() if name in wanted}
 
     @property
     def attention(self) -> dict[int, str]:
@@ -179,11 +180,11 @@ def round_weights(
         of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}
         for kind, rounded in {rounded.folder: (kind, rounded) for kind, rounded in of_inputs.items()}.values():
             lost = {module: lost_share(scale.sqnr_db) for module, scale in candidates.inputs[kind[1]].items()}
-            of_form = compensations(lost)
+            of_form = compensations(lost) if kind[0] == "gptq" else None
             for module, name in first.items():
                 if rounded.get(module) is None:
-                    compensated = kind[0] == "gptq" and moments_file(of_form.folder, name).is_file()
-                    rounding = Rounding(WeightScaling(method), of_form if compensated else None)
+                    reached = of_form is not None and moments_file(of_form.folder, name).is_file()
+                    rounding = Rounding(WeightScaling(method), of_form if reached else None)
                     weight = rounding.quantized(module, weight_rows(gemms[module]), E4M3)
                     assert isinstance(weight, QuantizedWeight), "scales.json says that it was quantized"
                     rounded.add(module, weight)

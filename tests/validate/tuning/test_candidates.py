@@ -1,11 +1,12 @@
 """The codes of GPTQ that `fp8q tune` chooses among are those that `fp8q scales` would write, of other windows."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fp8q.api import CalibrateOptions, ExportOptions, calibrate
+from fp8q.api import CalibrateOptions, ExportOptions, TuneOptions, calibrate, tune
 from fp8q.calibrate.measure.held_out import input_name, load_held_out
 from fp8q.calibrate.measure.moments import load_moments
 from fp8q.calibrate.model.gemms import output_channel_axis
@@ -80,3 +81,28 @@ def test_first_tokens_are_weighed_for_other_weights(prepared: tuple[PredictedCan
     second_moments = load_moments(moments, found.candidates.first[module], weights[module])
     expected = gptq_codes(weight, scale, compensation(second_moments, lost))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_the_weights_of_first_tokens_are_a_stage_that_tune_leaves_on_record(
+    prepared: tuple[PredictedCandidates, Path], demo_texts: Texts, tmp_path: Path
+) -> None:
+    """The run is rounded to nearest, so that nothing has weighed them before."""
+    source = prepared[0].run.root.parent / "mixtral"
+    nearest = replace(SHAPE, weight_rounding="nearest")
+    run = calibrate(
+        source, demo_texts.calibration, tmp_path / "run", options=nearest, export_options=ExportOptions(graph=False)
+    )
+    assert "first-tokens" not in run.record().stages
+    tune(run.root, TuneOptions(windows=2))
+    assert {"first-tokens", "tune"} <= run.record().stages.keys()
+
+
+def test_a_run_of_inherited_codes_has_candidates_too(
+    prepared: tuple[PredictedCandidates, Path], demo_texts: Texts, tmp_path: Path
+) -> None:
+    inherited = CalibrateOptions(samples=28, seq_len=64, batch_size=4, inherit=True)
+    run = calibrate(
+        prepared[0].run.model, demo_texts.calibration, tmp_path / "run", options=inherited,
+        export_options=ExportOptions(graph=False),
+    )  # fmt: skip
+    assert tune(run.root, TuneOptions(windows=2)).frontier
