@@ -18,10 +18,10 @@ from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_t
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
 from ..advice.remedy import Remedy, remedy_of
 from ..tuning.document import Tuning, load_tuning
+from ..tuning.form_choice import WORDS
 from .rows import wrote
 
-#: The form of an input in BF16, whose weights are FP8 all the same.
-WEIGHTS_ALONE = "weights alone in FP8"
+WEIGHTS_ALONE = WORDS["weights_alone"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
-    alone; `weights_alone`: some inputs stay in BF16, with weights in FP8. `remedy`: the change of forms that lessens
-    its loss.
+    alone. `remedy`: the change of forms that lessens its loss.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Standing:
     alone: str | None = None
     form: str = ""
     plugin: bool = False
-    weights_alone: bool = False
     remedy: Remedy | None = None
 
 
@@ -81,7 +79,6 @@ def standing(run: Run) -> Standing:
         alone=name_in_commands(run.model) if run.without_graph() else None,
         form=forms_in_words(scales),
         plugin=bool(scales.two_terms),
-        weights_alone=bool(scales.bf16_inputs),
         remedy=remedy_of(run) if current("sensitivity") else None,
     )
 
@@ -119,7 +116,9 @@ def serving_step(has: Standing) -> NextStep:
             "from a clone of fp8q; without it vLLM computes another model, of one code."
         )
         return NextStep(why, f"pip install ./integrations/vllm && vllm serve {has.alone}")
-    where = "in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU" if has.weights_alone else "in vLLM"
+    where = (
+        "in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU" if WEIGHTS_ALONE in has.form else "in vLLM"
+    )
     return NextStep(f"Serve it ({has.form}) {where}." if has.form else "Serve it in vLLM.", f"vllm serve {has.alone}")
 
 

@@ -114,7 +114,7 @@ def test_forms_are_named_in_words_the_most_frequent_first() -> None:
 
 
 def test_weights_alone_go_to_vllm_on_a_gpu() -> None:
-    alone = replace(NOTHING, alone="RUN/model", form="weights alone in FP8", weights_alone=True)
+    alone = replace(NOTHING, alone="RUN/model", form="weights alone in FP8")
     (step,) = next_steps(of("acceptable"), alone)
     assert step.command == "vllm serve RUN/model"
     assert step.why == (
