@@ -176,14 +176,28 @@ def first_file(folder: Path, name: str) -> Path:
     return folder / f"{name}{FIRST}"
 
 
-def load_moments(folder: Path, name: str, first: float = 1.0) -> torch.Tensor:
-    """Load the moments `name` into memory, float32 [width, width]; `first`: how often the first token of each window is
-    added, where these were stored apart.
+def load_moments(folder: Path, name: str, first: float = 1.0, shrinkage: float = 0.0) -> torch.Tensor:
+    """Load the moments `name` into memory, float32 [width, width].
+
+    Where the first tokens of windows were stored apart, they are added `first` times, after the others' sums were
+    shrunk by `shrinkage`.
     """
     path = moments_file(folder, name)
     with reading(path, "second moments"):
         moments = torch.from_numpy(np.load(path, allow_pickle=False))
+    if shrinkage:
+        shrink(moments, shrinkage)
     tokens = load_inputs(first_file(folder, name), "first tokens of windows")
     if tokens is not None:
         moments.addmm_(tokens.float().T, tokens.float(), alpha=first)
+    return moments
+
+
+def shrink(moments: torch.Tensor, shrinkage: float) -> torch.Tensor:
+    """Shrink second moments float32 [in, in] in place toward their diagonal, and return them: correlations that few
+    tokens show are chance in part (Ledoit and Wolf 2004, "A well-conditioned estimator for large-dimensional covariance
+    matrices"). `shrinkage`: the share that is taken off each of them, 0 to 1.
+    """
+    diagonal = moments.diagonal().clone()
+    moments.mul_(1 - shrinkage).diagonal().copy_(diagonal)
     return moments

@@ -52,7 +52,7 @@ from types import MappingProxyType
 import torch
 
 from ...calibrate.measure.held_out import has_own_input, input_name, load_held_out
-from ...calibrate.measure.moments import load_moments
+from ...calibrate.measure.moments import load_moments, shrink
 from ...core.errors import InputError
 from ..codes.blocks import SIDE
 from ..codes.encoding import CODE, nearest_values
@@ -115,8 +115,9 @@ def _block(values: torch.Tensor, gradient: torch.Tensor, moments: torch.Tensor) 
 
 #: Share of H's mean diagonal that is added to its diagonal.
 DAMPING = 0.001
-#: Share of each correlation that is taken off where an expert's H is shrunk.
-SHRINKAGE = 0.3
+#: Share of each correlation that is taken off where an expert's H is shrunk, and off those of all tokens but the first
+#: where that is weighed.
+EXPERT_SHRINKAGE, WEIGHED_SHRINKAGE = 0.3, 0.1
 #: Input channels rounded before their errors are passed on to the rest of the matrix.
 BLOCK = 128
 #: Of these, inputs whose errors are passed on one by one: their weights stay in the processor's cache.
@@ -164,15 +165,6 @@ def invert(lower: torch.Tensor) -> None:
             torch.linalg.solve_triangular(diagonal, torch.eye(len(diagonal), dtype=lower.dtype), upper=False)
         )
         rows[:, :start] = -(diagonal @ (rows[:, :start] @ lower[:start, :start]))
-
-
-def shrink(moments: torch.Tensor) -> torch.Tensor:
-    """Shrink second moments float32 [in, in] in place toward their diagonal, and return them: correlations that few
-    tokens show are chance in part.
-    """
-    diagonal = moments.diagonal().clone()
-    moments.mul_(1 - SHRINKAGE).diagonal().copy_(diagonal)
-    return moments
 
 
 def compensation_of(group: str, moments: torch.Tensor, lost: float = 0.0) -> Compensation:
@@ -294,7 +286,8 @@ class Compensations:
         `first`: module -> the first module of its group; `lost`: module -> the share of its input's energy that
         quantization loses; `unknown`: modules whose input saw too few tokens; `experts`: the names of the modules that
         hold a layer's experts; `weights`: module -> how often the first token of a window counts, once where it has
-        none.
+        none. Beside a first token with a weight the moments of the other tokens are shrunk by `WEIGHED_SHRINKAGE`
+        (`docs/decisions/0082`).
         """
         self.folder, self.first, self.lost, self.unknown, self._weights = folder, first, lost, unknown, weights
         self._experts = tuple(f"{layer}." for layer in experts)
@@ -304,7 +297,7 @@ class Compensations:
         """The compensation of `module`; None where it is unknown. Raises InputError when the moments overflowed."""
         if module in self.unknown:
             return None
-        return self._of_group(self.first.get(module, module), self.lost[module], self._weights.get(module, 1.0))
+        return self._of_group(self.first.get(module, module), self.lost[module], self._weights.get(module))
 
     def shrunk(self, module: str) -> Compensation | None:
         """The compensation by shrunk moments of an expert's `module` whose moments are of the expert's tokens alone;
@@ -312,7 +305,8 @@ class Compensations:
         """
         if module in self.unknown or not self.judges(module) or not has_own_input(module):
             return None
-        return compensation_of(module, shrink(load_moments(self.folder, module)), self.lost[module])
+        moments = shrink(load_moments(self.folder, module), EXPERT_SHRINKAGE)
+        return compensation_of(module, moments, self.lost[module])
 
     def judges(self, module: str) -> bool:
         """Tell whether the codes of `module` are judged by held-out tokens: those of experts are."""
@@ -322,5 +316,7 @@ class Compensations:
         """Held-out tokens of the input of an expert's `module`, BF16 [tokens, in]; None where there are none."""
         return load_held_out(self.folder, input_name(module))
 
-    def _load(self, group: str, lost: float, first: float) -> Compensation:
-        return compensation_of(group, load_moments(self.folder, group, first), lost)
+    def _load(self, group: str, lost: float, first: float | None) -> Compensation:
+        """Load and factor the moments of `group`, in which the first token counts `first` times; None: as others."""
+        weighed = {} if first is None else {"first": first, "shrinkage": WEIGHED_SHRINKAGE}
+        return compensation_of(group, load_moments(self.folder, group, **weighed), lost)

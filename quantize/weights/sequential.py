@@ -31,6 +31,7 @@ from torch import nn
 from ...calibrate.measure.chain import Chain
 from ...calibrate.measure.held_out import input_name, is_held_out
 from ...calibrate.measure.hidden_states import HiddenStates
+from ...calibrate.measure.moments import shrink
 from ...calibrate.measure.stream import check_space, going_on
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, NoChainError
@@ -44,7 +45,7 @@ from ..codes.encoding import code_values, token_scales, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import TensorScale
 from .channels import QuantizedWeight, WeightScaling, judged, quantize_scaled
-from .gptq import Compensation, compensation_of, shrink
+from .gptq import EXPERT_SHRINKAGE, Compensation, compensation_of
 from .paired_inputs import GroupInput, InputAndResidual, InputSums, passes
 from .ridge_target import ridge_target
 from .rounding_progress import Rounded
@@ -386,7 +387,11 @@ def _compensations_and_targets(
     moments = sums.halves[0].moments.add_(sums.halves[1].moments)
     del sums.halves  # before H is factored: of a wide input they are gigabytes
     compensation = compensation_of(sums.group.first, moments)
-    return compensation, compensation_of(sums.group.first, shrink(moments)) if routed else None, targets
+    return (
+        compensation,
+        compensation_of(sums.group.first, shrink(moments, EXPERT_SHRINKAGE)) if routed else None,
+        targets,
+    )
 
 
 def weight_rows(module: nn.Module) -> torch.Tensor:

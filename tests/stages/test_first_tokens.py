@@ -19,7 +19,7 @@ from fp8q.core.run import Run
 from fp8q.options import PRESETS, CalibrateOptions, DistillOptions, RescaleOptions
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.scales.decisions import group_of, load_scales
-from fp8q.quantize.weights.gptq import compensation, gptq_codes
+from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
 from fp8q.stages import first_tokens as stage
 from fp8q.stages import preflight
 from fp8q.stages.first_tokens import gradients_by_layer, load_first_tokens
@@ -73,9 +73,9 @@ def test_first_tokens_enter_moments_as_often_as_their_weight(
     for module in (INPUT, *(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")):
         weight = originals.tensor(f"{module}.weight").to(torch.bfloat16)
         lost = lost_share(load_scales(weighed).activations[module].sqnr_db)
-        for run, first_weight in ((weighed, weights[module]), (equal, 1.0)):
+        for run, first, shrinkage in ((weighed, weights[module], WEIGHED_SHRINKAGE), (equal, 1.0, 0.0)):
             codes, scale = (stored(run, f"{module}.{part}") for part in ("weight", "weight_scale"))
-            by_moments = compensation(load_moments(equal.moments, groups[module], first_weight), lost)
+            by_moments = compensation(load_moments(equal.moments, groups[module], first, shrinkage), lost)
             assert torch.equal(codes.view(torch.uint8), gptq_codes(weight, scale[:, 0], by_moments).view(torch.uint8))
     assert checkpoint_digests(weighed) != checkpoint_digests(equal)
 

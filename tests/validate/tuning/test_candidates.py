@@ -13,7 +13,7 @@ from fp8q.calibrate.model.gemms import output_channel_axis
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.scales.clip import lost_share
 from fp8q.quantize.weights.channels import nearest_codes
-from fp8q.quantize.weights.gptq import compensation, gptq_codes
+from fp8q.quantize.weights.gptq import WEIGHED_SHRINKAGE, compensation, gptq_codes
 from fp8q.quantize.weights.held_out import LEAST, gemm_error
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.first_tokens import load_first_tokens
@@ -78,7 +78,7 @@ def test_first_tokens_are_weighed_for_other_weights(prepared: tuple[PredictedCan
     assert abs(weights[module] - 1) > 0.01
     weight, (codes, scale) = rows(found, module), stored(found, module)
     lost = lost_share(found.candidates.inputs["two_terms"][module].sqnr_db)
-    second_moments = load_moments(moments, found.candidates.first[module], weights[module])
+    second_moments = load_moments(moments, found.candidates.first[module], weights[module], WEIGHED_SHRINKAGE)
     expected = gptq_codes(weight, scale, compensation(second_moments, lost))
     assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
 
