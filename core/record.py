@@ -100,7 +100,7 @@ class StageLog:
     """Facts that a running stage notes for its record; `outputs` are hashed when it ends.
 
     `unfinished`: the parts that failed, and that the next call tries again; `refused`: the reason why the stage wrote
-    nothing: the model, or an option.
+    nothing: the model, or an option. `seconds_before`: the time of work that was done for the stage before it began.
     """
 
     outputs: list[Path] = field(default_factory=list)
@@ -108,6 +108,7 @@ class StageLog:
     machine: dict[str, JsonValue] = field(default_factory=dict)
     unfinished: tuple[str, ...] = ()
     refused: str | None = None
+    seconds_before: float = 0.0
 
 
 def library_versions() -> dict[str, str]:

@@ -160,7 +160,7 @@ class RunWriter:
                     version=__version__,
                     libraries=library_versions(),
                     notes=log.notes,
-                    seconds=round(time.monotonic() - start, 3),
+                    seconds=round(log.seconds_before + time.monotonic() - start, 3),
                     peak_memory_bytes=peak_memory_bytes(),
                     machine=log.machine,
                     unfinished=log.unfinished or None,

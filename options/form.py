@@ -19,7 +19,8 @@ DEFAULT_EXACT_TAIL = 64
 Kind = Literal["one", "two", "tail", "dynamic", "block", "bf16"]
 #: Form in words, by its kind.
 WORDS: dict[Kind, str] = {
-    "one": "one term", "two": "two terms", "dynamic": "dynamic", "block": "blocks of 128", "bf16": "BF16",
+    "one": "one term", "two": "two terms", "dynamic": "dynamic", "block": "blocks of 128",
+    "bf16": "weights alone in FP8",
 }  # fmt: skip
 #: The pattern that matches every module.
 EVERY = "*"

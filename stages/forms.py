@@ -12,6 +12,7 @@ GPTQ has rounded for one candidate serve the others.
 
 import hashlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import log1p
@@ -40,7 +41,7 @@ from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
 from ..validate.sensitivity.document import Sensitivity
 from ..validate.tuning.choices import CODES, SERVED, Form, Group, Mix, RoundingName, Shape, limited_to
-from ..validate.tuning.form_choice import FormChoice, FormRecipe, FormRow, load_form_choice, mix_in_words
+from ..validate.tuning.form_choice import NO_FORM_MEETS, FormChoice, FormRecipe, FormRow, load_form_choice, mix_in_words
 from ..validate.tuning.form_search import (
     CLOSE,
     ROUNDS,
@@ -344,7 +345,7 @@ def _work_key(key: Key[FormChoiceOptions, FormFacts]) -> dict[str, object]:
 
 def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accuracy:
     """Find the cheapest form that meets the limits, from the form whose accuracy is `first`; write `forms.json`."""
-    key, (_, limits) = _key(run, options), _loss_and_limits(first)
+    key, (_, limits), start = _key(run, options), _loss_and_limits(first), time.monotonic()
     RunWriter(run).forget(FORMS.name)
     with WorkFolder(run, FORMS.name).opened(_work_key(key), notes.note) as folder:
         task = FormTask(run, notes, options, folder, FormProgress.of(folder / "found.json"))
@@ -363,8 +364,9 @@ def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accur
     with FORMS.writing(run, key, notes) as log:
         write_document(run.form_choice, choice)
         log.outputs.append(run.form_choice)
+        log.seconds_before = time.monotonic() - start  # of this call, with the stages that it ran anew
     if gate:
-        raise gate
+        raise gate if choice.met else GateError(gate.subject, gate.fault, f"{NO_FORM_MEETS}: allow more")
     return accuracy
 
 

@@ -115,7 +115,7 @@ def select_tensors(
         module = name.removesuffix(WEIGHT)
         asked = next((pattern for pattern in skip if fnmatchcase(module, pattern)), None)
         used |= {pattern for pattern in skip if fnmatchcase(module, pattern)}
-        reason = f"left out by --skip {asked}" if asked else _reason(entries, module, drafts)
+        reason = f"stays in BF16 (--skip {asked})" if asked else _reason(entries, module, drafts)
         if reason is None and min(header.shape[-2:]) < rules.least_side:
             reason = f"a side of {min(header.shape[-2:])}, smaller than {rules.least_side}"
         if reason is not None:

@@ -98,7 +98,7 @@ def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> 
                 reason=f"of class {gemms.unknown[name]}, which does not compute as a linear layer does"
             )
         elif matching:
-            skipped[name] = Skipped(reason=f"left out by --skip {matching[0]}")
+            skipped[name] = Skipped(reason=f"stays in BF16 (--skip {matching[0]})")
         elif only and not any(fnmatchcase(name, pattern) for pattern in only):
             skipped[name] = Skipped(reason=f"not in --only {' '.join(only)}")
         elif name in gemms.in_bf16 and not only:

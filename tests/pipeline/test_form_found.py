@@ -11,6 +11,7 @@ from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.validate import validate
 from fp8q.validate.accuracy.document import load_accuracy
+from fp8q.validate.report.verdict import next_steps, report_verdict, standing
 from fp8q.validate.tuning.form_choice import form_table, load_form_choice
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,21 @@ def test_the_run_ends_acceptable_and_tells_what_each_form_costs(made: Run) -> No
     ) in form_table(choice).note
     assert "windows of the evaluation text, which the verdict is of too" in form_table(choice).note
     assert (first.flips or 0) > (choice.chosen.flips or 0) > 0
+    stages = made.record().stages
+    assert stages["forms"].seconds > stages["quantize"].seconds  # which is of the search
+
+
+def test_where_no_form_meets_the_limit_nothing_is_advised_that_cannot(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
+) -> None:
+    limits = api.ValidateOptions(("bf16", "reference"), max_kl=1e-9, max_tokens=2040)
+    with pytest.raises(GateError, match=r"No form that `fp8q run` can choose meets the limits: allow more$"):
+        run(demo_checkpoint, demo_texts, tmp_path, validate=limits)
+    made = Run(tmp_path)
+    assert not load_form_choice(made).met
+    steps = [step.command for step in next_steps(report_verdict(made), standing(made))]
+    assert any("fp8q distill" in step for step in steps)
+    assert not any("fp8q tune" in step for step in steps)
 
 
 def test_codes_that_gptq_rounds_weigh_first_tokens(made: Run) -> None:

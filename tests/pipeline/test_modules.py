@@ -80,7 +80,7 @@ def test_modules_nobody_knows_stay_in_bf16_and_are_listed(
     assert {name: skipped.reason for name, skipped in scales.skipped.items()} == {
         f"{mlp}.mix": "of class OddLinear, which does not compute as a linear layer does",
         f"{mlp}.conv": "of class Conv1d, which does not compute as a linear layer does",
-        f"{attention}.v_proj": "left out by --skip *.v_proj",
+        f"{attention}.v_proj": "stays in BF16 (--skip *.v_proj)",
         "lm_head": "output head: its error would go straight into the logits",
     }
     (note,) = run.record().stages["quantize"].notes

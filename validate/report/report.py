@@ -230,6 +230,7 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
     template = page_template("report.html.j2")
     contents = report_tables(run, others)
     statistics, modules, accuracy = load_statistics(run), contents["modules"].rows, evaluated(run)
+    verdict = report_verdict(run)
     seen = {name for name, tensor in statistics.tensors.items() if tensor.histogram.samples}
     drawn = {row.tensor: row.scale for row in modules if row.tensor in seen and row.scale is not None}
     sparklines = {name: curves.sparkline(statistics.tensors[name].histogram, scale) for name, scale in drawn.items()}
@@ -239,8 +240,8 @@ def render(run: Run, others: Sequence[Run] = ()) -> str:
         drawn=drawings(run),
         sparklines=sparklines,
         spark=SPARK,
-        verdict=report_verdict(run),
-        summary=summary_sentences(contents["accuracy"].rows, modules, contents["kept"].rows),
+        verdict=verdict,
+        summary=summary_sentences(contents["accuracy"].rows, modules, contents["kept"].rows, verdict.runtime),
         continuations=report_continuations(run).continuations,
         accuracy=accuracy,
         noise=noise_floor(accuracy) if accuracy else "",
@@ -265,9 +266,14 @@ def calibrated_on(corpus: "Corpus", certificate: Certificate) -> str:
 
 
 def summary_sentences(
-    accuracy: Sequence[AccuracyRow], modules: Sequence[ModuleRow], bf16_modules: Sequence[ModuleRow]
+    accuracy: Sequence[AccuracyRow],
+    modules: Sequence[ModuleRow],
+    bf16_modules: Sequence[ModuleRow],
+    decides: str | None = None,
 ) -> str:
-    """Summarize in two sentences what runs in FP8 and how the perplexity changes."""
+    """Summarize in two sentences what runs in FP8 and how the perplexity changes in the runtime that `decides` the
+    verdict; where that is none of `accuracy`, in the one of the largest perplexity.
+    """
     gemms = sum(row.kind == "product" for row in modules)
     done = f"{gemms} of {gemms + len(bf16_modules)} GEMMs run in FP8" + (
         ", keys and values are cached in FP8." if len(modules) > gemms else "."
@@ -277,8 +283,9 @@ def summary_sentences(
     base = next((row for row in accuracy if row.runtime == "bf16"), None)
     if not compared or base is None:
         return f"{done} What that costs has not been evaluated yet."
-    worst = max(compared, key=lambda row: row.perplexity_increase or 0.0)
-    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {worst.perplexity:.4f} in FP8."
+    row = next((row for row in compared if row.runtime == decides), None)
+    row = row or max(compared, key=lambda row: row.perplexity_increase or 0.0)
+    return f"{done} Perplexity is {base.perplexity:.4f} in BF16 and {row.perplexity:.4f} in FP8."
 
 
 def engines_sentence(built: Sequence[EngineRow]) -> str:

@@ -18,10 +18,8 @@ from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_t
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
 from ..advice.remedy import Remedy, remedy_of
 from ..tuning.document import Tuning, load_tuning
-from ..tuning.form_choice import WORDS
+from ..tuning.form_choice import NO_FORM_MEETS, load_form_choice
 from .rows import wrote
-
-WEIGHTS_ALONE = WORDS["weights_alone"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,8 @@ class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
-    alone. `remedy`: the change of forms that lessens its loss.
+    alone. `remedy`: the change of forms that lessens its loss. `searched`: `fp8q run` looked for a form that meets the
+    limits, and there is none.
     """
 
     name: str
@@ -49,6 +48,7 @@ class Standing:
     form: str = ""
     plugin: bool = False
     remedy: Remedy | None = None
+    searched: bool = False
 
 
 def report_verdict(run: Run) -> Verdict:
@@ -80,12 +80,13 @@ def standing(run: Run) -> Standing:
         form=forms_in_words(scales),
         plugin=bool(scales.two_terms),
         remedy=remedy_of(run) if current("sensitivity") else None,
+        searched=current("forms") and not load_form_choice(run).met,
     )
 
 
 def forms_in_words(scales: Scales) -> str:
     """Describe the forms of the inputs that `scales` have, the most frequent first: `a tail of 64`."""
-    counts = Counter(WEIGHTS_ALONE if form == BF16 else form.words for form in scales.forms.values())
+    counts = Counter(form.words for form in scales.forms.values())
     return ", ".join(f"{words} in {count}" if len(counts) > 1 else words for words, count in counts.most_common())
 
 
@@ -117,9 +118,19 @@ def serving_step(has: Standing) -> NextStep:
         )
         return NextStep(why, f"pip install ./integrations/vllm && vllm serve {has.alone}")
     where = (
-        "in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU" if WEIGHTS_ALONE in has.form else "in vLLM"
+        "in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU" if BF16.words in has.form else "in vLLM"
     )
     return NextStep(f"Serve it ({has.form}) {where}." if has.form else "Serve it in vLLM.", f"vllm serve {has.alone}")
+
+
+def _other_form(verdict: Verdict, has: Standing) -> NextStep:
+    """The step that has another form chosen for a run beyond its limits; learned codes where no form meets them."""
+    if has.tuned:
+        return NextStep("Make it anew by what was chosen for the budget.", f"fp8q tune {has.name} {has.tuned} --apply")
+    if has.searched:
+        return NextStep(f"{NO_FORM_MEETS}: allow more, or learn its codes from text.", f"fp8q distill {has.name}")
+    tune = tune_command(has.name, tune_budget(verdict), has.alone is None, plugin=has.plugin)
+    return NextStep("Have the cheapest change chosen that meets the limit.", tune)
 
 
 def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
@@ -135,13 +146,7 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
             steps.append(NextStep(f"{has.remedy.effect}.", has.remedy.command))
         if not has.located:
             steps.append(NextStep("See which tensors cost most.", f"fp8q sensitivity {run}"))
-        graph = has.alone is None
-        tune = tune_command(run, tune_budget(verdict), graph, plugin=has.plugin)
-        steps.append(
-            NextStep("Make it anew by what was chosen for the budget.", f"fp8q tune {run} {has.tuned} --apply")
-            if has.tuned
-            else NextStep("Have the cheapest change chosen that meets the limit.", tune)
-        )
+        steps.append(_other_form(verdict, has))
         steps.append(NextStep("Look for what is unstable.", f"fp8q doctor {run}"))
     if has.alone is not None:
         return steps or [serving_step(has)]

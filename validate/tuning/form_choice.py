@@ -8,7 +8,7 @@ from pydantic import Field
 from ...core.columns import Column, Table, increase, nats, number_column, share, size, text_column
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...options import KvCache, Server
+from ...options import BF16, KvCache, Server
 from ..accuracy.decision import of_100, percent
 from .choices import Form, Group, Mix
 from .form_search import input_form
@@ -18,7 +18,7 @@ WORDS: dict[Form, str] = {
     "one_term": "one code",
     "dynamic": "one code, scales of tokens",
     "two_terms": "two codes",
-    "weights_alone": "weights alone in FP8",
+    "weights_alone": BF16.words,
     "bf16": "BF16",
 }
 
@@ -87,10 +87,13 @@ def load_form_choice(run: Run) -> FormChoice:
     return read_document(run.require(run.form_choice, "forms"), FormChoice)
 
 
-#: The text that candidates are measured on.
+#: The outcome of a search in which no form meets the limits.
+NO_FORM_MEETS = "No form that `fp8q run` can choose meets the limits"
+#: How candidates were compared: their price, and the text that they were measured on.
 CHOSEN_ON = (
-    "Candidates were measured on a few windows of the evaluation text, which the verdict is of too: `fp8q validate RUN "
-    "--data TEXT` gives one on text that chose nothing."
+    "Cheapest by the mean of two ratios to one code everywhere: the bytes of a decode step, and the operations of a "
+    "prompt. Candidates were measured on a few windows of the evaluation text, which the verdict is of too: "
+    "`fp8q validate RUN --data TEXT` gives one on text that chose nothing."
 )
 
 

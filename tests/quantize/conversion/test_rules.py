@@ -104,7 +104,7 @@ def test_a_pattern_adds_to_the_rule_and_must_match() -> None:
     found = selected("a.up_proj", "b.up_proj", skip=("b.*",))
     assert (found.matrices, dict(found.unquantized)) == (
         ("a.up_proj.weight",),
-        {"b.up_proj.weight": "left out by --skip b.*"},
+        {"b.up_proj.weight": "stays in BF16 (--skip b.*)"},
     )
     with pytest.raises(InputError, match=r"^--skip c\.\*: matches no matrix of the checkpoint; "):
         selected("a.up_proj", skip=("c.*",))

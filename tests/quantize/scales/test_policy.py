@@ -69,7 +69,7 @@ def test_only_keeps_what_no_pattern_names_in_bf16() -> None:
 
 def test_skip_takes_out_of_what_only_names() -> None:
     assert select(PRODUCTS, ("*.q_proj",), ("*.attn.*", "*.up_proj"))[0] == ["l.0.attn.k_proj", "l.0.mlp.up_proj"]
-    assert reasons(("*.q_proj",), ("*.attn.*",))["l.0.attn.q_proj"] == "left out by --skip *.q_proj"
+    assert reasons(("*.q_proj",), ("*.attn.*",))["l.0.attn.q_proj"] == "stays in BF16 (--skip *.q_proj)"
 
 
 @pytest.mark.parametrize("option", ["skip", "only"])

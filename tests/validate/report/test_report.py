@@ -214,6 +214,12 @@ def test_the_summary_says_what_fp8_costs_by_the_worst_fp8_runtime(accuracy: list
     assert report.summary_sentences(accuracy, FP8, []) == f"1 of 1 GEMMs run in FP8. {said}"
 
 
+def test_the_summary_is_of_the_runtime_that_the_verdict_is_on() -> None:
+    rows = [BASE, AccuracyRow("reference", 8.02, 2.08, 0.0025), AccuracyRow("onnxruntime", 8.01, 2.08, 0.00125)]
+    said = report.summary_sentences(rows, FP8, [], "onnxruntime")
+    assert said == "1 of 1 GEMMs run in FP8. Perplexity is 8.0000 in BF16 and 8.0100 in FP8."
+
+
 def engine(target: str, fp8: int | None, wide: tuple[str, ...] = (), unknown: str = "unknown") -> EngineRow:
     return EngineRow("tensorrt-rtx", "1.7", target, 1, 2, fp8, wide, unknown if fp8 is None else "plan", 1.0)
 

@@ -41,6 +41,7 @@ ENGINE, TRITON, SERVE = "fp8q build-engine RUN", "fp8q triton RUN", "fp8q serve 
             replace(NOTHING, located=True, tuned="--max-kl 0.001"),
             [APPLY, DOCTOR, ENGINE, TRITON],
         ),
+        (of("worse"), replace(NOTHING, located=True, searched=True), ["fp8q distill RUN", DOCTOR, ENGINE, TRITON]),
         (of("acceptable"), replace(NOTHING, engine=True), [TRITON]),
         (of("acceptable"), replace(NOTHING, engine=True, repository=True), [SERVE]),
     ],
