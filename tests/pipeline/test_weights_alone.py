@@ -95,7 +95,7 @@ def test_the_files_say_that_no_input_is_codes(run: Run) -> None:
     assert scales.bf16_inputs == [*scales.weights]
     assert scales.activations == {}
     assert scales.fp8_gemms == []
-    assert terms(scales) == "BF16"
+    assert terms(scales) == "weights alone in FP8"
     assert [name for name in tensors if name.endswith("input_scale")] == []
     config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
     assert config["fp8q"]["bf16_inputs"] == scales.bf16_inputs
@@ -115,7 +115,7 @@ def test_a_pattern_takes_whole_groups_and_says_so(mixed: Run) -> None:
     assert len(scales.activations) + len(scales.bf16_inputs) == len(scales.weights) == 28
     assert mixed.record().stages["quantize"].notes[-1] == (
         "--bf16-input: model.layers.0.mlp.gate_proj and 3 more read the same tensor as a module that it names, and "
-        "take BF16 with it"
+        "take weights alone in FP8 with it"
     )
     config = json.loads((mixed.model / "config.json").read_text(encoding="utf-8"))
     groups = config["quantization_config"]["config_groups"]

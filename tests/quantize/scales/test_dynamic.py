@@ -131,7 +131,7 @@ def test_patterns_mix_it_with_other_forms(rescaled_layer: RescaledLayer) -> None
     assert groups["dynamic"]["targets"] == load_scales(run).dynamic_inputs == [f"{layer}.mlp.down_proj"]
     assert groups["weights_alone"]["targets"] == [f"{layer}.self_attn.o_proj"]
     assert groups["group_0"]["input_activations"]["strategy"] == "tensor"
-    assert terms(load_scales(run)) == "dynamic in 1 of 7, BF16 in 1 of 7"
+    assert terms(load_scales(run)) == "dynamic in 1 of 7, weights alone in FP8 in 1 of 7"
     loaded = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float32)
     inputs = {
         name: (scheme := module.quantization_scheme.input_activations) and scheme.dynamic
