@@ -34,9 +34,9 @@ def falling_moments(width: int) -> torch.Tensor:
     eigenvalues = torch.zeros(2 * width, dtype=torch.float64)
     eigenvalues[:width] = torch.arange(1, width + 1, dtype=torch.float64) ** -FALL
     eigenvalues[0] /= 2  # the transform's first direction is a constant, whose cosines have twice the squares
-    cosines = torch.fft.fft(eigenvalues).real.float()
+    cosines: torch.Tensor = torch.fft.fft(eigenvalues).real.float()
     order, index = torch.randperm(width), torch.arange(width)
-    moments = (cosines[(index[:, None] - index).abs()] + cosines[index[:, None] + index + 1]) / width
+    moments: torch.Tensor = (cosines[(index[:, None] - index).abs()] + cosines[index[:, None] + index + 1]) / width
     signs = torch.randint(0, 2, (width,)).float() * 2 - 1
     return (moments * signs * signs[:, None])[order][:, order]
 

@@ -73,9 +73,9 @@ def test_first_tokens_enter_moments_as_often_as_their_weight(
     for module in (INPUT, *(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")):
         weight = originals.tensor(f"{module}.weight").to(torch.bfloat16)
         lost = lost_share(load_scales(weighed).activations[module].sqnr_db)
-        for run, first, shrinkage in ((weighed, weights[module], WEIGHED_SHRINKAGE), (equal, 1.0, 0.0)):
+        for run, first_weight, shrinkage in ((weighed, weights[module], WEIGHED_SHRINKAGE), (equal, 1.0, 0.0)):
             codes, scale = (stored(run, f"{module}.{part}") for part in ("weight", "weight_scale"))
-            by_moments = compensation(load_moments(equal.moments, groups[module], first, shrinkage), lost)
+            by_moments = compensation(load_moments(equal.moments, groups[module], first_weight, shrinkage), lost)
             assert torch.equal(codes.view(torch.uint8), gptq_codes(weight, scale[:, 0], by_moments).view(torch.uint8))
     assert checkpoint_digests(weighed) != checkpoint_digests(equal)
 
