@@ -10,6 +10,9 @@ A graph has two forms (`graph.weight_scale_form`), which TensorRT-RTX compiles t
 GEMMs are said to run on FP8 only where both sides have one scale each; its inspector says on the GPU which form does.
 So the run's own form is built first, the other one where expected GEMMs came out without FP8, and the engine with fewer
 of them is kept.
+
+TensorRT makes one fused kernel of an Attention node or fails. A graph that fails so, or for a reason that is not known,
+is built again with plain GEMMs and a softmax (`graph.plain_attention`).
 """
 
 import errno
@@ -33,6 +36,7 @@ from ...core.run import Run
 from ...core.run_files import graph_names
 from ...options import DEFAULT_SEQ_LEN, EngineOptions
 from ...quantize.reading.run_checkpoint import checkpoint_of
+from ..graph.plain_attention import write_plain_attention
 from ..graph.weight_scale_form import link_data, other, recorded_form, write_form
 from ..lint.check import expected_attention, lint_graph, sound_graph
 from ..lint.rules import Expectation
@@ -44,7 +48,15 @@ from .info import LAYERS, LISTED, EngineInfo, engines_of
 from .inspector import read_inspector
 from .plan import Evidence, Plan, doubt, evidence, modules_by_types, read_plan
 from .profiles import Profile, profiles
-from .runtime import collecting_logger, explain, import_runtime, inspect_plan, start
+from .runtime import (
+    AttentionError,
+    collecting_logger,
+    explain,
+    import_runtime,
+    inspect_plan,
+    may_be_attention,
+    start,
+)
 from .script import write_script
 from .targets import Runtime
 
@@ -87,12 +99,12 @@ def build_engines(
 ) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
-    Each plan comes with its proof, a trtexec script, the JSON of TensorRT's inspector, and the graph if its other form
-    was built (`in_better_form`). `fp8_modules`: the modules whose GEMM must run on FP8; if there are none, the types
-    are recorded instead. `bf16_inputs`: the modules whose weight is FP8 and whose input is not. `check_share` judges
-    the share of FP8; an engine that falls short stays with its JSON, so that it can be examined. Nothing is replaced
-    before all engines are built; engines of other targets, built from an earlier graph, are removed then. Raises
-    InputError when the graph breaks a rule of `lint_file`, BackendError when the builder fails.
+    Each plan comes with its proof, a trtexec script, the JSON of TensorRT's inspector, and its graph if its other form
+    or plain attention was built (`in_buildable_form`). `fp8_modules`: the modules whose GEMM must run on FP8; if there
+    are none, the types are recorded instead. `bf16_inputs`: the modules whose weight is FP8 and whose input is not.
+    `check_share` judges the share of FP8; an engine that falls short stays with its JSON, so that it can be examined.
+    Nothing is replaced before all engines are built; engines of other targets, built from an earlier graph, are removed
+    then. Raises InputError when the graph breaks a rule of `lint_file`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
     graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
@@ -113,7 +125,7 @@ def build_engines(
         for target in options.targets:
             job = Job(options.runtime, target, wanted, options.workspace, directory / f"{target}.timings")
             build_one = partial(build_engine, job=job, fp8_modules=fp8_modules, report=report)
-            (info, gemm_types), built = in_better_form(graph, fresh / f"{target}.plan", build_one, report)
+            (info, gemm_types), built = in_buildable_form(graph, fresh / f"{target}.plan", build_one, report)
             write_document(fresh / f"{target}.json", info)
             write_script(fresh / f"{target}.sh", built, info, options.workspace)
             for line in remarks(info, gemm_types) if options.precision == "fp8" else []:
@@ -255,6 +267,28 @@ def _short(gemm_types: Evidence) -> tuple[int, int]:
     return len(gemm_types.not_fp8) + len(gemm_types.unknown), len(gemm_types.not_fp8)
 
 
+def in_buildable_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
+    """Build the engine `path` of a graph, in its better form; with plain attention where its Attention may be why that
+    fails.
+
+    Returns the engine and its graph, which is written next to the engine where it is not `graph`. Raises the first
+    BackendError where neither can be built.
+    """
+    try:
+        return in_better_form(graph, path, build, report)
+    except AttentionError as error:
+        plain = path.with_suffix(".onnx")
+        link_data(graph, path.parent)
+        if not (nodes := write_plain_attention(graph, plain)):
+            raise
+        report.note(f"{error}; built again with the attention of {nodes} layers as plain GEMMs and a softmax")
+        try:
+            (info, gemm_types), built = in_better_form(plain, path, build, report)
+        except BackendError:
+            raise error from None
+        return (info.model_copy(update={"plain_attention": True}), gemm_types), built
+
+
 def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> tuple[Built, Path]:
     """Build the engine `path` of a graph, and of its other form where that may do better.
 
@@ -264,7 +298,7 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
     if not worth_trying(gemm_types):
         return built, graph
     form = recorded_form(load_graph(graph))
-    other_graph, other_plan = path.with_suffix(".onnx"), path.with_suffix(".again.plan")
+    other_graph, other_plan = path.with_suffix(".again.onnx"), path.with_suffix(".again.plan")
     not_fp8 = f"{len(gemm_types.not_fp8)} of {info.promised_products} GEMMs are not FP8 on both sides"
     tried = f"{info.target}: with --apply-scales {form} {not_fp8}"
     links = link_data(graph, path.parent)
@@ -282,7 +316,8 @@ def in_better_form(graph: Path, path: Path, build: Build, report: Reporter) -> t
         other_plan.replace(path)
         if inspector_file.exists():
             inspector_file.replace(path.with_suffix(LAYERS))
-        return (other_info.model_copy(update={"weight_scale": other(form)}), other_types), other_graph
+        other_graph.replace(path.with_suffix(".onnx"))
+        return (other_info.model_copy(update={"weight_scale": other(form)}), other_types), path.with_suffix(".onnx")
     for file in (other_graph, other_plan, inspector_file, *links):
         file.unlink(missing_ok=True)
     return built, graph
@@ -307,9 +342,8 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx_file)):
         error = parser.get_error(0)
-        raise BackendError(
-            failed, explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near)
-        )
+        kind = AttentionError if error.node_operator() == "Attention" else BackendError
+        raise kind(failed, explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near))
     config = configure(trt, builder, job)
     for profile in job.profiles:
         if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
@@ -324,7 +358,8 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
         save_timings(config, job.timings)
     if plan is None:
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
-        raise BackendError(failed, explain(errors, layers=layers, near=near))
+        kind = AttentionError if may_be_attention(errors) else BackendError
+        raise kind(failed, explain(errors, layers=layers, near=near))
     return memoryview(plan).cast("B")
 
 

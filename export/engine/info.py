@@ -44,7 +44,11 @@ class EngineInfo(Strict):
         description="of an engine of which no FP8 GEMM is expected: how many modules' GEMMs are of which types",
     )
     weight_scale: WeightScale | None = Field(
-        default=None, description="the form of the graph beside it that it was built of; null: of model.onnx"
+        default=None, description="the form of the graph beside it that it was built of; null: that of model.onnx"
+    )
+    plain_attention: bool = Field(
+        default=False,
+        description="whether the graph beside it has plain GEMMs and a softmax, since its Attention could not be built",
     )
     branches: bool | None = Field(
         default=None,

@@ -141,17 +141,24 @@ class Failure:
     remedy: str
 
 
+class AttentionError(BackendError):
+    """A runtime failed for want of an attention kernel, or for an unknown reason, which may be that, or at an Attention
+    node.
+    """
+
+
 AGAIN = "run `fp8q export` again, and if it stays, report this line"
 STANDARD = "export with standard operators (`fp8q export`), or install a newer runtime"
-KNOWN = (
-    Failure(
-        r"not supported by a dedicated kernel",
-        "there is no fused attention kernel for its type, head size or number of heads",
-        (
-            "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode "
-            "with; other models need plain GEMMs and a softmax"
-        ),
+NO_ATTENTION_KERNEL = Failure(
+    r"not supported by a dedicated kernel",
+    "there is no fused attention kernel for its type, head size or number of heads",
+    (
+        "it takes BF16 or FP16, a head size that is a multiple of 8 from 16 to 256, and at least 4 heads to decode "
+        "with; other models need plain GEMMs and a softmax"
     ),
+)
+KNOWN = (
+    NO_ATTENTION_KERNEL,
     Failure(r"HW-specific datatypes: (\w+)", "the target has no {0}", "choose sm89 or newer with --target"),
     Failure(r"Plugin not found", "the runtime does not know this operator", STANDARD),
     Failure(r"^false$", "the runtime's parser refuses this operator and gives no reason", STANDARD),
@@ -185,12 +192,30 @@ def explain(
     `messages`: the runtime's messages, the most specific first; `node`, `operator`: the place that the parser names;
     `layers`: names to search for in the messages; `near`: the module nearest to a node without a module.
     """
-    telling = [message for message in messages if message and not _NOISE.search(message)]
+    telling = _telling(messages)
     where = _where(node or _subject(telling, layers), operator, near)
-    for failure in KNOWN:
-        if match := next(filter(None, (re.search(failure.sign, message) for message in telling)), None):
-            return f"{where}{failure.meaning.format(*match.groups())}; {failure.remedy}"
+    if known := _known(telling):
+        failure, groups = known
+        return f"{where}{failure.meaning.format(*groups)}; {failure.remedy}"
     return f"{where}{_gist(telling[0]) if telling else 'it gave no reason'}; {AGAIN}"
+
+
+def may_be_attention(messages: Sequence[str]) -> bool:
+    """Tell whether a build may have failed for want of an attention kernel, by the runtime's `messages`."""
+    known = _known(_telling(messages))
+    return known is None or known[0] is NO_ATTENTION_KERNEL
+
+
+def _telling(messages: Sequence[str]) -> list[str]:
+    return [message for message in messages if message and not _NOISE.search(message)]
+
+
+def _known(messages: Sequence[str]) -> tuple[Failure, tuple[str, ...]] | None:
+    """The first known failure that a message is of, with the groups of its pattern."""
+    for failure in KNOWN:
+        if match := next(filter(None, (re.search(failure.sign, message) for message in messages)), None):
+            return failure, match.groups()
+    return None
 
 
 def _subject(messages: Sequence[str], layers: Sequence[str]) -> str:

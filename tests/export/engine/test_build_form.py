@@ -6,6 +6,7 @@ in its DequantizeLinear runs wide); the graphs, and the engines of TensorRT-RTX 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ import pytest
 
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT, Silent
-from fp8q.export.engine.build import Built, Job, better, build_engine, in_better_form, worth_trying
+from fp8q.export.engine.build import (
+    Built,
+    Job,
+    better,
+    build_engine,
+    in_better_form,
+    in_buildable_form,
+    worth_trying,
+)
 from fp8q.export.engine.plan import Evidence, read_plan
 from fp8q.export.engine.profiles import profiles
+from fp8q.export.engine.runtime import AttentionError, may_be_attention
 from fp8q.export.graph.weight_scale_form import recorded_form
 from fp8q.export.onnx_file.loading import load_graph
 
@@ -124,3 +134,69 @@ def test_where_the_other_form_does_no_better_nothing_of_it_stays(
     assert told.lines == [f"sm89: with --apply-scales dq {note}"]
     assert (graph, info.weight_scale, len(found.not_fp8)) == (written.path, None, 2)
     assert {each.name for each in tmp_path.iterdir()} == {"model", "sm90.plan"}
+
+
+def known_heads(model: onnx.ModelProto) -> None:
+    """State the shapes of keys and values, which a graph that fp8q exports states."""
+    for node in model.graph.node:
+        for name in node.input[1:3] if node.op_type == "Attention" else ():
+            shape = ["batch", 2, "slots", 8]
+            model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.BFLOAT16, shape))
+
+
+def test_attention_without_a_fused_kernel_is_built_as_plain_gemms(
+    decoder: Decoders, edited: Callable[..., None], tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed: pip install 'fp8q[tensorrt-rtx]'")
+    written, told = decoder(head_size=8), Told()
+    edited(written.path, known_heads)
+    (engines := tmp_path / "engines").mkdir()
+    job = Job("tensorrt-rtx", "sm89", profiles(2, 64))
+    build = partial(build_engine, job=job, fp8_modules=written.modules, report=SILENT)
+    (info, found), graph = in_buildable_form(written.path, engines / "sm89.plan", build, told)
+    assert "there is no fused attention kernel for its type, head size" in told.lines[0]
+    assert told.lines[0].endswith("; built again with the attention of 1 layers as plain GEMMs and a softmax")
+    assert (info.plain_attention, info.weight_scale, info.fp8_products, len(found.fp8)) == (True, None, 7, 7)
+    assert graph == engines / "sm89.onnx"
+    assert {path.name for path in engines.iterdir()} == {"model.safetensors", "sm89.onnx", "sm89.plan"}
+
+
+def test_a_graph_that_builds_in_no_form_fails_by_its_first_reason(
+    decoder: Decoders, edited: Callable[..., None], tmp_path: Path
+) -> None:
+    written = decoder(head_size=8)
+    edited(written.path, known_heads)
+    tried = list[Path]()
+
+    def build(graph: Path, path: Path) -> Built:
+        tried.append(graph)
+        raise AttentionError("TensorRT 10.15 cannot build it", f"for reason {len(tried)}")
+
+    with pytest.raises(AttentionError, match=r"^TensorRT 10\.15 cannot build it: for reason 1$"):
+        in_buildable_form(written.path, tmp_path / "sm90.plan", build, Told())
+    assert tried == [written.path, tmp_path / "sm90.onnx"]
+
+
+def test_a_graph_without_attention_is_not_built_twice(decoder: Decoders, tmp_path: Path) -> None:
+    written, tried = decoder(plain_attention=True), list[Path]()
+
+    def build(graph: Path, path: Path) -> Built:
+        tried.append(graph)
+        raise AttentionError("TensorRT 10.15 cannot build it", "it gave no reason")
+
+    with pytest.raises(AttentionError, match="it gave no reason"):
+        in_buildable_form(written.path, tmp_path / "sm90.plan", build, Told())
+    assert tried == [written.path]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("the attention is not supported by a dedicated kernel", True),
+        ("Internal error: no implementation", True),
+        ("the model contains HW-specific datatypes: fp8_e4m3", False),
+        ("out of memory", False),
+    ],
+)
+def test_an_unknown_failure_may_be_of_attention(message: str, expected: bool) -> None:
+    assert may_be_attention([message]) is expected
