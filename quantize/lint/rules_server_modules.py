@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
+from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
@@ -195,7 +195,8 @@ def ignore_unmatched(served: Served) -> Broken:
     for a module of another name, which is then quantized, or looked for in codes. Patterns and single words are
     defaults of exporters, and are passed over.
     """
-    modules, source = _modules(served), PatternFile(served.root / CONFIG)
+    stored, source = _modules(served), PatternFile(served.root / CONFIG)
+    modules = [*stored, *(vllm_name(served.config, module) for module in stored)]
     parents = {module[: dot.start()] for module in modules for dot in re.finditer(r"\.", module)}
     plain = [entry for entry in _entries(served) if "." in entry and not re.search(r"[*?\[\\^$]|^re:", entry)]
     for entry in plain:
