@@ -72,6 +72,7 @@ BY_HAND: Mapping[str, str] = {
     "distill_peer": "distill_peer.py --small demo stories260k",
     "distill_peer_others": "distill_peer.py --small llama qwen2",
     "accumulator_mmaemu": "accumulator.py --mmaemu",
+    "drafts": "drafts.py --vllm .venv/vllm/bin/python",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
     "wrong_models": "wrong_models.py",

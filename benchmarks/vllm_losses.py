@@ -12,6 +12,10 @@ first of each], "kl_nats": [likewise, KL(exact || vLLM)] or null, "answers": [[8
 same prompts, which may be taken from the cache of prefixes then], "step_ms": the processor time of one of `steps`
 decoded tokens of an answer, or null, "scales": {"<attention>": {"k": [scale of the cache of each head, or of all], "v":
 …, "q": …}}}`, or `{"error": …}` where vLLM refuses the checkpoint.
+
+A job with `"drafts": true or false` is answered with `steps` tokens behind each window instead, with drafts of the
+checkpoint's layers for multi-token prediction or without: `{"answers": [[token id]], "drafted": [number of drafts for
+each answer], "accepted": [number of these that vLLM accepted]}`, the numbers 0 without drafts.
 """
 
 import gc
@@ -21,11 +25,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 #: Tokens that are decoded behind a window.
 ANSWER = 8
+
+#: vLLM's counters of drafted tokens, and of those that were accepted.
+COUNTERS = {"drafted": "vllm:spec_decode_num_draft_tokens", "accepted": "vllm:spec_decode_num_accepted_tokens"}
 
 #: Engine and script are one process (quicker, and what it complains of is seen), on whichever cores there are.
 os.environ |= {
@@ -73,6 +81,31 @@ def losses(
     kls = kl if exact else None
     scales, *_ = served.apply_model(attention_scales)  # of the first process
     return {"nll_nats": nll, "kl_nats": kls, "answers": first, "again": again, "step_ms": step_ms, "scales": scales}
+
+
+def drafted_answers(model: str, windows: list[list[int]], tokens: int, drafts: bool) -> dict[str, Any]:
+    """Answer `windows` greedily one after the other, past any end of text, and read vLLM's counters after each."""
+    from vllm import LLM, SamplingParams
+
+    served = LLM(
+        model=model, dtype="bfloat16", max_model_len=len(windows[0]) + tokens + 8, max_num_seqs=1,
+        kv_cache_memory_bytes=64 << 20, enforce_eager=True, enable_prefix_caching=False, disable_log_stats=False,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 1} if drafts else None,
+    )  # fmt: skip
+    greedy = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    answers, counts = list[list[int]](), [counters(served)]
+    for window in windows:
+        (answer,) = served.generate([{"prompt_token_ids": window}], greedy, use_tqdm=False)
+        answers.append(list(answer.outputs[0].token_ids))
+        counts.append(counters(served))
+    grown = {name: [after[name] - before[name] for before, after in pairwise(counts)] for name in COUNTERS}
+    return {"answers": answers} | grown
+
+
+def counters(served: Any) -> dict[str, int]:
+    """Read vLLM's counters of drafts; 0 where it counts none."""
+    values = {metric.name: metric.value for metric in served.get_metrics() if metric.name in COUNTERS.values()}
+    return {name: int(values.get(counter, 0)) for name, counter in COUNTERS.items()}
 
 
 def attention_scales(model: Any) -> dict[str, dict[str, list[float]]]:
@@ -132,9 +165,13 @@ def main() -> None:
 
     for job in json.load(sys.stdin):
         experts = experts_in_bf16() if job.pop("wide_experts") else nullcontext()
+        drafts = job.pop("drafts", None)
         try:
             with experts:
-                outcome = losses(**job)
+                if drafts is None:
+                    outcome = losses(**job)
+                else:
+                    outcome = drafted_answers(job["model"], job["windows"], job["steps"], drafts)
         except Exception as error:  # noqa: BLE001  # the test knows which it should be
             outcome = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(outcome), file=answers)

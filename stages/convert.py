@@ -146,7 +146,7 @@ def _check_plan(plan: CheckpointPlan, source: _Source) -> None:
         for shard in plan.shards
         for name, place in placed(shard.written)[1].items()
     }
-    config = {**source.config, "quantization_config": quantization_fields(plan)}
+    config = {**source.config, "quantization_config": quantization_fields(plan, source.config)}
     declared = declared_in(config, source.path / "config.json")
     assert declared is not None, "the configuration says how it is quantized"
     planned = Checkpoint(source.path, config, declared, tensors, ())

@@ -74,6 +74,27 @@ def random_drafting(path: Path, name: str, drafts: bool = True) -> Path:
     return path
 
 
+def random_ernie(path: Path) -> Path:
+    """A dense checkpoint of ERNIE 4.5's class with a layer for multi-token prediction, in modules of its own."""
+    fields = {"moe_layer_start_index": 8, "moe_layer_end_index": 8, "num_nextn_predict_layers": 1}
+    random_of(path, "Ernie4_5_MoeConfig", fields | {"head_dim": 16})
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    hidden = SMALL["hidden_size"]
+    assert hidden is not None
+    layer = {
+        key.replace("model.layers.1.", "model.mtp_block.0."): tensor.clone()
+        for key, tensor in tensors.items()
+        if key.startswith("model.layers.1.")
+    } | {
+        "model.mtp_linear_proj.0.weight": torch.randn(hidden, 2 * hidden).bfloat16() * 0.1,
+        "model.mtp_emb_norm.0.weight": torch.ones(hidden).bfloat16(),
+        "model.mtp_hidden_norm.0.weight": torch.ones(hidden).bfloat16(),
+    }
+    save_file(tensors | layer, file, {"format": "pt"})
+    return path
+
+
 def random_of(path: Path, config: str, fields: dict[str, Any], save_original_format: bool = True) -> Path:
     """A checkpoint of that configuration of transformers, `SMALL` but for `fields`."""
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The tables of docs/architectures.md: accuracy by architecture, and those that work or are refused."""
+"""The tables of docs/architectures.md: accuracy by architecture, drafts, and what works or is refused."""
 
 import re
 
@@ -17,6 +17,47 @@ def architecture(name: str, result: Figures) -> list[str]:
     forms = [result[f"{cache}{terms}"] for cache in ("off", "fp8") for terms in ("", ", two terms")]
     bf16 = forms[0]["perplexity"]["bf16"]
     return [name, f"{bf16:.3f}", *(f"{each['perplexity']['reference'] / bf16 - 1:+.2%}" for each in forms)]
+
+
+#: Rows of `drafts`, as the table has them, and the type of the layer that drafts.
+DRAFTS = {
+    "BF16": ("the original", "BF16"),
+    "calibrate": ("`fp8q calibrate`", "BF16"),
+    "calibrate --form dynamic": ("`fp8q calibrate --form dynamic`", "BF16"),
+    "convert": ("`fp8q convert`", "BF16"),
+    "convert --mtp": ("`fp8q convert --mtp`", "FP8"),
+    "convert --form block": ("`fp8q convert --form block`", "BF16"),
+    "convert --form block --mtp": ("`fp8q convert --form block --mtp`", "FP8"),
+    "random": ("control: the original", "random"),
+    "convert --mtp, joined in FP8": ("fault, mended: `eh_proj` and head in FP8 too", "FP8"),
+    "convert, by files' names": ("fault, mended: listed by the files' names", "BF16"),
+}
+
+
+def drafts() -> str:
+    """Shares of drafts that vLLM accepts, by what wrote the checkpoint."""
+    results = load("drafts")["results"]
+    families = [results[family] for family in ("glm4_moe", "ernie4_5_moe")]
+    rows = [
+        [name, kind, *(cell for family in families for cell in drafts_of(family.get(row)))]
+        for row, (name, kind) in DRAFTS.items()
+    ]
+    heads = ["GLM-4.5: accepted", "− original, points", "ERNIE 4.5: accepted", "− original, points"]
+    return table(["checkpoint", "drafting layer", *heads], rows)
+
+
+def drafts_of(row: Figures | None) -> tuple[str, str]:
+    """The share of a row with its interval, and its difference from the original's in points."""
+    if row is None:
+        return "", ""
+    if "error" in row:
+        return ("not run: this CPU has no AMX" if "AMX" in row["error"] else row["error"]), ""
+    share, (low, high), apart = row["share"], row["interval"], row["difference"]
+    points = " to ".join(f"{apart[end] * 100:+.1f}" for end in ("low", "high"))
+    return (
+        f"{row['accepted']:,} of {row['drafted']:,}, {share:.1%} ({low * 100:.1f} to {high * 100:.1f})",
+        f"{apart['mean'] * 100:+.1f} ({points})" if apart["low"] != apart["high"] else "",
+    )
 
 
 #: Kinds, as `small_configurations` has them, and how the table calls them.
@@ -72,4 +113,4 @@ def _short(reason: str) -> str:
     return re.sub(r" \([^)]*\)| \(.*$| in model\.\S+|;.*|, and of others.*|\. Use .*", "", reason)
 
 
-TABLES = (architectures, breadth, unseen_architectures)
+TABLES = (architectures, drafts, breadth, unseen_architectures)

@@ -57,6 +57,12 @@ def gpu_vllm_one_code() -> str:
     return _vllm_speed("one code")
 
 
+def drafts_unchanged() -> str:
+    """The number of answers with drafts that equal those without."""
+    rows = [row for rows in load("drafts")["results"].values() for row in rows.values() if "error" not in row]
+    return f"{sum(row['answers_unchanged'] for row in rows)} of {sum(row['answers'] for row in rows)}"
+
+
 def _vllm_speed(form: str) -> str:
     """Tokens a second over BF16's, of 32 clients and of one."""
     speed = {(row["form"], row["prompt"], row["clients"]): row["tokens_per_second"] for row in load("vllm_8b")["rows"]}
@@ -82,5 +88,6 @@ FIGURES: Mapping[str, Callable[[], str]] = {
         gpu_two_codes_prompt_again,
         gpu_vllm_one_code,
         gpu_vllm_two_codes,
+        drafts_unchanged,
     )
 }

@@ -8,6 +8,10 @@ two ways:
                                          DeepSeek-V3, GLM-4.5
     mtp.*, model.mtp.*, model.mtp_block.*   a module of that name: Qwen3-Next, EXAONE-MoE, MiMo-V2, ERNIE 4.5
 
+vLLM reads the list of modules that stay in BF16 by its own names of them. Those are the files', but for ERNIE 4.5's
+`model.mtp_block.0`, which is a decoder layer after the last one there (`vllm_name`): under the file's name alone it was
+made in FP8, and no draft was accepted.
+
 Source: vLLM 0.32, `get_spec_layer_idx_from_weight_name` and `models/*_mtp.py`.
 """
 
@@ -19,6 +23,7 @@ from typing import Any
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _LAYER = re.compile(r"((?:model\.)?(?:language_model\.)?layers\.(\d+)\.)")
 _MODULE = re.compile(r"((?:[^.]+\.)*?mtp(?:_[^.]+)?\.)")
+_BLOCK = re.compile(r"^model\.mtp_block\.(\d+)\.")
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
@@ -37,6 +42,14 @@ def mtp_prefixes(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, 
         elif module := _MODULE.match(name):
             prefixes.add(module[1])
     return tuple(sorted(prefixes))
+
+
+def vllm_name(config: Mapping[str, Any], name: str) -> str:
+    """The name in vLLM of a module or tensor `name`: another one for ERNIE 4.5's `model.mtp_block.0.*` alone."""
+    layers = _field(config, "num_hidden_layers")
+    if type(layers) is not int:
+        return name
+    return _BLOCK.sub(lambda block: f"model.layers.{layers + int(block[1])}.", name)
 
 
 def _field(config: Mapping[str, Any], key: str) -> Any:

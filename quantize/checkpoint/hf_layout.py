@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch import nn
 
+from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
 from ...calibrate.model.classes import needed_attention, non_text_modules
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
@@ -70,8 +71,8 @@ class HfLayout:
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
     - `layers`: the modules that each hold the experts of one layer.
-    - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `mtp_from_codes`:
-      whether the source has codes of them.
+    - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `vllm_mtp`: how they
+      begin in vLLM, where that differs. `mtp_from_codes`: whether the source has codes of them.
     """
 
     modules: Mapping[str, nn.Module]
@@ -86,6 +87,7 @@ class HfLayout:
     layers: tuple[str, ...] = ()
     bf16_cache: Mapping[int, str] = field(default_factory=dict)
     mtp: tuple[str, ...] = ()
+    vllm_mtp: tuple[str, ...] = ()
     mtp_from_codes: bool = False
 
     def in_files(self, module: str) -> str:
@@ -100,7 +102,7 @@ class HfLayout:
     def ignored(self) -> list[str]:
         """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""
         linear = [name for name, module in self.non_text.items() if isinstance(module, nn.Linear)]
-        return [*linear, *(f"re:{re.escape(start)}.*" for start in self.mtp)]
+        return [*linear, *(f"re:{re.escape(start)}.*" for start in (*self.mtp, *self.vllm_mtp))]
 
     @property
     def towers(self) -> list[str]:
@@ -230,8 +232,18 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         experts=frozenset(name for name in modules if name.startswith(tuple(f"{layer}." for layer in layers))),
         layers=tuple(layers),
         mtp=source.mtp,
+        vllm_mtp=_vllm_mtp(source),
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
         bf16_cache={
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },
+    )
+
+
+def _vllm_mtp(source: Source) -> tuple[str, ...]:
+    """The beginnings of the names that vLLM has for tensors of multi-token prediction, where the files have others."""
+    config = source.config.to_dict()
+    names = [name for name in source.weights().names() if name.startswith(source.mtp or ("\0",))]
+    return tuple(
+        start for start in mtp_prefixes(config, [vllm_name(config, n) for n in names]) if start not in source.mtp
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...calibrate.checkpoint.mtp_layers import vllm_name
 from ...calibrate.checkpoint.weights import INDEX
 from ...core.files import replacing
 from ..codes.blocks import SIDE
@@ -26,19 +27,21 @@ HEAD = "lm_head"
 _OTHER_FILES = ("transformers_weights",)
 
 
-def unquantized_modules(plan: CheckpointPlan) -> list[str]:
-    """The modules that loaders must not take for FP8, sorted; of a stack of experts the module that holds it."""
+def unquantized_modules(plan: CheckpointPlan, config: Mapping[str, Any]) -> list[str]:
+    """The modules that loaders must not take for FP8, sorted; of a stack of experts the module that holds it, and what
+    vLLM calls by another name under both. `config`: config.json of the source.
+    """
     named = {
         name.removesuffix(WEIGHT) if name.endswith(WEIGHT) else name.rpartition(".")[0]
         for name, reason in plan.unquantized.items()
         if not reason.startswith("embedding")
     }
-    return sorted({HEAD, *named})
+    return sorted({HEAD, *named, *(vllm_name(config, module) for module in named)})
 
 
-def quantization_fields(plan: CheckpointPlan) -> dict[str, object]:
-    """The field `quantization_config` of config.json."""
-    unquantized = unquantized_modules(plan)
+def quantization_fields(plan: CheckpointPlan, config: Mapping[str, Any]) -> dict[str, object]:
+    """The field `quantization_config` of config.json, which is `config` in the source."""
+    unquantized = unquantized_modules(plan, config)
     if plan.layout == "fp8":
         return {
             "quant_method": "fp8",
@@ -68,7 +71,7 @@ def write_converted_config(plan: CheckpointPlan, config: Mapping[str, Any], dire
     fields = {key: value for key, value in config.items() if key not in _OTHER_FILES}
     if plan.cast is not None:
         fields = {key: value for key, value in fields.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
-    _write_json(directory / CONFIG, {**fields, "quantization_config": quantization_fields(plan)})
+    _write_json(directory / CONFIG, {**fields, "quantization_config": quantization_fields(plan, config)})
 
 
 def write_index(plan: CheckpointPlan, directory: Path) -> None:

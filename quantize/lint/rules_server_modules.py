@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
+from ...calibrate.checkpoint.mtp_layers import mtp_prefixes, vllm_name
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
@@ -24,6 +24,9 @@ FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
+#: Parts of a layer for multi-token prediction of which vLLM makes plain layers, and the families where it does not.
+PLAIN = {"eh_proj", "mtp_linear_proj", "shared_head"}
+QUANTIZABLE = ("nemotron_h", "longcat_flash", "bailing")
 
 
 @server_rule(
@@ -83,6 +86,28 @@ def drafts_dropped(served: Served) -> Broken:
         count = sum(name.startswith(prefixes) for name in served.tensors)
         fault = f"has {count} tensors for multi-token prediction, which transformers passes over"
         yield prefixes[0].removesuffix("."), f"{fault}; copy them where you save this model again by it"
+
+
+@server_rule(
+    "S143",
+    "drafts-in-codes",
+    "error",
+    Applies("vllm", "`models/*_mtp.py`: nn.Linear, scales without a place are passed over (0.32.0 tried)"),
+)
+def drafts_in_codes(served: Served) -> Broken:
+    """A server that drafts by a layer for multi-token prediction reads its weights as they are meant. The projection
+    that joins embedding and hidden state, and the layer's head, are no quantized layers in most of vLLM's classes: it
+    takes their codes for values, without a word, and accepts no draft.
+    """
+    prefixes = mtp_prefixes(served.config, served.tensors)
+    if served.fp8 is None or not prefixes or str(served.text_config.get("model_type")).startswith(QUANTIZABLE):
+        return
+    for module in sorted(served.fp8.codes):
+        if module.startswith(prefixes) and not PLAIN.isdisjoint(module.split(".")):
+            yield (
+                f"{module}.weight",
+                "is in FP8, and vLLM takes the codes for values: no draft is accepted; leave it in BF16",
+            )
 
 
 @server_rule(
@@ -195,7 +220,8 @@ def ignore_unmatched(served: Served) -> Broken:
     for a module of another name, which is then quantized, or looked for in codes. Patterns and single words are
     defaults of exporters, and are passed over.
     """
-    modules, source = _modules(served), PatternFile(served.root / CONFIG)
+    stored, source = _modules(served), PatternFile(served.root / CONFIG)
+    modules = [*stored, *(vllm_name(served.config, module) for module in stored)]
     parents = {module[: dot.start()] for module in modules for dot in re.finditer(r"\.", module)}
     plain = [entry for entry in _entries(served) if "." in entry and not re.search(r"[*?\[\\^$]|^re:", entry)]
     for entry in plain:
@@ -225,13 +251,14 @@ def ignore_differs(served: Served) -> Broken:
     drafts = mtp_prefixes(served.config, served.tensors)
     for module in _modules(served):
         last, tensor = module.rpartition(".")[2], checkpoint.tensors[f"{module}.weight"]
-        if last not in in_codes or module.startswith(drafts or ("\0",)):
+        served_as = vllm_name(served.config, module) if served.server == "vllm" else module
+        if last not in in_codes or (module.startswith(drafts or ("\0",)) and served_as == module):
             continue
         meant = checkpoint.declared.ignored_by(module) is not None
-        taken = any(_leaves_out(served, entry, module, source) for entry in entries)
+        taken = any(_leaves_out(served, entry, served_as, source) for entry in entries)
         if meant and not taken and tensor.dtype in FLOAT_TYPES:
             fault = f"is {tensor.dtype}, and {served.title} matches no entry of the list with it: it makes it FP8"
-            yield f"{module}.weight", f"{fault}; name {module} there"
+            yield f"{module}.weight", f"{fault}; name {served_as} there"
         elif taken and not meant and module in checkpoint.codes:
             fault = f"is in FP8, and {served.title} leaves it out by the list: it takes codes for values"
             yield f"{module}.weight", f"{fault}; name whole modules there"

@@ -16,7 +16,7 @@ from fp8q.quantize.lint.check import checkpoint_findings
 from fp8q.quantize.reference.fp8_model import load_reference
 
 from ..conftest import Texts, WithoutGraphs
-from ..mixtures import DRAFTING, random_drafting
+from ..mixtures import DRAFTING, random_drafting, random_ernie
 from ..quantize.reading.fp8_checkpoints import fine_grained
 
 pytestmark = pytest.mark.slow
@@ -72,6 +72,14 @@ def test_they_are_written_as_they_were_and_left_out_of_quantization(
     with torch.inference_mode():
         logits = load_reference(run.model, "fast", torch.bfloat16).model(input_ids=torch.arange(8)[None]).logits
     assert torch.isfinite(logits).all()
+
+
+def test_vllm_leaves_out_what_it_has_under_another_name(tmp_path: Path, calibrated: Callable[[Path], Run]) -> None:
+    """ERNIE 4.5's `model.mtp_block.0` is a layer after the last one in vLLM."""
+    run = calibrated(random_ernie(tmp_path / "ernie"))
+    for module in ("model.mtp_block.0.mlp.up_proj", "model.layers.2.mlp.up_proj", "model.mtp_linear_proj.0"):
+        assert ignored(run, module)
+    assert not ignored(run, "model.layers.1.mlp.up_proj")
 
 
 def test_those_in_fp8_are_dequantized(tmp_path: Path, calibrated: Callable[[Path], Run]) -> None:

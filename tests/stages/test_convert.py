@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions
 from fp8q.quantize.conversion import shards
 from fp8q.quantize.conversion.coding import CodedPart, Errors, encode_part
-from fp8q.quantize.lint.check import checkpoint_findings
+from fp8q.quantize.lint.check import checkpoint_findings, open_served, server_findings
 from fp8q.quantize.reading.fp8_tensors import open_checkpoint
 from fp8q.stages.convert import PROGRESS, convert
 
-from ..mixtures import random_mixture, random_of
+from ..mixtures import random_ernie, random_mixture, random_of
 from ..quantize.reading.fp8_checkpoints import compressed, fine_grained
 
 Fp8q = Callable[..., Any]
@@ -195,6 +196,19 @@ def test_the_configuration_is_that_of_the_presets(
         for field in ("num_bits", "type", "strategy", "symmetric", "dynamic", "group_size", "block_structure"):
             assert getattr(mine, field) == getattr(theirs, field), (side, field)
     assert read.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize(("options", "field"), [(DYNAMIC, "ignore"), (BLOCK, "modules_to_not_convert")])
+def test_a_draft_is_named_as_vllm_names_it_too(tmp_path: Path, options: ConvertOptions, field: str) -> None:
+    """ERNIE 4.5's `model.mtp_block.0` is a layer after the last one in vLLM."""
+    source = random_ernie(tmp_path / "ernie")
+    for mtp in (False, True):
+        out = convert(str(source), tmp_path / f"mtp {mtp}", replace(options, mtp=mtp), SILENT).path
+        listed = json.loads((out / "config.json").read_text(encoding="utf-8"))["quantization_config"][field]
+        block = {module for module in listed if module.endswith(".mlp.up_proj")}
+        assert block == (set() if mtp else {"model.mtp_block.0.mlp.up_proj", "model.layers.2.mlp.up_proj"})
+        assert "model.mtp_linear_proj.0" in listed
+        assert "S161" not in {each.rule for each in server_findings(open_served(out, "vllm", None))}
 
 
 def test_a_call_that_was_killed_goes_on_with_what_is_finished(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fp8q.calibrate.checkpoint.mtp_layers import mtp_layers, mtp_prefixes
+from fp8q.calibrate.checkpoint.mtp_layers import mtp_layers, mtp_prefixes, vllm_name
 
 DEEPSEEK = {"num_hidden_layers": 61, "num_nextn_predict_layers": 1}
 
@@ -31,3 +31,11 @@ def test_a_count_is_a_number_of_any_of_its_fields() -> None:
     assert mtp_layers(DEEPSEEK) == 1
     assert mtp_layers({"text_config": {"mtp_num_hidden_layers": 2}}) == 2
     assert mtp_layers({"num_nextn_predict_layers": None}) == mtp_layers({"num_mtp_layers": "one"}) == 0
+
+
+def test_vllm_has_another_name_for_the_block_of_ernie() -> None:
+    config = {"num_hidden_layers": 28, "num_nextn_predict_layers": 1}
+    assert vllm_name(config, "model.mtp_block.0.self_attn.q_proj") == "model.layers.28.self_attn.q_proj"
+    same = ("model.mtp_linear_proj.0", "model.layers.28.mlp.up_proj", "mtp.layers.0.mlp.up_proj")
+    assert tuple(vllm_name(config, name) for name in same) == same
+    assert vllm_name({}, "model.mtp_block.0.mlp.up_proj") == "model.mtp_block.0.mlp.up_proj"

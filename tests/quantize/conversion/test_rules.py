@@ -78,9 +78,28 @@ def test_products_are_quantized_and_the_rest_kept_with_its_reason() -> None:
 
 def test_layers_of_multi_token_prediction_are_kept_unless_asked_for() -> None:
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    names = ("model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj", "mtp.fc")
+    names = ("model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj", "mtp.layers.0.mlp.up_proj")
     assert selected(*names, config=config).matrices == ("model.layers.1.mlp.up_proj.weight",)
     assert len(selected(*names, config=config, mtp=True).matrices) == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("model.layers.2.eh_proj", "input of a draft"),  # DeepSeek-V3, GLM-4.5
+        ("model.layers.2.shared_head.head", "output head"),
+        ("model.layers.2.embed_tokens", "embedding"),
+        ("model.mtp_linear_proj.0", "input of a draft"),  # ERNIE 4.5
+        ("mtp.fc", "input of a draft"),  # Qwen3-Next, Qwen3.5
+        ("model.mtp_layers.0.input_proj", "input of a draft"),  # MiMo
+    ],
+)
+def test_what_servers_read_of_a_draft_in_bf16_alone_is_kept(module: str, reason: str) -> None:
+    """vLLM and SGLang make plain layers of these, without a place for scales, and accept codes as values."""
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    found = selected("model.layers.2.mlp.up_proj", module, config=config, mtp=True)
+    assert found.matrices == ("model.layers.2.mlp.up_proj.weight",)
+    assert found.unquantized[f"{module}.weight"].partition(":")[0] == reason
 
 
 def test_conv1d_modules_are_kept_by_the_type_of_the_model() -> None:

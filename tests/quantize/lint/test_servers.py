@@ -162,6 +162,18 @@ def test_drafts_that_a_list_of_projections_leaves_out_are_dropped_by_sglang(dama
     assert found(it, "transformers") == ["S142"]
 
 
+def test_a_draft_that_vllm_calls_otherwise_is_looked_for_under_that_name(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("compressed-tensors")  # ERNIE 4.5, of whose drafts vLLM accepted none
+    it.config["num_nextn_predict_layers"] = 1
+    it.tensors["model.mtp_block.0.mlp.up_proj.weight"] = torch.zeros(64, 128, dtype=torch.bfloat16)
+    it.quantization["ignore"] += ["model.mtp_block.0.mlp.up_proj"]
+    assert "S162" in found(it, "vllm")
+    assert "S162" not in found(it, "sglang")
+    it.quantization["ignore"] += ["model.layers.4.mlp.up_proj"]
+    it.save()
+    assert not {"S161", "S162"}.intersection(found(it, "vllm"))
+
+
 @pytest.mark.parametrize(("inner", "number"), [("language_model.language_model.", "S131"), ("language_model.", "S132")])
 def test_names_that_a_server_does_not_look_for_are_told(
     inner: str, number: str, damaged: Callable[[str], Damaged]
