@@ -33,6 +33,7 @@ from ..options import DYNAMIC, TWO, FormChoiceOptions, RunOptions, ScaleOptions,
 from ..options.form import Form as InputForm
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
+from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
@@ -41,7 +42,15 @@ from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
 from ..validate.sensitivity.document import Sensitivity
 from ..validate.tuning.choices import CODES, SERVED, Form, Group, Mix, RoundingName, Shape, limited_to
-from ..validate.tuning.form_choice import NO_FORM_MEETS, FormChoice, FormRecipe, FormRow, load_form_choice, mix_in_words
+from ..validate.tuning.form_choice import (
+    ALLOW_MORE,
+    NO_FORM_MEETS,
+    FormChoice,
+    FormRecipe,
+    FormRow,
+    load_form_choice,
+    mix_in_words,
+)
 from ..validate.tuning.form_search import (
     CLOSE,
     ROUNDS,
@@ -329,7 +338,7 @@ def _chosen_before(run: Run, key: Key[FormChoiceOptions, FormFacts]) -> dict[str
 
 
 def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
-    stages, scales = run.record().stages, QUANTIZE.dump(options.calibrate, QuantizeFacts())
+    stages, scales = run.record().stages, QUANTIZE.dump(options.calibrate, QuantizeFacts(shrinkage=WEIGHED_SHRINKAGE))
     digest = hashlib.sha256(json.dumps(scales, sort_keys=True).encode()).hexdigest()
     inputs = {"model": stages["measure"].inputs["model"], **stages["corpus"].outputs}
     asked, rise = options.validate, options.validate.max_ppl_increase
@@ -366,7 +375,7 @@ def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accur
         log.outputs.append(run.form_choice)
         log.seconds_before = time.monotonic() - start  # of this call, with the stages that it ran anew
     if gate:
-        raise gate if choice.met else GateError(gate.subject, gate.fault, f"{NO_FORM_MEETS}: allow more")
+        raise gate if choice.met else GateError(gate.subject, gate.fault, f"{NO_FORM_MEETS}; {ALLOW_MORE}")
     return accuracy
 
 

@@ -42,7 +42,7 @@ from ..quantize.scales.policy import (
     shared_input_notes,
 )
 from ..quantize.weights.channels import Rounding, WeightScaling
-from ..quantize.weights.gptq import Compensations
+from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
 from ..quantize.weights.held_out import LEAST
 from ..quantize.weights.rounding_progress import CachedCodes
 from ..quantize.weights.sequential import SequentialRounding
@@ -117,7 +117,10 @@ def quantize(
 def rounding_key(run: Run, source: Source, options: ScaleOptions) -> Key[ScaleOptions, QuantizeFacts]:
     """The key of the codes that rounding gives, without any learned ones."""
     batch_size = run.options(MEASURE).batch_size if options.weight_rounding == "sequential" else None
-    facts = QuantizeFacts(adapters=fingerprints(source), batch_size=batch_size, tokenizer=source.tokenizer)
+    shrinkage = WEIGHED_SHRINKAGE if options.weigh_first_token else None
+    facts = QuantizeFacts(
+        adapters=fingerprints(source), batch_size=batch_size, shrinkage=shrinkage, tokenizer=source.tokenizer
+    )
     return Key(_inputs(run, options), options, facts)
 
 

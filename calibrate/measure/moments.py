@@ -180,15 +180,15 @@ def load_moments(folder: Path, name: str, first: float = 1.0, shrinkage: float =
     """Load the moments `name` into memory, float32 [width, width].
 
     Where the first tokens of windows were stored apart, they are added `first` times, after the others' sums were
-    shrunk by `shrinkage`.
+    shrunk by `shrinkage`; other sums hold all tokens alike, and stay as they are.
     """
     path = moments_file(folder, name)
     with reading(path, "second moments"):
         moments = torch.from_numpy(np.load(path, allow_pickle=False))
-    if shrinkage:
-        shrink(moments, shrinkage)
     tokens = load_inputs(first_file(folder, name), "first tokens of windows")
     if tokens is not None:
+        if shrinkage:
+            shrink(moments, shrinkage)
         moments.addmm_(tokens.float().T, tokens.float(), alpha=first)
     return moments
 

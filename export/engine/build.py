@@ -49,7 +49,7 @@ from .inspector import read_inspector
 from .plan import Evidence, Plan, doubt, evidence, modules_by_types, read_plan
 from .profiles import Profile, profiles
 from .runtime import (
-    AttentionError,
+    MaybeAttentionError,
     collecting_logger,
     explain,
     import_runtime,
@@ -60,7 +60,7 @@ from .runtime import (
 from .script import write_script
 from .targets import Runtime
 
-#: The endings of an engine's files; ONNX if it was built of the other form of the graph.
+#: The endings of an engine's files; ONNX if it was built of another form of the graph.
 WRITTEN = (".plan", ".json", LAYERS, ".sh", ".onnx")
 Built = tuple[EngineInfo, Evidence]
 #: A function that builds a graph into the file of an engine and reads the engine back.
@@ -271,21 +271,23 @@ def in_buildable_form(graph: Path, path: Path, build: Build, report: Reporter) -
     """Build the engine `path` of a graph, in its better form; with plain attention where its Attention may be why that
     fails.
 
-    Returns the engine and its graph, which is written next to the engine where it is not `graph`. Raises the first
-    BackendError where neither can be built.
+    Returns the engine and its graph, which is written next to the engine where it is not `graph`. Raises BackendError
+    with both reasons where neither can be built.
     """
     try:
         return in_better_form(graph, path, build, report)
-    except AttentionError as error:
+    except MaybeAttentionError as error:
         plain = path.with_suffix(".onnx")
         link_data(graph, path.parent)
         if not (nodes := write_plain_attention(graph, plain)):
             raise
-        report.note(f"{error}; built again with the attention of {nodes} layers as plain GEMMs and a softmax")
+        layers = f"{nodes} layer{'s' if nodes > 1 else ''}"
+        report.note(f"{error.subject}: {error.fault}; building it with plain attention in {layers}")
         try:
             (info, gemm_types), built = in_better_form(plain, path, build, report)
-        except BackendError:
-            raise error from None
+        except BackendError as again:
+            again.subject, again.fault = error.subject, f"{error.fault}; with plain attention: {again.fault}"
+            raise again from None
         return (info.model_copy(update={"plain_attention": True}), gemm_types), built
 
 
@@ -342,12 +344,12 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(onnx_file)):
         error = parser.get_error(0)
-        kind = AttentionError if error.node_operator() == "Attention" else BackendError
-        raise kind(failed, explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near))
+        kind = MaybeAttentionError if error.node_operator() == "Attention" else BackendError
+        raise kind(failed, *explain([error.desc(), *errors], error.node_name(), error.node_operator(), near=near))
     config = configure(trt, builder, job)
     for profile in job.profiles:
         if config.add_optimization_profile(optimization_profile(builder, network, profile)) < 0:
-            raise BackendError(failed, explain(errors))
+            raise BackendError(failed, *explain(errors))
     with report.track(f"Building the {job.target} engine", BuildProgress.TOTAL, "%") as advance:
         progress = BuildProgress(advance)
         monitor = progress_monitor(trt, progress)
@@ -358,8 +360,8 @@ def build(onnx_file: Path, job: Job, report: Reporter) -> memoryview:
         save_timings(config, job.timings)
     if plan is None:
         layers = [network.get_layer(i).name for i in range(network.num_layers)]
-        kind = AttentionError if may_be_attention(errors) else BackendError
-        raise kind(failed, explain(errors, layers=layers, near=near))
+        kind = MaybeAttentionError if may_be_attention(errors) else BackendError
+        raise kind(failed, *explain(errors, layers=layers, near=near))
     return memoryview(plan).cast("B")
 
 

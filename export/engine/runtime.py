@@ -116,7 +116,7 @@ def inspect_plan(plan: memoryview) -> str:
     logger, errors = collecting_logger(trt)
     engine = start("tensorrt", "Runtime", logger).deserialize_cuda_engine(plan)
     if engine is None:
-        raise BackendError("", f"TensorRT cannot load the engine it built: {explain(errors)}")
+        raise BackendError("TensorRT cannot load the engine it built", *explain(errors))
     information: str = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
     return information
 
@@ -141,9 +141,9 @@ class Failure:
     remedy: str
 
 
-class AttentionError(BackendError):
-    """A runtime failed for want of an attention kernel, or for an unknown reason, which may be that, or at an Attention
-    node.
+class MaybeAttentionError(BackendError):
+    """A runtime failed for want of an attention kernel, or at an Attention node, or for a reason that is not known and
+    may be one of these.
     """
 
 
@@ -186,8 +186,8 @@ def explain(
     operator: str = "",
     layers: Sequence[str] = (),
     near: Callable[[str], str | None] = lambda node: None,
-) -> str:
-    """One line with module and node, the fault, and the remedy.
+) -> tuple[str, str]:
+    """The fault, with module and node, and the remedy.
 
     `messages`: the runtime's messages, the most specific first; `node`, `operator`: the place that the parser names;
     `layers`: names to search for in the messages; `near`: the module nearest to a node without a module.
@@ -196,8 +196,8 @@ def explain(
     where = _where(node or _subject(telling, layers), operator, near)
     if known := _known(telling):
         failure, groups = known
-        return f"{where}{failure.meaning.format(*groups)}; {failure.remedy}"
-    return f"{where}{_gist(telling[0]) if telling else 'it gave no reason'}; {AGAIN}"
+        return f"{where}{failure.meaning.format(*groups)}", failure.remedy
+    return f"{where}{_gist(telling[0]) if telling else 'it gave no reason'}", AGAIN
 
 
 def may_be_attention(messages: Sequence[str]) -> bool:

@@ -244,6 +244,7 @@ def _vllm_mtp(source: Source) -> tuple[str, ...]:
     """The beginnings of the names that vLLM has for tensors of multi-token prediction, where the files have others."""
     config = source.config.to_dict()
     names = [name for name in source.weights().names() if name.startswith(source.mtp or ("\0",))]
-    return tuple(
-        start for start in mtp_prefixes(config, [vllm_name(config, n) for n in names]) if start not in source.mtp
-    )
+    others = {other for name in names if (other := vllm_name(config, name)) != name}
+    starts = mtp_prefixes(config, others)
+    modules = {name.rpartition(".")[0] for name in others if not name.startswith(starts or ("\0",))}
+    return tuple(start for start in (*starts, *sorted(modules)) if start not in source.mtp)

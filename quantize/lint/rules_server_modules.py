@@ -24,9 +24,10 @@ FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-#: Parts of a layer for multi-token prediction of which vLLM makes plain layers, and the families where it does not.
-PLAIN = {"eh_proj", "mtp_linear_proj", "shared_head"}
-QUANTIZABLE = ("nemotron_h", "longcat_flash", "bailing")
+#: Parts of a layer for multi-token prediction of which vLLM makes plain layers, and those of them that are quantized
+#: layers in families of these architectures.
+PLAIN = {"eh_proj", "mtp_linear_proj", "input_proj", "shared_head"}
+QUANTIZABLE = {"NemotronH": {"eh_proj"}, "LongcatFlash": {"eh_proj"}, "BailingMoeV3": {"eh_proj"}}
 
 
 @server_rule(
@@ -100,10 +101,12 @@ def drafts_in_codes(served: Served) -> Broken:
     takes their codes for values, without a word, and accepts no draft.
     """
     prefixes = mtp_prefixes(served.config, served.tensors)
-    if served.fp8 is None or not prefixes or str(served.text_config.get("model_type")).startswith(QUANTIZABLE):
+    if served.fp8 is None or not prefixes:
         return
+    architecture = str(next(iter(served.config.get("architectures") or ()), ""))
+    plain = PLAIN.difference(*(parts for start, parts in QUANTIZABLE.items() if architecture.startswith(start)))
     for module in sorted(served.fp8.codes):
-        if module.startswith(prefixes) and not PLAIN.isdisjoint(module.split(".")):
+        if module.startswith(prefixes) and not plain.isdisjoint(module.split(".")):
             yield (
                 f"{module}.weight",
                 "is in FP8, and vLLM takes the codes for values: no draft is accepted; leave it in BF16",

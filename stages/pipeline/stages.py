@@ -88,11 +88,12 @@ class CostliestFacts(Strict):
 
 class QuantizeFacts(Strict):
     """Facts of a checkpoint. `batch_size`: windows that ran through a layer together, for sequential rounding;
-    `tokenizer`: the one that is written.
+    `shrinkage`: of the moments beside first tokens that are weighed; `tokenizer`: the one that is written.
     """
 
     adapters: Fingerprints | None = None
     batch_size: int | None = None
+    shrinkage: float | None = None
     tokenizer: TokenizerChoice = "file"
 
 

@@ -1,5 +1,6 @@
 """`fp8q run` finds a form that meets the limit, where one code an activation does not and none was asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,16 @@ def test_where_no_form_meets_the_limit_nothing_is_advised_that_cannot(
     demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
 ) -> None:
     limits = api.ValidateOptions(("bf16", "reference"), max_kl=1e-9, max_tokens=2040)
-    with pytest.raises(GateError, match=r"No form that `fp8q run` can choose meets the limits: allow more$"):
+    with pytest.raises(GateError, match=r"; `fp8q run` found no form that meets the limits; allow more with "):
         run(demo_checkpoint, demo_texts, tmp_path, validate=limits)
     made = Run(tmp_path)
     assert not load_form_choice(made).met
     steps = [step.command for step in next_steps(report_verdict(made), standing(made))]
     assert any("fp8q distill" in step for step in steps)
     assert not any("fp8q tune" in step for step in steps)
+    with pytest.raises(GateError, match="`fp8q tune "):  # of other limits the search says nothing
+        api.validate(made.root, options=replace(limits, max_kl=1e-8))
+    assert any("fp8q tune" in step.command for step in next_steps(report_verdict(made), standing(made)))
 
 
 def test_codes_that_gptq_rounds_weigh_first_tokens(made: Run) -> None:

@@ -18,7 +18,7 @@ from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_t
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
 from ..advice.remedy import Remedy, remedy_of
 from ..tuning.document import Tuning, load_tuning
-from ..tuning.form_choice import NO_FORM_MEETS, load_form_choice
+from ..tuning.form_choice import ALLOW_MORE, NO_FORM_MEETS, load_form_choice
 from .rows import wrote
 
 
@@ -35,8 +35,8 @@ class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
-    alone. `remedy`: the change of forms that lessens its loss. `searched`: `fp8q run` looked for a form that meets the
-    limits, and there is none.
+    alone. `remedy`: the change of forms that lessens its loss. `searched`: `fp8q run` found no form that meets these
+    limits.
     """
 
     name: str
@@ -80,8 +80,18 @@ def standing(run: Run) -> Standing:
         form=forms_in_words(scales),
         plugin=bool(scales.two_terms),
         remedy=remedy_of(run) if current("sensitivity") else None,
-        searched=current("forms") and not load_form_choice(run).met,
+        searched=current("forms") and _searched_in_vain(run),
     )
+
+
+def _searched_in_vain(run: Run) -> bool:
+    """Tell whether `fp8q run` found no form for the limits of today's verdict, and the run has the one that it took."""
+    choice, verdict = load_form_choice(run), report_verdict(run)
+    limits = (choice.limit, choice.kl_limit_nats, choice.flips_limit)
+    if choice.met or limits != (verdict.limit, verdict.kl_limit_nats, verdict.flips_limit):
+        return False
+    made, recipe = run.record().stages["quantize"].options, choice.recipe
+    return (made["form"], made["skip"], made["weight_rounding"]) == (recipe.form, recipe.skip, recipe.weight_rounding)
 
 
 def forms_in_words(scales: Scales) -> str:
@@ -128,7 +138,8 @@ def _other_form(verdict: Verdict, has: Standing) -> NextStep:
     if has.tuned:
         return NextStep("Make it anew by what was chosen for the budget.", f"fp8q tune {has.name} {has.tuned} --apply")
     if has.searched:
-        return NextStep(f"{NO_FORM_MEETS}: allow more, or learn its codes from text.", f"fp8q distill {has.name}")
+        why = f"{NO_FORM_MEETS}; {ALLOW_MORE}, or learn the codes from text."
+        return NextStep(why, f"fp8q distill {has.name}")
     tune = tune_command(has.name, tune_budget(verdict), has.alone is None, plugin=has.plugin)
     return NextStep("Have the cheapest change chosen that meets the limit.", tune)
 

@@ -87,8 +87,9 @@ def load_form_choice(run: Run) -> FormChoice:
     return read_document(run.require(run.form_choice, "forms"), FormChoice)
 
 
-#: The outcome of a search in which no form meets the limits.
-NO_FORM_MEETS = "No form that `fp8q run` can choose meets the limits"
+#: The outcome of a search in which no form meets the limits, and a remedy.
+NO_FORM_MEETS = "`fp8q run` found no form that meets the limits"
+ALLOW_MORE = "allow more with --max-ppl-increase, --max-kl or --max-flips"
 #: How candidates were compared: their price, and the text that they were measured on.
 CHOSEN_ON = (
     "Cheapest by the mean of two ratios to one code everywhere: the bytes of a decode step, and the operations of a "

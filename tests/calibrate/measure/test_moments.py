@@ -43,6 +43,7 @@ def test_first_tokens_of_windows_are_added_as_often_as_their_weight(tmp_path: Pa
     assert load_moments(tmp_path, "a", first=0.0).tolist() == [[25, 35], [35, 49 + 1]]
     shrunk = [[4 * (1 + 9) + 25, 4 * 2 + 0.5 * 35], [4 * 2 + 0.5 * 35, 4 * 4 + 49 + 1]]
     assert load_moments(tmp_path, "a", first=4.0, shrinkage=0.5).tolist() == shrunk
+    assert load_moments(tmp_path, "flat", first=4.0, shrinkage=0.5).tolist() == every
 
 
 def test_what_comes_after_closing_begins_anew(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,7 @@ from fp8q.export.graph.plain_attention import write_plain_attention
 BATCH, SEQ, SLOTS, SIZE = 2, 3, 7, 8
 
 
-def attention(path: Path, heads: int, key_heads: int, mask: Sequence[int | str] | None = None, **more: float) -> Path:
+def attention(path: Path, heads: int, key_heads: int, mask: Sequence[int | str] | None = None, **more: Any) -> Path:
     """Write a graph of one Attention node, with fp8q's own names of dimensions."""
     shapes: dict[str, tuple[int, Sequence[int | str]]] = {
         "query": (TensorProto.FLOAT, ["batch", heads, "seq", SIZE]),
@@ -51,8 +52,8 @@ def test_answers_are_those_of_the_attention_node(tmp_path: Path, heads: int, key
         "value": random.standard_normal((BATCH, key_heads, SLOTS, SIZE)).astype(np.float32),
         "allowed": allowed,
     }
-    (expected,) = ReferenceEvaluator(onnx.load_model(path)).run(None, feeds)
-    (found,) = onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"]).run(None, feeds)
+    expected = np.asarray([*ReferenceEvaluator(onnx.load_model(path)).run(None, feeds)][0])
+    found = np.asarray(onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"]).run(None, feeds)[0])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

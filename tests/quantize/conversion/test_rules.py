@@ -95,7 +95,7 @@ def test_layers_of_multi_token_prediction_are_kept_unless_asked_for() -> None:
     ],
 )
 def test_what_servers_read_of_a_draft_in_bf16_alone_is_kept(module: str, reason: str) -> None:
-    """vLLM and SGLang make plain layers of these, without a place for scales, and accept codes as values."""
+    """vLLM or SGLang makes plain layers of these, without a place for scales, and accepts codes as values."""
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
     found = selected("model.layers.2.mlp.up_proj", module, config=config, mtp=True)
     assert found.matrices == ("model.layers.2.mlp.up_proj.weight",)
