@@ -6,7 +6,8 @@ from markdown import load, table
 
 
 def tasks() -> str:
-    """Scores, recovery, flips and p of each form, beside BF16's flips from FP32."""
+    """Scores, recovery, flips and p of each form, beside BF16's flips from FP32: of SmolLM2, and of the demo."""
+    models = load("tasks")["results"]
     rows = [
         [
             name,
@@ -20,7 +21,7 @@ def tasks() -> str:
             f"{row['paired']['mcnemar_p']:.2g}",
             flips(row["noise"]),
         ]
-        for name, forms in load("tasks")["results"].items()
+        for name, forms in models.items()
         for form, results in forms.items()
         for row in results
     ]
@@ -44,13 +45,13 @@ def flips(paired: dict[str, Any]) -> str:
 def needles() -> str:
     """Needles found at all depths together, and the change of the answers' log-probability, by length and runtime."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
-    for forms in load("needles")["results"].values():
+    for forms in (*load("needles")["results"].values(), *load("needles_4096")["results"].values()):
         for form, found in forms.items():
             for row in found:
                 every = row["all"]
                 change = f", {every['change']:+.3f}" if "change" in every else ""
                 cell = f"{every['right']} of {every['needles']}{change}"
-                rows.setdefault((form, row["runtime"]), {})[f"{row['length']:,}"] = cell
+                rows.setdefault((form, row["runtime"]), {}).setdefault(f"{row['length']:,}", cell)
     lengths = list(dict.fromkeys(length for cells in rows.values() for length in cells))
     head = ["FP8", "runtime", *(f"{length} tokens" for length in lengths)]
     return table(head, [[*names, *(cells.get(length, "") for length in lengths)] for names, cells in rows.items()])
