@@ -46,9 +46,9 @@ class EngineInfo(Strict):
     weight_scale: WeightScale | None = Field(
         default=None, description="the form of the graph beside it that it was built of; null: that of model.onnx"
     )
-    plain_attention: bool = Field(
-        default=False,
-        description="whether the graph beside it has plain GEMMs and a softmax, since its Attention could not be built",
+    plain_attention: bool | None = Field(
+        default=None,
+        description="true: the graph beside it has plain GEMMs and a softmax, since its Attention could not be built",
     )
     branches: bool | None = Field(
         default=None,
