@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_attention_node(tmp_path: Path, heads: int, key
         "value": random.standard_normal((BATCH, key_heads, SLOTS, SIZE)).astype(np.float32),
         "allowed": allowed,
     }
-    expected = np.asarray([*ReferenceEvaluator(onnx.load_model(path)).run(None, feeds)][0])
+    expected = np.asarray(next(iter(ReferenceEvaluator(onnx.load_model(path)).run(None, feeds))))
     found = np.asarray(onnxruntime.InferenceSession(plain, providers=["CPUExecutionProvider"]).run(None, feeds)[0])
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
