@@ -122,8 +122,9 @@ EXPERT_SHRINKAGE, WEIGHED_SHRINKAGE = 0.3, 0.1
 BLOCK = 128
 #: Of these, inputs whose errors are passed on one by one: their weights stay in the processor's cache.
 RUN = 16
-#: Values that one thread rounds together.
-VALUES = 1 << 23
+#: Values that one thread rounds together, at most; and those of a weight that are worth another thread, whose GEMMs
+#: take longer than the operators on single inputs, for which threads wait for one another (Python's lock).
+VALUES, WORTH_A_THREAD = 1 << 23, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,14 @@ def gptq_codes(weight: torch.Tensor, scale: torch.Tensor, compensation: Compensa
     Where inputs are uncorrelated and exact, these are the codes of nearest rounding, bit for bit.
     """
     if scale.dim() == 2:
-        with workers() as (pool, _):
-            bands = zip(weight.split(SIDE), scale, strict=True)
-            return torch.cat([*pool.map(lambda band: _rounded_band(band[0].float(), band[1], compensation), bands)])
-    with workers() as (pool, threads):
-        rows = max(1, min(VALUES // weight.shape[1], -(-len(weight) // threads)))
-        parts = zip(weight.split(rows), scale.split(rows), strict=True)
+        bands = zip(weight.split(SIDE), scale, strict=True)
+        return torch.cat([_rounded_band(band.float(), of_band, compensation) for band, of_band in bands])
+    threads = min(torch.get_num_threads(), max(1, weight.numel() // WORTH_A_THREAD))
+    rows = max(1, min(VALUES // weight.shape[1], -(-len(weight) // threads)))
+    parts = zip(weight.split(rows), scale.split(rows), strict=True)
+    if threads < 2:
+        return torch.cat([_rounded(part.float(), of_part, compensation) for part, of_part in parts])
+    with workers() as (pool, _):
         return torch.cat([*pool.map(lambda part: _rounded(part[0].float(), part[1], compensation), parts)])
 
 
