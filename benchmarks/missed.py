@@ -70,6 +70,13 @@ def _bf16_products(result: Figures) -> Iterator[str]:
             yield f"calibration over torch's own forward, {kind}: {ratio:.2f} (at most {result['limit_ratio'][kind]:g})"
 
 
+def _convert(result: Figures) -> Iterator[str]:
+    if result["ratio"] > result["limit_ratio"]:
+        yield f"the slower form over `cp -r`: {result['ratio']:.2f} (at most {result['limit_ratio']:g})"
+    if result["peak_bytes"] > result["limit_bytes"]:
+        yield f"memory: {result['peak_bytes'] / 1e9:.2f} GB (at most {result['limit_bytes'] / 1e9:g})"
+
+
 def _tune(result: Figures) -> Iterator[str]:
     limits = result["limits"]
     for model, found in result["results"].items():
@@ -126,6 +133,7 @@ def _wrong_models(result: Figures) -> Iterator[str]:
 
 
 LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
+    "convert": _convert,
     "generate": _generate,
     "memory": _memory,
     "distill_memory": _distill_memory,

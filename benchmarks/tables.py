@@ -85,6 +85,7 @@ PAGES: Mapping[str, Sequence[Callable[[], str]]] = {
     "docs/generate.md": generate.TABLES,
     "docs/gpu.md": gpu.TABLES,
     "docs/guides/larger-than-memory.md": guides.MEMORY,
+    "docs/guides/convert.md": guides.CONVERT,
     "docs/guides/llama-8b.md": guides.ONE_GPU,
     "docs/kv-cache.md": kv_cache.TABLES,
     "docs/numbers.md": numbers.TABLES,

@@ -149,4 +149,26 @@ def streaming() -> str:
     return table(["what", "formula", "Llama 3.1 8B", "Llama 3.1 70B"], rows)
 
 
-ONE_GPU, MEMORY = (llama_on_one_gpu,), (streaming,)
+def convert_seconds() -> str:
+    """What `fp8q convert` takes beside a copy of the same bytes."""
+    result = load("convert")
+    names = {
+        "cp": "`cp -r`", "cp_sync": "`cp -r`, and `sync`", "dynamic": "`fp8q convert --form dynamic`",
+        "block": "`fp8q convert --form block`",
+    }  # fmt: skip
+    rows = [
+        [
+            name,
+            f"{result[way]['seconds']:.1f} s",
+            f"{result[way]['seconds'] / result['cp']['seconds']:.1f}",
+            f"{result[way]['processor_seconds']:.1f} s",
+            gb(result[way]["peak_anonymous_bytes"]),
+        ]
+        for way, name in names.items()
+    ]
+    ceiling = result["ceiling_seconds"]
+    rows.append(["quantizing alone, in memory", f"{ceiling:.1f} s", f"{ceiling / result['cp']['seconds']:.1f}", "", ""])
+    return table([gb(result["bytes"]), "time", "of `cp -r`", "processor time", "memory"], rows)
+
+
+ONE_GPU, MEMORY, CONVERT = (llama_on_one_gpu,), (streaming,), (convert_seconds,)
