@@ -74,6 +74,10 @@ BY_HAND: Mapping[str, str] = {
     "accumulator_mmaemu": "accumulator.py --mmaemu",
     "drafts": "drafts.py --vllm .venv/vllm/bin/python",
     "tasks": "tasks.py --lm-eval .venv/lm-eval/bin/python",
+    "tasks_smollm2": (
+        "tasks.py build/real/smollm2=../shared/data/python-calibration.txt,../shared/data/python-evaluation.txt "
+        "--questions 200 --samples 64 --context 512 --forms . --lm-eval .venv/lm-eval/bin/python"
+    ),
     "needles_4096": "needles.py --lengths 4096 --trials 1 --sums 4096",
     "compare": "compare.py --vllm .venv/vllm --server .venv/vllm-server",
     "wrong_models": "wrong_models.py",

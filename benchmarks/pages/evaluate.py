@@ -4,13 +4,15 @@ from typing import Any
 
 from markdown import load, table
 
+from pages.real import MODELS
+
 
 def tasks() -> str:
     """Scores, recovery, flips and p of each form, beside BF16's flips from FP32: of SmolLM2, and of the demo."""
-    models = load("tasks")["results"]
+    models = load("tasks_smollm2")["results"] | load("tasks")["results"]
     rows = [
         [
-            name,
+            MODELS.get(name, name),
             row["task"],
             row["metric"],
             form,
