@@ -61,7 +61,7 @@ def test_the_run_ends_acceptable_and_tells_what_each_form_costs(made: Run) -> No
 def test_where_no_form_meets_the_limit_nothing_is_advised_that_cannot(
     demo_checkpoint: Path, demo_texts: Any, tmp_path: Path
 ) -> None:
-    limits = api.ValidateOptions(("bf16", "reference"), max_kl=1e-9, max_tokens=2040)
+    limits = api.ValidateOptions(("bf16", "reference"), max_kl=1e-9, max_tokens=4080)
     with pytest.raises(GateError, match=r"; `fp8q run` found no form that meets the limits; allow more with "):
         run(demo_checkpoint, demo_texts, tmp_path, validate=limits)
     made = Run(tmp_path)
