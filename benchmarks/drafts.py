@@ -123,7 +123,7 @@ def row(answer: Mapping[str, Any], without: Mapping[str, Any], original: Mapping
     if error := answer.get("error") or without.get("error"):
         return {"error": " ".join(str(error).split())}
     accepted, drafted = sum(answer["accepted"]), sum(answer["drafted"])
-    shares, others = (np.divide(each["accepted"], each["drafted"]) for each in (answer, original))
+    shares, others = (np.divide(counts["accepted"], counts["drafted"]) for counts in (answer, original))
     mean, low, high = Bootstrap(np.arange(len(shares))).interval(shares - others)
     return {
         "accepted": accepted,

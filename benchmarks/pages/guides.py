@@ -159,12 +159,12 @@ def convert_seconds() -> str:
     rows = [
         [
             name,
-            f"{result[way]['seconds']:.1f} s",
-            f"{result[way]['seconds'] / result['cp']['seconds']:.1f}",
-            f"{result[way]['processor_seconds']:.1f} s",
-            gb(result[way]["peak_anonymous_bytes"]),
+            f"{result[command]['seconds']:.1f} s",
+            f"{result[command]['seconds'] / result['cp']['seconds']:.1f}",
+            f"{result[command]['processor_seconds']:.1f} s",
+            gb(result[command]["peak_anonymous_bytes"]),
         ]
-        for way, name in names.items()
+        for command, name in names.items()
     ]
     ceiling = result["ceiling_seconds"]
     rows.append(["quantizing alone, in memory", f"{ceiling:.1f} s", f"{ceiling / result['cp']['seconds']:.1f}", "", ""])

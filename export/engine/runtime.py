@@ -6,7 +6,7 @@ for one major version of CUDA, and an older driver starts none of its objects: p
 tell what to do. So the driver is asked which CUDA it knows, and the remedy named.
 
 A builder's error comes in many lines, some about a missing driver, and names ONNX nodes or the runtime's own layers,
-which are named after them. `explain` makes one line of it: the module, the fault, the remedy. The failures in `KNOWN`
+which are named after them. `explain` makes a fault, with its module, and a remedy of it. The failures in `KNOWN`
 were provoked with TensorRT-RTX 1.7.1; others are passed on in TensorRT's words.
 """
 

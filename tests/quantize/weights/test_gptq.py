@@ -310,3 +310,19 @@ def test_products_of_rounded_inputs_err_less_where_their_rounding_is_known(seed:
 
 def test_a_share_of_the_energy_is_what_decibels_say() -> None:
     assert [lost_share(decibels) for decibels in (None, 0.0, 10.0, 30.0)] == [0.0, 1.0, 0.1, 0.001]
+
+
+def test_threads_that_share_a_weight_round_it_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weight, tokens = torch.randn(96, 64).to(torch.bfloat16), torch.randn(512, 64)
+    scale, factored = torch.full((96,), 0.01), compensation(tokens.T @ tokens)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        together = gptq_codes(weight, scale, factored)
+        monkeypatch.setattr("fp8q.quantize.weights.gptq.WORTH_A_THREAD", 1)
+        shared = gptq_codes(weight, scale, factored)
+    finally:
+        torch.set_num_threads(before)
+    same = (shared.view(torch.uint8) == together.view(torch.uint8)).float().mean()
+    assert float(same) > 0.99  # sums of other lengths may decide a tie
