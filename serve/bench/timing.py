@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..loop.sessions import Batch, Pace, Session
+from ..loop.step_sampling import best_tokens
 from .meter import MemoryTaken
 
 Clock = Callable[[], float]
@@ -67,7 +68,7 @@ def time_batch(
     times = [clock()]
     for filled in range(length, length + tokens - 1):
         batch.reserve(filled + 1, length + tokens, rows)
-        last = batch.decode(last, np.full(rows, filled)).argmax(-1)
+        last = best_tokens(batch.decode(last, np.full(rows, filled)), rows)
         times.append(clock())
     return BatchTiming(times[0] - begun, tuple(np.diff(times).tolist()))
 

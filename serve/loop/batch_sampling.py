@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from math import log
+from math import isfinite, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +41,11 @@ ROW_WORTH, THREAD_WORTH, MOST_THREADS = 1 << 12, 1 << 19, 8
 
 @dataclass(frozen=True)
 class RowChoice:
-    """A row's logits [vocabulary], and all that its next token depends on; see `sampling.choose`."""
+    """A row's logits [vocabulary], and all that its next token depends on; see `sampling.choose`. `logits` is None
+    where the token may be chosen from a part of them (`step_sampling`).
+    """
 
-    logits: NDArray[np.float32]
+    logits: NDArray[np.float32] | None
     sampling: Sampling
     counts: Mapping[int, int]
     random: np.random.Generator | None
@@ -51,9 +53,14 @@ class RowChoice:
 
 def choose_all(choices: Sequence[RowChoice]) -> list[int | Exception]:
     """Choose the next token of each row; return it, or the exception, as `sampling.choose` returns or raises."""
-    drawn = [_drawn(choice) for choice in choices]  # here, in order: generators are not for several threads
-    pairs = list(zip(choices, drawn, strict=True))
-    threads = min(_most_threads(), sum(choice.logits.size for choice in choices) // THREAD_WORTH, len(choices))
+    return choose_drawn(choices, [draw_uniform(choice) for choice in choices])  # in order: generators are of one thread
+
+
+def choose_drawn(choices: Sequence[RowChoice], uniforms: Sequence[float]) -> list[int | Exception]:
+    """Choose the next token of each row with the number that `draw_uniform` drew for it."""
+    pairs = list(zip(choices, uniforms, strict=True))
+    logits = sum(choice.logits.size for choice in choices if choice.logits is not None)
+    threads = min(_most_threads(), logits // THREAD_WORTH, len(choices))
     if threads < 2:
         return _chosen(pairs)
     chosen: list[int | Exception] = [0] * len(pairs)
@@ -73,7 +80,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_most_threads(), "fp8q-sample")
 
 
-def _drawn(choice: RowChoice) -> float:
+def draw_uniform(choice: RowChoice) -> float:
     """Draw the uniform number for a token from its request's generator."""
     return float(choice.random.random()) if choice.sampling.temperature and choice.random else 0.0
 
@@ -82,6 +89,7 @@ def _chosen(pairs: Sequence[tuple[RowChoice, float]]) -> list[int | Exception]:
     chosen: list[int | Exception] = []
     for choice, uniform in pairs:
         try:
+            assert choice.logits is not None, "they are read"
             logits = penalized(choice.logits, choice.sampling, choice.counts)
             token = likely_token(logits, choice.sampling, uniform) if logits.size >= ROW_WORTH else None
             chosen.append(token_at(logits, choice.sampling, uniform) if token is None else token)
@@ -100,7 +108,7 @@ def likely_token(logits: NDArray[np.float32], sampling: Sampling, uniform: float
     row = WeighedRow(logits, sampling.temperature)
     if not row.weighed:
         return None
-    return row.token_by_id(uniform) if sampling.top_p >= 1.0 else row.token_of_nucleus(sampling.top_p, uniform)
+    return row.token_by_id(uniform) if sampling.top_p >= 1.0 else row.likely_of_nucleus(sampling.top_p, uniform)
 
 
 _rooms = threading.local()
@@ -115,8 +123,91 @@ def _room(size: int) -> NDArray[np.float32]:
     return room
 
 
-class WeighedRow:
-    """The weights e^((logit - top) / temperature) of a row's tokens, in FP32 and summed by blocks of neighbours."""
+class WeighedBlocks:
+    """The weights e^((logit - top) / temperature) of a row's tokens, of which the sums over blocks of neighbours are
+    known, within `SLACK` of all weight. `top`: the best logit; `weighed`: whether the bounds hold for it, and all sums
+    are numbers.
+    """
+
+    def __init__(self, maxima: NDArray[np.float32], sums: NDArray[np.float32], temperature: float):
+        """Take the largest logit of each block, and the sums of weights relative to it, [blocks]."""
+        self.top, self._temperature = float(maxima.max()), temperature
+        self.weighed = abs(self.top) < LARGEST_TOP
+        if self.weighed:
+            relative = (maxima.astype(np.float64) - self.top) / temperature
+            self._sum(sums.astype(np.float64) * np.exp(relative))
+
+    def _sum(self, blocks: NDArray[np.float64]) -> None:
+        self._blocks, self._total = blocks, float(blocks.sum())
+        self.weighed = isfinite(self._total)
+
+    def weights(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The weights of some tokens in FP64, as `sampling` has them before they are divided by their sum."""
+        weights: NDArray[np.float64] = np.exp((logits.astype(np.float64) - self.top) / self._temperature)
+        return weights
+
+    def _totals(self) -> Iterator[tuple[float, float]]:
+        """The sum of all weights with the bound of its error; then again, closer, if that can be."""
+        yield self._total, SLACK
+
+    def block_at(self, uniform: float) -> int | None:
+        """Go through the blocks until they hold `uniform` of all weight."""
+        block = int(self._blocks.cumsum().searchsorted(uniform * self._total, side="right"))
+        return block if block < len(self._blocks) else None
+
+    def token_in(self, block: int, logits: NDArray[np.float32], uniform: float) -> int | None:
+        """Go through the tokens of the block at `uniform`, whose `logits` these are, until they hold that."""
+        target, error = uniform * self._total, 2 * SLACK * self._total
+        begin = float(self._blocks[: block + 1].cumsum()[block] - self._blocks[block])
+        inside = begin + self.weights(logits).cumsum()
+        token = int(inside.searchsorted(target, side="right"))
+        if (
+            token == len(inside)
+            or not (begin if token == 0 else inside[token - 1]) + error < target < inside[token] - error
+        ):
+            return None
+        return BLOCK * block + token
+
+    def floor(self, top_p: float, count: int) -> float:
+        """A logit below which `count` tokens would hold less than is outside the nucleus."""
+        share = min(1.0, (1.0 - top_p) * self._total / count)
+        floor = self.top + self._temperature * log(share) if share else -np.inf
+        return floor - 1e-5 * (1.0 + abs(floor))
+
+    def may_hold(self, blocks: NDArray[np.int64], top_p: float) -> bool:
+        """Tell whether some blocks hold more than `top_p` of all weight."""
+        return bool(self._blocks[blocks].sum() > top_p * self._total)
+
+    def holds(self, logits: NDArray[np.float32], top_p: float) -> bool:
+        """Tell whether some tokens hold more than `top_p` of all weight."""
+        return bool(self.weights(logits).sum() > top_p * self._total * (1.0 + SLACK))
+
+    def token_of_nucleus(
+        self, tokens: NDArray[np.int64], logits: NDArray[np.float32], top_p: float, uniform: float
+    ) -> int | None:
+        """Go through the fewest tokens that hold `top_p`, best first, until they hold `uniform` of their weight.
+
+        `tokens`, by id: some that hold it, with their `logits`, and none that is worse than another is missing.
+        """
+        order = best_first(logits)
+        tokens, logits = tokens[order], logits[order]
+        weights = self.weights(logits)
+        if ((logits[:-1] != logits[1:]) & (weights[:-1] - weights[1:] < FINE_SLACK * weights[:-1])).any():
+            return None  # divided by their sum they may be equal, and then they are ordered by id
+        cumulative = weights.cumsum()
+        for total, slack in self._totals():
+            last = cumulative.searchsorted([top_p * total * (1.0 - slack), top_p * total * (1.0 + slack)])
+            if last[1] == len(cumulative):
+                return None
+            target = uniform * cumulative[last] * (1.0 - FINE_SLACK, 1.0 + FINE_SLACK)
+            least, most = cumulative.searchsorted(target, side="right").tolist()
+            if least == most <= last[0]:
+                return int(tokens[least])
+        return None
+
+
+class WeighedRow(WeighedBlocks):
+    """A row whose logits are all there: weights in FP32, summed by blocks."""
 
     def __init__(self, logits: NDArray[np.float32], temperature: float):
         """Weigh `logits` [vocabulary], if the bounds hold for the best of them, and it is a number."""
@@ -131,62 +222,26 @@ class WeighedRow:
             np.subtract(logits, np.float32(self.top), out=weights)
             np.multiply(weights, np.float32(1.0 / temperature), out=weights)
         np.exp(weights, out=weights)
-        self._blocks = np.einsum("ij->i", room.reshape(-1, BLOCK)).astype(np.float64)
-        self._total = float(self._blocks.sum())
-
-    def _exact(self, tokens: NDArray[np.int64] | slice) -> NDArray[np.float64]:
-        """The weights of some tokens in FP64, as `sampling` has them before they are divided by their sum."""
-        weights: NDArray[np.float64] = np.exp((self._logits[tokens].astype(np.float64) - self.top) / self._temperature)
-        return weights
+        self._sum(np.einsum("ij->i", room.reshape(-1, BLOCK)).astype(np.float64))
 
     def _totals(self) -> Iterator[tuple[float, float]]:
-        """The sum of all weights with the bound of its error; then again, closer."""
-        yield self._total, SLACK
-        yield float(self._exact(slice(None)).sum()), FINE_SLACK
+        """The sum in FP32, and in FP64."""
+        yield from super()._totals()
+        yield float(self.weights(self._logits).sum()), FINE_SLACK
 
     def token_by_id(self, uniform: float) -> int | None:
         """Go through the tokens by id until they hold `uniform` of all weight."""
-        ends = self._blocks.cumsum()
-        target, error = uniform * self._total, 2 * SLACK * self._total
-        block = int(ends.searchsorted(target, side="right"))
-        if block == len(ends):
+        if (block := self.block_at(uniform)) is None:
             return None
-        begin = float(ends[block] - self._blocks[block])
-        inside = begin + self._exact(slice(BLOCK * block, BLOCK * (block + 1))).cumsum()
-        token = int(inside.searchsorted(target, side="right"))
-        if (
-            token == len(inside)
-            or not (begin if token == 0 else inside[token - 1]) + error < target < inside[token] - error
-        ):
-            return None
-        return BLOCK * block + token
+        return self.token_in(block, self._logits[BLOCK * block : BLOCK * (block + 1)], uniform)
 
-    def token_of_nucleus(self, top_p: float, uniform: float) -> int | None:
-        """Go through the fewest tokens that hold `top_p`, best first, until they hold `uniform` of their weight."""
-        tokens = self._nucleus_and_more(top_p)
-        logits, weights = self._logits[tokens], self._exact(tokens)
-        if ((logits[:-1] != logits[1:]) & (weights[:-1] - weights[1:] < FINE_SLACK * weights[:-1])).any():
-            return None  # divided by their sum they may be equal, and then they are ordered by id
-        cumulative = weights.cumsum()
-        for total, slack in self._totals():
-            last = cumulative.searchsorted([top_p * total * (1.0 - slack), top_p * total * (1.0 + slack)])
-            if last[1] == len(cumulative):
-                return None
-            target = uniform * cumulative[last] * (1.0 - FINE_SLACK, 1.0 + FINE_SLACK)
-            least, most = cumulative.searchsorted(target, side="right").tolist()
-            if least == most <= last[0]:
-                return int(tokens[least])
-        return None
-
-    def _nucleus_and_more(self, top_p: float) -> NDArray[np.int64]:
-        """Tokens that hold `top_p`, the best first and then by id, and perhaps some more."""
+    def likely_of_nucleus(self, top_p: float, uniform: float) -> int | None:
+        """Draw from the nucleus, which is looked for among ever more tokens."""
         for count in (*NEAR, len(self._logits)):
-            share = min(1.0, (1.0 - top_p) * self._total / count)
-            floor = self.top + self._temperature * log(share) if share else -np.inf
-            tokens = np.flatnonzero(self._logits >= floor - 1e-5 * (1.0 + abs(floor)))
-            if self._exact(tokens).sum() > top_p * self._total * (1.0 + SLACK):
+            tokens = np.flatnonzero(self._logits >= self.floor(top_p, count))
+            if self.holds(self._logits[tokens], top_p):
                 break
-        return tokens[best_first(self._logits[tokens])]
+        return self.token_of_nucleus(tokens, self._logits[tokens], top_p, uniform)
 
 
 def best_first(logits: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -4,7 +4,8 @@ Two dozen functions of `libcuda.so.1`, which every NVIDIA driver brings, are all
 (`cuda-bindings` 13.5: 8 MB to download, 31 MB installed) would take the place of the structure below and of the checks
 of status, some 60 lines; but it is made for one major version of CUDA, so each Triton image would need the one that
 fits its driver and its TensorRT, and a wrong one would be a new way to fail. Names and structures are those of NVIDIA's
-"CUDA Driver API" (6.13 memory, 6.14 streams, 6.22 graphs, 6.15 memory in the order of a stream).
+"CUDA Driver API" (6.13 memory, 6.14 streams, 6.22 graphs, 6.15 memory in the order of a stream; modules, and the
+launch of their functions).
 
 Written from that documentation: it has not run on a GPU yet. Each function's exported name and the kinds of its
 arguments, each constant and the structure are those of `cuda-bindings` 13.5 (`tests/serve/loop/test_cuda.py` compares
@@ -16,13 +17,13 @@ Imports only NumPy and its neighbours in this folder, as all that is copied into
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import CaptureError, Copy
+from .device import CaptureError, Copy, Function
 from .sessions import SessionError
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
@@ -230,6 +231,22 @@ class CudaDevice:
             Address(address), ctypes.c_size_t(line or width), ctypes.c_ubyte(0), ctypes.c_size_t(width),
             ctypes.c_size_t(lines), self._stream,
         )  # fmt: skip
+
+    def load(self, image: bytes, names: Sequence[str]) -> dict[str, Function]:
+        """Have the driver compile PTX for this GPU; the module stays with the context."""
+        module, functions = Handle(), dict[str, Function]()
+        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
+        for name in names:
+            function = Handle()
+            self._call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode()))
+            functions[name] = Function(function.value or 0)
+        return functions
+
+    def launch(self, function: Function, grid: tuple[int, int], threads: int, arguments: Sequence[Any]) -> None:
+        """Run a kernel, later; the driver copies its arguments before it returns."""
+        pointers = (Handle * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        dimensions = map(ctypes.c_uint, (*grid, 1, threads, 1, 1, 0))
+        self._call("cuLaunchKernel", Handle(function), *dimensions, self._stream, pointers, Handle())
 
     def wait(self) -> None:
         """Wait until the stream is empty."""

@@ -21,7 +21,7 @@ Nothing here depends on CUDA: addresses are numbers. Imports only the cache, as 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any, Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,10 @@ class Copy:
     source_block: int
     target_line: int
     target_block: int
+
+
+#: A kernel that a device has loaded.
+Function = NewType("Function", int)
 
 
 class CaptureError(RuntimeError):
@@ -85,6 +89,14 @@ class Device(Protocol):
         """Capture `work`, without doing it, as a function that repeats it with the addresses that it has now. The
         function ends nothing but itself: it goes with its last reference. Raises CaptureError where it cannot be.
         """
+
+    def load(self, image: bytes, names: Sequence[str]) -> dict[str, Function]:
+        """Load the kernels of these names from PTX, for as long as the device is there. Raises SessionError where the
+        device does not take them.
+        """
+
+    def launch(self, function: Function, grid: tuple[int, int], threads: int, arguments: Sequence[Any]) -> None:
+        """Run a kernel of so many programs with so many threads each; `arguments` are values of ctypes."""
 
     def wait(self) -> None:
         """Wait until all enqueued work is done."""
@@ -212,13 +224,14 @@ class DeviceCache:
     def _row(self, group: CacheGroup) -> int:
         return group.heads * self.capacity * group.size
 
-    def _block(self, group: CacheGroup) -> int:
+    def block(self, group: CacheGroup) -> int:
+        """Bytes from one tensor of a group to the next."""
         return self.rows * self._row(group)
 
     def addresses(self, first: int) -> list[int]:
         """Return the address of row `first` in each tensor, in the order of the layout."""
         return by_number(
-            (number, base + index * self._block(group) + first * self._row(group))
+            (number, base + index * self.block(group) + first * self._row(group))
             for group, base in zip(self.groups, self.bases, strict=True)
             for index, number in enumerate(group.tensors)
         )
@@ -241,14 +254,14 @@ class DeviceCache:
                     source_line=line,
                     source_block=new_block(group, rows, seq),
                     target_line=self.capacity * group.size,
-                    target_block=self._block(group),
+                    target_block=self.block(group),
                 )
             )
 
     def move(self, source: int, target: int, filled: int) -> None:
         """Let row `target` hold the `filled` first positions of row `source`."""
         for group, base in zip(self.groups, self.bases, strict=True) if filled else ():
-            line, block = self.capacity * group.size, self._block(group)
+            line, block = self.capacity * group.size, self.block(group)
             self.device.copy(
                 Copy(
                     source=base + source * self._row(group),
@@ -267,7 +280,7 @@ class DeviceCache:
         """Let a row hold zeros again."""
         for group, base in zip(self.groups, self.bases, strict=True):
             for index in range(len(group.tensors)):
-                self.device.zero(base + index * self._block(group) + row * self._row(group), self._row(group))
+                self.device.zero(base + index * self.block(group) + row * self._row(group), self._row(group))
 
     def free(self) -> None:
         """Give the memory back, when all work is done."""

@@ -1,10 +1,12 @@
 """Active sequences on a device: the engine reads and writes there, and the host transfers only tokens and logits.
 
 A decode step is captured once for each number of rows (powers of two; surplus rows are padding that attends to itself
-alone) and each capacity: upload tokens, positions and mask, run the engine, download logits, in one launch. The new
-keys and values are then copied to their slots, with one copy for all rows at one position; the host waits once, at the
-end. Chunks of prompts are padded to few lengths (`padded_length`). The capacity grows by doubling, as in host memory
-(`host_batch`), since attention reads every slot; it shrinks only after a while, for all steps are captured again then.
+alone) and each capacity: upload tokens, positions, mask and slots, run the engine, store the new keys and values in
+these slots, in one launch. The logits stay on the device, which summarizes them (`device_logits`): the host waits once
+for greedy tokens, twice for drawn ones. Where the kernels for that are not to be had (`device_kernels`), keys and
+values are copied to their slots, with one copy for all rows at one position, and all logits downloaded. Chunks of
+prompts are padded to few lengths (`padded_length`). The capacity grows by doubling, as in host memory (`host_batch`),
+since attention reads every slot; it shrinks only after a while, for all steps are captured again then.
 Memory is taken when a batch is opened, for the largest capacity and the largest chunk of a prompt (`take`), and while
 nothing is in flight all is kept for the next request.
 
@@ -16,7 +18,7 @@ Imports only NumPy and its neighbours in this folder, as it is copied into Trito
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,10 @@ from numpy.typing import NDArray
 
 from .device import CaptureError, Device, DeviceCache, bucket_of, padded_length, runs, slot_step
 from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, call_layout, float_logits
+from .device_kernels import load_kernels
+from .device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
 from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
+from .step_logits import StepLogits
 
 LOG = logging.getLogger("fp8q")
 #: Calls of a captured step that are held against uncaptured ones: the second has other tokens than were captured.
@@ -59,7 +64,10 @@ class DeviceBatch:
         self._positions, self._step = positions // step * step, step
         self._cache: DeviceCache | None = None
         self._steps: dict[int, _Step] = {}
-        self._prompts = Room(device)
+        self._prompts, self._sampling = Room(device), Room(device)
+        self._summary = SummaryLayout(rows, program.vocabulary, program.logits_dtype)
+        self._kernels = load_kernels(device, program.layout)
+        self._unread: DeviceLogits | None = None
         self._captures, self._wasted = program.captures, 0
         # by the rows of a step; 0: of prompts, whose want of memory is to show at once
         self._contexts: dict[int, Any] = {0: program.context("prefill")}
@@ -77,7 +85,8 @@ class DeviceBatch:
         steps = {bucket_of(count, self._rows) for count in range(1, self._rows + 1)}
         asked = 1 if self._program.asks else None
         shapes = (CallShape(count, 1, self._positions, asked) for count in steps)
-        return max(calls) + sum(call_layout(self._program, shape).device for shape in shapes)
+        sampling = self._summary.device if self._kernels else 0
+        return max(calls) + sampling + sum(call_layout(self._program, shape).device for shape in shapes)
 
     def take(self, chunk: int) -> None:
         """Take the memory of the past, and of chunks of so many positions of prompts, to which padding adds up."""
@@ -85,6 +94,8 @@ class DeviceBatch:
         self._cache = DeviceCache(self._device, self._program.layout, self._rows, self._positions)
         for shape in self._shapes(chunk):
             self._prompts.hold(call_layout(self._program, shape))
+        if self._kernels:
+            self._sampling.hold(self._summary)
 
     def _shapes(self, chunk: int) -> list[CallShape]:
         """The longest chunks of prompts: of one row, and of all rows, whose mask is the largest."""
@@ -168,27 +179,35 @@ class DeviceBatch:
         converted = float_logits(logits, self._program.logits_dtype)
         return converted.reshape(count, scored_positions, -1).copy()  # the next chunk writes over them
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> StepLogits:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
+        if self._unread and not self._unread.read:
+            self._device.wait()  # what it uploads is written over
         count, bucket = len(tokens), bucket_of(len(tokens), self._rows)
         step = self._steps.get(bucket) or self._made(bucket)
         call = step.call
         call.tokens[:] = call.positions[:] = 0
         call.tokens[:count, 0], call.positions[:count, 0] = tokens, filled
+        call.slots[:count], call.slots[count:] = filled, -1
         now = np.zeros(bucket, np.int64)
         now[:count] = filled
         for row, (before, after) in enumerate(zip(step.shown.tolist(), now.tolist(), strict=True)):
             call.mask[row, min(before, after) : max(before, after)] = after > before
         step.shown[:] = now
         self._run(step)
-        for first, rows, slot in runs(filled.tolist()):
-            self._held().write(call.new, (bucket, 1), (first, first, slot), rows, 1)
-        self._device.wait()
-        return float_logits(call.logits[:count], self._program.logits_dtype)
+        summaries = None
+        if self._kernels:
+            room, layout = self._sampling.hold(self._summary), replace(self._summary, rows=count)
+            summaries = DeviceSummaries(self._kernels, room, layout, call.logits_at)
+        else:
+            for first, rows, slot in runs(filled.tolist()):
+                self._held().write(call.new, (bucket, 1), (first, first, slot), rows, 1)
+        self._unread = DeviceLogits(self._device, call.logits_at, call.logits, self._program.logits_dtype, summaries)
+        return self._unread
 
     def _made(self, bucket: int) -> _Step:
         """The step of a bucket of rows, made once for each capacity."""
-        cache, device, room = self._held(), self._device, Room(self._device)
+        cache, device, kernels, room = self._held(), self._device, self._kernels, Room(self._device)
         shape = CallShape(bucket, 1, cache.capacity, 1 if self._program.asks else None)
         context, pasts = self._context(bucket), cache.addresses(0)
         call = bound_call(self._program, context, "decode", shape, pasts, room)
@@ -198,7 +217,8 @@ class DeviceBatch:
         def work() -> None:  # knows nothing of the step: that would be a cycle, which keeps both beyond their use
             device.upload(call.uploaded, call.address)
             call.run()
-            device.download(call.logits_at, call.logits.reshape(-1))
+            if kernels:
+                kernels.scatter(cache, call.new, bucket, call.slots_at)
 
         self._steps[bucket] = _Step(call, room, np.zeros(bucket, np.int64), work)
         return self._steps[bucket]
@@ -211,13 +231,11 @@ class DeviceBatch:
         step.work()  # the first run of an engine cannot be captured
         if not self._captures:
             return
-        self._device.wait()
-        dtype, expected = self._program.logits_dtype, step.call.logits.copy()
+        expected = self._logits_of(step)
         try:
             step.launch = step.launch or self._device.captured(step.work)
             step.launch()
-            self._device.wait()
-            if not same_logits(float_logits(expected, dtype), float_logits(step.call.logits, dtype)):
+            if not same_logits(expected, self._logits_of(step)):
                 raise CaptureError("its logits are others than the engine gives uncaptured")
         except CaptureError as error:
             LOG.warning(
@@ -228,6 +246,13 @@ class DeviceBatch:
                 other_step.launch = None
             step.work()
         step.checked += 1
+
+    def _logits_of(self, step: _Step) -> NDArray[np.float32]:
+        """The logits of all rows of a step, padding too, when it is done."""
+        logits = step.call.logits
+        self._device.download(step.call.logits_at, logits.reshape(-1))
+        self._device.wait()
+        return float_logits(logits, self._program.logits_dtype).copy()
 
     def _context(self, rows: int) -> Any:
         """The engine's context for steps of so many rows, 0 for prompts: made once, whatever the capacity."""
@@ -262,6 +287,7 @@ class DeviceBatch:
         """Forget all rows, and give the memory back."""
         self._forget_steps()
         self._prompts.free()
+        self._sampling.free()
         if self._cache:
             self._cache.free()
         self._cache = None

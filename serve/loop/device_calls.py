@@ -1,10 +1,11 @@
 """The memory of one call of an engine, in page-locked host memory and on the device.
 
-    host     tokens | positions | mask | (indices) | logits of the last positions
-    device   tokens | positions | mask | (indices) | new keys and values, group by group | logits
+    host     tokens | positions | mask | (indices) | slots | logits of the last positions
+    device   tokens | positions | mask | (indices) | slots | new keys and values, group by group | logits
 
-The inputs lie alike on both sides, so they are uploaded at once. Of the logits only a row's last position is
-downloaded: rows of a chunk end together. Where the graph is asked for it by its index, there are no other logits;
+The inputs lie alike on both sides, so they are uploaded at once; `slots` are for the kernel that stores the new keys
+and values of a decode step (`device_kernels`). Of the logits only a row's last position is downloaded, if any: rows of
+a chunk end together. Where the graph is asked for it by its index, there are no other logits;
 otherwise those of all positions lie on the device. Allocating page-locked memory stops the device, so a `Room` outlasts
 its call: that of a decode step belongs to it, since a captured step repeats its addresses; all chunks of prompts share
 one, which grows to the largest of them.
@@ -93,11 +94,12 @@ class CallShape:
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Offsets in bytes: of the inputs on both sides, of each group's new values and of the logits on the device; the
-    logits of the host follow what is `uploaded`. `host` and `device`: the bytes in all.
+    """Offsets in bytes: of the inputs and the slots on both sides, of each group's new values and of the logits on the
+    device; the logits of the host follow what is `uploaded`. `host` and `device`: the bytes in all.
     """
 
     inputs: tuple[int, ...]
+    slots: int
     uploaded: int
     new: tuple[int, ...]
     logits: int
@@ -108,18 +110,31 @@ class CallLayout:
 def call_layout(program: DeviceProgram, shape: CallShape) -> CallLayout:
     """Lay out the memory of a call."""
     width = program.vocabulary * program.logits_dtype.itemsize
-    *inputs, uploaded = _offsets([WORD * rows * columns for rows, columns in shape.tokens.values()])
+    sizes = [WORD * rows * columns for rows, columns in shape.tokens.values()]
+    *inputs, slots, uploaded = offsets([*sizes, WORD * shape.count])
     blocks = [len(group.tensors) * new_block(group, shape.count, shape.seq) for group in groups_of(program.layout)]
-    *new, logits, device = _offsets([*blocks, shape.count * shape.scored * width], uploaded)
-    return CallLayout(tuple(inputs), uploaded, tuple(new), logits, uploaded + shape.count * width, device)
+    *new, logits, device = offsets([*blocks, shape.count * shape.scored * width], uploaded)
+    return CallLayout(tuple(inputs), slots, uploaded, tuple(new), logits, uploaded + shape.count * width, device)
 
 
-def _offsets(sizes: Sequence[int], begin: int = 0) -> list[int]:
+def offsets(sizes: Sequence[int], begin: int = 0) -> list[int]:
     """The aligned offsets of blocks of these `sizes`, one behind the other from `begin`, and the end of the last."""
     offsets = [begin]
     for size in sizes:
         offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
     return offsets
+
+
+class MemoryLayout(Protocol):
+    """Anything that has parts on `host` and `device`, of so many bytes there."""
+
+    @property
+    def host(self) -> int:
+        """Bytes on the host."""
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device."""
 
 
 class Room:
@@ -131,8 +146,8 @@ class Room:
         self.host: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.address = self._size = 0
 
-    def hold(self, layout: CallLayout) -> "Room":
-        """Make room for a call; contents are lost if the room is too small. The device must have finished with it."""
+    def hold(self, layout: MemoryLayout) -> "Room":
+        """Make room for a layout; contents are lost if the room is too small. The device must have finished with it."""
         if layout.host > self.host.size:
             self.host = self._device.host(layout.host)
         if layout.device > self._size:
@@ -149,15 +164,17 @@ class Room:
 
 @dataclass
 class BoundCall:
-    """The inputs of a call on the host, its outputs on the device, its last logits on the host, and the engine's run;
-    `uploaded`: the inputs, as one array.
+    """The inputs of a call and its `slots` [rows] on the host, its outputs on the device, its last logits on the host,
+    and the engine's run; `uploaded`: inputs and slots, as one array.
     """
 
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     mask: NDArray[np.int64]
+    slots: NDArray[np.int64]
     uploaded: NDArray[np.uint8]
     address: int
+    slots_at: int
     new: tuple[int, ...]
     logits_at: int
     logits: NDArray[np.uint8]
@@ -188,8 +205,12 @@ def bound_call(
         | dict(zip(program.names("new"), _new_addresses(program, shape, new), strict=True))
         | {"logits": room.address + layout.logits},
     )
-    uploaded = room.host[: layout.uploaded]
-    return BoundCall(tokens, positions, mask, uploaded, room.address, new, room.address + layout.logits, logits, run)
+    slots = room.host[layout.slots : layout.slots + WORD * shape.count].view(np.int64)
+    slots[:] = -1
+    return BoundCall(
+        tokens, positions, mask, slots, room.host[: layout.uploaded], room.address, room.address + layout.slots, new,
+        room.address + layout.logits, logits, run,
+    )  # fmt: skip
 
 
 def input_shapes(program: DeviceProgram, shape: CallShape) -> dict[str, tuple[int, ...]]:

@@ -21,11 +21,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .batch_sampling import choose_all
 from .request import BusyError, GeneratedAnswer, Piece, Request, RequestError, Row, TokenizedRequest, tokenize_request
 from .sessions import Pace, Session
+from .step_logits import HostLogits, StepLogits
+from .step_sampling import choose_step
 from .text import TextStream, Vocabulary
 
 __all__ = [
@@ -170,12 +170,11 @@ class Generator:
             return []
         rows = self._rows[:count]
         tokens, filled = np.array([row.last for row in rows]), np.array([row.filled for row in rows])
-        answering = [
-            (row, values) for row, values in zip(rows, self._batch.decode(tokens, filled), strict=True) if row.answering
-        ]
+        logits = self._batch.decode(tokens, filled)
+        answering = [(row, index) for index, row in enumerate(rows) if row.answering]
         for row, _ in answering:
             row.filled += 1
-        return advance_all(answering)
+        return advance_all(answering, logits)
 
     def _prefill(self, others: int) -> list[Piece]:
         """Read a chunk of prompts, when their turn has come among the tokens of so many `others`; return the first
@@ -198,9 +197,8 @@ class Generator:
         for row, length in zip(rows, lengths, strict=True):
             row.filled += length
             row.turn = self._steps
-        return advance_all(
-            [(row, values) for row, values in zip(rows, logits, strict=True) if row.filled == len(row.prompt)]
-        )
+        complete_rows = [(row, index) for index, row in enumerate(rows) if row.filled == len(row.prompt)]
+        return advance_all(complete_rows, HostLogits(logits))
 
     def _chunk(self) -> tuple[int, list[int]]:
         """The rows whose turn it is, the first and then its neighbours, and how much of each prompt to take in."""
@@ -230,10 +228,12 @@ class Generator:
             self._batch.idle()
 
 
-def advance_all(rows: Sequence[tuple[Row, NDArray[np.float32]]]) -> list[Piece]:
-    """Choose the next token of each row from its logits [vocabulary], all in one call; return their pieces."""
-    chosen = choose_all([row.choice(logits) for row, logits in rows])
-    return [row.advance(logits, token) for (row, logits), token in zip(rows, chosen, strict=True)]
+def advance_all(rows: Sequence[tuple[Row, int]], logits: StepLogits) -> list[Piece]:
+    """Choose the next token of each row, whose index in the step is beside it, all in one call; return their pieces."""
+    read = [index for row, index in rows if row.needs_logits]
+    values = dict(zip(read, logits.rows(read), strict=True))
+    chosen = choose_step([row.choice(values.get(index)) for row, index in rows], [index for _, index in rows], logits)
+    return [row.advance(values.get(index), token) for (row, index), token in zip(rows, chosen, strict=True)]
 
 
 def complete(generator: Generator, requests: Sequence[Request]) -> list[GeneratedAnswer]:

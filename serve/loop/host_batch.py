@@ -4,7 +4,7 @@ A decode step has its inputs and outputs bound once for each number of rows; the
 token fills, and only this step's keys and values are written, by position, into the buffers of the next step. Chunks of
 prompts vary in shape, so they are bound at each call.
 
-Copied unchanged into Triton repositories: imports only NumPy and the cache.
+Copied unchanged into Triton repositories: imports only NumPy and its neighbours in this folder.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import BLOCK, CacheLayout, HostCache, KeyValues
+from .step_logits import HostLogits
 
 #: The input of a graph that gives the logits of these positions of a call alone, int64 [batch, scored].
 LOGITS_INDICES = "logits_indices"
@@ -163,7 +164,7 @@ class HostBatch:
             cache.write(first + row, positions[row : row + 1, -length:], values)
         return logits[:, -1]
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> HostLogits:
         """Read one token of each row; the next call with as many rows overwrites the returned logits."""
         count = len(tokens)
         step = self._steps.get(count) or self.bound(count)
@@ -173,7 +174,7 @@ class HostBatch:
         step.shown[:] = filled
         step.run()
         self._held().write(0, step.positions, step.new)
-        return step.logits
+        return HostLogits(step.logits)
 
     def bound(self, count: int) -> _Step:
         """The step of `count` rows, made once for each capacity."""

@@ -219,7 +219,13 @@ class Row:
         """Tell whether the next token is one of the prompt."""
         return self.produced < len(self.forced)
 
-    def choice(self, logits: NDArray[np.float32]) -> RowChoice:
+    @property
+    def needs_logits(self) -> bool:
+        """Tell whether the next token takes all of the row's logits: for penalties, or for log-probabilities."""
+        penalized = self.sampling.frequency_penalty or self.sampling.presence_penalty
+        return self.forcing or self.request.logprobs is not None or bool(penalized)
+
+    def choice(self, logits: NDArray[np.float32] | None) -> RowChoice:
         """Return all that the next token depends on; `logits` [vocabulary]. A forced token draws no random number."""
         if self.forcing:
             return RowChoice(logits, Sampling(), Counter(), None)
@@ -227,8 +233,8 @@ class Row:
             self.random = np.random.default_rng(self.request.seed)
         return RowChoice(logits, self.sampling, self.counts, self.random)
 
-    def advance(self, logits: NDArray[np.float32], chosen: int | Exception) -> Piece:
-        """Take the token that was chosen from `logits` [vocabulary].
+    def advance(self, logits: NDArray[np.float32] | None, chosen: int | Exception) -> Piece:
+        """Take the token that was chosen from `logits` [vocabulary], which are there if it `needs_logits`.
 
         Whatever is wrong with them or with the text is told in the piece: it is this request's misfortune alone.
         """
@@ -248,15 +254,16 @@ class Row:
         """The tokens of the prompt, and those that were generated."""
         return len(self.prompt) + len(self.forced), max(0, self.produced - len(self.forced))
 
-    def _accept(self, logits: NDArray[np.float32], token: int) -> Piece:
+    def _accept(self, logits: NDArray[np.float32] | None, token: int) -> Piece:
         request = self.request
         if self.forcing:
+            assert logits is not None, "it needs them"
             self.last = self.forced[self.produced]
             self.produced += 1
             known = log_probabilities(logits, self.last, request.prompt_logprobs or 0)
             return Piece(self.ticket, self.last, "", None, *self._lengths, *known, of_prompt=True)
         asked = request.logprobs
-        logprob, best = (None, ()) if asked is None else log_probabilities(logits, token, asked)
+        logprob, best = (None, ()) if asked is None or logits is None else log_probabilities(logits, token, asked)
         self.last = token
         self.produced += 1
         self.counts[token] += 1

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from .cache import BLOCK, CacheLayout, HostCache, KeyValues
 from .host_batch import LOGITS_INDICES, Forward, HostBatch, last_indices
+from .step_logits import StepLogits
 
 #: onnx.TensorProto.DataType of logits and of tokens.
 FLOAT, INT64 = 1, 7
@@ -80,9 +81,9 @@ class Batch(Protocol):
         is written nowhere. Returns the logits of each row's last one [count, vocabulary].
         """
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> StepLogits:
         """Read one token `tokens` [count] of each of the first `count` rows, behind its `filled` [count] first
-        positions; return their logits [count, vocabulary].
+        positions; return their logits, which may still be to come.
 
         Some rows may have prompts that are still being read: their next chunk overwrites the slot, and their logits are
         not used.

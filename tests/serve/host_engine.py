@@ -1,16 +1,17 @@
 """Memory and an engine of the host, with the interface of a GPU's: `device_batch` runs on them in tests."""
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
 from fp8q.serve.loop.cuda import memcpy_3d
-from fp8q.serve.loop.device import ALIGNMENT, Copy
+from fp8q.serve.loop.device import ALIGNMENT, Copy, Function
 from fp8q.serve.loop.host_batch import LOGITS_INDICES, last_indices
 from fp8q.serve.loop.sessions import NEW, PAST, TOKEN_INPUTS, OnnxRuntimeSession
+from tests.stand_in.kernels import entries, run_kernel
 
 
 def at(address: int, dtype: Any, *shape: int) -> np.ndarray:
@@ -29,6 +30,7 @@ class HostDevice:
         self.queue: list[Callable[[], object]] = []
         self.waits = self.captures = self.downloaded = self.stream = 0
         self.graphs = WeakSet[Callable[[], None]]()
+        self.launched: list[str] = []
 
     def allocate(self, size: int) -> int:
         assert size > 0
@@ -37,9 +39,13 @@ class HostDevice:
         self.memory[address] = whole, size
         return address
 
+    def holds(self, address: int, size: int) -> bool:
+        """Tell whether these bytes were allocated, and not freed."""
+        return any(base <= address and address + size <= base + held for base, (_, held) in self.memory.items())
+
     def inside(self, address: int, size: int) -> None:
         """Assert that these bytes were allocated, and not freed."""
-        assert any(base <= address and address + size <= base + held for base, (_, held) in self.memory.items())
+        assert self.holds(address, size)
 
     def bytes_at(self, address: int, size: int) -> np.ndarray:
         """Memory that was allocated."""
@@ -86,6 +92,18 @@ class HostDevice:
         whole = self.bytes_at(address, (lines - 1) * line + width)
         written = np.lib.stride_tricks.as_strided(whole, (lines, width), (line, 1))
         self.queue.append(lambda: written.fill(0))
+
+    def load(self, image: bytes, names: Sequence[str]) -> dict[str, Function]:
+        kernels = entries(image)
+        self.loaded = {Function(1 + number): (name, kernels[name]) for number, name in enumerate(names)}
+        return {name: function for function, (name, _) in self.loaded.items()}
+
+    def launch(self, function: Function, grid: tuple[int, int], threads: int, arguments: Sequence[Any]) -> None:
+        name, kinds = self.loaded[function]
+        self.launched.append(name)
+        assert [ctypes.sizeof(each) for each in arguments] == [ctypes.sizeof(kind) for kind in kinds]
+        values = [each.value for each in arguments]
+        self.queue.append(lambda: run_kernel(name, grid, values, self.holds))
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """As CUDA does it: what `work` asks for is kept, with its addresses, and not done."""

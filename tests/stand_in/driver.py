@@ -14,10 +14,13 @@ import numpy as np
 
 from fp8q.serve.loop.cuda import MAJOR, Memcpy3D
 from fp8q.serve.loop.device import ALIGNMENT
+from fp8q.serve.loop.device_kernels import THREADS
+
+from .kernels import entries, run_kernel
 
 #: CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY.
-SUCCESS, INVALID, OUT_OF_MEMORY = 0, 1, 2
-SAID = {INVALID: b"invalid argument", OUT_OF_MEMORY: b"out of memory"}
+SUCCESS, INVALID, OUT_OF_MEMORY, NOT_FOUND = 0, 1, 2, 500
+SAID = {INVALID: b"invalid argument", OUT_OF_MEMORY: b"out of memory", NOT_FOUND: b"named symbol not found"}
 
 
 def number(value: Any) -> int:
@@ -46,6 +49,8 @@ class Driver:
         self.capturing: list[Callable[[], object]] | None = None
         self.graphs: dict[int, list[Callable[[], object]]] = {}
         self.launches = 0
+        self.modules: list[dict[str, list[Any]]] = []
+        self.functions: list[tuple[str, list[Any]]] = []
 
     def enqueue(self, work: Callable[[], object]) -> int:
         """Do `work` in the order of the stream, later."""
@@ -187,6 +192,28 @@ class Driver:
         whole = memory(where, (lines - 1) * line + wide)
         written = np.lib.stride_tricks.as_strided(whole, (lines, wide), (line, 1))
         return self.enqueue(lambda: written.fill(byte))
+
+    def cuModuleLoadData(self, found: Any, image: Any) -> int:
+        self.modules.append(entries(image.value))
+        found._obj.value = len(self.modules)
+        return SUCCESS if self.modules[-1] else INVALID
+
+    def cuModuleGetFunction(self, found: Any, module: Any, name: Any) -> int:
+        function = name.value.decode()
+        if function not in self.modules[number(module) - 1]:
+            return NOT_FOUND
+        self.functions.append((function, self.modules[number(module) - 1][function]))
+        found._obj.value = len(self.functions)
+        return SUCCESS
+
+    def cuLaunchKernel(
+        self, function: Any, x: Any, y: Any, z: Any, tx: Any, ty: Any, tz: Any, shared: Any, stream: Any,
+        arguments: Any, extra: Any,
+    ) -> int:  # fmt: skip
+        (name, kinds), grid = self.functions[number(function) - 1], (number(x), number(y))
+        assert [number(each) for each in (z, tx, ty, tz, shared)] == [1, THREADS, 1, 1, 0]
+        values = [kind.from_address(at).value for kind, at in zip(kinds, arguments, strict=True)]  # read at once
+        return self.enqueue(lambda: run_kernel(name, grid, values, self.inside))
 
     def cuStreamSynchronize(self, stream: Any) -> int:
         assert self.capturing is None, "a stream that is captured cannot be waited for"

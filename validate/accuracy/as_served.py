@@ -122,13 +122,12 @@ def session_start(session: Session) -> Start[npt.NDArray[np.float32]]:
             tokens = np.ascontiguousarray(ids)
             try:
                 if filled.any():
-                    logits = batch.decode(tokens[:, 0], filled)
+                    last_logits = np.stack(batch.decode(tokens[:, 0], filled).rows(range(windows)))
                 else:
-                    logits = batch.prefill(0, tokens, filled, np.full(windows, tokens.shape[1]))
+                    last_logits = batch.prefill(0, tokens, filled, np.full(windows, tokens.shape[1])).copy()
             except Exception as error:  # its exceptions have no common class of their own
                 batch.clear()
                 raise BackendError("", f"{type(error).__name__}: {error}") from error
-            last_logits: npt.NDArray[np.float32] = logits.copy()
             filled[:] += tokens.shape[1]
             if filled[0] == context - 1:
                 batch.clear()

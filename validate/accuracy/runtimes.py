@@ -25,6 +25,7 @@ from ...quantize.reading.run_checkpoint import adapter_directory
 from ...quantize.reference.fp8_model import RUN_CHECKPOINT, Reference, load_reference
 from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
+from ...serve.loop.step_logits import HostLogits
 from .as_served import served, torch_start
 from .compare import FLOAT32, Forward, Opener, Workplace, compare_in_turn
 from .document import RuntimeAccuracy, with_adapter
@@ -258,9 +259,9 @@ class TorchBatch:
             self._cache = self._new_cache()
         return self._forward(tokens)
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> HostLogits:
         """Take in one token."""
-        return self._forward(tokens[:, None])
+        return HostLogits(self._forward(tokens[:, None]))
 
     def _forward(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         ids = torch.from_numpy(tokens).to(self._model.device)

@@ -15,6 +15,7 @@ from fp8q.serve.bench.meter import GpuMeter, HostMeter, MemoryTaken, open_meter
 from fp8q.serve.bench.timing import BatchTiming, Contender, million_tokens_cost, time_batch, time_contenders, timing
 from fp8q.serve.loop.host_batch import HostBatch
 from fp8q.serve.loop.sessions import Pace
+from fp8q.serve.loop.step_logits import HostLogits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,7 +37,7 @@ class Seen(HostBatch):
         self.chunks.append((first, tokens.tolist(), filled.tolist()))
         return super().prefill(first, tokens, filled, lengths)
 
-    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> NDArray[np.float32]:
+    def decode(self, tokens: NDArray[np.int64], filled: NDArray[np.int64]) -> HostLogits:
         self.steps.append(tokens.tolist())
         return super().decode(tokens, filled)
 

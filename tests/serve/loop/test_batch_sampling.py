@@ -3,7 +3,6 @@ FP64, is the oracle throughout.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,20 +72,20 @@ def test_nearly_all_tokens_of_texts_are_certain(exponent: float, top_p: float, c
 
 def test_where_the_sum_in_fp32_does_not_decide_the_one_in_fp64_does(monkeypatch: pytest.MonkeyPatch) -> None:
     # of equal tokens the nucleus ends on a boundary: 0.5 of 200 is 100 tokens, within any slack or 101
-    logits, summed = np.zeros(200, np.float32), list[Any]()
-    exact = WeighedRow._exact
+    logits, summed = np.zeros(200, np.float32), list[int]()
+    weights = WeighedRow.weights
 
-    def counted(row: WeighedRow, tokens: Any) -> NDArray[np.float64]:
-        summed.extend([tokens] * isinstance(tokens, slice))
-        return exact(row, tokens)
+    def counted(row: WeighedRow, values: NDArray[np.float32]) -> NDArray[np.float64]:
+        summed.extend([len(values)] * (values is logits))
+        return weights(row, values)
 
-    monkeypatch.setattr(WeighedRow, "_exact", counted)
+    monkeypatch.setattr(WeighedRow, "weights", counted)
     # 0.7 of 100 and of 101 tokens: 70.0 and 70.7, the same token but for the boundary at 70
     assert likely_token(logits, Sampling(1.0, 0.5), 0.701) == 70
     assert summed == []
     # the nucleus is of 51 or of 52 tokens, and 0.999 of them is the last one of either
     assert likely_token(logits, Sampling(1.0, 51 * (1 + SLACK / 2) / 200), 0.999) == 51
-    assert summed == [slice(None)]
+    assert summed == [200]
     # at the boundary itself nothing decides
     assert likely_token(logits, Sampling(1.0, 0.5), 0.7) is None
 
@@ -144,7 +143,7 @@ def test_all_rows_get_what_each_would_get_alone(threads: int, monkeypatch: pytes
     rows = [zipf(seed, exponent) for seed, exponent in enumerate((1.2, 1.5, 2.0, 3.0, 1.3, 1.4, 1.7, 2.5, 1.25))]
     together, alone = choices(rows, 5), choices(rows, 5)
     for _ in range(3):
-        expected = [choose(each.logits, each.sampling, each.counts, each.random) for each in alone]
+        expected = [choose(row, each.sampling, each.counts, each.random) for row, each in zip(rows, alone, strict=True)]
         assert choose_all(together) == expected
     states = [[each.random.bit_generator.state for each in made if each.random] for made in (together, alone)]
     assert states[0] == states[1]  # each token took as many numbers

@@ -39,14 +39,17 @@ from fp8q.serve.loop.device_calls import float_logits
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sessions import Pace
+from fp8q.serve.loop.step_sampling import best_tokens
 from fp8q.serve.loop.text import Vocabulary
-from tests.serve.host_engine import at
+from tests.serve.host_engine import HostDevice, at
 
 if TYPE_CHECKING:
     from tests.serve.counting_model import CountingModel
 
 #: The warning when capturing ends, around its reason.
 NOT_CAPTURED = "a decode step is not captured ({}); the engine runs without CUDA graphs, which is slower"
+#: The warning when kernels are not used, around its reason.
+NO_KERNELS = "the kernels that choose tokens on the GPU are not used ({}); all logits go to the host, which is slower"
 OnDevice = Callable[..., tuple[DeviceBatch, Any, Any]]
 
 
@@ -60,8 +63,11 @@ def filled(on_device: OnDevice, counting: CountingModel, lengths: Sequence[int])
     return batch, device, program
 
 
-def decode(batch: DeviceBatch, positions: Sequence[int]) -> None:
-    batch.decode(np.ones(len(positions), np.int64), np.array(positions))
+def decode(batch: DeviceBatch, positions: Sequence[int]) -> list[int]:
+    """Read the token 1 in each row; return the best tokens."""
+    logits = batch.decode(np.ones(len(positions), np.int64), np.array(positions))
+    found: list[int] = best_tokens(logits, len(positions)).tolist()
+    return found
 
 
 def test_a_step_is_captured_once_for_each_bucket_and_capacity(counting: CountingModel, on_device: OnDevice) -> None:
@@ -92,10 +98,40 @@ def test_the_host_waits_once_a_token(counting: CountingModel, on_device: OnDevic
     assert np.diff(waits).tolist() == [3] * CHECKED + [1, 1]
 
 
-def test_rows_at_one_position_are_stored_by_one_copy(
-    counting: CountingModel, on_device: OnDevice, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("positions", [[2, 2, 3], [4, 2, 3]])
+def test_a_step_stores_its_keys_and_values_by_one_kernel_in_the_launch(
+    counting: CountingModel, on_device: OnDevice, positions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One for each group of tensors: keys and values, or each by itself where they differ in width."""
+    batch, device, program = filled(on_device, counting, positions)
+    monkeypatch.setattr(device, "copy", None)
+    assert device.captures == 0
+    launched = list(device.launched)
+    decode(batch, positions)
+    groups = len(groups_of(program.layout))
+    # run, captured and run again; then the logits are summarized
+    assert device.launched[len(launched) :] == ["scatter"] * 2 * groups + ["summarize_fp32"]
+    decode(batch, [position + 1 for position in positions])
+    decode(batch, [position + 2 for position in positions])
+    assert device.launched[-1] == "summarize_fp32"
+    assert device.launched.count("scatter") - launched.count("scatter") == 3 * groups  # one more captured, and compared
+
+
+def test_without_kernels_rows_at_one_position_are_stored_by_one_copy_and_all_logits_are_read(
+    counting: CountingModel, on_device: OnDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(device: HostDevice, image: bytes, names: Sequence[str]) -> None:
+        raise CudaError(
+            "cuModuleLoadData failed with 222 (the provided PTX was compiled with an unsupported toolchain)"
+        )
+
+    monkeypatch.setattr(HostDevice, "load", refused)
     batch, device, program = filled(on_device, counting, [2, 2, 3])
+    assert caplog.messages == [
+        NO_KERNELS.format(
+            "cuModuleLoadData failed with 222 (the provided PTX was compiled with an unsupported toolchain)"
+        )
+    ]
     copies: list[Copy] = []
     done = device.copy
 
@@ -104,9 +140,13 @@ def test_rows_at_one_position_are_stored_by_one_copy(
         done(copy)
 
     monkeypatch.setattr(device, "copy", seen)
-    decode(batch, [2, 2, 3])
+    # 1·1 + 1·2 + 1·3 = 6, and 10 in the last row
+    assert decode(batch, [2, 2, 3]) == [6, 6, 7]
     alike = len(groups_of(program.layout))  # keys and values, or each by itself where they differ in width
     assert [copy.lines for copy in copies] == [2 * 2] * alike + [2] * alike  # two heads
+    read = device.downloaded
+    assert decode(batch, [3, 3, 4]) == [7, 7, 9]
+    assert device.downloaded - read == (4 + 4 + 3) * 16 * 4  # two comparisons of four rows, and the three rows
 
 
 def test_all_memory_is_given_back(counting: CountingModel, on_device: OnDevice) -> None:
@@ -146,6 +186,7 @@ def test_a_far_too_large_cache_is_given_up_after_a_while(counting: CountingModel
 def test_a_chunk_of_a_prompt_downloads_its_rows_last_logits(counting: CountingModel, on_device: OnDevice) -> None:
     batch, device, _ = on_device(counting, 4, 2000)
     batch.reserve(1024, 1024, 0)
+    device.downloaded = 0
     batch.prefill(0, np.ones((1, 1024), np.int64), np.zeros(1, np.int64), np.array([1024]))
     assert device.downloaded == 16 * 4  # a vocabulary of 16, in FP32
     batch.prefill(1, np.ones((3, 5), np.int64), np.zeros(3, np.int64), np.array([5, 4, 2]))
@@ -269,8 +310,8 @@ def test_a_captured_step_that_answers_otherwise_ends_capturing(
     for _ in range(5):
         token = counting.next_token(ids)
         ids.append(token)
-        (logits,) = batch.decode(np.array([token]), np.array([len(ids) - 1]))
-        assert logits.argmax() == counting.next_token(ids)
+        (best,) = best_tokens(batch.decode(np.array([token]), np.array([len(ids) - 1])), 1)
+        assert best == counting.next_token(ids)
     assert device.captures == 1
     assert next(launches) == wrong_from + 1  # it was not launched again
     assert caplog.messages == [NOT_CAPTURED.format("its logits are others than the engine gives uncaptured")]
@@ -286,7 +327,7 @@ def test_a_capture_that_fails_costs_no_answer(
 
     monkeypatch.setattr(device, "captured", refused)
     # 1·1 + 1·2 + 1·3 = 6, and 5·1 = 11
-    assert batch.decode(np.array([5]), np.array([3])).argmax(-1).tolist() == [11]
+    assert best_tokens(batch.decode(np.array([5]), np.array([3])), 1).tolist() == [11]
     assert caplog.messages == [NOT_CAPTURED.format("cuStreamEndCapture failed with 901")]
 
 

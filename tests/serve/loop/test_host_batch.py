@@ -9,6 +9,7 @@ import numpy as np
 
 from fp8q.serve.loop.host_batch import attention_mask, chunk_layout
 from fp8q.serve.loop.sessions import Batch
+from fp8q.serve.loop.step_sampling import best_tokens
 
 if TYPE_CHECKING:
     from tests.serve.counting_model import CountingModel
@@ -33,7 +34,7 @@ def prefill(batch: Batch, first: int, *prompts: list[int], filled: int = 0) -> l
 
 
 def decode(batch: Batch, tokens: list[int], filled: list[int]) -> list[int]:
-    found: list[int] = batch.decode(np.array(tokens), np.array(filled)).argmax(-1).tolist()
+    found: list[int] = best_tokens(batch.decode(np.array(tokens), np.array(filled)), len(tokens)).tolist()
     return found
 
 
@@ -108,7 +109,7 @@ def test_a_wiped_row_hides_nothing_that_is_no_number(counting: CountingModel) ->
     prefill(batch, 0, [3, 1, 4])
     for buffer in batch._held().past(0, 1):
         buffer[:, :, 3:] = 0x7F if buffer.dtype == np.uint8 else np.nan
-    assert not np.isfinite(batch.decode(np.array([1]), np.array([3]))).all()
+    assert not np.isfinite(batch.decode(np.array([1]), np.array([3])).rows([0])).all()
     batch.wipe(0)
     assert prefill(batch, 0, [3, 1, 4]) == [1]
     assert decode(batch, [1], [3]) == [2]
