@@ -100,9 +100,8 @@ def attention(
     cache: GraphLayer = module.fp8q_cache
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     quantized = getattr(module, "fp8q_attention", None)
-    apart = quantized is None
-    seen = call.prompt if apart else call.every
-    keys, values = cache.with_new((key, value), call, prompt=apart)
+    seen = call.prompt
+    keys, values = cache.with_new((key, value), call)
     allowed = seen.allowed(call.tokens, window)[:, None]
     if quantized is not None:
         assert seen.bias is None, "queries of an attention with ALiBi are not measured"
@@ -119,9 +118,8 @@ def attention(
         output = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if apart:
-        of_step = Scoring(call.past.allowed(call.tokens[:, :1], window)[:, 0], scale, softcap, call.every.bias)
-        output = module.fp8q_step(output, query, (key, value), cache, call, of_step)
+    of_step = Scoring(call.past.allowed(call.tokens[:, :1], window)[:, 0], scale, softcap, call.every.bias)
+    output = module.fp8q_step(output, query, (key, value), cache, call, of_step)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -285,14 +283,14 @@ class GraphLayer(DynamicLayer):
         self.new = tuple(stored for _, stored in pairs)
         return pairs[0][0], pairs[1][0]
 
-    def with_new(self, new: tuple[torch.Tensor, torch.Tensor], call: GraphCall, prompt: bool) -> list[torch.Tensor]:
-        """Keys, and values, of the past and the `new` ones behind each other [batch, heads, length, size]; with
-        `prompt` the past is left out of a call of one token.
+    def with_new(self, new: tuple[torch.Tensor, torch.Tensor], call: GraphCall) -> list[torch.Tensor]:
+        """Keys, and values, of the past and the `new` ones behind each other [batch, heads, length, size]; without the
+        past in a call of one token.
         """
         both = []
         for part, past, states in zip(self.parts, self.past, new, strict=True):
             slots = part.slots(past, states.shape[HEADS], call)
-            slots = of_prompt(slots, call.tokens, 2) if prompt else slots
+            slots = of_prompt(slots, call.tokens, 2)
             both.append(torch.cat([slots, states], dim=2))
         return both
 

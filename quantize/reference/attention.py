@@ -7,6 +7,9 @@ for any text, so their scale is that of a clip of 1, and they are not measured. 
 the same scale there and become the same codes again. Queries and probabilities may take two codes each (`linear`), so
 that attention loses only what keys and values lose.
 
+A call of one token, a decode step, is bound by reading the cache, and not by its GEMMs: there queries and probabilities
+stay as they are, and keys and values are what the cache holds, as in the graph (`export.modules.cached_attention`).
+
 The second GEMM is the long one: as many terms as the text has tokens, all of one sign where values are. Its sums may
 be those of a tensor core (`adder`), in the order of the tokens, of probabilities that are normalized before, as the
 exported graph has them. A fused kernel rescales its sums as it goes, and is not modelled.
@@ -112,16 +115,19 @@ def attention_on_codes(
     `attention_mask` is added to the scores, after they are capped where `options` have a `softcap`.
     """
     scales: dict[str, torch.Tensor] = vars(module)["fp8q_scales"]
-    repeats = query.shape[1] // key.shape[1]
-    two = vars(module)["fp8q_two_terms"]
-    k, v = (code_values(x, scales[part]).repeat_interleave(repeats, dim=1) for part, x in (("k", key), ("v", value)))
-    factor = scales["q"] * scales["k"] * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = _gemm(query, scales["q"], k.transpose(-1, -2), two) * factor
+    repeats, step = query.shape[1] // key.shape[1], query.shape[2] == 1
+    two, accumulator = vars(module)["fp8q_two_terms"], vars(module).get("fp8q_accumulator", "fp32")
+    k, v = (
+        (x.float() if step else code_values(x, scales[part])).repeat_interleave(repeats, dim=1)
+        for part, x in (("k", key), ("v", value))
+    )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    factor = scaling if step else scales["q"] * scales["k"] * scaling
+    scores = (query.float() @ k.mT if step else _gemm(query, scales["q"], k.mT, two)) * factor
     if (softcap := options.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
-    scores = scores + attention_mask.float()
-    accumulator: Accumulator = vars(module).get("fp8q_accumulator", "fp32")
-    output = _gemm(scores.softmax(-1), scales["p"], v, two, accumulator) * (scales["p"] * scales["v"])
+    weights = (scores + attention_mask.float()).softmax(-1)
+    output = weights @ v if step else _gemm(weights, scales["p"], v, two, accumulator) * (scales["p"] * scales["v"])
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 

@@ -68,6 +68,23 @@ def test_the_reference_multiplies_codes(softcap: float | None) -> None:
     np.testing.assert_allclose(found.numpy(), (weights @ rounded(v, "v")).transpose(0, 2, 1, 3), atol=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.25])
+def test_the_reference_multiplies_none_in_a_call_of_one_token(softcap: float | None) -> None:
+    random = np.random.default_rng(1)
+    q, k, v = (random.normal(size=(1, heads, rows, 8)).astype(np.float32) for heads, rows in ((2, 1), (1, 5), (1, 5)))
+    module = torch.nn.Module()
+    object.__setattr__(module, "fp8q_scales", {part: torch.tensor(1.0) for part in "qkvp"})
+    object.__setattr__(module, "fp8q_two_terms", False)
+    mask = np.array([0, 0, np.finfo(np.float32).min, 0, 0], np.float32)[None, None, None]
+    query, key, value, added = map(torch.from_numpy, (q, k, v, mask))
+    found, _ = attention_on_codes(module, query, key, value, added, softcap=softcap)
+    scores = q.astype(np.float64) @ k.astype(np.float64).transpose(0, 1, 3, 2) / np.sqrt(8)
+    scores = (scores if softcap is None else np.tanh(scores / softcap) * softcap) + mask
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ v
+    np.testing.assert_allclose(found.numpy(), expected.transpose(0, 2, 1, 3), atol=1e-6)
+
+
 def test_queries_are_measured_after_the_rotary_embedding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     measured, _ = load_arrays(run.queries)
     assert measured.keys() == {f"{ATTENTION}.q"}
@@ -107,9 +124,11 @@ def test_transformers_still_finds_every_key_it_knows(run: Run) -> None:
     assert not any(loaded[1][kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
-    run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
+def test_both_runtimes_say_what_the_reference_says_at_once_and_without_codes_step_by_step(
+    copied: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
 ) -> None:
+    """A call of one token multiplies queries and probabilities as they are, and so says what attention in BF16 says."""
+    run = copied
     ids = load_tokens(run, run.evaluation)[:24].reshape(2, 12)
     expected = exact_logits(run, ids)
     session = OnnxRuntimeSession(run.onnx_fp32)
@@ -140,8 +159,10 @@ def test_both_runtimes_say_what_the_reference_says_at_once_and_step_by_step(
         )
         cache.write(0, positions[:, at : at + 1], new)
         steps.append(logits[:, 0])
-    for logits in (at_once, np.asarray(by_onnx), np.stack(steps, 1)):
-        difference = np.abs(logits - expected).max(-1)
+    api.export(run.root)  # attention as wide as the graph, over the same cache
+    wide = exact_logits(run, ids)
+    for logits, reference in ((at_once, expected), (np.asarray(by_onnx), expected), (np.stack(steps, 1), wide)):
+        difference = np.abs(logits - reference).max(-1)
         assert (difference < 1e-4).mean() > 0.7  # a code that rounds the other way changes the positions behind it
         assert difference[:, 0].max() < 1e-4
 

@@ -46,9 +46,9 @@ def test_a_long_sum_of_values_loses_in_fourteen_bits_what_two_levels_keep(tmp_pa
     attend_in_codes(model, path)
     module = model.get_submodule("model.layers.0.self_attn")
     tokens = 1025
-    mask = torch.full((1, 1, 1, tokens), -torch.tensor(1024.0).log().item())
+    mask = torch.full((1, 1, 2, tokens), -torch.tensor(1024.0).log().item())
     mask[..., 0] = 0.0
-    query, key = torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, tokens, 32)
+    query, key = torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, tokens, 32)
     value = torch.full((1, 1, tokens, 32), 0.125)
     value[:, :, 0] = 1.0
 
