@@ -9,6 +9,10 @@ of it. So a seed gives one text, alone and among others, on any processor.
     a weight e^-d has d = (top - logit) / temperature rounded three times, and is rounded by exp: 3 · 2^-24 · d + 2^-22,
     where d beyond ln(vocabulary) < 13 weighs next to nothing; the sum of a block of 64: 63 · 2^-24; in all below 2^-17
 
+On a GPU (`device_kernels`) a block is weighed from its own largest logit, with an inverse temperature and a factor for
+powers of two besides: six roundings of d, and 2^-22 of `ex2.approx`. Over a sum of 1 and 63 weights e^-d, d · e^-d adds
+up to 2.4 at most: 6 · 2.4 · 2^-24 + 2^-22 + 63 · 2^-24, again below 2^-17.
+
 Rows are shared among threads, which NumPy lets run together. Copied as it is into Triton repositories: imports only
 NumPy and its neighbours in this folder.
 """

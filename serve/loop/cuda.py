@@ -1,6 +1,6 @@
 """A GPU as a `device.Device`: CUDA's driver interface, by ctypes, on the context that TensorRT itself uses.
 
-Two dozen functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed. NVIDIA's own binding
+Thirty functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed. NVIDIA's own binding
 (`cuda-bindings` 13.5: 8 MB to download, 31 MB installed) would take the place of the structure below and of the checks
 of status, some 60 lines; but it is made for one major version of CUDA, so each Triton image would need the one that
 fits its driver and its TensorRT, and a wrong one would be a new way to fail. Names and structures are those of NVIDIA's
@@ -23,24 +23,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import CaptureError, Copy, Function
+from .device import BrokenDeviceError, CaptureError, Copy, Function
 from .sessions import SessionError
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
+#: The GPU whose context is a thread's current one.
+_entered = threading.local()
 #: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR.
 MAJOR, MINOR = 75, 76
 #: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
 #: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
 RELEASE_THRESHOLD, POOL_FREE_BYTES = 4, 1 << 30
-#: CUDA_ERROR_OUT_OF_MEMORY.
-OUT_OF_MEMORY = 2
+#: CUDA_ERROR_OUT_OF_MEMORY; and the errors after which the context cannot be used, as CUDA_ERROR_ILLEGAL_ADDRESS.
+OUT_OF_MEMORY, FAULTS = 2, frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719})
 Handle = ctypes.c_void_p
 Address = ctypes.c_uint64
 
 
 class CudaError(SessionError):
     """The driver is missing, finds no GPU, or refuses a call."""
+
+
+class CudaFaultError(CudaError, BrokenDeviceError):
+    """A kernel failed, and with it the context: every later call of this process fails too."""
 
 
 class DeviceMemoryError(CudaError):
@@ -127,7 +133,6 @@ class CudaDevice:
         except OSError as error:
             raise CudaError(f"there is no NVIDIA driver here ({error})") from error
         device, count, self._context, stream = ctypes.c_int(), ctypes.c_int(), Handle(), Handle()
-        self._entered = threading.local()
         self._check("cuInit", ctypes.c_uint(0))
         self._check("cuDeviceGetCount", ctypes.byref(count))
         if not 0 <= index < count.value:
@@ -140,9 +145,9 @@ class CudaDevice:
         self._keep_free_memory(device)
 
     def _keep_free_memory(self, device: ctypes.c_int) -> None:
-        pool, threshold = Handle(), ctypes.c_uint64(POOL_FREE_BYTES)
-        self._call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), device)
-        self._call("cuMemPoolSetAttribute", pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(threshold))
+        self._pool, threshold = Handle(), ctypes.c_uint64(POOL_FREE_BYTES)
+        self._call("cuDeviceGetDefaultMemPool", ctypes.byref(self._pool), device)
+        self._call("cuMemPoolSetAttribute", self._pool, ctypes.c_int(RELEASE_THRESHOLD), ctypes.byref(threshold))
 
     def _attribute(self, which: int, device: ctypes.c_int) -> int:
         value = ctypes.c_int()
@@ -150,7 +155,8 @@ class CudaDevice:
         return value.value
 
     def free_memory(self) -> int:
-        """The free memory of the GPU, in bytes."""
+        """The free memory of the GPU, in bytes, with what the driver's pool keeps for the next allocation."""
+        self._call("cuMemPoolTrimTo", self._pool, ctypes.c_size_t(0))
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
@@ -162,9 +168,9 @@ class CudaDevice:
 
     def enter(self) -> None:
         """Make this GPU the calling thread's: `device.Device`."""
-        if not getattr(self._entered, "here", False):
+        if getattr(_entered, "context", None) is not self._context:
             self._check("cuCtxSetCurrent", self._context)
-            self._entered.here = True
+            _entered.context = self._context
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call a function that works on the GPU."""
@@ -178,7 +184,7 @@ class CudaDevice:
         if code := function(*arguments):
             said = ctypes.c_char_p()
             self._cuda.cuGetErrorString(code, ctypes.byref(said))
-            kind = DeviceMemoryError if code == OUT_OF_MEMORY else CudaError
+            kind = DeviceMemoryError if code == OUT_OF_MEMORY else CudaFaultError if code in FAULTS else CudaError
             raise kind(f"{name} failed with {code} ({(said.value or b'unknown').decode()})")
 
     def allocate(self, size: int) -> int:
@@ -233,7 +239,7 @@ class CudaDevice:
         )  # fmt: skip
 
     def load(self, image: bytes, names: Sequence[str]) -> dict[str, Function]:
-        """Have the driver compile PTX for this GPU; the module stays with the context."""
+        """Have the driver compile PTX for this GPU: `device.Device`. The module stays as long as the context."""
         module, functions = Handle(), dict[str, Function]()
         self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(image))
         for name in names:

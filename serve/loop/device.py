@@ -1,21 +1,23 @@
 """Memory of a device, and the places of the active sequences' keys and values in it.
 
 A graph returns only a step's new keys and values, which have to be written into the buffers of the past, by position,
-on the device. No kernel of our own does this: all tensors of one shape and type lie in one allocation,
+on the device. All tensors of one shape and type lie in one allocation,
 
     past   [tensors, rows, heads, capacity, size]        new   [tensors, rows, heads, seq, size]
 
 so that the addition to a row, in all layers, is one copy of lines with two strides, as `cuMemcpy3DAsync` does it: a
-line is the new positions of one head, lines repeat over heads, blocks of them over tensors. Rows at the same position
-are copied together. Each tensor begins at a multiple of `ALIGNMENT`, and so does every row of the past, since the
-engine gets the rows of a prompt by the address of the first.
+line is the new positions of one head, lines repeat over heads, blocks of them over tensors. So prompts are stored; a
+decode step is by one kernel for all rows (`device_kernels`), or, without kernels, by copies, of rows at the same
+position together. Each tensor begins at a multiple of `ALIGNMENT`, and so does every row of the past, since the engine
+gets the rows of a prompt by the address of the first.
 
 The past has its memory at once, for all slots that its rows may fill, since a server that runs out of it later loses
 the requests in flight. Of that memory only a beginning is in use: the lines, of one head each, lie as close as the
 capacity allows, since attention reads every slot. Another capacity moves them apart, or together, where they are
 (`moves`), so that growing takes no memory.
 
-Nothing here depends on CUDA: addresses are numbers. Imports only the cache, as it is copied into Triton repositories.
+Nothing here depends on CUDA: addresses are numbers. Imports only NumPy and its neighbours in this folder, as it is
+copied into Triton repositories.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import CacheLayout
+from .sessions import SessionError
 
 #: The alignment that TensorRT requires of a tensor's address, in bytes.
 ALIGNMENT = 256
@@ -57,6 +60,10 @@ Function = NewType("Function", int)
 
 class CaptureError(RuntimeError):
     """Work cannot be captured, or does something else when it is repeated."""
+
+
+class BrokenDeviceError(SessionError):
+    """The device has failed in a way that all later calls fail too."""
 
 
 class Device(Protocol):

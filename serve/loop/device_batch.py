@@ -3,10 +3,10 @@
 A decode step is captured once for each number of rows (powers of two; surplus rows are padding that attends to itself
 alone) and each capacity: upload tokens, positions, mask and slots, run the engine, store the new keys and values in
 these slots, in one launch. The logits stay on the device, which summarizes them (`device_logits`): the host waits once
-for greedy tokens, twice for drawn ones. Where the kernels for that are not to be had (`device_kernels`), keys and
-values are copied to their slots, with one copy for all rows at one position, and all logits downloaded. Chunks of
-prompts are padded to few lengths (`padded_length`). The capacity grows by doubling, as in host memory (`host_batch`),
-since attention reads every slot; it shrinks only after a while, for all steps are captured again then.
+for greedy tokens, and mostly twice for drawn ones. Without kernels for that (`device_kernels`) keys and values are
+copied to their slots, with one copy for all rows at one position, and all logits downloaded. Chunks of prompts are
+padded to few lengths (`padded_length`). The capacity grows by doubling, as in host memory (`host_batch`), since
+attention reads every slot; it shrinks only after a while, for all steps are captured again then.
 Memory is taken when a batch is opened, for the largest capacity and the largest chunk of a prompt (`take`), and while
 nothing is in flight all is kept for the next request.
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from .device import CaptureError, Device, DeviceCache, bucket_of, padded_length, runs, slot_step
 from .device_calls import BoundCall, CallShape, DeviceProgram, Room, bound_call, call_layout, float_logits
-from .device_kernels import load_kernels
+from .device_kernels import DeviceKernels
 from .device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
 from .host_batch import CAPACITY_STEP, attention_mask, chunk_layout, next_capacity
 from .step_logits import StepLogits
@@ -57,8 +57,12 @@ class _Step:
 class DeviceBatch:
     """A `sessions.Batch`; see there for what each method does."""
 
-    def __init__(self, program: DeviceProgram, device: Device, rows: int, positions: int):
-        """Room for `rows` sequences of at most `positions`; `take` takes the memory."""
+    def __init__(
+        self, program: DeviceProgram, device: Device, rows: int, positions: int, kernels: DeviceKernels | None
+    ):
+        """Room for `rows` sequences of at most `positions`; `take` takes the memory. `kernels`: those of the device;
+        without them keys and values are stored by copies, and all logits sent.
+        """
         self._program, self._device, self._rows, self._chunk = program, device, rows, 0
         step = slot_step(program.layout)
         self._positions, self._step = positions // step * step, step
@@ -66,7 +70,7 @@ class DeviceBatch:
         self._steps: dict[int, _Step] = {}
         self._prompts, self._sampling = Room(device), Room(device)
         self._summary = SummaryLayout(rows, program.vocabulary, program.logits_dtype)
-        self._kernels = load_kernels(device, program.layout)
+        self._kernels = kernels
         self._unread: DeviceLogits | None = None
         self._captures, self._wasted = program.captures, 0
         # by the rows of a step; 0: of prompts, whose want of memory is to show at once
@@ -266,6 +270,7 @@ class DeviceBatch:
         for step in self._steps.values():
             step.room.free()
         self._steps.clear()
+        self._unread = None
 
     def _held(self) -> DeviceCache:
         assert self._cache is not None, "reserve comes first"

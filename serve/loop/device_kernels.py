@@ -6,8 +6,10 @@
     gather_blocks   the logits of some blocks of some rows, one behind the other
 
 They are compiled from `serve/kernels.py` into `kernels.ptx`, which the driver compiles for the GPU when it is loaded.
-Before they are used each is held against NumPy on a small example. If the driver refuses them, or one answers
-otherwise, a warning is logged, the cache is written by copies, and all logits go to the host.
+Before they are used each is held against NumPy on a small example, `scatter` captured and repeated. If the driver
+refuses one, or it answers otherwise, a warning is logged, the cache is written by copies, and all logits go to the
+host.
+A kernel that fails on the GPU takes the process's context with it, and is an error.
 
 Imports only NumPy and its neighbours in this folder, as it is copied into Triton repositories.
 """
@@ -24,7 +26,15 @@ from numpy.typing import NDArray
 
 from .batch_sampling import BLOCK, SLACK
 from .cache import CacheLayout
-from .device import Device, DeviceCache, Function, groups_of, new_block
+from .device import (
+    BrokenDeviceError,
+    CaptureError,
+    Device,
+    DeviceCache,
+    Function,
+    groups_of,
+    new_block,
+)
 from .device_calls import float_logits
 from .sessions import SessionError
 from .step_logits import Summary
@@ -88,7 +98,9 @@ class DeviceKernels:
         grid = (-(-blocks // TILE), rows)
         self._launch(SUMMARIZE[dtype.name], grid, *_addresses(logits, inverses, *summary), *numbers)
 
-    def gather(self, logits: int, dtype: np.dtype[Any], vocabulary: int, pairs: tuple[int, int], out: int) -> None:
+    def gather_blocks(
+        self, logits: int, dtype: np.dtype[Any], vocabulary: int, pairs: tuple[int, int], out: int
+    ) -> None:
         """Copy blocks of logits, `BLOCK` each, to `out`; `pairs`: the number of blocks, and the address of an int32
         [number, 2] of their rows and their numbers in these. What is behind a row's last logit stays as it was.
         """
@@ -108,7 +120,7 @@ def _addresses(*addresses: int) -> list[ctypes.c_uint64]:
 
 def load_kernels(device: Device, layout: CacheLayout) -> DeviceKernels | None:
     """Load the kernels into a device and try them there; None, with a warning, where they are not to be used, or store
-    no cache of this layout.
+    no cache of this layout. Raises BrokenDeviceError where the device fails.
     """
     try:
         if broken := [group.size for group in groups_of(layout) if group.size % WORD]:
@@ -117,7 +129,9 @@ def load_kernels(device: Device, layout: CacheLayout) -> DeviceKernels | None:
             device, device.load(PTX.read_bytes(), ["scatter", "gather_blocks", *SUMMARIZE.values()])
         )
         _try(kernels)
-    except (OSError, SessionError) as error:
+    except BrokenDeviceError:
+        raise
+    except (OSError, SessionError, CaptureError) as error:
         LOG.warning(
             "the kernels that choose tokens on the GPU are not used (%s); all logits go to the host, which is slower",
             error,
@@ -134,14 +148,20 @@ def summarized(logits: NDArray[np.float32], inverses: NDArray[np.float32]) -> Su
     blocks = padded.reshape(rows, -1, BLOCK)
     maxima = blocks.max(2)
     base = np.where(np.isneginf(maxima), np.float32(0.0), maxima)  # of a block that is forbidden as a whole
-    with np.errstate(invalid="ignore"):  # of what is no number
+    with np.errstate(invalid="ignore", over="ignore"):  # of what is no number, or forbidden by the lowest that there is
         weights = np.exp((blocks - base[..., None]) * inverses[:, None, None])
     return Summary(maxima, weights.sum(2), blocks.argmax(2).astype(np.int32))
 
 
 def gathered_blocks(logits: NDArray[Any], pairs: NDArray[np.int32]) -> NDArray[Any]:
-    """The blocks of `logits` [rows, vocabulary], whole ones, of each of the `pairs` [count, 2]: [count, BLOCK]."""
-    return np.stack([logits[row, BLOCK * block : BLOCK * (block + 1)] for row, block in pairs.tolist()])
+    """The blocks of `logits` [rows, vocabulary] of each of the `pairs` [count, 2]: [count, BLOCK], zeros behind a row's
+    last logit.
+    """
+    blocks = np.zeros((len(pairs), BLOCK), logits.dtype)
+    for target, (row, block) in zip(blocks, pairs.tolist(), strict=True):
+        part = logits[row, BLOCK * block : BLOCK * (block + 1)]
+        target[: len(part)] = part
+    return blocks
 
 
 def scattered(past: NDArray[Any], new: NDArray[Any], slots: NDArray[np.int64]) -> None:
@@ -152,8 +172,11 @@ def scattered(past: NDArray[Any], new: NDArray[Any], slots: NDArray[np.int64]) -
     past[:, rows, :, slots[rows]] = new[:, rows].swapaxes(0, 1)
 
 
-#: The example: rows, their slots, and a vocabulary whose last block is broken, in several tiles.
-_ROWS, _SLOTS, _VOCABULARY = 3, (5, -1, 0), TILE * BLOCK * 2 + BLOCK + 5
+#: The example: rows; a vocabulary of several tiles, whose last block is broken; heads and bytes of a line, which are
+#: several programs of `scatter`, the last one broken.
+_ROWS, _VOCABULARY, _HEADS, _LINE, _CAPACITY = 3, TILE * BLOCK * 2 + BLOCK + 5, 2, 520, 8
+#: Slots that a captured `scatter` writes at first, and when it is repeated.
+_SLOTS = ((5, -1, 0), (-1, 2, 7))
 
 
 def _try(kernels: DeviceKernels) -> None:
@@ -164,19 +187,30 @@ def _try(kernels: DeviceKernels) -> None:
 
 
 def _try_scatter(kernels: DeviceKernels) -> None:
-    device, heads, line, capacity = kernels.device, 2, 24, 8
-    layout = CacheLayout(("key", "value"), ((heads, line),) * 2, (np.dtype(np.uint8),) * 2)
-    cache = DeviceCache(device, layout, _ROWS, capacity)
-    cache.resize(capacity)
+    """Run `scatter` as it is, and as a decode step repeats it: captured, with other slots."""
+    device = kernels.device
+    layout = CacheLayout(("key", "value"), ((_HEADS, _LINE),) * 2, (np.dtype(np.uint8),) * 2)
+    cache = DeviceCache(device, layout, _ROWS, _CAPACITY)
+    cache.resize(_CAPACITY)
     (group,) = cache.groups
-    slots, new = np.array(_SLOTS), np.zeros((2, new_block(group, _ROWS, 1)), np.uint8)
-    values = np.random.default_rng(0).integers(1, 255, (2, _ROWS, heads, line), np.uint8)
+    values = np.random.default_rng(0).integers(1, 255, (2, _ROWS, _HEADS, _LINE), np.uint8)
+    new = np.zeros((2, new_block(group, _ROWS, 1)), np.uint8)
     new[:, : values[0].size] = values.reshape(2, -1)
-    expected = np.zeros((2, _ROWS, heads, capacity, line), np.uint8)
-    scattered(expected, values, slots)
+    expected = np.zeros((2, _ROWS, _HEADS, _CAPACITY, _LINE), np.uint8)
     try:
         with _Example(device) as example:
-            kernels.scatter(cache, [example.put(new)], _ROWS, example.put(slots))
+            new_at, slots_at = example.put(new), example.put(np.array(_SLOTS[0]))
+
+            def work() -> None:
+                kernels.scatter(cache, [new_at], _ROWS, slots_at)
+
+            work()
+            device.wait()
+            launch = device.captured(work)
+            for slots in _SLOTS:
+                example.put(np.array(slots), slots_at)
+                launch()
+                scattered(expected, values, np.array(slots))
             past = example.read(cache.bases[0], expected)
     finally:
         cache.free()
@@ -185,24 +219,29 @@ def _try_scatter(kernels: DeviceKernels) -> None:
 
 
 def _try_logits(kernels: DeviceKernels, dtype: np.dtype[Any]) -> None:
-    random = np.random.default_rng(1)
-    values = random.normal(0, 3, (_ROWS, _VOCABULARY)).astype(np.float32)
+    """Summarize rows with a block that is forbidden, and with logits that are no numbers; gather whole and broken
+    blocks.
+    """
+    values = np.random.default_rng(1).normal(0, 3, (_ROWS, _VOCABULARY)).astype(np.float32)
+    values[0, BLOCK : 2 * BLOCK], values[1, 3], values[1, -1] = -np.inf, np.nan, np.inf
     logits = (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values.astype(dtype)
     inverses = np.array([1.0, 2.0, 0.5], np.float32)
-    pairs = np.array([[2, 0], [0, TILE], [1, 2 * TILE - 1]], np.int32)
+    pairs = np.array([[2, 0], [0, TILE], [1, 2 * TILE - 1], [_ROWS - 1, _VOCABULARY // BLOCK]], np.int32)
     expected, blocks = summarized(float_logits(logits.view(np.uint8), dtype), inverses), gathered_blocks(logits, pairs)
     with _Example(kernels.device) as example:
         at, out = example.put(logits), example.put(np.zeros_like(blocks))
-        maxima, sums, places = (example.put(np.zeros_like(values)) for values in expected)
+        maxima, sums, places = (example.put(np.zeros_like(part)) for part in expected)
         summary = maxima, sums, places
         kernels.summarize(at, dtype, _ROWS, _VOCABULARY, example.put(inverses), summary)
-        kernels.gather(at, dtype, _VOCABULARY, (len(pairs), example.put(pairs)), out)
-        made = Summary(*(example.read(address, values) for address, values in zip(summary, expected, strict=True)))
+        kernels.gather_blocks(at, dtype, _VOCABULARY, (len(pairs), example.put(pairs)), out)
+        kernels.device.wait()
+        made = Summary(*(example.read(address, part) for address, part in zip(summary, expected, strict=True)))
         copied = example.read(out, blocks)
+    numbers = ~np.isnan(expected.sums)
     if not (
-        np.array_equal(made.maxima, expected.maxima)
-        and np.allclose(made.sums, expected.sums, rtol=SLACK, atol=0.0)
-        and np.array_equal(made.places, expected.places)
+        np.array_equal(made.maxima[numbers], expected.maxima[numbers])
+        and np.allclose(made.sums, expected.sums, rtol=SLACK, atol=0.0, equal_nan=True)
+        and np.array_equal(made.places[numbers], expected.places[numbers])
     ):
         raise KernelError(f"{SUMMARIZE[dtype.name]} gives something else than it should")
     if not np.array_equal(copied, blocks):
@@ -223,14 +262,16 @@ class _Example:
             self._device.free(address)
         self._device.wait()
 
-    def put(self, array: NDArray[Any]) -> int:
-        """Copy an array to the device; return its address."""
-        self._held.append(self._device.allocate(array.nbytes))
+    def put(self, array: NDArray[Any], address: int | None = None) -> int:
+        """Copy an array to the device, where another one of its size is or to memory of its own; return its address."""
+        if address is None:
+            address = self._device.allocate(array.nbytes)
+            self._held.append(address)
         host = self._device.host(array.nbytes)
         host[:] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        self._device.upload(host, self._held[-1])
+        self._device.upload(host, address)
         self._device.wait()  # the host's memory goes with this call
-        return self._held[-1]
+        return address
 
     def read(self, address: int, like: NDArray[Any]) -> NDArray[Any]:
         """Copy from the device an array of the shape and type of another one."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch_sampling import BLOCK
-from .device import Device
+from .device import Device, runs
 from .device_calls import Room, float_logits, offsets
 from .device_kernels import DeviceKernels, count_blocks
 from .step_logits import Summaries, Summary
@@ -104,7 +104,7 @@ class DeviceSummaries:
         asked.view(np.int32)[:] = pairs.reshape(-1)
         device.upload(asked, asked_at)
         raw, raw_at = self._part(5, count * BLOCK * layout.dtype.itemsize)
-        self._kernels.gather(self._logits, layout.dtype, layout.vocabulary, (count, asked_at), raw_at)
+        self._kernels.gather_blocks(self._logits, layout.dtype, layout.vocabulary, (count, asked_at), raw_at)
         device.download(raw_at, raw)
         device.wait()
         logits = float_logits(raw, layout.dtype).reshape(count, BLOCK)
@@ -133,9 +133,11 @@ class DeviceLogits:
     def rows(self, rows: Sequence[int]) -> Sequence[NDArray[np.float32]]:
         """Download rows, and wait: `StepLogits.rows`."""
         width = self._raw.shape[1]
-        for row in rows:
-            self._device.download(self._at + row * width, self._raw[row])
-        if rows:
+        neighbours = [(first, count) for first, count, _ in runs([row - index for index, row in enumerate(rows)])]
+        parts = [self._raw[rows[first] : rows[first] + count] for first, count in neighbours]
+        for (first, _), part in zip(neighbours, parts, strict=True):
+            self._device.download(self._at + rows[first] * width, part.reshape(-1))
+        if parts:
             self._device.wait()
             self._read = True
-        return [float_logits(self._raw[row], self._dtype) for row in rows]
+        return [row for part in parts for row in float_logits(part, self._dtype)]

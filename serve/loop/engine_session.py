@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -39,6 +40,7 @@ from .cuda import CudaDevice, CudaError, DeviceMemoryError, memory_text
 from .device import Device, cache_bytes, slot_step
 from .device_batch import DeviceBatch
 from .device_calls import CallShape, Phase, Shapes, input_shapes
+from .device_kernels import DeviceKernels, load_kernels
 from .host_batch import LOGITS_INDICES
 from .sessions import NEW, PAST, TOKEN_INPUTS, Pace, SessionError, is_in_blocks
 
@@ -201,6 +203,11 @@ class EngineSession:
             raise SessionError(f"{plan}: {name} is of {kind}; this version takes {', '.join(DTYPES)}")
         return np.dtype(DTYPES[kind])
 
+    @cached_property
+    def _own_kernels(self) -> DeviceKernels | None:
+        """The kernels of this GPU, loaded and tried once."""
+        return load_kernels(self.device, self.layout)
+
     def open_batch(self, rows: int, positions: int) -> DeviceBatch:
         """Take the memory on the GPU, for `positions` rounded up to whole steps of slots: `Session.open_batch`.
 
@@ -209,7 +216,7 @@ class EngineSession:
         """
         step, chunk = slot_step(self.layout), self.pace.chunk
         positions = min(-(-positions // step) * step, self.most_positions or positions)
-        batch = DeviceBatch(self, self.device, rows, positions)
+        batch = DeviceBatch(self, self.device, rows, positions, self._own_kernels)
         works = self._longest_needs(batch.context, CallShape(1, chunk, positions, 1 if self.asks else None))
         calls, free = batch.call_bytes(chunk) + self._memory.lacking(works), self.device.free_memory()
         if cache_bytes(self.layout, rows, positions) + calls > free:

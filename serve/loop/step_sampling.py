@@ -61,12 +61,12 @@ def _summarized(wanted: Sequence[tuple[int, Sampling, float]], summaries: Summar
     """Choose a token for each of the rows `wanted`, under its sampling and with its uniform number; None where the
     summaries do not decide.
     """
-    if not wanted:
-        return []
+    if not any(summarizable(sampling) for _, sampling, _ in wanted):
+        return [None] * len(wanted)
     count = summaries.count
     temperatures = np.ones(count, np.float32)
     for row, sampling, _ in wanted:
-        if TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
+        if sampling.temperature and summarizable(sampling):
             temperatures[row] = sampling.temperature
     summary = summaries.summary(temperatures)
     chosen: list[int | None] = [None] * len(wanted)
@@ -75,7 +75,7 @@ def _summarized(wanted: Sequence[tuple[int, Sampling, float]], summaries: Summar
         blocks = Summary(*(values[row] for values in summary))
         if sampling.temperature == 0.0:
             chosen[index] = _best(blocks)
-        elif TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
+        elif summarizable(sampling):
             asking[index] = _drawn(blocks, sampling, uniform, summaries.most_blocks // count)
     answers: dict[int, NDArray[np.float32] | None] = dict.fromkeys(asking)
     while answers:
@@ -87,6 +87,11 @@ def _summarized(wanted: Sequence[tuple[int, Sampling, float]], summaries: Summar
                 chosen[index] = end.value
         answers = _asked([wanted[index][0] for index in asked], asked, summaries)
     return chosen
+
+
+def summarizable(sampling: Sampling) -> bool:
+    """Tell whether summaries may decide: for the best token, and at temperatures for which their bounds hold."""
+    return sampling.temperature == 0.0 or TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]
 
 
 def _asked(
@@ -119,6 +124,7 @@ def _drawn(blocks: Summary, sampling: Sampling, uniform: float, most: int) -> As
             return None
         logits = yield np.array([block])
         return row.token_in(block, logits[0], uniform)
+    sent, logits = np.zeros(0, np.int64), np.zeros((0, BLOCK), np.float32)
     for count in (*NEAR, BLOCK * len(blocks.maxima)):
         floor = row.floor(sampling.top_p, count)
         near = np.flatnonzero(blocks.maxima >= floor)
@@ -126,7 +132,10 @@ def _drawn(blocks: Summary, sampling: Sampling, uniform: float, most: int) -> As
             continue
         if len(near) > most:
             return None
-        logits = yield near
+        if len(unsent := np.setdiff1d(near, sent)):
+            further = yield unsent
+            order = np.concatenate([sent, unsent]).argsort()
+            sent, logits = near, np.concatenate([logits, further])[order]
         at, places = np.nonzero(logits >= floor)
         tokens, likely = BLOCK * near[at] + places, logits[at, places]
         if row.holds(likely, sampling.top_p):

@@ -10,6 +10,7 @@ from fp8q.core.run import Run
 from fp8q.export.engine.profiles import profiles
 from fp8q.export.engine.targets import MODULES
 from fp8q.serve.loop.device_batch import DeviceBatch
+from fp8q.serve.loop.device_kernels import load_kernels
 from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
 from fp8q.serve.loop.sessions import Batch
 from tests.stand_in.driver import Driver
@@ -48,7 +49,8 @@ def open_batch(request: pytest.FixtureRequest, open_engine: OpenEngine) -> Calla
         if request.param == "host":
             return session.open_batch(rows, counting.positions)
         device = HostDevice()
-        return DeviceBatch(HostProgram(session, device), device, rows, counting.positions)
+        kernels = load_kernels(device, session.layout)
+        return DeviceBatch(HostProgram(session, device), device, rows, counting.positions, kernels)
 
     return opened
 
@@ -84,7 +86,10 @@ def on_device() -> Callable[..., tuple[DeviceBatch, HostDevice, HostProgram]]:
         device = HostDevice()
         program = HostProgram(counting.session(), device)
         program.captures = captures
-        return DeviceBatch(program, device, rows, positions or counting.positions), device, program
+        kernels = load_kernels(device, program.layout)
+        device.captures = 0  # those of their example
+        device.launched.clear()
+        return DeviceBatch(program, device, rows, positions or counting.positions, kernels), device, program
 
     return opened
 

@@ -20,7 +20,12 @@ from .kernels import entries, run_kernel
 
 #: CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_OUT_OF_MEMORY.
 SUCCESS, INVALID, OUT_OF_MEMORY, NOT_FOUND = 0, 1, 2, 500
-SAID = {INVALID: b"invalid argument", OUT_OF_MEMORY: b"out of memory", NOT_FOUND: b"named symbol not found"}
+SAID = {
+    INVALID: b"invalid argument",
+    OUT_OF_MEMORY: b"out of memory",
+    NOT_FOUND: b"named symbol not found",
+    700: b"an illegal memory access was encountered",
+}
 
 
 def number(value: Any) -> int:
@@ -109,6 +114,9 @@ class Driver:
 
     def cuMemPoolSetAttribute(self, pool: Any, which: Any, value: Any) -> int:
         return SUCCESS if number(pool) == 3 else INVALID
+
+    def cuMemPoolTrimTo(self, pool: Any, size: Any) -> int:
+        return SUCCESS if number(pool) == 3 and number(size) == 0 else INVALID
 
     def cuGetErrorString(self, code: int, said: Any) -> int:
         said._obj.value = SAID[code]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any
@@ -154,9 +155,13 @@ def test_all_memory_is_given_back(counting: CountingModel, on_device: OnDevice) 
     decode(batch, [2, 2, 3])
     batch.reserve(100, 192, 3)
     decode(batch, [3, 3, 4])
+    step = next(iter(batch._steps.values()))
+    pinned = weakref.ref(step.room.host)
+    del step
     batch.clear()
     device.wait()
     assert device.memory == {}
+    assert pinned() is None, "the host's page-locked memory went too"
 
 
 def test_nothing_is_made_again_after_a_pause(counting: CountingModel, on_device: OnDevice) -> None:

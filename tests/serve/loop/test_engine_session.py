@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8q.core.errors import BackendError
-from fp8q.serve.loop.cuda import CudaDevice, CudaError, DeviceMemoryError
+from fp8q.serve.loop.cuda import CudaDevice, CudaError, CudaFaultError, DeviceMemoryError
 from fp8q.serve.loop.engine_session import RUNTIMES, EngineRuntime, EngineSession
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
@@ -50,7 +50,33 @@ def test_an_engine_answers_as_the_model_does(
     assert generator.max_batch == 4
     answers = complete(generator, [Request(prompt, 12) for prompt in prompts])
     assert [list(answer.tokens) for answer in answers] == [counting.answer(prompt, 12) for prompt in prompts]
-    assert (gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+    of_example = 2
+    assert (gpu.driver.launches > of_example) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+
+
+@each_runtime
+def test_kernels_are_loaded_once_for_all_batches(
+    counting: CountingModel, open_engine: OpenEngine, gpu: Machine, runtime: EngineRuntime
+) -> None:
+    session = open_engine(counting, runtime)
+    for _ in range(3):
+        session.open_batch(2, 64).clear()
+    assert len(gpu.driver.modules) == 1
+
+
+def test_a_fault_of_the_gpu_is_an_error_of_its_own(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice()
+    monkeypatch.setattr(gpu.driver, "cuStreamSynchronize", lambda stream: 700)
+    with pytest.raises(CudaFaultError) as raised:
+        device.wait()
+    assert str(raised.value) == "cuStreamSynchronize failed with 700 (an illegal memory access was encountered)"
+
+
+def test_a_thread_with_two_gpus_allocates_on_each(gpu: Machine) -> None:
+    gpu.driver.gpus = 2
+    devices = CudaDevice(0), CudaDevice(1)
+    addresses = [device.allocate(256) for device in (*devices, devices[0])]
+    assert [gpu.driver.gpu_of[address] for address in addresses] == [0, 1, 0]
 
 
 @each_runtime
