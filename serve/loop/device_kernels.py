@@ -214,6 +214,7 @@ def _try_scatter(kernels: DeviceKernels) -> None:
             past = example.read(cache.bases[0], expected)
     finally:
         cache.free()
+        device.wait()  # so that the pool has it, before memory is counted
     if not np.array_equal(past, expected):
         raise KernelError("scatter gives something else than it should")
 
