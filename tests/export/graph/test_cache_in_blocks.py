@@ -18,7 +18,10 @@ from fp8q.export.engine.profiles import profiles
 from fp8q.export.graph.trace import trace
 from fp8q.export.modules.graph_model import GraphPlan
 from fp8q.export.onnx_file.loading import load_graph
+from fp8q.serve.loop.device_batch import DeviceBatch
+from fp8q.serve.loop.device_kernels import load_kernels
 from fp8q.serve.loop.sessions import OnnxRuntimeSession, SessionError
+from tests.serve.host_engine import HostDevice, HostProgram
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +66,39 @@ def test_rows_decoded_over_blocks_have_the_logits_of_whole_ones(checkpoint: Path
         logits = np.stack(batch.decode(tokens, lengths + step).rows([0, 1]))
         for row, length in enumerate(lengths.tolist()):
             np.testing.assert_allclose(logits[row], whole[row, length + step], atol=1e-4)
+
+
+def test_a_device_decodes_over_blocks_what_host_memory_decodes(checkpoint: Path) -> None:
+    """In memory that is as late as a GPU's: prompts by copies, steps by the kernel, rows that move and grow."""
+    session, device = OnnxRuntimeSession(checkpoint / "model.fp32.onnx", 1), HostDevice()
+    program = HostProgram(session, device)
+    kernels = load_kernels(device, session.layout)
+    assert kernels is not None
+    on_device, on_host = DeviceBatch(program, device, 3, 512, kernels), session.open_batch(3, 512)
+    ids = np.random.default_rng(2).integers(0, 64, (3, 160))
+    lengths = np.array([70, 3, 128])
+    for batch in (on_device, on_host):
+        batch.reserve(140, 512, 0)
+    for row, length in enumerate(lengths.tolist()):
+        chunks = [
+            batch.prefill(row, ids[row : row + 1, :length], np.zeros(1, np.int64), np.array([length]))
+            for batch in (on_device, on_host)
+        ]
+        np.testing.assert_allclose(*chunks, atol=1e-4)
+    for step in range(8):
+        tokens = ids[np.arange(3), lengths + step]
+        found, expected = (
+            np.stack(batch.decode(tokens, lengths + step).rows([0, 1, 2])) for batch in (on_device, on_host)
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    for batch in (on_device, on_host):
+        batch.reserve(300, 512, 3)
+        batch.move(2, 0, 136)
+    for step in range(3):
+        tokens, filled = ids[[2, 1], [136 + step, 11 + step]], np.array([136 + step, 11 + step])
+        found, expected = (np.stack(batch.decode(tokens, filled).rows([0, 1])) for batch in (on_device, on_host))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert "scatter" in device.launched
 
 
 def test_the_bits_of_a_row_do_not_depend_on_the_room_of_others(checkpoint: Path) -> None:

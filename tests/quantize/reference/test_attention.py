@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gpu.waits import host_waits
@@ -59,3 +60,20 @@ def test_a_long_sum_of_values_loses_in_fourteen_bits_what_two_levels_keep(tmp_pa
     assert summed("fp32") == pytest.approx((100_352 + 1024 * 12.25) / 448**2, rel=1e-6)
     assert summed("fp22") == pytest.approx((100_720 + 993 * 8) / 448**2, rel=1e-6)
     assert summed("two-level") == pytest.approx((100_720 + 96 * 8 + 897 * 12.25) / 448**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.25])
+def test_the_reference_multiplies_none_in_a_call_of_one_token(softcap: float | None) -> None:
+    random = np.random.default_rng(1)
+    q, k, v = (random.normal(size=(1, heads, rows, 8)).astype(np.float32) for heads, rows in ((2, 1), (1, 5), (1, 5)))
+    module = torch.nn.Module()
+    object.__setattr__(module, "fp8q_scales", {part: torch.tensor(1.0) for part in "qkvp"})
+    object.__setattr__(module, "fp8q_two_terms", False)
+    mask = np.array([0, 0, np.finfo(np.float32).min, 0, 0], np.float32)[None, None, None]
+    query, key, value, added = map(torch.from_numpy, (q, k, v, mask))
+    found, _ = attention_on_codes(module, query, key, value, added, softcap=softcap)
+    scores = q.astype(np.float64) @ k.astype(np.float64).transpose(0, 1, 3, 2) / np.sqrt(8)
+    scores = (scores if softcap is None else np.tanh(scores / softcap) * softcap) + mask
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = weights / weights.sum(-1, keepdims=True) @ v
+    np.testing.assert_allclose(found.numpy(), expected.transpose(0, 2, 1, 3), atol=1e-6)
