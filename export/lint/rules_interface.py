@@ -2,10 +2,12 @@
 
 import re
 
-from onnx import TensorProto, ValueInfoProto
+import numpy as np
+from onnx import NodeProto, TensorProto, ValueInfoProto
 
 from ...core.findings import Broken
 from ..onnx_file import names
+from ..onnx_file.constants import Numbers
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array, attribute, type_name
 from ..onnx_file.weight_scales import weight_of
@@ -24,6 +26,8 @@ LOGITS = ("batch", "seq", int)
 #: The input of a graph that gives the logits of these positions alone, and its logits.
 ASKED, ASKED_LOGITS = {names.LOGITS_INDICES: ("batch", "scored")}, ("batch", "scored", int)
 PAST = ("batch", int, "capacity", int)
+#: What lies between a step's GEMM and the scales of its heads, and between these and their constant.
+MOVES = ("Reshape", "Transpose", "Cast", "ReduceSum", "Unsqueeze")
 NEW = ("batch", int, "seq", int)
 #: The axis of the heads in keys and values.
 HEADS = 1
@@ -148,6 +152,46 @@ def cache_scale(graph: Indexed, expected: Expectation) -> Broken:
                     name,
                     f"has a scale for each index of axis {attribute(nodes[name], 'axis', 1)}; heads are axis {HEADS}",
                 )
+        gemm = nodes.get(names.step_gemm(owner[0], "scores" if owner[1] == "k" else "values"))
+        if gemm is not None and run_scales is not None and run_scales.size > 1:
+            applied = step_scales(graph, gemm, gemm.input[0 if owner[1] == "k" else 1])
+            if applied is None or not np.array_equal(applied.ravel(), run_scales.ravel()):
+                listed = "none" if applied is None else _listed(applied)
+                yield (
+                    gemm.name,
+                    f"applies the scales {listed}, and scales.json has {_listed(run_scales)}; run `fp8q export` again",
+                )
+
+
+def step_scales(graph: Indexed, gemm: NodeProto, past: str) -> Numbers | None:
+    """The scale of each head that a step applies: the one that its `past` is dequantized by, times the factors by which
+    the result of its GEMM is multiplied first; None where there are none.
+    """
+    dequantize = graph.producers.get(past)
+    one = graph.constant(dequantize.input[1]) if dequantize is not None and len(dequantize.input) > 1 else None
+    value = gemm.output[0]
+    while len(readers := graph.readers.get(value, [])) == 1:
+        reader, side = readers[0]
+        if reader.op_type == "Mul":
+            factors = _product(graph, reader.input[1 - side])
+            return None if one is None or factors is None else one * factors
+        if reader.op_type not in MOVES:
+            return None
+        value = reader.output[0]
+    return None
+
+
+def _product(graph: Indexed, value: str) -> Numbers | None:
+    """The values of a constant, through products of constants and what moves them; None where it is computed."""
+    if (constant := graph.constant(value)) is not None:
+        return constant
+    node = graph.producers.get(value)
+    if node is not None and node.op_type == "Mul":
+        first, second = (_product(graph, name) for name in node.input)
+        return None if first is None or second is None else first * second
+    if node is not None and node.op_type in MOVES:
+        return _product(graph, node.input[0])
+    return None
 
 
 def _listed(scale: Array) -> str:

@@ -80,11 +80,11 @@ def test_a_device_decodes_over_blocks_what_host_memory_decodes(checkpoint: Path)
     for batch in (on_device, on_host):
         batch.reserve(140, 512, 0)
     for row, length in enumerate(lengths.tolist()):
-        chunks = [
+        found, expected = [
             batch.prefill(row, ids[row : row + 1, :length], np.zeros(1, np.int64), np.array([length]))
             for batch in (on_device, on_host)
         ]
-        np.testing.assert_allclose(*chunks, atol=1e-4)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
     for step in range(8):
         tokens = ids[np.arange(3), lengths + step]
         found, expected = (

@@ -131,6 +131,27 @@ def test_the_graph_quantizes_along_the_heads_by_the_bytes_of_the_checkpoint(run:
     assert [str(finding) for finding in api.lint(run.model).findings] == [f"C127 cache-heads: config.json: {C127}"]
 
 
+@pytest.mark.parametrize(("part", "gemm"), [("k", "scores"), ("v", "values")])
+def test_the_lint_holds_a_decode_step_to_the_scales_of_the_heads(
+    run: Run, tmp_path: Path, part: str, gemm: str
+) -> None:
+    """A step dequantizes by a half, and applies twice the scales behind its GEMM."""
+    copied = Run(Path(shutil.copytree(run.root, tmp_path / "run")))
+    model = onnx.load(copied.onnx, load_external_data=False)
+    attention = "model.layers.1.self_attn"
+    (half,) = [node for node in model.graph.node if node.name == f"{attention}.{part}.dequantize_step"]
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0.25, np.float32), "quarter"))
+    half.input[1] = "quarter"
+    copied.onnx.write_bytes(model.SerializeToString())
+    scales = load_scales(run).kv_cache[f"{attention}.{part}"].heads or ()
+    halves, wanted = (", ".join(f"{scale * factor:.9g}" for scale in scales) for factor in (0.5, 1))
+    (finding,) = api.lint(copied.onnx).findings
+    assert str(finding) == (
+        f"F318 cache-scale: {attention}.step_{gemm}: applies the scales {halves}, and scales.json has {wanted}; run "
+        "`fp8q export` again"
+    )
+
+
 def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(
     run: Run, exact_logits: Callable[[Run, np.ndarray], np.ndarray]
 ) -> None:
