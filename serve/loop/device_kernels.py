@@ -146,11 +146,12 @@ def summarized(logits: NDArray[np.float32], inverses: NDArray[np.float32]) -> Su
     padded = np.full((rows, count_blocks(vocabulary) * BLOCK), -np.inf, np.float32)
     padded[:, :vocabulary] = logits
     blocks = padded.reshape(rows, -1, BLOCK)
-    maxima = blocks.max(2)
+    numbers = np.where(np.isnan(blocks), np.float32(-np.inf), blocks)  # a GPU's maximum passes over what is none
+    maxima = numbers.max(2)
     base = np.where(np.isneginf(maxima), np.float32(0.0), maxima)  # of a block that is forbidden as a whole
     with np.errstate(invalid="ignore", over="ignore"):  # of what is no number, or forbidden by the lowest that there is
         weights = np.exp((blocks - base[..., None]) * inverses[:, None, None])
-    return Summary(maxima, weights.sum(2), blocks.argmax(2).astype(np.int32))
+    return Summary(maxima, weights.sum(2), numbers.argmax(2).astype(np.int32))
 
 
 def gathered_blocks(logits: NDArray[Any], pairs: NDArray[np.int32]) -> NDArray[Any]:

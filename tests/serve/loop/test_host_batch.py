@@ -69,6 +69,17 @@ def test_what_a_row_writes_while_its_prompt_is_taken_in_is_written_over(
     assert prefill(batch, 0, [1, 4], filled=1) == [1]
 
 
+def test_a_step_of_the_first_rows_leaves_the_others_as_they_are(counting: CountingModel, open_batch: Open) -> None:
+    """On a device three rows run as four: the fourth holds a prompt, and is padding."""
+    batch = reserved(open_batch(counting))
+    # 3·1 + 1·2 + 4·3 = 17 -> 1, in each row
+    assert prefill(batch, 0, *[[3, 1, 4]] * 4) == [1] * 4
+    # + 1·1 = 18 -> 2
+    assert decode(batch, [1, 1, 1], [3, 3, 3]) == [2] * 3
+    # the fourth too, and + 2·2 = 22 -> 6 in the others
+    assert decode(batch, [2, 2, 2, 1], [4, 4, 4, 3]) == [6, 6, 6, 2]
+
+
 def test_a_row_that_moves_is_masked_as_what_it_is(counting: CountingModel, open_batch: Open) -> None:
     batch = reserved(open_batch(counting))
     prefill(batch, 0, [1] * 6, [3, 1, 4])
