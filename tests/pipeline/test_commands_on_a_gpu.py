@@ -76,7 +76,8 @@ def test_a_gpus_user_builds_validates_and_serves(fp8q: Fp8q, on_gpu: Machine, ru
     with in_thread(run.root, runtime=runtime, max_batch=2) as server:
         answer = server.post(prompt=PROMPT, max_tokens=12, temperature=0).json()
     assert answer["choices"][0]["text"] == expected["text"]
-    assert (on_gpu.driver.launches > 0) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+    captured = on_gpu.driver.launches > 2 * len(on_gpu.driver.modules)  # those of the kernels' example
+    assert captured == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
 
 
 def test_bench_of_fp8_alone_says_what_to_put_beside_it(fp8q: Fp8q, on_gpu: Machine, run: Run) -> None:

@@ -50,8 +50,8 @@ def test_an_engine_answers_as_the_model_does(
     assert generator.max_batch == 4
     answers = complete(generator, [Request(prompt, 12) for prompt in prompts])
     assert [list(answer.tokens) for answer in answers] == [counting.answer(prompt, 12) for prompt in prompts]
-    of_example = 2
-    assert (gpu.driver.launches > of_example) == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
+    captured = gpu.driver.launches > 2 * len(gpu.driver.modules)  # those of the kernels' example
+    assert captured == (runtime == "tensorrt"), "TensorRT-RTX captures graphs by itself"
 
 
 @each_runtime
