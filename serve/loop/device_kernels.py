@@ -8,8 +8,7 @@
 They are compiled from `serve/kernels.py` into `kernels.ptx`, which the driver compiles for the GPU when it is loaded.
 Before they are used each is held against NumPy on a small example, `scatter` captured and repeated. If the driver
 refuses one, or it answers otherwise, a warning is logged, the cache is written by copies, and all logits go to the
-host.
-A kernel that fails on the GPU takes the process's context with it, and is an error.
+host. A kernel that fails on the GPU takes the process's context with it, and is an error.
 
 Imports only NumPy and its neighbours in this folder, as it is copied into Triton repositories.
 """
@@ -26,15 +25,7 @@ from numpy.typing import NDArray
 
 from .batch_sampling import BLOCK, SLACK
 from .cache import CacheLayout
-from .device import (
-    BrokenDeviceError,
-    CaptureError,
-    Device,
-    DeviceCache,
-    Function,
-    groups_of,
-    new_block,
-)
+from .device import BrokenDeviceError, CaptureError, Device, DeviceCache, Function, groups_of, new_block
 from .device_calls import float_logits
 from .sessions import SessionError
 from .step_logits import Summary
