@@ -12,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.serve.loop.batch_sampling import BLOCK, RowChoice
-from fp8q.serve.loop.device_kernels import summarized
+from fp8q.serve.loop.cache import CacheLayout
+from fp8q.serve.loop.device_calls import Room
+from fp8q.serve.loop.device_kernels import load_kernels, summarized
+from fp8q.serve.loop.device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
 from fp8q.serve.loop.sampling import Sampling, choose
 from fp8q.serve.loop.step_logits import HostLogits, Summary
 from fp8q.serve.loop.step_sampling import best_tokens, choose_step
 from fp8q.serve.loop.text import Vocabulary
+from tests.serve.host_engine import HostDevice
 from tests.serve.loop.test_batch_sampling import zipf
 from tests.serve.loop.test_device_batch import OnDevice, OnDeviceSession
 
@@ -181,3 +185,31 @@ def test_a_seed_gives_one_text_on_a_device_and_on_the_host(counting: CountingMod
         texts.append([answer.tokens for answer in complete(generator, requests)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_a_device_s_summaries_and_blocks_are_those_of_its_rows(dtype: type[np.generic]) -> None:
+    """Of three rows in memory for five, and a vocabulary of 17 blocks, the last of them broken."""
+    values = np.stack([zipf(seed, 1.5)[:1050] for seed in range(3)])
+    values = (values.view(np.uint32) >> 16 << 16).view(np.float32)
+    raw = (values.view(np.uint32) >> 16).astype(dtype) if dtype == np.uint16 else values
+    device = HostDevice()
+    kernels = load_kernels(device, CacheLayout(("0.key",), ((1, 4),), (np.dtype(np.uint8),)))
+    assert kernels is not None
+    at = device.allocate(raw.nbytes)
+    device.upload(raw.view(np.uint8).reshape(-1), at)
+    layout = SummaryLayout(3, 1050, np.dtype(dtype))
+    room = Room(device).hold(SummaryLayout(5, 1050, np.dtype(dtype)))
+    host = np.zeros((3, raw[0].nbytes), np.uint8)
+    logits = DeviceLogits(device, at, host, np.dtype(dtype), DeviceSummaries(kernels, room, layout, at))
+    samplings = [Sampling(), Sampling(0.8, 0.95), Sampling(0.8)]
+    for seed in range(20):
+        choices = [
+            RowChoice(None, sampling, {}, np.random.default_rng(seed + row)) for row, sampling in enumerate(samplings)
+        ]
+        assert choose_step(choices, range(3), logits) == [
+            choose(row, sampling, {}, np.random.default_rng(seed + number))
+            for number, (row, sampling) in enumerate(zip(values, samplings, strict=True))
+        ]
+    assert logits.read
+    np.testing.assert_array_equal(np.stack(logits.rows([2, 0, 1])), values[[2, 0, 1]])
