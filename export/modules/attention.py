@@ -49,14 +49,14 @@ class Keys:
 class GraphCall:
     """A call of the graph: the positions of its tokens, int64 [batch, seq], and its mask [batch, capacity + seq].
 
-    `past`: the slots; `every`: the slots and the new keys; `prompt`: the same of a call of several tokens, and of one
-    token itself alone. `layers`: the caches of the attention modules.
+    `past`: the slots; `bias`: that of the scores of slots and new keys; `prompt`: slots and new keys of a call of
+    several tokens, and of one token itself alone. `layers`: the caches of the attention modules.
     """
 
     tokens: torch.Tensor
     mask: torch.Tensor
     past: Keys
-    every: Keys
+    bias: torch.Tensor | None
     prompt: Keys
     layers: Collection["GraphLayer"]
 
@@ -118,7 +118,7 @@ def attention(
         output = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=allowed, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    of_step = Scoring(call.past.allowed(call.tokens[:, :1], window)[:, 0], scale, softcap, call.every.bias)
+    of_step = Scoring(call.past.allowed(call.tokens[:, :1], window)[:, 0], scale, softcap, call.bias)
     output = module.fp8q_step(output, query, (key, value), cache, call, of_step)
     return output.transpose(1, 2).contiguous(), None
 

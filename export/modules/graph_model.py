@@ -281,14 +281,11 @@ class Graph(nn.Module):
         filled = mask[:, :capacity]
         past = Keys(filled.cumsum(1) - 1, filled)  # so a slot that is not filled has no position of its own
 
-        def joined(slots: torch.Tensor, seen: torch.Tensor) -> Keys:
-            keys = torch.cat([slots, positions], dim=1)
-            return Keys(keys, seen, bias(self.model, self.slopes, keys))
-
-        every = joined(past.positions, mask)
         slots, seen = (of_prompt(part, positions, 1) for part in (past.positions, filled))
-        prompt = joined(slots, torch.cat([seen, mask[:, capacity:]], dim=1))
-        return GraphCall(positions, mask, past, every, prompt, layers)
+        every, keys = (torch.cat([part, positions], dim=1) for part in (past.positions, slots))
+        of_every, of_prompt_keys = (bias(self.model, self.slopes, part) for part in (every, keys))
+        prompt = Keys(keys, torch.cat([seen, mask[:, capacity:]], dim=1), of_prompt_keys)
+        return GraphCall(positions, mask, past, of_every, prompt, layers)
 
 
 @contextmanager
