@@ -109,10 +109,11 @@ def likely_token(logits: NDArray[np.float32], sampling: Sampling, uniform: float
     """
     if not TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
         return None
-    row = WeighedRow(logits, sampling.temperature)
-    if not row.weighed:
+    if (row := weigh_row(logits, sampling.temperature)) is None:
         return None
-    return row.token_by_id(uniform) if sampling.top_p >= 1.0 else row.likely_of_nucleus(sampling.top_p, uniform)
+    if sampling.top_p >= 1.0:
+        return _token_by_id(row, logits, uniform)
+    return _token_of_nucleus(row, logits, sampling.top_p, uniform)
 
 
 _rooms = threading.local()
@@ -127,42 +128,38 @@ def _room(size: int) -> NDArray[np.float32]:
     return room
 
 
-class WeighedBlocks:
-    """The weights e^((logit - top) / temperature) of a row's tokens, of which the sums over blocks of neighbours are
-    known, within `SLACK` of all weight. `top`: the best logit; `weighed`: whether the bounds hold for it, and all sums
-    are numbers.
+@dataclass(frozen=True)
+class WeighedRow:
+    """The weights e^((logit - top) / temperature) of a row's tokens: `blocks` are their sums over neighbours, float64
+    [blocks], and `total` that of all, within `SLACK`. `top`: the best logit; `logits` [vocabulary], if all are there.
     """
 
-    def __init__(self, maxima: NDArray[np.float32], sums: NDArray[np.float32], temperature: float):
-        """Take the largest logit of each block, and the sums of weights relative to it, [blocks]."""
-        self.top, self._temperature = float(maxima.max()), temperature
-        self.weighed = abs(self.top) < LARGEST_TOP
-        if self.weighed:
-            relative = (maxima.astype(np.float64) - self.top) / temperature
-            self._sum(sums.astype(np.float64) * np.exp(relative))
-
-    def _sum(self, blocks: NDArray[np.float64]) -> None:
-        self._blocks, self._total = blocks, float(blocks.sum())
-        self.weighed = isfinite(self._total)
+    top: float
+    temperature: float
+    blocks: NDArray[np.float64]
+    total: float
+    logits: NDArray[np.float32] | None = None
 
     def weights(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
         """The weights of some tokens in FP64, as `sampling` has them before they are divided by their sum."""
-        weights: NDArray[np.float64] = np.exp((logits.astype(np.float64) - self.top) / self._temperature)
+        weights: NDArray[np.float64] = np.exp((logits.astype(np.float64) - self.top) / self.temperature)
         return weights
 
-    def _totals(self) -> Iterator[tuple[float, float]]:
-        """The sum of all weights with the bound of its error; then again, closer, if that can be."""
-        yield self._total, SLACK
+    def totals(self) -> Iterator[tuple[float, float]]:
+        """The sum of all weights with the bound of its error; then again, closer, where all logits are there."""
+        yield self.total, SLACK
+        if self.logits is not None:
+            yield float(self.weights(self.logits).sum()), FINE_SLACK
 
     def block_at(self, uniform: float) -> int | None:
         """Go through the blocks until they hold `uniform` of all weight."""
-        block = int(self._blocks.cumsum().searchsorted(uniform * self._total, side="right"))
-        return block if block < len(self._blocks) else None
+        block = int(self.blocks.cumsum().searchsorted(uniform * self.total, side="right"))
+        return block if block < len(self.blocks) else None
 
     def token_in(self, block: int, logits: NDArray[np.float32], uniform: float) -> int | None:
         """Go through the tokens of the block at `uniform`, whose `logits` these are, until they hold that."""
-        target, error = uniform * self._total, 2 * SLACK * self._total
-        begin = float(self._blocks[: block + 1].cumsum()[block] - self._blocks[block])
+        target, error = uniform * self.total, 2 * SLACK * self.total
+        begin = float(self.blocks[: block + 1].cumsum()[block] - self.blocks[block])
         inside = begin + self.weights(logits).cumsum()
         token = int(inside.searchsorted(target, side="right"))
         if (
@@ -174,17 +171,17 @@ class WeighedBlocks:
 
     def floor(self, top_p: float, count: int) -> float:
         """A logit below which `count` tokens would hold less than is outside the nucleus."""
-        share = min(1.0, (1.0 - top_p) * self._total / count)
-        floor = self.top + self._temperature * log(share) if share else -np.inf
+        share = min(1.0, (1.0 - top_p) * self.total / count)
+        floor = self.top + self.temperature * log(share) if share else -np.inf
         return floor - 1e-5 * (1.0 + abs(floor))
 
     def may_hold(self, blocks: NDArray[np.int64], top_p: float) -> bool:
         """Tell whether some blocks hold more than `top_p` of all weight."""
-        return bool(self._blocks[blocks].sum() > top_p * self._total)
+        return bool(self.blocks[blocks].sum() > top_p * self.total)
 
     def holds(self, logits: NDArray[np.float32], top_p: float) -> bool:
         """Tell whether some tokens hold more than `top_p` of all weight."""
-        return bool(self.weights(logits).sum() > top_p * self._total * (1.0 + SLACK))
+        return bool(self.weights(logits).sum() > top_p * self.total * (1.0 + SLACK))
 
     def token_of_nucleus(
         self, tokens: NDArray[np.int64], logits: NDArray[np.float32], top_p: float, uniform: float
@@ -199,7 +196,7 @@ class WeighedBlocks:
         if ((logits[:-1] != logits[1:]) & (weights[:-1] - weights[1:] < FINE_SLACK * weights[:-1])).any():
             return None  # divided by their sum they may be equal, and then they are ordered by id
         cumulative = weights.cumsum()
-        for total, slack in self._totals():
+        for total, slack in self.totals():
             last = cumulative.searchsorted([top_p * total * (1.0 - slack), top_p * total * (1.0 + slack)])
             if last[1] == len(cumulative):
                 return None
@@ -210,42 +207,47 @@ class WeighedBlocks:
         return None
 
 
-class WeighedRow(WeighedBlocks):
-    """A row whose logits are all there: weights in FP32, summed by blocks."""
+def weigh_blocks(maxima: NDArray[np.float32], sums: NDArray[np.float32], temperature: float) -> WeighedRow | None:
+    """Weigh a row by the largest logit of each block, and its sum of weights relative to that, [blocks]; None where the
+    bounds do not hold, or a logit is no number.
+    """
+    top = float(maxima.max())
+    if not abs(top) < LARGEST_TOP:
+        return None
+    blocks = sums.astype(np.float64) * np.exp((maxima.astype(np.float64) - top) / temperature)
+    total = float(blocks.sum())
+    return WeighedRow(top, temperature, blocks, total) if isfinite(total) else None
 
-    def __init__(self, logits: NDArray[np.float32], temperature: float):
-        """Weigh `logits` [vocabulary], if the bounds hold for the best of them, and it is a number."""
-        self._logits, self._temperature = logits, temperature
-        self.top = float(logits.max())
-        self.weighed = abs(self.top) < LARGEST_TOP
-        if not self.weighed:
-            return
-        room = _room(len(logits))
-        weights = room[: len(logits)]
-        with np.errstate(over="ignore"):  # what a model forbids may be the lowest number that there is
-            np.subtract(logits, np.float32(self.top), out=weights)
-            np.multiply(weights, np.float32(1.0 / temperature), out=weights)
-        np.exp(weights, out=weights)
-        self._sum(np.einsum("ij->i", room.reshape(-1, BLOCK)).astype(np.float64))
 
-    def _totals(self) -> Iterator[tuple[float, float]]:
-        """The sum in FP32, and in FP64."""
-        yield from super()._totals()
-        yield float(self.weights(self._logits).sum()), FINE_SLACK
+def weigh_row(logits: NDArray[np.float32], temperature: float) -> WeighedRow | None:
+    """Weigh `logits` [vocabulary] in FP32; None where the bounds do not hold, or the best logit is no number."""
+    top = float(logits.max())
+    if not abs(top) < LARGEST_TOP:
+        return None
+    room = _room(len(logits))
+    weights = room[: len(logits)]
+    with np.errstate(over="ignore"):  # what a model forbids may be the lowest number that there is
+        np.subtract(logits, np.float32(top), out=weights)
+        np.multiply(weights, np.float32(1.0 / temperature), out=weights)
+    np.exp(weights, out=weights)
+    blocks = np.einsum("ij->i", room.reshape(-1, BLOCK)).astype(np.float64)
+    return WeighedRow(top, temperature, blocks, float(blocks.sum()), logits)
 
-    def token_by_id(self, uniform: float) -> int | None:
-        """Go through the tokens by id until they hold `uniform` of all weight."""
-        if (block := self.block_at(uniform)) is None:
-            return None
-        return self.token_in(block, self._logits[BLOCK * block : BLOCK * (block + 1)], uniform)
 
-    def likely_of_nucleus(self, top_p: float, uniform: float) -> int | None:
-        """Draw from the nucleus, which is looked for among ever more tokens."""
-        for count in (*NEAR, len(self._logits)):
-            tokens = np.flatnonzero(self._logits >= self.floor(top_p, count))
-            if self.holds(self._logits[tokens], top_p):
-                break
-        return self.token_of_nucleus(tokens, self._logits[tokens], top_p, uniform)
+def _token_by_id(row: WeighedRow, logits: NDArray[np.float32], uniform: float) -> int | None:
+    """Go through the tokens by id until they hold `uniform` of all weight."""
+    if (block := row.block_at(uniform)) is None:
+        return None
+    return row.token_in(block, logits[BLOCK * block : BLOCK * (block + 1)], uniform)
+
+
+def _token_of_nucleus(row: WeighedRow, logits: NDArray[np.float32], top_p: float, uniform: float) -> int | None:
+    """Draw from the nucleus, which is looked for among ever more tokens."""
+    for count in (*NEAR, len(logits)):
+        tokens = np.flatnonzero(logits >= row.floor(top_p, count))
+        if row.holds(logits[tokens], top_p):
+            break
+    return row.token_of_nucleus(tokens, logits[tokens], top_p, uniform)
 
 
 def best_first(logits: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch_sampling import BLOCK, TEMPERATURES, RowChoice, WeighedBlocks, choose_drawn, draw_uniform
+from .batch_sampling import BLOCK, TEMPERATURES, RowChoice, choose_drawn, draw_uniform, weigh_blocks
 from .sampling import Sampling
 from .step_logits import StepLogits, Summaries, Summary
 
@@ -116,8 +116,7 @@ def _best(blocks: Summary) -> int | None:
 
 def _drawn(blocks: Summary, sampling: Sampling, uniform: float, most: int) -> Asking:
     """Draw the token of a row, from the logits of at most so many of its blocks at once."""
-    row = WeighedBlocks(blocks.maxima, blocks.sums, sampling.temperature)
-    if not row.weighed:
+    if (row := weigh_blocks(blocks.maxima, blocks.sums, sampling.temperature)) is None:
         return None
     if sampling.top_p >= 1.0:
         if (block := row.block_at(uniform)) is None:

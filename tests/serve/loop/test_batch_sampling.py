@@ -12,7 +12,16 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from fp8q.serve.loop import batch_sampling
-from fp8q.serve.loop.batch_sampling import BLOCK, SLACK, RowChoice, WeighedRow, best_first, choose_all, likely_token
+from fp8q.serve.loop.batch_sampling import (
+    BLOCK,
+    SLACK,
+    RowChoice,
+    WeighedRow,
+    best_first,
+    choose_all,
+    likely_token,
+    weigh_row,
+)
 from fp8q.serve.loop.sampling import Sampling, choose, token_at
 
 VOCABULARY = 128_256
@@ -115,10 +124,11 @@ def test_a_weight_in_fp32_and_its_sum_are_within_the_slack() -> None:
     for seed, spread in ((0, 1.0), (1, 3.0), (2, 12.0)):
         logits = (np.random.default_rng(seed).standard_normal(VOCABULARY + 7) * spread).astype(np.float32)
         for temperature in (0.3, 1.0, 2.0):
-            row = WeighedRow(logits, temperature)
+            row = weigh_row(logits, temperature)
+            assert row is not None
             exact = np.exp((logits.astype(np.float64) - row.top) / temperature)
-            ends, cumulative = row._blocks.cumsum(), exact.cumsum()[BLOCK - 1 :: BLOCK]
-            assert abs(row._total / exact.sum() - 1) < SLACK
+            ends, cumulative = row.blocks.cumsum(), exact.cumsum()[BLOCK - 1 :: BLOCK]
+            assert abs(row.total / exact.sum() - 1) < SLACK
             assert np.abs(ends[: len(cumulative)] - cumulative).max() < SLACK * exact.sum()
 
 
