@@ -20,6 +20,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .class_defaults import config_field
+
 #: The fields of config.json that count such layers.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _LAYER = re.compile(r"((?:model\.)?(?:language_model\.)?layers\.(\d+)\.)")
@@ -31,12 +33,12 @@ _LONGCAT = re.compile(r"^model\.mtp\.layers\.0\.(?:transformer_layer\.)?")
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
     """The number of layers for multi-token prediction that config.json counts; 0 where it counts none."""
-    return max((count for key in COUNTS if type(count := _field(config, key)) is int), default=0)
+    return max((count for key in COUNTS if type(count := config_field(config, key)) is int), default=0)
 
 
 def mtp_prefixes(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
     """The beginnings of the names of MTP tensors among `names`, sorted, such as `model.layers.61.` and `mtp.`."""
-    count, layers = mtp_layers(config), _field(config, "num_hidden_layers")
+    count, layers = mtp_layers(config), config_field(config, "num_hidden_layers")
     after = range(layers, layers + count) if type(layers) is int else range(0)
     prefixes = set()
     for name in names:
@@ -54,7 +56,7 @@ def vllm_name(config: Mapping[str, Any], name: str) -> str:
     `model.layers.45` is `model.layers.45.mtp_block`. LongCat-Flash: `model.mtp.layers.0` is the decoder layer after the
     last half of one, and its `eh_proj` has no more name than that.
     """
-    kind, layers = str(_field(config, "model_type")), _field(config, "num_hidden_layers")
+    kind, layers = str(_field(config, "model_type")), config_field(config, "num_hidden_layers")
     if "longcat_flash" in kind and type(halves := _field(config, "num_layers")) is int:
         inner = _LONGCAT.sub("", name)
         return inner if inner == name or inner.startswith("eh_proj") else f"model.layers.{2 * halves}.{inner}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import InputError
+from ..checkpoint.class_defaults import config_field
 from ..checkpoint.config_fields import POSITIONS, check_fields
 from ..checkpoint.recognizer import QUANTIZATION_KEYS
 from ..input.untrusted import error_text, exists, foreign, read_json
@@ -201,7 +202,7 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     None where nothing limits them (ALiBi) or the configuration does not say. A sliding window is no limit: it bounds
     the positions that one attends to, not the length of the text.
     """
-    values = (config.get(key) for key in POSITIONS)
+    values = (*(config.get(key) for key in POSITIONS), config_field(config, "max_position_embeddings"))
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 

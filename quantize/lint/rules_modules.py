@@ -4,9 +4,11 @@ configuration ignores, and layers for multi-token prediction.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from ...calibrate.checkpoint.class_defaults import TIE, language_model, ties_embeddings
 from ...calibrate.checkpoint.mtp_layers import mtp_layers, mtp_prefixes
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
@@ -22,8 +24,8 @@ JOINED = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-HEADS = ("lm_head", "embed_out", "output")
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
+HEADS = ("lm_head", "embed_out", "output", "proj_out")
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
 
 
 def joined_modules(checkpoint: Checkpoint) -> Iterator[list[str]]:
@@ -102,13 +104,13 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
     """A head that is tied to the embedding is not quantized, and neither is that embedding: loaders let both share one
     tensor, in BF16, so that the codes of one are lost, or are read as values without their scale.
     """
-    if not _setting(checkpoint.config, "tie_word_embeddings"):
+    if not ties_embeddings(checkpoint.config):
         return
     for module, codes in checkpoint.codes.items():
         last = module.rpartition(".")[2]
         if last in HEADS or last in EMBEDDINGS:
             what = "head" if last in HEADS else "embedding"
-            yield codes.weight, f"is a {what} in FP8, and config.json ties both; leave it in BF16"
+            yield codes.weight, f"is a {what} in FP8, and {_who_ties(checkpoint.config)}; leave it in BF16"
 
 
 @checkpoint_rule("C129", "head-beside-tie")
@@ -117,7 +119,7 @@ def head_of_tied_embedding(checkpoint: Checkpoint) -> Broken:
     head of other values as it is, and vLLM takes the embedding for both; of a head without an embedding transformers
     makes the embedding, and vLLM reads neither.
     """
-    if not _setting(checkpoint.config, "tie_word_embeddings"):
+    if not ties_embeddings(checkpoint.config):
         return
     in_float = {
         name.removesuffix(".weight").rpartition(".")[2]: name
@@ -129,14 +131,17 @@ def head_of_tied_embedding(checkpoint: Checkpoint) -> Broken:
     if head is None:
         return
     if embedding is None:
-        yield head, "is there without the embedding, and config.json ties both; store it as the embedding"
+        yield head, f"is there without the embedding, and {_who_ties(checkpoint.config)}; store it as the embedding"
     elif not checkpoint.same_bytes(head, embedding):
-        yield head, f"is not {embedding}, and config.json ties both; say tie_word_embeddings false, or leave one out"
+        remedy = f"say {TIE} false, or leave one out"
+        yield head, f"is not {embedding}, and {_who_ties(checkpoint.config)}; {remedy}"
 
 
-def _setting(config: Mapping[str, object], name: str) -> bool:
-    inner = config.get("text_config")
-    return bool(config.get(name) or (inner.get(name) if isinstance(inner, dict) else False))
+def _who_ties(config: Mapping[str, Any]) -> str:
+    """Say who ties head and embedding: config.json, or the class where that says nothing."""
+    if TIE in config or TIE in language_model(config):
+        return f"{CONFIG} ties both"
+    return f"{config.get('model_type')} ties both where {CONFIG} says nothing"
 
 
 def _source(declared: DeclaredQuantization) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Literal, NamedTuple
 
+from ...calibrate.checkpoint.class_defaults import config_field
 from ...core.findings import Broken
 from ..reading.fp8_tensors import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
 from .rules import AGAIN, checkpoint_rule
@@ -134,10 +135,7 @@ def checkpoint_scale_shape(checkpoint: Checkpoint) -> Broken:
 
 def _heads(checkpoint: Checkpoint) -> dict[str, int]:
     """The heads that scales of a cache, and of queries, are of; empty where config.json does not say."""
-    text = checkpoint.config.get("text_config")
-    text = text if isinstance(text, dict) else checkpoint.config
-    queries = text.get("num_attention_heads")
-    keys = text.get("num_key_value_heads") or queries
+    queries, keys = (config_field(checkpoint.config, f"num_{heads}_heads") for heads in ("attention", "key_value"))
     if not isinstance(queries, int) or not isinstance(keys, int):
         return {}
     return dict.fromkeys(CACHE_SCALES, keys) | {"q_scale": queries}

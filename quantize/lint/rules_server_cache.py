@@ -1,5 +1,6 @@
 """Rules S121 to S124: the scales of a KV cache, as servers read them."""
 
+from ...calibrate.checkpoint.class_defaults import config_field
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...core.findings import Broken
 from ..reading.quantization_config import CONFIG
@@ -121,10 +122,7 @@ def cache_head_size(served: Served) -> Broken:
     32, FlashInfer has 64, 128, 256 and 512, FlashAttention 3 and 4 take multiples of 8, and Triton's 32 and more. A
     size below 32 has none outside of Hopper and data-centre Blackwell.
     """
-    size = served.text_config.get("head_dim")
-    heads, width = served.text_config.get("num_attention_heads"), served.text_config.get("hidden_size")
-    if not isinstance(size, int) and isinstance(heads, int) and isinstance(width, int) and heads:
-        size = width // heads
+    size = config_field(served.config, "head_dim")
     if not isinstance(size, int) or not _declares_cache(served) or not size % 32:
         return
     where = "on a CPU" if size > 32 else "outside of Hopper and data-centre Blackwell"

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from ...calibrate.checkpoint.class_defaults import config_field
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...core.findings import Broken
 from .servers import Applies, Served, server_rule
@@ -77,7 +78,7 @@ def no_weights(served: Served) -> Broken:
     """Every layer that config.json counts has tensors: a parameter without one is an error in vLLM, a random number in
     transformers, and what memory held in SGLang.
     """
-    count = served.text_config.get("num_hidden_layers")
+    count = config_field(served.config, "num_hidden_layers")
     if served.problems or not isinstance(count, int) or not 0 < count < 10_000:
         return
     parts = [name.split(".") for name in served.tensors]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...calibrate.checkpoint.class_defaults import language_model
 from ...core.errors import InputError
 from ...core.findings import Broken, Finding, Severity, first_places
 from ...options import CheckpointServer
@@ -82,8 +83,7 @@ class Served:
     @property
     def text_config(self) -> Mapping[str, Any]:
         """The fields of the language model."""
-        text = self.config.get("text_config")
-        return text if isinstance(text, dict) else self.config
+        return language_model(self.config)
 
     @property
     def architecture(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.model.architecture import text_fields
+from ...calibrate.checkpoint.class_defaults import config_field
 from ...core.files import reading
 from ...core.run import Run
 
@@ -65,4 +65,4 @@ def vocabulary_size(run: Run) -> int:
     path = run.model / "config.json"
     with reading(path, "a configuration"):
         fields = json.loads(path.read_bytes())
-        return int((text_fields(fields) or fields).get("vocab_size", 0))
+        return int(config_field(fields, "vocab_size") or 0)

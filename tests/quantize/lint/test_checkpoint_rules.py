@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -370,3 +371,31 @@ def test_nan_codes_are_counted_at_every_place(size: int) -> None:
         codes = np.zeros(size, np.uint8)
         codes[place] = 0xFF
         assert count_nan(codes) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "gemma"}, "gemma ties both where config.json says nothing"),
+        ({"model_type": "gpt2"}, "gpt2 ties both where config.json says nothing"),
+        ({"model_type": "gemma", "tie_word_embeddings": False}, None),
+        ({"model_type": "llama"}, None),
+        ({"model_type": "llama", "tie_word_embeddings": True}, "config.json ties both"),
+        ({"model_type": "gemma3", "text_config": {}}, "gemma3 ties both where config.json says nothing"),
+        ({"model_type": "gemma3", "text_config": {"tie_word_embeddings": False}}, None),
+    ],
+)
+def test_a_head_in_fp8_is_lost_where_the_class_ties_it(
+    damaged: Callable[[str], Damaged], config: dict[str, Any], said: str | None
+) -> None:
+    it = damaged("compressed-tensors")
+    it.config.pop("tie_word_embeddings")
+    it.config |= config
+    head = torch.zeros(2048, 256).to(torch.float8_e4m3fn)
+    it.tensors |= {"lm_head.weight": head, "lm_head.weight_scale": torch.tensor([0.001])}
+    it.save()
+    tied = [str(finding) for finding in checkpoint_findings(it.folder)[1] if finding.rule == "C118"]
+    if said is None:
+        assert tied == []
+    else:
+        assert tied == [f"C118 tied-head: lm_head.weight: is a head in FP8, and {said}; leave it in BF16"]
