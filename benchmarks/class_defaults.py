@@ -9,16 +9,16 @@ Exit status 1 when the table is not that of the installed transformers.
 import json
 import sys
 
-from fp8q.calibrate.checkpoint.class_defaults import TABLE, Declared, declared_by
+from fp8q.calibrate.checkpoint.class_defaults import TABLE, ClassDefaults, declared_by
 
 
-def declared_types() -> dict[str, Declared]:
+def declared_types() -> dict[str, ClassDefaults]:
     """Model type -> what its class declares, of the classes that generate text, and of the language models in them."""
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     waiting = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]
-    table: dict[str, Declared] = {}
+    table: dict[str, ClassDefaults] = {}
     while waiting:
         kind = waiting.pop()
         if kind in table or kind not in CONFIG_MAPPING:
@@ -28,7 +28,7 @@ def declared_types() -> dict[str, Declared]:
     return dict(sorted(table.items()))
 
 
-def rendered(table: dict[str, Declared]) -> str:
+def rendered(table: dict[str, ClassDefaults]) -> str:
     """The file of a table: JSON, a line for each type."""
     lines = (f"{json.dumps(kind)}: {json.dumps(declared)}" for kind, declared in table.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"

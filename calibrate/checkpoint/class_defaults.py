@@ -30,7 +30,7 @@ FIELDS = (
 )  # fmt: skip
 
 
-class Declared(TypedDict, total=False):
+class ClassDefaults(TypedDict, total=False):
     """The fields of a class: `defaults` of those that have one, None where it follows from others in a way of the
     class's own; `names` of fields in the class's files, where those are others; `text`, the type of the language model
     inside it.
@@ -81,19 +81,19 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool:
 
 
 @cache
-def declared_fields(model_type: str) -> Declared:
+def declared_fields(model_type: str) -> ClassDefaults:
     """The fields that the class of `model_type` declares; empty for a type that is unknown."""
     known = _table().get(model_type)
     if known is not None:
         return known
     if not model_type or find_spec("transformers") is None:
-        return Declared()
+        return ClassDefaults()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return declared_by(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else Declared()
+    return declared_by(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else ClassDefaults()
 
 
-def declared_by(configuration: Any) -> Declared:
+def declared_by(configuration: Any) -> ClassDefaults:
     """Read the defaults of FIELDS off a configuration class of transformers, which is a dataclass.
 
     They are those of a configuration that was made of nothing, where one can be: some classes set fields after they
@@ -116,7 +116,7 @@ def declared_by(configuration: Any) -> Declared:
             value = made.get(key, value)
         if value is not None:
             defaults[name] = list(value) if isinstance(value, tuple) else value
-    declared = Declared(defaults=defaults)
+    declared = ClassDefaults(defaults=defaults)
     if renamed := {name: key for name, key in under.items() if key != name}:
         declared["names"] = renamed
     inner = (getattr(configuration, "sub_configs", None) or {}).get("text_config")
@@ -130,7 +130,7 @@ def _made_of_nothing(configuration: Any) -> Mapping[str, Any]:
     try:
         with quiet_transformers():
             made: Mapping[str, Any] = vars(configuration())
-    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError):  # of a class that wants a field
+    except Exception:  # noqa: BLE001 - classes check what they are made of, each in a way of its own
         return {}
     return made
 
@@ -141,8 +141,8 @@ def _general(made: Mapping[str, Any], under: Mapping[str, str]) -> dict[str, Any
 
 
 @cache
-def _table() -> Mapping[str, Declared]:
-    table: dict[str, Declared] = json.loads(TABLE.read_bytes())
+def _table() -> Mapping[str, ClassDefaults]:
+    table: dict[str, ClassDefaults] = json.loads(TABLE.read_bytes())
     return table
 
 

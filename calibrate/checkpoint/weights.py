@@ -200,7 +200,8 @@ class Weights:
         self._headers = coding.headers(self._stored) if coding else self._stored
         self._parts = parts or {}
         if parts:
-            self._headers = {name: _header(self._headers[part.tensor], part) for name, part in parts.items()}
+            cut = {name: _header(self._headers[part.tensor], part) for name, part in parts.items()}
+            self._headers = coding.headers(cut) if coding else cut
 
     def names(self) -> KeysView[str]:
         """The names of all tensors."""
@@ -230,7 +231,11 @@ class Weights:
         part = self._parts.get(name, TensorPart(name))
         decoded = self._coding.decoded(part.tensor, self.stored) if self._coding else None
         tensor = self.stored(part.tensor) if decoded is None else decoded
-        return tensor if part.index is None else tensor[part.index, part.start : part.end]
+        if part.index is None:
+            return tensor
+        cut = tensor[part.index, part.start : part.end]
+        changed = self._coding.decoded(name, lambda _: cut) if self._coding else None  # an adapter of one expert
+        return cut if changed is None else changed
 
     def stored(self, name: str) -> "torch.Tensor":
         """Read a stored tensor by its name in the files; this includes codes and scales."""

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.errors import InputError
-from ..checkpoint.adapter import MERGE_YOURSELF, TENSORS, Adapter, check_names, open_adapter
+from ..checkpoint.adapter import MERGE_YOURSELF, TENSORS, WEIGHT, Adapter, check_names, open_adapter
 from ..checkpoint.weights import TensorHeader
 from .gemms import gemm_modules, output_channel_axis, output_head
 from .source import Source, meta_model
@@ -67,10 +67,12 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
     if not adapters:
         return source
     model = meta_model(source)
-    for adapter in adapters:
+    named = tuple(by_model_names(adapter, source, model) for adapter in adapters)
+    for adapter in named:
         check_adapter_fits(adapter, source, model)
     if mode == "beside":
         check_names(adapters)
+        _check_files_names(adapters, named, source)
         return replace(source, adapters=adapters)
     if source.coding:
         raise InputError(
@@ -78,7 +80,51 @@ def with_adapters(source: Source, directories: Sequence[Path], mode: Mode) -> So
             f"merging would change the FP8 codes of {source.name}",
             "keep them with --adapter-mode beside, or give the checkpoint they were made from, in BF16",
         )
-    return source.merged_with(adapters[0], merging(adapters[0], source, model))
+    return source.merged_with(named[0], merging(named[0], source, model))
+
+
+def by_model_names(adapter: Adapter, source: Source, model: PreTrainedModel) -> Adapter:
+    """The adapter with the names that `model` gives to modules which it calls as the base's files do.
+
+    Training code that makes a linear layer of each expert, as the files have them, calls them by the files' names:
+    `block_sparse_moe.experts.0.w1`, where transformers 5 has one tensor for all. Raises InputError where it adapts one
+    module under both names.
+    """
+    in_files = {
+        stored.removesuffix(WEIGHT): name.removesuffix(WEIGHT)
+        for name, stored in source.renamed.items()
+        if name.endswith(WEIGHT) and stored.endswith(WEIGHT)
+    }
+    modules = dict(model.named_modules())
+
+    def named(module: str) -> str:
+        return module if module in modules else in_files.get(module, module)
+
+    parts = {named(module): part for module, part in adapter.parts.items()}
+    copies = {named(module): name for module, name in adapter.copies.items()}
+    if len(parts) < len(adapter.parts):
+        twice = next(module for module in adapter.parts if named(module) != module and named(module) in adapter.parts)
+        raise InputError(
+            adapter.path / TENSORS,
+            f"adapts {twice} and {named(twice)}, which is one module of {source.architecture}",
+            "take one of the two out",
+        )
+    return replace(adapter, parts=parts, copies=copies)
+
+
+def _check_files_names(adapters: Sequence[Adapter], named: Sequence[Adapter], source: Source) -> None:
+    """Raise InputError where an adapter that is to lie beside the base calls a module as the base's files do: it is
+    served as it is, by its own names.
+    """
+    for adapter, by_model in zip(adapters, named, strict=True):
+        for module, own in zip(adapter.parts, by_model.parts, strict=True):
+            if module != own:
+                raise InputError(
+                    adapter.path / TENSORS,
+                    f"adapts {module} under the name that the files of {source.name} have, and {source.architecture} "
+                    f"calls it {own}: beside the base it would be looked for there",
+                    "merge it, with --adapter-mode merge",
+                )
 
 
 def merging(adapter: Adapter, source: Source, model: PreTrainedModel) -> Merging:

