@@ -6,7 +6,7 @@ from collections import defaultdict
 import numpy as np
 
 from ...core.findings import Broken
-from ..reading.fp8_tensors import Checkpoint
+from ..reading.fp8_tensors import Checkpoint, cache_parts
 from ..reading.quantization_config import CONFIG
 from ..reading.run_checkpoint import CACHE_FILE, FP8Q_CONFIG
 from .rules import AGAIN, checkpoint_rule
@@ -40,7 +40,7 @@ def cache_scales(checkpoint: Checkpoint) -> Broken:
     """
     there = defaultdict(set)
     for name, module in checkpoint.cache_scales.items():
-        there[module].add(name.rpartition(".")[2])
+        there[module].update(f"{part}_scale" for part in cache_parts(name))
     if not checkpoint.declared.cache:
         first = next(iter(checkpoint.cache_scales), None)
         if first is not None and checkpoint.declared.form != "fp8":  # the form fp8 has no field for a cache

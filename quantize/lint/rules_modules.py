@@ -1,5 +1,5 @@
-"""Rules C116 to C118, C121, C122, C128 and C129: modules that belong together, the output head, modules that the
-configuration ignores, and layers for multi-token prediction.
+"""Rules C116 to C118, C121, C122 and C128 to C132: modules that belong together, the output head, modules and fields
+of the configuration, and layers for multi-token prediction.
 """
 
 from collections import Counter, defaultdict
@@ -157,6 +157,47 @@ def ignored_codes(checkpoint: Checkpoint) -> Broken:
         if (entry := checkpoint.declared.ignored_by(module)) is not None:
             source = _source(checkpoint.declared)
             yield codes.weight, f"is in FP8, and {source} leaves out {entry!r}; take that out, or {AGAIN}"
+
+
+@checkpoint_rule("C130", "unnamed-codes")
+def unnamed_codes(checkpoint: Checkpoint) -> Broken:
+    """Every module in codes is named by the configuration, by its name or its class: loaders make a module in BF16 of
+    any other, and read its codes as values, without the scale. An embedding is no Linear, so that this target does not
+    name it.
+    """
+    if checkpoint.declared.form != "compressed-tensors":  # the other forms name all
+        return
+    for module, codes in checkpoint.codes.items():
+        target = checkpoint.declared.target_of(module)
+        if checkpoint.declared.ignored_by(module) is not None:  # C121
+            continue
+        of_class = target is not None and target.is_class
+        if target is None or (of_class and module.rpartition(".")[2] in EMBEDDINGS and "Embedding" not in target.text):
+            source = _source(checkpoint.declared)
+            yield codes.weight, f"is in FP8, and no target of {source} names {module}; name it there, or {AGAIN}"
+
+
+@checkpoint_rule("C131", "field-unknown", "note")
+def field_unknown(checkpoint: Checkpoint) -> Broken:
+    """Every field of the quantization configuration is one that the form's classes read. One in none of them is passed
+    over by loaders, or refused, whatever it was meant to change.
+    """
+    for remark in checkpoint.declared.remarks:
+        if remark.effect == "unknown":
+            source = _source(checkpoint.declared)
+            yield source, f"has {remark.place}, which no class that was read knows; take it out, or {AGAIN}"
+
+
+@checkpoint_rule("C132", "field-beyond-codes", "warning")
+def field_beyond_codes(checkpoint: Checkpoint) -> Broken:
+    """What a layer computes is its codes times their scales. Rotations while the model runs (transform_config),
+    sparsity, reordered columns, zero points and experts in another form are more than that: some loaders compute them,
+    others leave them out in silence. `fp8q calibrate` and `compare` refuse what changes the values of the model.
+    """
+    for remark in checkpoint.declared.remarks:
+        if remark.effect != "unknown":
+            source = _source(checkpoint.declared)
+            yield source, f"has {remark}, which not every loader computes; take one that does, or {AGAIN}"
 
 
 @checkpoint_rule("C122", "wide-module")

@@ -73,22 +73,22 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
             yield name, f"is read by neither transformers nor vLLM in the form {form}; call it {wanted}, or take it out"
 
 
-@checkpoint_rule("C106", "scale-name-of-one", "warning")
+@checkpoint_rule("C106", "scale-name-of-one", "note")
 def scale_name_of_one(checkpoint: Checkpoint) -> Broken:
-    """Scales of the form fp8 are called so that both loaders read them: where a weight has one scale, vLLM reads
-    weight_scale and input_scale too, which transformers does not, and goes on with the 1.0 that it began with.
+    """In the form fp8 no name of a weight's one scale is everybody's. vLLM and SGLang read weight_scale and
+    input_scale, as AutoFP8 writes them. transformers reads weight_scale_inv and activation_scale, and goes on with the
+    1.0 that it began with where they are called otherwise. To rename them would take the file from the servers that
+    it was written for.
     """
     if checkpoint.declared.form != "fp8":
         return
-    for codes in checkpoint.codes.values():
-        in_blocks = codes.scheme is not None and codes.scheme.weights == "block"
-        pairs = (
-            (codes.scale, "weight_scale", "weight_scale_inv"),
-            (codes.input_scale, "input_scale", "activation_scale"),
-        )
-        for name, theirs, both in pairs:
-            if name is not None and name.endswith(f".{theirs}") and not (in_blocks and theirs == "weight_scale"):
-                yield name, f"is read by vLLM alone; call it {both}"
+    names = [name for codes in checkpoint.codes.values() for name in (codes.scale, codes.input_scale)]
+    alone = [name for name in names if name is not None and name.endswith((".weight_scale", ".input_scale"))]
+    blocks = [codes for codes in checkpoint.codes.values() if codes.scheme and codes.scheme.weights == "block"]
+    if alone and not blocks:
+        more = f" and {len(alone) - 1:,} more are" if len(alone) > 1 else " is"
+        read = "read by vLLM and SGLang, and not by transformers, which goes on with 1.0"
+        yield alone[0], f"{more.strip()} {read}; take one of these servers for it"
 
 
 @checkpoint_rule("C107", "scale-type")

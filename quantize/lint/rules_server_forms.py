@@ -1,10 +1,11 @@
-"""Rules S101, S102 and S111 to S113: the version, and forms that a server refuses, takes for another or in part."""
+"""Rules S101, S102 and S111 to S116: the version, and forms that a server refuses, takes for another or in part."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.findings import Broken
 from ..reading.quantization_config import BLOCK, CONFIG
+from ..reading.quantization_fields import online_transforms
 from .servers import READ, Applies, Served, parse_version, server_rule
 
 #: Compare what is served with what was meant.
@@ -130,6 +131,37 @@ def _tensorrt_llm(said: Mapping[str, Any]) -> Broken:
 
 
 @server_rule(
+    "S116",
+    "scale-name-unread",
+    "error",
+    Applies("vllm", "`quantization/fp8.py`, Fp8LinearMethod; `models/mistral3.py`, which alone maps the names"),
+    Applies("transformers", "`integrations/finegrained_fp8.py`, FP8Linear"),
+)
+def scale_name_unread(served: Served) -> Broken:
+    """In the form fp8 a weight with one scale has it under the name that the server reads: weight_scale and input_scale
+    in vLLM, which ends with an error over others but in Mistral 3; weight_scale_inv and activation_scale in
+    transformers, which goes on with 1.0. SGLang takes both for Llama's classes.
+    """
+    if served.fp8 is None or served.fp8.declared.form != "fp8":
+        return
+    theirs = (".weight_scale", ".input_scale") if served.server == "vllm" else (".weight_scale_inv", ".activation_scale")
+    if served.server == "vllm" and served.architecture.startswith(("Mistral3", "Pixtral")):
+        return
+    named = [
+        name
+        for codes in served.fp8.codes.values()
+        if codes.granularity == "tensor" and (codes.scheme is None or codes.scheme.weights == "tensor")
+        for name in (codes.scale, codes.input_scale)
+        if name is not None and not name.endswith(theirs)
+    ]
+    if named:
+        more = f" and {len(named) - 1:,} more are" if len(named) > 1 else " is"
+        ends = "ends with an error over them" if served.server == "vllm" else "goes on with 1.0"
+        other = "transformers" if served.server == "vllm" else "vLLM or SGLang"
+        yield named[0], f"{more.strip()} not read by {served.title}, which {ends}; take {other} for this file"
+
+
+@server_rule(
     "S112",
     "form-misread",
     "error",
@@ -151,6 +183,46 @@ def form_misread(served: Served) -> Broken:
         if not said.get("weight_block_size") and not static and "weight_block_size" in said:
             fault = "is FP8 with one scale a tensor and dynamic inputs, for which TensorRT-LLM makes modules in BF16"
             yield CONFIG, f"{fault}, and copies codes into them; quantize in blocks of {BLOCK[0]}"
+
+
+@server_rule(
+    "S114",
+    "transforms-unread",
+    "error",
+    Applies("vllm", "`compressed_tensors/transform/linear.py`, get_linear_transform_schemes"),
+    Applies("sglang", "`compressed_tensors.py`, from_config, which has no transform_config"),
+    Applies("transformers", "compressed-tensors' `QuantizationConfig`, extra=\"ignore\""),
+)
+def transforms_unread(served: Served) -> Broken:
+    """The transforms of `transform_config` that are computed while the model runs are computed: the weights were turned
+    the other way. vLLM does so at inputs and outputs of linear layers, not at queries and the cache. SGLang and
+    transformers leave all of them out in silence, and compute another model.
+    """
+    for name, places in online_transforms(served.said or {}).items():
+        unread = [place for place in places if served.server != "vllm" or place not in ("input", "output")]
+        if unread:
+            where = f"transform_config ({name} at {', '.join(dict.fromkeys(unread))})"
+            fault = f"has {where}, which {served.title} leaves out, and computes another model"
+            other = "leave them out, and export again" if served.server == "vllm" else "take vLLM"
+            yield CONFIG, f"{fault}; {other}"
+
+
+@server_rule(
+    "S115",
+    "field-refused",
+    "error",
+    Applies("vllm", "compressed-tensors' `QuantizationArgs`, extra=\"forbid\""),
+    Applies("sglang", "compressed-tensors' `QuantizationArgs`, extra=\"forbid\""),
+    Applies("transformers", "compressed-tensors' `QuantizationScheme` and `QuantizationArgs`, extra=\"forbid\""),
+)
+def field_refused(served: Served) -> Broken:
+    """The objects of a group of compressed-tensors hold the fields of its classes, which refuse any other."""
+    declared = served.declared
+    for remark in declared.remarks if declared and declared.form == "compressed-tensors" else ():
+        inner = remark.place.startswith("config_groups.") and remark.place.count(".") > 2
+        of_group = remark.place.startswith("config_groups.") and served.server == "transformers"
+        if remark.effect == "unknown" and (inner or of_group):
+            yield CONFIG, f"has {remark.place}, for which {served.title} ends with a validation error; take it out"
 
 
 @server_rule(

@@ -1,4 +1,4 @@
-"""Rules S141 to S162: modules that a server joins, drafts by, or leaves out of quantization in a way of its own."""
+"""Rules S141 to S163: modules that a server joins, drafts by, or leaves out of quantization in a way of its own."""
 
 import re
 from fnmatch import fnmatchcase
@@ -10,7 +10,7 @@ from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import CONFIG, Matcher
-from .rules_modules import joined_modules
+from .rules_modules import EMBEDDINGS, HEADS, joined_modules
 from .rules_scales import FLOAT_TYPES, readable
 from .rules_server_forms import ASK
 from .servers import Applies, Served, server_rule
@@ -265,6 +265,58 @@ def ignore_differs(served: Served) -> Broken:
         elif taken and not meant and module in checkpoint.codes:
             fault = f"is in FP8, and {served.title} leaves it out by the list: it takes codes for values"
             yield f"{module}.weight", f"{fault}; name whole modules there"
+
+
+#: From this version on SGLang reads the head as codes where a target of compressed-tensors names it.
+SGLANG_HEADS = "0.5.19"
+
+
+@server_rule(
+    "S163",
+    "head-in-codes",
+    "error",
+    Applies("vllm", "`compressed_tensors.py` and `fp8.py`, get_quant_method: ParallelLMHead is no LinearBase"),
+    Applies("sglang", "`compressed_tensors.py`, get_lm_head_scheme (0.5.19); `fp8.py`: the head is no LinearBase"),
+    Applies("transformers", "`quantizers/base.py`, get_keys_to_not_convert; an embedding is no nn.Linear"),
+)
+def head_in_codes(served: Served) -> Broken:
+    """An output head or an embedding in codes is made of codes by the server. vLLM and SGLang make a head of its own
+    class, which the target Linear does not name: compressed-tensors' targets must name it, by a name or an expression,
+    and the form fp8 has no such list. They copy its codes into BF16, without the scale, or end with an error over it;
+    so does transformers with the form fp8 where no list says which modules stay, and with any embedding.
+    """
+    checkpoint = served.fp8
+    if checkpoint is None or checkpoint.declared.form == "modelopt":
+        return
+    for module, codes in checkpoint.codes.items():
+        last = module.rpartition(".")[2]
+        head = last in HEADS
+        if (head or last in EMBEDDINGS) and not _made_of_codes(served, checkpoint, module, head):
+            what = "output head" if head else "embedding"
+            ends = ", or ends with an error over it" if served.server == "vllm" else ""
+            copied = f"it copies the codes without their scale{ends}"
+            fault = f"is an {what} in FP8, and {served.title} makes it in BF16: {copied}"
+            if checkpoint.declared.form == "compressed-tensors" and head and served.server != "transformers":
+                newer = served.server == "sglang" and not Applies("sglang", "", SGLANG_HEADS).covers(served)
+                way = f"take SGLang {SGLANG_HEADS}, and name" if newer else "name"
+                remedy = f"{way} {module} among the targets, or leave it in BF16"
+            else:
+                remedy = "leave it in BF16"
+            yield codes.weight, f"{fault}; {remedy}"
+
+
+def _made_of_codes(served: Served, checkpoint: Checkpoint, module: str, head: bool) -> bool:
+    """Tell whether the server makes codes of a head, or of an embedding."""
+    declared = checkpoint.declared
+    target = declared.target_of(module)
+    if declared.form == "fp8":
+        return head and served.server == "transformers" and declared.ignore is not None
+    if target is None or declared.ignored_by(module) is not None:
+        return False
+    if served.server == "transformers":
+        return head or not target.is_class or "Embedding" in target.text
+    newer = served.server != "sglang" or Applies("sglang", "", SGLANG_HEADS).covers(served)
+    return head and newer and not target.is_class
 
 
 def _modules(served: Served) -> list[str]:

@@ -27,8 +27,8 @@ from ...core.errors import InputError
 from ...core.headers import read_header
 from ..scales.decisions import SMALLEST_SCALE
 from ..weights.channels import QuantizedWeight, inherited_summary
-from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, sound_tensors
-from .quantization_config import READ, declared_form
+from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, cache_parts, sound_tensors
+from .quantization_config import ORIGINAL, READ, declared_form
 from .run_checkpoint import CACHE_FILE, EXPERT_FILE
 
 
@@ -84,8 +84,9 @@ class FP8Source:
     def cache_scales(self) -> Mapping[str, npt.NDArray[np.float32]]:
         """The scales of an FP8 cache: `<attention>.k` or `.v` -> scale, float32 [1] or [heads, 1, 1]."""
         return {
-            f"{module}.{name.rpartition('.')[2][0]}": self._of_cache(name)
+            f"{module}.{part}": self._of_cache(name)
             for name, module in self.checkpoint.cache_scales.items()
+            for part in cache_parts(name)
         }
 
     def _of_cache(self, name: str) -> npt.NDArray[np.float32]:
@@ -167,6 +168,9 @@ def recognize(
                 "export the checkpoint again",
             )
         return None
+    changed = next((remark for remark in declared.remarks if remark.effect == "changes"), None)
+    if changed is not None:
+        raise InputError(declared.source, f"has {changed}, which fp8q does not compute", ORIGINAL)
     files = sorted({header.file for header in headers.values()})
     tensors = {
         tensor_name: Located(stored.dtype, stored.shape, stored.start, stored.end, file)

@@ -8,7 +8,8 @@ multiplies by it, as DeepSeek's own kernel does.
     fp8                  weight_scale_inv [out/r, in/c] or []             activation_scale []
 
 The scales of a cache are `self_attn.k_scale` and `v_scale` [1] in compressed-tensors, `k_proj.k_scale` and
-`v_proj.v_scale` [] in ModelOpt's form; fp8 has none. Numbers of blocks are rounded up. Where fp8 has one scale for a
+`v_proj.v_scale` [] in ModelOpt's form; AutoFP8 writes `k_proj.output_scale` and `v_proj.output_scale` [], or one
+`self_attn.kv_scale` of both, in the form fp8. Numbers of blocks are rounded up. Where fp8 has one scale for a
 tensor, vLLM reads `weight_scale` and `input_scale` too. A tensor is read within the bytes that its header gives it.
 """
 
@@ -113,6 +114,9 @@ class Checkpoint:
             return next((scale for end in endings if (scale := f"{module}{dot}{end}") in self.tensors), None)
 
         scale, scheme = first(WEIGHT_SCALES[form]), self.declared.scheme(module)
+        if scale is not None and scheme is not None and self.declared.block_assumed:
+            if prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv"):
+                scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
         codes = Codes(module, weight, shape, scale, first(INPUT_SCALES[form]), scheme)
         if scale is None:
             return codes
@@ -122,12 +126,10 @@ class Checkpoint:
     @cached_property
     def cache_scales(self) -> Mapping[str, str]:
         """The scales of a cache, by the names of the forms: tensor -> its attention module."""
-        projections = {"k_scale": "k_proj", "v_scale": "v_proj"}
         attentions = {}
         for name in sorted(self.tensors):
-            module, _, last = name.rpartition(".")
-            if last in CACHE_SCALES:
-                attentions[name] = module.removesuffix(f".{projections[last]}")
+            if parts := cache_parts(name):
+                attentions[name] = name.rpartition(".")[0].removesuffix(f".{parts[0]}_proj")
         return attentions
 
     def values(self, name: str) -> Float32s:
@@ -187,6 +189,20 @@ class Checkpoint:
         except (OSError, ValueError) as error:
             raise InputError(tensor.file, f"cannot be read ({error})", "copy or download it again") from None
         return self._mapped[tensor.file][tensor.start : tensor.end].view(dtype)
+
+
+def cache_parts(name: str) -> str:
+    """The parts of a cache that the scale `name` is of: `k`, `v`, `kv` for AutoFP8's one scale of both; empty for
+    another tensor.
+
+    AutoFP8 calls those of each `k_proj.output_scale` and `v_proj.output_scale`. vLLM takes all of these names.
+    """
+    module, _, last = name.rpartition(".")
+    if last in CACHE_SCALES:
+        return last[0]
+    if last == "output_scale" and module.endswith((".k_proj", ".v_proj")):
+        return module[-6]
+    return "kv" if last == "kv_scale" else ""
 
 
 def granularity_of(

@@ -124,6 +124,8 @@ def inherited_remarks(
     if fp8 is None:
         return
     yield codes_summary(scales)
+    for remark in fp8.checkpoint.declared.remarks:
+        yield f"{fp8.checkpoint.declared.source.name}: {remark} is not read: the weights are code times scale"
     uncoded = [module for module in scales.weights if source.stored(f"{module}.weight") not in fp8.weights]
     if uncoded:
         yield (

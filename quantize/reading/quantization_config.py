@@ -24,6 +24,7 @@ from typing import Any, Literal
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
+from .quantization_fields import FieldRemark, field_remarks
 
 Form = Literal["compressed-tensors", "modelopt", "fp8"]
 
@@ -129,7 +130,9 @@ class DeclaredQuantization:
     """The quantization configuration in the file `source`: its form, the schemes of modules, the modules that stay in
     BF16 (`ignore`), whether the `cache` has scales, and whether these are of its heads (`cache_heads`).
 
-    `ignore` None: the configuration does not say, and each loader applies a default of its own.
+    `ignore` None: the configuration does not say, and each loader applies a default of its own. `remarks`: the fields
+    that are not read. `block_assumed`: the form fp8 names no block, which transformers takes for one of 128 × 128, and
+    vLLM and SGLang for one scale a tensor, as AutoFP8 writes it.
     """
 
     source: Path
@@ -138,6 +141,8 @@ class DeclaredQuantization:
     ignore: tuple[str, ...] | None
     cache: bool
     cache_heads: bool = False
+    remarks: tuple[FieldRemark, ...] = ()
+    block_assumed: bool = False
 
     @cached_property
     def _patterns(self) -> PatternFile:
@@ -166,6 +171,10 @@ class DeclaredQuantization:
         if self.ignored_by(module) is not None:
             return None
         return next((scheme for matcher, scheme in self._targets if matcher.matches(module)), None)
+
+    def target_of(self, module: str) -> Matcher | None:
+        """The target that a module's scheme is by, a name or an expression before a class; None where none matches."""
+        return next((matcher for matcher, _ in self._targets if matcher.matches(module)), None)
 
 
 def declared_form(directory: Path) -> DeclaredQuantization | None:
@@ -252,9 +261,9 @@ def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
     cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
     if cache and not (isinstance(cache, dict) or str(cache).upper() == "FP8"):
         raise refused(source, f"the cache is {cache}", str(cache))
-    return DeclaredQuantization(
-        source, "modelopt", tuple(groups), _names(ignore, source, "exclude_modules"), bool(cache)
-    )
+    names = _names(ignore, source, "exclude_modules")
+    remarks = field_remarks("modelopt", said)
+    return DeclaredQuantization(source, "modelopt", tuple(groups), names, bool(cache), remarks=remarks)
 
 
 def _modelopt_scheme(source: Path, algorithm: str) -> Scheme:
@@ -277,7 +286,10 @@ def _fine_grained(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     names = None if ignore is None else _names(ignore, source, "modules_to_not_convert")
     inputs: Inputs = "static" if activation == "static" else "dynamic"
     scheme = Scheme("block" if block else "tensor", inputs, block)
-    return DeclaredQuantization(source, "fp8", (SchemeGroup((".*",), scheme),), names, False)
+    cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
+    groups, assumed = (SchemeGroup((".*",), scheme),), "weight_block_size" not in said
+    remarks = field_remarks("fp8", said)
+    return DeclaredQuantization(source, "fp8", groups, names, cache, remarks=remarks, block_assumed=assumed)
 
 
 def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
@@ -302,9 +314,12 @@ def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantizat
     schemes = tuple(_group(source, name, group) for name, group in groups.items())
     ignore = _names(said.get("ignore") or [], source, "ignore")
     cache = said.get("kv_cache_scheme")
+    if isinstance(cache, dict) and cache and _kind(cache) != "FP8":
+        raise refused(source, f"the cache is {_kind(cache)}", _kind(cache))
     scheme = cache if isinstance(cache, dict) and not cache.get("dynamic", False) else None
     heads = scheme is not None and str(scheme.get("strategy", "")).lower() == "attn_head"
-    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads)
+    remarks = field_remarks("compressed-tensors", said)
+    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads, remarks)
 
 
 def _group(source: Path, name: str, group: Any) -> SchemeGroup:
@@ -317,7 +332,8 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     said, activations = group.get("weights"), group.get("input_activations")
     if not isinstance(said, dict) or (str(said.get("type", "int")).lower(), said.get("num_bits", 8)) != ("float", 8):
         raise refused(source, f"the weights of config_groups.{name} are {_kind(said)}", _kind(said))
-    strategy = str(said.get("strategy") or ("channel" if said.get("group_size") == -1 else "tensor")).lower()
+    size = said.get("group_size")
+    strategy = str(said.get("strategy") or ("tensor" if not size else "channel" if size == -1 else "group")).lower()
     granularity: Granularity | None = next((kind for kind in GRANULARITIES if kind == strategy), None)
     if granularity is None:
         raise refused(source, f"the weights of config_groups.{name} are FP8 by {strategy}", "mxfp8")
