@@ -117,12 +117,12 @@ def _check_files_names(adapters: Sequence[Adapter], named: Sequence[Adapter], so
     served as it is, by its own names.
     """
     for adapter, by_model in zip(adapters, named, strict=True):
-        for module, own in zip(adapter.parts, by_model.parts, strict=True):
-            if module != own:
+        for module, model_name in zip(adapter.parts, by_model.parts, strict=True):
+            if module != model_name:
                 raise InputError(
                     adapter.path / TENSORS,
                     f"adapts {module} under the name that the files of {source.name} have, and {source.architecture} "
-                    f"calls it {own}: beside the base it would be looked for there",
+                    f"calls it {model_name}: beside the base it would be looked for there",
                     "merge it, with --adapter-mode merge",
                 )
 

@@ -190,7 +190,7 @@ def field_unknown(checkpoint: Checkpoint) -> Broken:
 
 @checkpoint_rule("C132", "field-beyond-codes", "warning")
 def field_beyond_codes(checkpoint: Checkpoint) -> Broken:
-    """What a layer computes is its codes times their scales. Rotations while the model runs (transform_config),
+    """A layer computes its codes times their scales. Rotations while the model runs (transform_config),
     sparsity, reordered columns, zero points and experts in another form are more than that: some loaders compute them,
     others leave them out in silence. `fp8q calibrate` and `compare` refuse what changes the values of the model.
     """

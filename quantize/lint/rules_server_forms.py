@@ -144,7 +144,9 @@ def scale_name_unread(served: Served) -> Broken:
     """
     if served.fp8 is None or served.fp8.declared.form != "fp8":
         return
-    theirs = (".weight_scale", ".input_scale") if served.server == "vllm" else (".weight_scale_inv", ".activation_scale")
+    theirs = (
+        (".weight_scale", ".input_scale") if served.server == "vllm" else (".weight_scale_inv", ".activation_scale")
+    )
     if served.server == "vllm" and served.architecture.startswith(("Mistral3", "Pixtral")):
         return
     named = [
@@ -191,7 +193,7 @@ def form_misread(served: Served) -> Broken:
     "error",
     Applies("vllm", "`compressed_tensors/transform/linear.py`, get_linear_transform_schemes"),
     Applies("sglang", "`compressed_tensors.py`, from_config, which has no transform_config"),
-    Applies("transformers", "compressed-tensors' `QuantizationConfig`, extra=\"ignore\""),
+    Applies("transformers", 'compressed-tensors\' `QuantizationConfig`, extra="ignore"'),
 )
 def transforms_unread(served: Served) -> Broken:
     """The transforms of `transform_config` that are computed while the model runs are computed: the weights were turned
@@ -211,9 +213,9 @@ def transforms_unread(served: Served) -> Broken:
     "S115",
     "field-refused",
     "error",
-    Applies("vllm", "compressed-tensors' `QuantizationArgs`, extra=\"forbid\""),
-    Applies("sglang", "compressed-tensors' `QuantizationArgs`, extra=\"forbid\""),
-    Applies("transformers", "compressed-tensors' `QuantizationScheme` and `QuantizationArgs`, extra=\"forbid\""),
+    Applies("vllm", 'compressed-tensors\' `QuantizationArgs`, extra="forbid"'),
+    Applies("sglang", 'compressed-tensors\' `QuantizationArgs`, extra="forbid"'),
+    Applies("transformers", 'compressed-tensors\' `QuantizationScheme` and `QuantizationArgs`, extra="forbid"'),
 )
 def field_refused(served: Served) -> Broken:
     """The objects of a group of compressed-tensors hold the fields of its classes, which refuse any other."""

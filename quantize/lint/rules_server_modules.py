@@ -298,8 +298,8 @@ def head_in_codes(served: Served) -> Broken:
             fault = f"is an {what} in FP8, and {served.title} makes it in BF16: {copied}"
             if checkpoint.declared.form == "compressed-tensors" and head and served.server != "transformers":
                 newer = served.server == "sglang" and not Applies("sglang", "", SGLANG_HEADS).covers(served)
-                way = f"take SGLang {SGLANG_HEADS}, and name" if newer else "name"
-                remedy = f"{way} {module} among the targets, or leave it in BF16"
+                naming = f"take SGLang {SGLANG_HEADS}, and name" if newer else "name"
+                remedy = f"{naming} {module} among the targets, or leave it in BF16"
             else:
                 remedy = "leave it in BF16"
             yield codes.weight, f"{fault}; {remedy}"

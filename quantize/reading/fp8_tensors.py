@@ -114,9 +114,9 @@ class Checkpoint:
             return next((scale for end in endings if (scale := f"{module}{dot}{end}") in self.tensors), None)
 
         scale, scheme = first(WEIGHT_SCALES[form]), self.declared.scheme(module)
-        if scale is not None and scheme is not None and self.declared.block_assumed:
-            if prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv"):
-                scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
+        one_scale = scale is not None and prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv")
+        if one_scale and scheme is not None and self.declared.block_assumed:
+            scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
         codes = Codes(module, weight, shape, scale, first(INPUT_SCALES[form]), scheme)
         if scale is None:
             return codes

@@ -61,15 +61,15 @@ def test_experts_that_the_base_stores_in_one_tensor_are_merged_too(tmp_path: Pat
 @pytest.mark.parametrize(
     ("modules", "mode", "why"),
     [
-        ({W1: (96, 32)}, "merge", f"adapts {GATE} of 32 inputs and 96 outputs, which here has 64 and 96: "
-         "it is of another base than {base}; give that one"),
-        ({W1: (96, 64), GATE: (96, 64)}, "merge", f"adapts {W1} and {GATE}, which is one module of MixtralForCausalLM; "
-         "take one of the two out"),
-        ({W1: (96, 64)}, "beside", f"adapts {W1} under the name that the files of {{base}} have, and MixtralForCausalLM "
-         f"calls it {GATE}: beside the base it would be looked for there; merge it, with --adapter-mode merge"),
+        ({W1: (96, 32)}, "merge", (f"adapts {GATE} of 32 inputs and 96 outputs, which here has 64 and 96: "
+         "it is of another base than {base}; give that one")),
+        ({W1: (96, 64), GATE: (96, 64)}, "merge", (f"adapts {W1} and {GATE}, which is one module of "
+         "MixtralForCausalLM; take one of the two out")),
+        ({W1: (96, 64)}, "beside", (f"adapts {W1} under the name that the files of {{base}} have, and "
+         f"MixtralForCausalLM calls it {GATE}: beside the base it would be looked for there; merge it, with --adapter-mode merge")),
         ({W1.replace("experts.1", "experts.9"): (96, 64)}, "merge",
-         f"adapts {W1.replace('experts.1', 'experts.9')}, and MixtralForCausalLM has no such linear layer: it is of "
-         "another base than {base}; give that one"),
+         (f"adapts {W1.replace('experts.1', 'experts.9')}, and MixtralForCausalLM has no such linear layer: it is of "
+         "another base than {base}; give that one")),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_for_what_it_is(

@@ -15,7 +15,7 @@ import torch
 from fp8q import api
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
-from fp8q.quantize.lint.check import open_served, server_findings
+from fp8q.quantize.lint.check import checkpoint_findings, open_served, server_findings
 from fp8q.quantize.lint.servers import READ, parse_version
 
 from .conftest import Damaged
@@ -258,3 +258,84 @@ def test_a_layer_without_weights_is_told(damaged: Callable[[str], Damaged]) -> N
     it = damaged("fp8")
     it.config["num_hidden_layers"] += 1
     assert found(it, "vllm") == ["S133"]
+
+
+def test_autofp8s_files_are_right_for_the_servers_that_read_them(damaged: Callable[[str], Damaged]) -> None:
+    it = damaged("fp8 tensor")
+    for name in list(it.tensors):
+        under = name.replace("weight_scale_inv", "weight_scale").replace("activation_scale", "input_scale")
+        it.tensors[under] = it.tensors.pop(name)
+        if under.endswith(".weight_scale"):
+            it.tensors[under].fill_(0.001)
+    it.config |= {"architectures": ["LlamaForCausalLM"], "head_dim": HEADS}
+    it.config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+        "kv_cache_scheme": "static",
+    }
+    it.tensors |= {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.05) for layer in range(4)}
+    assert found(it, "vllm") == []
+    assert found(it, "sglang") == []
+    assert found(it, "transformers") == ["S116", "S121"]
+    assert [finding.rule for finding in checkpoint_findings(it.folder)[1]] == ["C106"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "server", "version", "wrong"),
+    [
+        (["Linear"], [], "sglang", None, True),
+        (["Linear"], [], "vllm", None, True),
+        (["Linear"], [], "transformers", None, False),
+        (["Linear", "re:.*lm_head"], [], "sglang", None, False),
+        (["Linear", "re:.*lm_head"], [], "sglang", "0.5.18", True),
+        (["Linear", "lm_head"], [], "vllm", None, False),
+        (["Linear", "lm_head"], ["lm_head"], "vllm", None, True),
+    ],
+)
+def test_a_head_in_codes_is_one_where_the_server_finds_its_name(
+    damaged: Callable[[str], Damaged],
+    targets: list[str],
+    ignore: list[str],
+    server: Any,
+    version: str | None,
+    wrong: bool,
+) -> None:
+    it = damaged("compressed-tensors")
+    it.quantization["ignore"] = ignore
+    it.quantization["config_groups"]["group_0"]["targets"] = targets
+    it.config["tie_word_embeddings"] = False
+    it.tensors["lm_head.weight"] = torch.zeros(2048, 256).to(torch.float8_e4m3fn)
+    it.tensors["lm_head.weight_scale"] = torch.tensor([0.001])
+    assert ("S163" in found(it, server, version)) == wrong
+
+
+@pytest.mark.parametrize(("server", "wrong"), [("vllm", True), ("sglang", True), ("transformers", True)])
+def test_an_embedding_in_codes_is_none_to_any_server(
+    damaged: Callable[[str], Damaged], server: Any, wrong: bool
+) -> None:
+    it = damaged("compressed-tensors")
+    it.config["tie_word_embeddings"] = False
+    it.tensors["model.embed_tokens.weight"] = torch.zeros(2048, 256).to(torch.float8_e4m3fn)
+    it.tensors["model.embed_tokens.weight_scale"] = torch.tensor([0.001])
+    assert ("S163" in found(it, server)) == wrong
+    assert "C130" in [finding.rule for finding in checkpoint_findings(it.folder)[1]]
+
+
+@pytest.mark.parametrize(
+    ("location", "server", "wrong"),
+    [
+        ("input", "vllm", False),
+        ("k_cache", "vllm", True),
+        ("q_attn", "transformers", True),
+        ("output", "sglang", True),
+        ("weight_input", "sglang", False),
+    ],
+)
+def test_transforms_are_computed_by_vllm_at_linear_layers_alone(
+    damaged: Callable[[str], Damaged], location: str, server: Any, wrong: bool
+) -> None:
+    it = damaged("compressed-tensors")
+    apply = [{"targets": ["Linear"], "location": location}]
+    it.quantization["transform_config"] = {"config_groups": {"R": {"type": "hadamard", "apply": apply}}}
+    assert ("S114" in found(it, server)) == wrong
