@@ -38,7 +38,7 @@ def cache_scales(checkpoint: Checkpoint) -> Broken:
     says none, there are none. Missing ones are 1.0 to vLLM; those that are not announced are unexpected keys to
     transformers.
     """
-    there = defaultdict(set)
+    there: defaultdict[str, set[str]] = defaultdict(set)
     for name, module in checkpoint.cache_scales.items():
         there[module].update(f"{part}_scale" for part in cache_parts(name))
     if not checkpoint.declared.cache:

@@ -66,7 +66,8 @@ def test_experts_that_the_base_stores_in_one_tensor_are_merged_too(tmp_path: Pat
         ({W1: (96, 64), GATE: (96, 64)}, "merge", (f"adapts {W1} and {GATE}, which is one module of "
          "MixtralForCausalLM; take one of the two out")),
         ({W1: (96, 64)}, "beside", (f"adapts {W1} under the name that the files of {{base}} have, and "
-         f"MixtralForCausalLM calls it {GATE}: beside the base it would be looked for there; merge it, with --adapter-mode merge")),
+         f"MixtralForCausalLM calls it {GATE}: beside the base it would be looked for there; "
+         "merge it, with --adapter-mode merge")),
         ({W1.replace("experts.1", "experts.9"): (96, 64)}, "merge",
          (f"adapts {W1.replace('experts.1', 'experts.9')}, and MixtralForCausalLM has no such linear layer: it is of "
          "another base than {base}; give that one")),
