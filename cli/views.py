@@ -308,7 +308,7 @@ def show_pair(speak: "Terminal", comparison: PairComparison, options: PairOption
     draw_table(speak, side_table(comparison))
     if comparison.modules:
         draw_table(speak, module_error_table(comparison.modules[:SHOWN_IN_TERMINAL]), "the worst")
-    for line in (*comparison.notes, *map(str, comparison.causes)):
+    for line in (*comparison.notes, *comparison.unseen, *map(str, comparison.causes)):
         speak.say(f"{line[0].upper()}{line[1:]}.")
     speak.say(f"{comparison.sentence}. {comparison.verdict.detail}")
     if options.out is not None:

@@ -18,7 +18,7 @@ from .calibrate import (
     TokenizerChoice,
 )
 from .clipping import METHODS, AmaxAlgorithm, ClipMethod, Clipping, History, Method, ScaleGrid
-from .compare import CompareOptions, PairOptions
+from .compare import PAIR_CONTEXT, CompareOptions, PairOptions
 from .convert import ConvertForm, ConvertLayout, ConvertOptions
 from .distill import (
     AdapterLearningOptions,
@@ -81,6 +81,7 @@ __all__ = [
     "NOT_SERVED",
     "ONE",
     "ONE_TERM_ALONE",
+    "PAIR_CONTEXT",
     "PRESETS",
     "RUNTIMES",
     "TWO",

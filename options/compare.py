@@ -7,6 +7,9 @@ from typing import Annotated
 from .declare import EVALUATION, OPTIONS, Options, Unkeyed, between, option
 from .limits import VerdictLimits
 
+#: Tokens in a window of two checkpoints.
+PAIR_CONTEXT = 512
+
 
 @dataclass(frozen=True)
 class CompareOptions(Options):
@@ -40,8 +43,8 @@ class CompareOptions(Options):
 class PairOptions(VerdictLimits):
     """Options of `fp8q compare ORIGINAL --model CANDIDATE`, where ORIGINAL is a checkpoint and no run.
 
-    `context` None: 512, or the model's positions if fewer. `max_tokens` None: as `fp8q validate` has it. `stream` None:
-    layer by layer where the models do not fit in memory.
+    `context` None: `PAIR_CONTEXT`, or the model's positions if fewer. `max_tokens` None: as `fp8q validate` has it.
+    `stream` None: layer by layer where the models do not fit in memory.
     """
 
     data: Annotated[
@@ -52,7 +55,7 @@ class PairOptions(VerdictLimits):
         Path | None, option(OPTIONS, "Where the comparison of two checkpoints goes: report.html and numbers.", "DIR")
     ] = None
     context: Annotated[
-        int | None, option(EVALUATION, "Tokens in a window, with two checkpoints.", "N", "512"), between(2)
+        int | None, option(EVALUATION, "Tokens in a window, with two checkpoints.", "N", f"{PAIR_CONTEXT}"), between(2)
     ] = None
     max_tokens: Annotated[
         int | None,

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from .. import __version__
 from ..calibrate.input.untrusted import local_path
 from ..calibrate.measure.chain import Chain, LayerChain
-from ..calibrate.model.architecture import load_config, max_positions
+from ..calibrate.model.architecture import load_config, max_positions, text_fields
 from ..calibrate.model.bf16_gemms import gemms_in_fp32
 from ..calibrate.model.decoder import NoChainError
 from ..calibrate.model.tokenizer import stored_tokenizer
@@ -32,7 +32,7 @@ from ..core.errors import BackendError, InputError
 from ..core.files import disk_errors, locked, read_document, replacing, sha256_file, write_document
 from ..core.reporter import Reporter
 from ..core.run_files import LOCK
-from ..options import DEFAULT_SEQ_LEN, CorpusOptions, PairOptions, ValidateOptions
+from ..options import LEAST_WINDOWS, PAIR_CONTEXT, CorpusOptions, PairOptions, ValidateOptions
 from ..validate.accuracy.bootstrap import Bootstrap, increase_halves
 from ..validate.accuracy.compare import (
     BASELINE,
@@ -49,7 +49,15 @@ from ..validate.accuracy.perplexity import Evaluation
 from ..validate.endpoint.checkpoint import loaded_checkpoint
 from ..validate.pair.causes import Facts, causes_of, check_files
 from ..validate.pair.checkpoint_chain import CheckpointChain, LayerMatrices, check_streamed_form
-from ..validate.pair.document import CANDIDATE, Cause, CheckpointIdentity, HiddenError, ModuleError, PairComparison
+from ..validate.pair.document import (
+    CANDIDATE,
+    Cause,
+    CheckpointIdentity,
+    HiddenError,
+    ModuleError,
+    PairComparison,
+    by_causes,
+)
 from ..validate.pair.models import (
     BY_FP8Q,
     CandidateLoading,
@@ -62,10 +70,13 @@ from ..validate.pair.models import (
     identify,
     load_candidate,
     missing_weights,
+    tokenizer_of,
     weight_headers,
 )
-from ..validate.pair.module_errors import compare_modules, expert_errors, matrices
+from ..validate.pair.module_errors import compare_modules, expert_errors, matrices, table_errors
+from ..validate.pair.served_fields import ConfigFile, config_differences, generation_differences
 from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
+from ..validate.pair.tokenizer_differences import tokenizer_differences
 from ..validate.report.loss_buckets import by_position
 from ..validate.report.pair_page import pair_page
 from .corpus import prefix_for
@@ -82,6 +93,8 @@ NUMBERS, TOKENS, PAGE, WORK = "comparison.json", "tokens.npz", "report.html", ".
 CHECKED = "candidate.json"
 #: There too: the hidden states and the results of layers.
 LAYERS = "layers"
+#: Windows whose texts both tokenizers read.
+TEXTS = 8
 #: The arithmetics that the original is run in, by the names of runtimes.
 ORIGINAL_DTYPES = {BASELINE: torch.bfloat16, FLOAT32: torch.float32}
 #: The errors of modules and hidden states, and the causes.
@@ -90,7 +103,9 @@ Explanation = tuple[list[ModuleError], list[HiddenError], list[Cause]]
 
 @dataclass(frozen=True)
 class CheckpointPair:
-    """Two checkpoints, the original first: directories, config.json, identities; and how they are compared."""
+    """Two checkpoints, the original first: directories, config.json, identities; how they are compared; and the
+    differences of their files beside the weights.
+    """
 
     paths: tuple[Path, Path]
     configs: tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -98,6 +113,7 @@ class CheckpointPair:
     evaluation: Evaluation
     options: PairOptions
     progress: Reporter
+    beside: Sequence[Cause] = ()
 
     @property
     def key(self) -> str:
@@ -120,19 +136,36 @@ def compare_pair(original: Path, candidate: Path, options: PairOptions, progress
     _, out = check_destination(original, options)
     configs = check_directory(original, ""), check_directory(candidate, OPTION)
     check_codes(candidate, configs[1], OPTION)
-    text_config, other = (
-        load_config(path, f"{option}{path}", raw)[0].get_text_config()
+    ours, theirs = (
+        ConfigFile("config.json", raw, load_config(path, f"{option}{path}", raw)[0])
         for path, option, raw in zip((original, candidate), ("", OPTION), configs, strict=True)
     )
-    check_same_shape(text_config, other, f"{OPTION}{candidate}")
+    check_same_shape(ours.text, theirs.text, f"{OPTION}{candidate}")
     check_same_tokens(original, candidate, f"{OPTION}{candidate}")
     check_files(original, candidate, configs)
     check_results_directory(out, (original, candidate))
-    evaluation = evaluation_of(original, text_config, options, progress)
+    evaluation = evaluation_of(original, ours.text, options, progress)
+    beside = differences_beside((original, candidate), (ours, theirs), evaluation)
     models = identify(original, configs[0], progress), identify(candidate, configs[1], progress)
-    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress)
+    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress, beside)
     with results_lock(out):
-        return _compared(pair, out, text_config.vocab_size)
+        return _compared(pair, out, ours.text.vocab_size)
+
+
+def differences_beside(
+    paths: tuple[Path, Path], files: tuple[ConfigFile, ConfigFile], evaluation: Evaluation
+) -> list[Cause]:
+    """List the differences of the files beside the weights in the directories `paths`, with both config.json `files`,
+    that change what is served; raises InputError for one that is damaged.
+    """
+    tokenizer = tokenizer_of(paths[0])
+    texts = [str(tokenizer.decode(ids.tolist())) for ids in evaluation.ids[:TEXTS]]
+    positions = max_positions(files[1].text.to_dict())
+    return [
+        *config_differences(*files),
+        *generation_differences(*files, paths),
+        *tokenizer_differences(*paths, texts, positions),
+    ]
 
 
 def check_destination(original: Path, options: PairOptions) -> tuple[str, Path]:
@@ -220,10 +253,11 @@ def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> Pair
         stream.run(pair.progress)
         with stream.openers() as openers:
             outcome = _outcome(pair, openers, vocabulary, folder)
-        modules, hidden, experts = stream.results(name for name, _ in original.whole.named_modules())
+        results = stream.results(name for name, _ in original.whole.named_modules())
         weights = (LayerMatrices(original), LayerMatrices(candidate)) if windows.modules else ({}, {})
-        causes = causes_of(Facts(*pair.paths, pair.configs, modules, weights, experts))
-        return write_results(_explained(pair, loading, outcome, (modules, hidden, causes)), outcome, out)
+        facts = Facts(*pair.paths, pair.configs, pair.beside, results.modules, weights, results.experts, results.tables)
+        explanation = results.modules, results.hidden, causes_of(facts)
+        return write_results(_explained(pair, loading, outcome, explanation), outcome, out)
 
 
 def _original_chain(path: Path, dtype: torch.dtype) -> CheckpointChain:
@@ -330,8 +364,29 @@ def evaluation_of(original: Path, config: PreTrainedConfig, options: PairOptions
     prefix = prefix_for(tokenizer, [text], CorpusOptions(), progress)
     limit = max_positions(config.to_dict())
     asked = ValidateOptions(context=options.context, max_tokens=options.max_tokens)
-    packing = Packing(min(DEFAULT_SEQ_LEN, limit or DEFAULT_SEQ_LEN), prefix)
-    return cut_for(text.ids, options.data, asked, packing, limit, progress)
+    packing = Packing(min(PAIR_CONTEXT, limit or PAIR_CONTEXT), prefix)
+    evaluation = cut_for(text.ids, options.data, asked, packing, limit, progress)
+    check_windows(evaluation, options)
+    return evaluation
+
+
+def check_windows(evaluation: Evaluation, options: PairOptions) -> None:
+    """Raise InputError, before any model is loaded, where there are too few windows for the intervals of a verdict."""
+    windows, context = evaluation.ids.shape
+    if windows >= LEAST_WINDOWS:
+        return
+    few = f"{windows:,} window{'' if windows == 1 else 's'} of {context:,} tokens"
+    if evaluation.protocol.of_tokens is not None:
+        raise InputError(
+            f"--max-tokens {options.max_tokens}",
+            f"leaves {few}, and a verdict needs {LEAST_WINDOWS}",
+            f"give --max-tokens {LEAST_WINDOWS * context}, or a smaller --context",
+        )
+    raise InputError(
+        f"--data {options.data}",
+        f"has {few}, and a verdict needs {LEAST_WINDOWS}",
+        "give more text, or a smaller --context",
+    )
 
 
 def _check_candidate(pair: CheckpointPair) -> CandidateLoading:
@@ -413,7 +468,19 @@ def _explained(
         hidden=hidden,
         causes=causes,
         notes=[loading.note] if loading.note else [],
+        unseen=unseen(pair.evaluation.ids.shape[1], max_positions({**pair.configs[0], **text_fields(pair.configs[0])})),
     )
+
+
+def unseen(context: int, positions: int | None) -> list[str]:
+    """Say what windows of `context` tokens do not show of a model of so many `positions`."""
+    if positions is None or positions <= context:
+        return []
+    line = (
+        f"positions from {context:,} on were not run, of the model's {positions:,}: there only configurations and "
+        f"embeddings are compared (--context {positions} runs all)"
+    )
+    return [line]
 
 
 def flips_and_kl(outcome: Outcome, windows: npt.NDArray[np.intp]) -> tuple[Estimate, Estimate]:
@@ -437,14 +504,16 @@ def _explain(pair: CheckpointPair) -> Explanation:
     """Compare modules on evenly spaced windows, both models in memory, and name the causes."""
     ids, chosen = pair.evaluation.ids, _module_windows(pair)
     if not len(chosen):
-        return [], [], causes_of(Facts(*pair.paths, pair.configs, [], ({}, {}), {}))
+        return [], [], causes_of(Facts(*pair.paths, pair.configs, pair.beside))
     original = loaded_checkpoint(pair.paths[0], "", torch.bfloat16).to(device())
     candidate = load_candidate(pair.paths[1], OPTION, device()).model
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
     with pair.progress.track("Comparing modules", len(windows), "windows") as advance, gemms_in_fp32():
         modules, hidden = compare_modules(original, candidate, windows, advance)
     weights, experts = (matrices(original), matrices(candidate)), expert_errors(original, candidate)
-    return modules, hidden, causes_of(Facts(*pair.paths, pair.configs, modules, weights, experts))
+    tables = table_errors(original, candidate)
+    facts = Facts(*pair.paths, pair.configs, pair.beside, modules, weights, experts, tables)
+    return modules, hidden, causes_of(facts)
 
 
 def _module_windows(pair: CheckpointPair) -> npt.NDArray[np.int64]:
@@ -458,7 +527,9 @@ def write_results(comparison: PairComparison, outcome: Outcome, out: Path) -> Pa
     arrays = {**outcome.nll, **{f"{name}{KL}": values for name, values in outcome.kl.items()}}
     with replacing(out / TOKENS) as partial_file, open(partial_file, "wb") as handle:
         np.savez(handle, allow_pickle=False, **{name: arrays[name] for name in sorted(arrays)})
-    comparison = comparison.model_copy(update={"tokens_sha256": sha256_file(out / TOKENS)})
+    comparison = comparison.model_copy(update={
+        "tokens_sha256": sha256_file(out / TOKENS), "verdict": by_causes(comparison.verdict, comparison.causes),
+    })  # fmt: skip
     _write_page(comparison, out)
     write_document(out / NUMBERS, comparison)
     return comparison
@@ -479,7 +550,8 @@ def _judged(comparison: PairComparison, out: Path, options: PairOptions) -> Pair
     losses = {name: values for name, values in arrays.items() if not name.endswith(KL)}
     kl = {name.removesuffix(KL): values for name, values in arrays.items() if name.endswith(KL)}
     accuracy = Accuracy(protocol=comparison.protocol, runtimes=comparison.runtimes)
-    judged = comparison.model_copy(update={"verdict": decide(accuracy, losses, options, kl)})
+    verdict = by_causes(decide(accuracy, losses, options, kl), comparison.causes)
+    judged = comparison.model_copy(update={"verdict": verdict})
     if judged != comparison:
         _write_page(judged, out)
         write_document(out / NUMBERS, judged)

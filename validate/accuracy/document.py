@@ -183,9 +183,15 @@ class RuntimeAccuracy(Strict):
         return self.tokens is not None
 
 
-Kind = Literal["acceptable", "worse", "unknown", "broken"]
+Kind = Literal["acceptable", "worse", "different", "unknown", "broken"]
 #: The colour of each verdict, of the palette of the plots.
-TONES: dict[Kind, str] = {"acceptable": "#009e73", "worse": "#d55e00", "unknown": "#666667", "broken": "#d55e00"}
+TONES: dict[Kind, str] = {
+    "acceptable": "#009e73",
+    "worse": "#d55e00",
+    "different": "#d55e00",
+    "unknown": "#666667",
+    "broken": "#d55e00",
+}
 
 
 #: The measures that a verdict holds against limits.
@@ -194,7 +200,8 @@ Measure = Literal["perplexity", "kl", "flips"]
 
 class Verdict(Strict):
     """The decision on the FP8 model: `acceptable` where no runtime that serves it exceeds a limit, `worse` where one
-    does, `unknown` where the text is too short to tell, `broken` without a finite perplexity.
+    does, `different` where `fp8q compare` names a cause for what no limit shows, `unknown` where the text is too short
+    to tell, `broken` without a finite perplexity.
 
     `runtime` is the one that decided. `sentence` states the decision, `detail` how sure it is. Files of older versions
     have no limit but that of perplexity.

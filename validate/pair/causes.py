@@ -5,9 +5,9 @@ the candidate's own files come with them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from ...calibrate.input.untrusted import exists, read_json
 from ...calibrate.text.template_files import templates_in
 from ...core.errors import InputError
 from ...quantize.lint.check import checkpoint_findings
-from .document import Cause, ModuleError
-from .models import quantization_of, tokenizer_of, weight_headers
+from .document import Cause, ModuleError, TableError
+from .models import coded_modules, quantization_of, tokenizer_of, weight_headers
 from .module_errors import UNRELATED, origin_of
+from .module_outliers import JudgedModules
+from .outliers import outlier_limit, usual_error
 
 #: Any text: only the special tokens that a tokenizer puts around it matter.
 SAMPLE = "Hello"
-#: A module stands out where its error is both this many times the median of all, and this large.
-TIMES_MEDIAN, LARGE = 4.0, 0.1
 #: Gains outside of this are no rounding: rounding to nearest keeps the mean output within some percent.
 GAINS = (0.9, 1.1)
 #: The most modules, or experts, that are named one by one.
@@ -34,16 +34,24 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that rules read: both directories with their config.json, the errors of modules (worst first), the
-    weights of both models by module [out, in], and the errors of experts by parameter.
+    """The facts that rules read: both directories with their config.json, the differences of the files beside the
+    weights, the errors of modules (worst first), the weights of both models by module [out, in], the errors of experts
+    by parameter, and the embeddings with other rows.
     """
 
     original: Path
     candidate: Path
     configs: tuple[Mapping[str, Any], Mapping[str, Any]]
-    modules: Sequence[ModuleError]
-    weights: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
-    experts: Mapping[str, Sequence[float | None]]
+    beside: Sequence[Cause]
+    modules: Sequence[ModuleError] = ()
+    weights: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] = ({}, {})
+    experts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    tables: Sequence[TableError] = ()
+
+    @cached_property
+    def judged(self) -> JudgedModules:
+        """The modules, and what stands out among them."""
+        return JudgedModules(self.modules, coded_modules(self.candidate, self.configs[1]))
 
 
 Rule = Callable[[Facts], Iterator[Cause]]
@@ -78,7 +86,11 @@ def _error(rule: str, subject: str, fault: str, remedy: str) -> Cause:
 def other_model(facts: Facts) -> Iterator[Cause]:
     """Most modules have weights that have nothing to do with the original's: another seed, or another model."""
     known = [module for module in facts.modules if module.correlation is not None]
-    unrelated = [module for module in known if module.correlation is not None and abs(module.correlation) < UNRELATED]
+    unrelated = [
+        module
+        for module in known
+        if module.correlation is not None and abs(module.correlation) < UNRELATED and not facts.judged.is_undone(module)
+    ]
     if known and len(unrelated) > len(known) / 2:
         yield _error(
             "other-model",
@@ -94,22 +106,20 @@ def broken_modules(facts: Facts) -> Iterator[Cause]:
     """Single modules whose outputs are not finite, zero, of another size, or of another module."""
     if any(other_model(facts)):
         return
-    usual = median([module.error for module in facts.modules if module.error is not None] or [0.0])
-    limit = max(TIMES_MEDIAN * usual, LARGE)
-    outside = [module for module in facts.modules if module.error is None or module.error > limit]
+    outside = facts.judged.faults
     for module in outside[:NAMED]:
-        fault, remedy = _fault(module, facts, usual)
+        fault, remedy = _fault(module, facts)
         yield _error("module", module.module, fault, remedy)
     if len(outside) > NAMED:
         yield _error(
             "module",
             f"{len(outside) - NAMED:,} more modules",
-            f"have an output error above {limit:.2g}",
+            "have an output error that rounding does not explain",
             "the table of modules lists them",
         )
 
 
-def _fault(module: ModuleError, facts: Facts, usual: float) -> tuple[str, str]:
+def _fault(module: ModuleError, facts: Facts) -> tuple[str, str]:
     """Name the fault of a module that stands out, and the remedy."""
     again = "quantize it again"
     if module.error is None:
@@ -131,8 +141,14 @@ def _fault(module: ModuleError, facts: Facts, usual: float) -> tuple[str, str]:
             f"its outputs are {module.gain:.2g} times the original's: a scale is wrong by that factor",
             f"see which of its scales is the reciprocal, of another module, or clipped, and {again}",
         )
+    usual = f"where modules that are stored like it have {facts.judged.usual_of(module.module):.2g}"
+    if not facts.judged.is_coded(module.module):
+        return (
+            f"its output error is {module.error:.2g}, {usual}, and it is stored unquantized: it is another weight",
+            "copy the original's",
+        )
     return (
-        f"its output error is {module.error:.2g}, where half of all modules have {usual:.2g} or less",
+        f"its output error is {module.error:.2g}, {usual}",
         "its inputs or weights lose more than others' by rounding: keep it in BF16, or choose its scale by other text",
     )
 
@@ -145,11 +161,11 @@ def _origin(name: str, facts: Facts) -> str | None:
 @cause_rule
 def broken_experts(facts: Facts) -> Iterator[Cause]:
     """Single experts of a mixture whose weights are far from the original's."""
+    every = [error for errors in facts.experts.values() for error in errors]
+    limit, usual = outlier_limit(every), usual_error(every)
     for parameter, errors in facts.experts.items():
-        usual = median([error for error in errors if error is not None] or [0.0])
-        limit = max(TIMES_MEDIAN * usual, LARGE)
         outside = [number for number, error in enumerate(errors) if error is None or error > limit]
-        if outside and len(outside) <= len(errors) / 2:
+        if outside:
             numbers = ", ".join(map(str, outside[:NAMED])) + (" …" if len(outside) > NAMED else "")
             worst = errors[outside[0]]
             how = "is zero or another weight" if worst is not None and worst >= 0.99 else "is far from the original's"
@@ -157,10 +173,34 @@ def broken_experts(facts: Facts) -> Iterator[Cause]:
                 "expert",
                 parameter,
                 f"the weight of expert {numbers} {how} (relative error "
-                f"{'not finite' if worst is None else f'{worst:.2g}'}, "
-                f"median {usual:.2g})",
+                f"{'not finite' if worst is None else f'{worst:.2g}'}, usual is {usual:.2g})",
                 "quantize the checkpoint again",
             )
+
+
+@cause_rule
+def broken_tables(facts: Facts) -> Iterator[Cause]:
+    """Embeddings of which rows are not the original's: of tokens or positions that the windows may lack."""
+    for table in facts.tables:
+        rows = (
+            f"row {table.first:,}"
+            if table.outside == 1
+            else f"{table.outside:,} rows, {table.first:,} to {table.last:,},"
+        )
+        how = "not finite" if table.worst is None else f"not the original's (relative error {table.worst:.2g})"
+        yield _error(
+            "embedding",
+            table.module,
+            f"{rows} of {table.rows:,} {'is' if table.outside == 1 else 'are'} {how}: so are the tokens or positions "
+            "that read them",
+            "copy the original's",
+        )
+
+
+@cause_rule
+def files_beside(facts: Facts) -> Iterator[Cause]:
+    """Differences of the configurations and tokenizers."""
+    yield from facts.beside
 
 
 @cause_rule
@@ -179,7 +219,10 @@ def text_begins(facts: Facts) -> Iterator[Cause]:
 @cause_rule
 def other_chat_template(facts: Facts) -> Iterator[Cause]:
     """The chat templates differ."""
-    ours, theirs = (templates_in(path) for path in (facts.original, facts.candidate))
+    ours, theirs = (
+        {name: text.removesuffix("\n") for name, text in templates_in(path).items()}  # as Jinja reads them
+        for path in (facts.original, facts.candidate)
+    )
     if ours != theirs:
         names = sorted({name for name in ours | theirs if ours.get(name) != theirs.get(name)})
         what = "is missing" if names[0] not in theirs else "is new" if names[0] not in ours else "is another"

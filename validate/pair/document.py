@@ -1,5 +1,6 @@
 """`comparison.json`: what `fp8q compare ORIGINAL` measured of `--model CANDIDATE` or `--url URL`."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -41,6 +42,25 @@ class ModuleError(Strict):
         default=None, description="<theirs, ours> / |ours|²: 1 for the same outputs, 8 for outputs eight times as large"
     )
     correlation: float | None = Field(default=None, description="<theirs, ours> / (|theirs| |ours|)")
+    part_error: float | None = Field(
+        default=None,
+        description="error of the output of the part of the decoder layer that it is in (attention, MLP, norm), where "
+        "each layer runs as one on the input of the original's; null: outside of the layers, or not finite",
+    )
+    next_part: str | None = Field(default=None, description="the part of the layer that runs behind that one")
+
+
+class TableError(Strict):
+    """An embedding of which rows are not the original's, by their numbers: `outside` of its `rows`, the `first` to the
+    `last`.
+    """
+
+    module: str
+    rows: int
+    outside: int
+    first: int
+    last: int
+    worst: float | None = Field(description="the largest relative error of a row; null: not finite")
 
 
 class HiddenError(Strict):
@@ -84,6 +104,7 @@ class PairComparison(Strict):
     hidden: list[HiddenError]
     causes: list[Cause]
     notes: list[str] = Field(default=[])
+    unseen: list[str] = Field(default=[], description="what the windows do not show")
 
     @property
     def passes(self) -> bool:
@@ -98,6 +119,17 @@ class PairComparison(Strict):
             return self.verdict.sentence
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
         return f"{self.verdict.sentence}; {errors[0].subject}: {errors[0].fault}{more}"
+
+
+def by_causes(verdict: Verdict, causes: Sequence[Cause]) -> Verdict:
+    """Return the verdict on losses, or where these are within the limits and a cause is an error, that the candidate is
+    another model all the same.
+    """
+    if verdict.kind != "acceptable" or not any(cause.severity == "error" for cause in causes):
+        return verdict
+    losses = verdict.sentence.partition(": ")[2]
+    sentence = f"Different: these windows are within the limits ({losses}), and what is served is not the same"
+    return verdict.model_copy(update={"kind": "different", "sentence": sentence})
 
 
 def check_pair(comparison: PairComparison) -> None:

@@ -20,9 +20,9 @@ from ...core.files import Strict, sha256_file
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...quantize.reading.dequantized import recognize
-from ...serve.loop.text import ModelFileError, Vocabulary
 from ..endpoint.checkpoint import loaded_checkpoint
 from .document import CheckpointIdentity, LoadedBy
+from .tokenizer_differences import TokenizerFile
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -67,10 +67,7 @@ def check_same_shape(original: "PreTrainedConfig", candidate: "PreTrainedConfig"
 
 def check_same_tokens(original: Path, candidate: Path, option: str) -> None:
     """Raise InputError where the two tokenizers give a token id different texts."""
-    try:
-        ours, theirs = (tokenizer_of(path).get_vocab(with_added_tokens=True) for path in (original, candidate))
-    except ModelFileError as error:
-        raise InputError(error.subject, error.fault, error.remedy) from None
+    ours, theirs = (tokenizer_of(path).get_vocab(with_added_tokens=True) for path in (original, candidate))
     if different := next((token for token, number in sorted(ours.items()) if theirs.get(token) != number), None):
         there = theirs.get(different)
         raise InputError(
@@ -82,8 +79,8 @@ def check_same_tokens(original: Path, candidate: Path, option: str) -> None:
 
 
 def tokenizer_of(directory: Path) -> "Tokenizer":
-    """The tokenizer.json of a checkpoint; raises ModelFileError where it is missing or damaged."""
-    return Vocabulary.read(directory).tokenizer
+    """The tokenizer.json of a checkpoint; raises InputError where it is missing or damaged."""
+    return TokenizerFile.read(directory).tokenizer
 
 
 def quantization_of(path: Path, config: Mapping[str, Any]) -> str | None:
@@ -104,6 +101,12 @@ def check_codes(path: Path, config: Mapping[str, Any], option: str) -> None:
             f"config.json says {said}, and no tensor is stored as codes, so that its weights are no quantized ones",
             "take quantization_config out, or quantize the checkpoint again",
         )
+
+
+def coded_modules(path: Path, config: Mapping[str, Any]) -> set[str]:
+    """The modules whose weights the files of a checkpoint hold as codes, by the names there."""
+    headers = weight_headers(path, config).items()
+    return {name.rpartition(".")[0] for name, header in headers if header.dtype.startswith(NARROW)}
 
 
 def missing_weights(original: Path, candidate: Path, configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,8 +3,17 @@
 Each module of the candidate runs on the inputs that the original's receives. So an error has one place: where an early
 layer is wrong, the later ones, whose own inputs would be wrong as well, show no error of their own. The hidden states
 of both models, each run by itself, show beside it how these errors add up.
+
+Modules may differ, and a layer not: heads, channels of an MLP or experts in another order, or scales that one weight
+has more of and the next less (SmoothQuant, AWQ), are the same function. So each decoder layer of the candidate also
+runs as one on the input of the original's, and the outputs of its parts (attention, MLP, norms) are compared within it.
+A module's error is undone where its part of the layer answers as the original's does, or where the next part does,
+which by itself would not.
+
+Rows of embeddings are compared by their numbers, since a text reads but some of the tokens and positions.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,12 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .document import HiddenError, ModuleError
+from .document import HiddenError, ModuleError, TableError
+from .outliers import outlier_limit
 
 #: Below this correlation, of either sign, two outputs have nothing to do with each other.
 UNRELATED = 0.5
 #: A module of the original whose weight is this near to the candidate's of another name is where that came from.
 SAME_WEIGHT = 0.9
+#: Rows of an embedding that are compared at once.
+ROWS_AT_ONCE = 1 << 13
 
 
 @dataclass
@@ -102,6 +114,11 @@ class ComparedModules:
             if wanted(name) and name in theirs and _has_weights(module) and _has_weights(theirs[name])
         }
         self.sums = {name: OutputSums() for name in self.pairs}
+        self.layers = [
+            LayerParts(name, module, theirs[name])
+            for name, module in original.named_modules()
+            if LAYER.fullmatch(name) and wanted(name) and name in theirs
+        ]
 
     @contextmanager
     def adding(self) -> Iterator[None]:
@@ -110,12 +127,96 @@ class ComparedModules:
             for name, (module, other) in self.pairs.items():
                 handle = module.register_forward_hook(_hook(other, self.sums[name]), with_kwargs=True)
                 hooks.callback(handle.remove)
+            for layer in self.layers:
+                hooks.enter_context(layer.adding())
             yield
 
     def errors(self) -> list[ModuleError]:
         """The errors of all modules that ran, in the order of the model."""
+        parts = {name: part for layer in self.layers for name, part in layer.parts().items()}
         ran = {name: sums for name, sums in self.sums.items() if sums.original or sums.error is None}
-        return [sums.document(name) for name, sums in ran.items()]
+        entries = [sums.document(name) for name, sums in ran.items()]
+        return [entry.model_copy(update=parts.get(part_of(entry.module) or "", {})) for entry in entries]
+
+
+#: The name of a decoder layer.
+LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+\d+")
+_PART = re.compile(rf"({LAYER.pattern}\.\w+)(\..*)?")
+
+
+def part_of(module: str) -> str | None:
+    """The name of the part of a decoder layer that a module is, or is in: `model.layers.0.mlp`; None outside."""
+    match = _PART.fullmatch(module)
+    return match[1] if match else None
+
+
+class LayerParts:
+    """The parts of one decoder layer of two models, and the sums of their outputs where each layer runs as one on the
+    input of the original's.
+    """
+
+    def __init__(self, name: str, original: nn.Module, candidate: nn.Module):
+        """Compare the direct children with weights that both layers have; `name`: of the layer."""
+        self.name, self.original, self.candidate = name, original, candidate
+        theirs = dict(candidate.named_children())
+        self.children = {
+            child: (module, theirs[child])
+            for child, module in original.named_children()
+            if child in theirs and any(True for _ in module.parameters())
+        }
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.sums: dict[str, OutputSums] = {}
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Run the candidate's layer whenever the original's runs in this block, and add the outputs of their parts."""
+        with ExitStack() as hooks:
+            for child, (module, _) in self.children.items():
+                handle = module.register_forward_hook(self._keeper(child))
+                hooks.callback(handle.remove)
+            handle = self.original.register_forward_hook(self._run_candidate, with_kwargs=True)
+            hooks.callback(handle.remove)
+            yield
+
+    def _keeper(self, child: str) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if (tensor := _tensor_of(output)) is not None:
+                self.outputs[child] = tensor
+
+        return keep
+
+    def _run_candidate(self, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
+        cast = _caster(self.candidate)
+        with ExitStack() as hooks:
+            for child, (_, other) in self.children.items():
+                if child in self.outputs:
+                    handle = other.register_forward_hook(self._adder(child))
+                    hooks.callback(handle.remove)
+            self.candidate(*map(cast, args), **{name: cast(value) for name, value in named.items()})
+        self.outputs.clear()
+
+    def _adder(self, child: str) -> Callable[..., None]:
+        ours, sums = self.outputs[child], self.sums.setdefault(child, OutputSums())
+
+        def add(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if (tensor := _tensor_of(output)) is not None:
+                sums.add(ours, tensor)
+
+        return add
+
+    def parts(self) -> dict[str, dict[str, object]]:
+        """Part -> what entries of its modules say of it: its error, and the name of the part that runs next."""
+        names = [*self.sums]
+        following = [*(f"{self.name}.{child}" for child in names[1:]), None]
+        return {
+            f"{self.name}.{child}": {"part_error": self.sums[child].error, "next_part": following[number]}
+            for number, child in enumerate(names)
+        }
+
+
+def _tensor_of(output: Any) -> torch.Tensor | None:
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, torch.Tensor) else None
 
 
 def sorted_by_error(errors: Sequence[ModuleError]) -> list[ModuleError]:
@@ -135,17 +236,27 @@ def states_of(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _hook(other: nn.Module, sums: OutputSums) -> Callable[..., None]:
     """Return a hook of the original's module that runs the candidate's `other` on the same inputs."""
-    dtype = next((p.dtype for p in other.parameters(recurse=False) if p.dtype.is_floating_point), torch.bfloat16)
-
-    def cast(value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1
-        return value.to(dtype) if floating and dtype.itemsize > 1 else value
+    cast = _caster(other)
 
     def compare(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
         if isinstance(output, torch.Tensor):
             sums.add(output, other(*map(cast, args), **{name: cast(value) for name, value in named.items()}))
 
     return compare
+
+
+def _caster(other: nn.Module) -> Callable[[Any], Any]:
+    """Return a function that gives inputs the type that the module `other` computes in; codes stay codes."""
+    types = (p.dtype for p in other.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1)
+    dtype = next(types, None)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cast, value))
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() > 1
+        return value.to(dtype) if floating and dtype is not None else value
+
+    return cast
 
 
 def origin_of(candidate: torch.Tensor, originals: Mapping[str, torch.Tensor]) -> str | None:
@@ -179,7 +290,8 @@ def expert_errors(
 ) -> dict[str, list[float | None]]:
     """Relative errors of each expert's weight, of parameters that hold all experts of a layer [experts, …].
 
-    Only those with `wanted` names that both models hold as numbers in one shape.
+    Only those with `wanted` names that both models hold as numbers in one shape. Experts in another order are compared
+    with those whose row of the router they have.
     """
     theirs = dict(candidate.named_parameters())
     errors_by_parameter = {}
@@ -192,10 +304,66 @@ def expert_errors(
             and other.shape == weight.shape
             and other.element_size() > 1
         ):
+            block = name.split(".")[:-2]
+            order = _order_of_experts(original, theirs, ".".join(block), len(weight))
             errors = []
-            for ours, expert in zip(weight.detach(), other.detach(), strict=True):
+            for number, expert in zip(order, other.detach(), strict=True):
                 sums = OutputSums()
-                sums.add(ours, expert)
+                sums.add(weight[number].detach(), expert)
                 errors.append(sums.error)
             errors_by_parameter[name] = errors
     return errors_by_parameter
+
+
+def _order_of_experts(
+    original: nn.Module, theirs: Mapping[str, torch.Tensor], block: str, experts: int
+) -> Sequence[int]:
+    """The original's expert of each of the candidate's in the module `block`, by the rows of the router [experts, in];
+    the same order where these do not tell another.
+    """
+    for name, weight in original.get_submodule(block).named_parameters():
+        other = theirs.get(f"{block}.{name}")
+        if weight.dim() == 2 and len(weight) == experts and other is not None and other.shape == weight.shape:
+            rows = [torch.nn.functional.normalize(matrix.detach().double(), dim=1) for matrix in (other, weight)]
+            alike, order = (rows[0] @ rows[1].to(rows[0].device).T).max(dim=1)
+            if sorted(order.tolist()) == [*range(experts)] and float(alike.min()) > SAME_WEIGHT:
+                return [int(number) for number in order]
+    return range(experts)
+
+
+def table_errors(
+    original: nn.Module, candidate: nn.Module, wanted: Callable[[str], bool] = lambda name: True
+) -> list[TableError]:
+    """The embeddings with `wanted` names of which rows are not the original's: of tokens, or positions, that no text
+    may have read.
+    """
+    theirs = dict(candidate.named_modules())
+    tables = []
+    for name, module in original.named_modules():
+        other = theirs.get(name)
+        tabled = wanted(name) and isinstance(module, nn.Embedding) and isinstance(other, nn.Embedding)
+        if tabled and other.weight.shape == module.weight.shape and other.weight.element_size() > 1:
+            tables.append(_table_error(name, module.weight.detach(), other.weight.detach()))
+    return [table for table in tables if table.outside]
+
+
+def _table_error(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> TableError:
+    """Compare two tables [rows, width], some rows at a time."""
+    differences, norms = list[torch.Tensor](), list[torch.Tensor]()
+    for first, second in zip(ours.split(ROWS_AT_ONCE), theirs.split(ROWS_AT_ONCE), strict=True):
+        before = first.float()
+        differences.append((second.to(first.device).float() - before).norm(dim=1).cpu())
+        norms.append(before.norm(dim=1).cpu())
+    norm = torch.cat(norms)
+    smallest = max(1e-3 * float(norm.median()), 1e-30)  # rows of zeros have no relative error
+    relative = torch.cat(differences) / norm.clamp_min(smallest)
+    finite = relative.isfinite()
+    outside = torch.nonzero(~finite | (relative > outlier_limit(relative[finite].tolist())))[:, 0]
+    return TableError(
+        module=name,
+        rows=len(relative),
+        outside=len(outside),
+        first=int(outside[0]) if len(outside) else 0,
+        last=int(outside[-1]) if len(outside) else 0,
+        worst=float(relative.max()) if bool(finite.all()) else None,
+    )

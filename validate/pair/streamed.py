@@ -34,8 +34,8 @@ from ...core.files import Strict, read_document, write_document
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..accuracy.compare import BASELINE, FLOAT32, AnyForward, Opener, error_line
-from .document import CANDIDATE, HiddenError, ModuleError
-from .module_errors import ComparedModules, OutputSums, expert_errors, sorted_by_error
+from .document import CANDIDATE, HiddenError, ModuleError, TableError
+from .module_errors import ComparedModules, OutputSums, expert_errors, sorted_by_error, table_errors
 
 #: What stands in an error of a full disk, and the remedy.
 OPTION, REMEDY = "--stream", "name another directory with --out, or give a smaller --max-tokens"
@@ -46,13 +46,24 @@ Experts = dict[str, list[float | None]]
 
 
 class StepResults(Strict):
-    """The results of one step, in a file of its own: the errors of modules and experts, and of the hidden states that
-    enter a layer, or leave the model.
+    """The results of one step, in a file of its own: the errors of modules, experts and embeddings, and of the hidden
+    states that enter a layer, or leave the model.
     """
 
     hidden: HiddenError | None = None
     modules: list[ModuleError] = Field(default=[])
     experts: Experts = Field(default={})
+    tables: list[TableError] = Field(default=[])
+
+
+@dataclass(frozen=True)
+class StreamResults:
+    """The results of all steps: errors of modules, hidden states, experts and embeddings."""
+
+    modules: list[ModuleError]
+    hidden: list[HiddenError]
+    experts: Experts
+    tables: list[TableError]
 
 
 @dataclass(frozen=True)
@@ -253,18 +264,22 @@ class PairStream:
             hidden=HiddenError(layer=layer, error=hidden.error),
             modules=compared.errors(),
             experts=expert_errors(*models, self._in_part(part)),
+            tables=table_errors(*models, self._in_part(part)),
         )
 
-    def results(self, names: Iterable[str]) -> tuple[list[ModuleError], list[HiddenError], Experts]:
+    def results(self, names: Iterable[str]) -> "StreamResults":
         """The errors of modules, the worst first, and equal ones in the order of `names`; of hidden states, in order;
-        and of experts.
+        of experts, and of embeddings.
         """
         steps = [read_document(file, StepResults) for file in sorted(self.folder.glob("*.json"))]
         order = {name: number for number, name in enumerate(names)}
         modules = sorted((entry for step in steps for entry in step.modules), key=lambda entry: order[entry.module])
-        hidden = [step.hidden for step in steps if step.hidden is not None]
-        experts = {name: errors for step in steps for name, errors in step.experts.items()}
-        return sorted_by_error(modules), hidden, experts
+        return StreamResults(
+            sorted_by_error(modules),
+            [step.hidden for step in steps if step.hidden is not None],
+            {name: errors for step in steps for name, errors in step.experts.items()},
+            [table for step in steps for table in step.tables],
+        )
 
     @contextmanager
     def openers(self) -> Iterator[dict[str, Opener]]:

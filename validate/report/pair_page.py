@@ -22,7 +22,7 @@ def pair_page(comparison: PairComparison) -> str:
     accuracy = Accuracy(protocol=comparison.protocol, runtimes=comparison.runtimes)
     return page_template("pair.html.j2").render(
         comparison=comparison,
-        kind=comparison.verdict.kind if comparison.passes or comparison.verdict.kind != "acceptable" else "worse",
+        kind=comparison.verdict.kind,
         numbers=side_table(comparison),
         modules=module_error_table(comparison.modules[:SHOWN]),
         hidden=hidden_error_table(comparison.hidden),

@@ -38,8 +38,8 @@ def compared(demo_checkpoint: Path, demo_texts: Any, tmp_path: Path) -> Callable
 
 @pytest.fixture
 def compared_briefly(compared: Callable[..., PairComparison]) -> Callable[..., PairComparison]:
-    """Compare the demo on some 200 tokens."""
-    return partial(compared, max_tokens=200)
+    """Compare the demo on the fewest windows."""
+    return partial(compared, max_tokens=660)
 
 
 @pytest.fixture

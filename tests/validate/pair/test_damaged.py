@@ -177,7 +177,7 @@ def test_drafting_layers_that_the_candidate_lacks_are_told(
     )
     candidate = quantized(demo_checkpoint, tmp_path / "candidate")
     options = PairOptions(
-        data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=200, module_windows=0
+        data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=660, module_windows=0
     )
     found = api.compare_checkpoints(original, candidate, options, SILENT)
     assert [cause.rule for cause in found.causes] == ["drafting-layers"]
@@ -217,7 +217,7 @@ def test_a_tokenizer_that_does_not_load_is_refused_in_a_line(
     candidate = quantized(original, tmp_path / "candidate")
     with open(original / "tokenizer_config.json", "ab") as file:
         file.write(b"\x94")
-    options = PairOptions(data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=200)
+    options = PairOptions(data=str(demo_texts.evaluation), out=tmp_path / "out", context=64, max_tokens=660)
     with pytest.raises(InputError, match=r"original/tokenizer_config.json: is not JSON \('utf-8' codec can't decode"):
         api.compare_checkpoints(original, candidate, options, SILENT)
 
@@ -261,7 +261,7 @@ def test_an_expert_without_weights_is_named(shared_checkpoint: Callable[[str], P
     save_file(tensors | {name: tensors[name] * 0 for name in names}, candidate / "model.safetensors", {"format": "pt"})
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little girl who had a red ball. " * 40, encoding="utf-8")
-    options = PairOptions(data=str(text), out=tmp_path / "out", context=64, max_tokens=200)
+    options = PairOptions(data=str(text), out=tmp_path / "out", context=64, max_tokens=660)
     found = api.compare_checkpoints(original, candidate, options, SILENT)
     told = [str(cause) for cause in found.causes if cause.rule == "expert"]
     assert told[0].startswith(

@@ -123,7 +123,7 @@ def test_models_of_other_classes_are_streamed(
     (text := tmp_path / "text.txt").write_text(STORY, encoding="utf-8")
     found = [
         api.compare_checkpoints(original, candidate, PairOptions(
-            data=str(text), out=tmp_path / str(stream), context=64, max_tokens=120, stream=stream
+            data=str(text), out=tmp_path / str(stream), context=64, max_tokens=660, stream=stream
         ), SILENT)
         for stream in (True, False)
     ]  # fmt: skip
@@ -207,7 +207,7 @@ CHILD = """
 import sys
 from fp8q.api import compare_checkpoints
 original, candidate, data, out = sys.argv[1:]
-compare_checkpoints(original, candidate, data=data, out=out, context=64, max_tokens=200, stream=True)
+compare_checkpoints(original, candidate, data=data, out=out, context=64, max_tokens=660, stream=True)
 """
 
 
