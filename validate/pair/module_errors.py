@@ -188,10 +188,9 @@ class LayerParts:
     def _run_candidate(self, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
         cast = _caster(self.candidate)
         with ExitStack() as hooks:
-            for child, (_, other) in self.children.items():
-                if child in self.outputs:
-                    handle = other.register_forward_hook(self._adder(child))
-                    hooks.callback(handle.remove)
+            for child in self.outputs:  # in the order in which they ran
+                handle = self.children[child][1].register_forward_hook(self._adder(child))
+                hooks.callback(handle.remove)
             self.candidate(*map(cast, args), **{name: cast(value) for name, value in named.items()})
         self.outputs.clear()
 

@@ -74,6 +74,11 @@ class JudgedModules:
         return {part_of(entry.module) or "": entry.part_error for entry in self.modules}
 
     @cached_property
+    def _coded_parts(self) -> set[str]:
+        """The parts with codes, which round; a norm by itself does not."""
+        return {part for entry in self.modules if self.is_coded(entry.module) and (part := part_of(entry.module))}
+
+    @cached_property
     def _other_parts(self) -> set[str]:
         """The parts with modules that stand out."""
         return {part for entry in self.standing_out if (part := part_of(entry.module))}
@@ -93,5 +98,4 @@ class JudgedModules:
 
     def _answers(self, part: str | None) -> bool:
         error = self._parts.get(part or "")
-        coded = any(self.is_coded(entry.module) for entry in self.modules)
-        return part is not None and error is not None and error <= self.limits[coded]
+        return part is not None and error is not None and error <= self.limits[part in self._coded_parts]
