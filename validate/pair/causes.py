@@ -198,12 +198,6 @@ def broken_tables(facts: Facts) -> Iterator[Cause]:
 
 
 @cause_rule
-def files_beside(facts: Facts) -> Iterator[Cause]:
-    """Differences of the configurations and tokenizers."""
-    yield from facts.beside
-
-
-@cause_rule
 def text_begins(facts: Facts) -> Iterator[Cause]:
     """The tokenizers put other special tokens around a text."""
     ours, theirs = (tokenizer_of(path).encode(SAMPLE).tokens for path in (facts.original, facts.candidate))
@@ -254,6 +248,12 @@ def _ends(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
     value = generation.get("eos_token_id", config.get("eos_token_id")) if isinstance(generation, dict) else None
     values = value if isinstance(value, list) else [value]
     return frozenset(token for token in values if isinstance(token, int))
+
+
+@cause_rule
+def files_beside(facts: Facts) -> Iterator[Cause]:
+    """Differences of the configurations and tokenizers."""
+    yield from facts.beside
 
 
 @cause_rule
