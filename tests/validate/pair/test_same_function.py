@@ -26,7 +26,7 @@ IDS = torch.arange(5, 69)[None] * 7 % 4001
 
 @pytest.fixture
 def caused(shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[..., list[Cause]]:
-    """Change the weights of a checkpoint, in BF16 or before they are rounded to FP8; return the causes that are named."""
+    """Change the weights of a checkpoint, in BF16 or before they are rounded to FP8; return the causes."""
 
     def compare(name: str, damage: Damage, fp8: bool = False) -> list[Cause]:
         original = shared_checkpoint(name)
@@ -72,7 +72,7 @@ def channels_in_another_order(tensors: Tensors) -> None:
 
 
 def smoothed(tensors: Tensors) -> None:
-    """Every channel of a norm is divided by a power of two that the matrices behind it are multiplied by (SmoothQuant)."""
+    """Channels of a norm are divided by powers of two that the matrices behind it are multiplied by (SmoothQuant)."""
     scale = 2.0 ** (torch.arange(384) % 4)
     for layer in range(6):
         name = f"model.layers.{layer}."
@@ -148,19 +148,6 @@ def one_layer_twice(tensors: Tensors) -> None:
         tensors[name.replace(".layers.2.", ".layers.3.")] = tensors[name].clone()
 
 
-def an_adapter_left_out(tensors: Tensors) -> None:
-    """Two matrices of every layer lack an update of rank 4, a tenth of their norm."""
-    torch.manual_seed(0)
-    for layer in range(6):
-        for part in "qv":
-            name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
-            rows, columns = tensors[name].shape
-            update = torch.randn(rows, 4) @ torch.randn(4, columns)
-            tensors[name] = (tensors[name] + 0.1 * tensors[name].float().norm() * update / update.norm()).to(
-                torch.bfloat16
-            )
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize(
     ("damage", "subject"),
@@ -193,16 +180,20 @@ def token_of_another(tensors: Tensors) -> None:
     [
         (
             positions_not_finite,
-            "model.decoder.embed_positions: 312 rows, 202 to 513, of 514 are not finite: so are the tokens or positions "
-            "that read them; copy the original's",
+            (
+                "model.decoder.embed_positions: 312 rows, 202 to 513, of 514 are not finite: so are the tokens or "
+                "positions that read them; copy the original's"
+            ),
         ),
         (
             token_of_another,
-            "model.decoder.embed_tokens: row 4,050 of 4,096 is not the original's (relative error 2): so are the tokens "
-            "or positions that read them; copy the original's",
+            (
+                "model.decoder.embed_tokens: row 4,050 of 4,096 is not the original's (relative error 2): so are the "
+                "tokens or positions that read them; copy the original's"
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_rows_that_no_window_reads_are_compared(caused: Callable[..., list[Cause]], damage: Damage, said: str) -> None:
     assert said in [str(cause) for cause in caused("opt", damage)]
 

@@ -90,53 +90,69 @@ def differences(tmp_path: Path) -> Callable[..., list[Cause]]:
         (
             LLAMA,
             {"max_position_embeddings": 128},
-            "config.json: max_position_embeddings: is 128, and the original has 512: servers take texts of another "
-            "length; write the original's value",
+            (
+                "config.json: max_position_embeddings: is 128, and the original has 512: servers take texts of another "
+                "length; write the original's value"
+            ),
         ),
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}},
-            "config.json: rope_parameters.factor: is 8.0, and the original has none: positions are rotated otherwise, "
-            "beyond these windows too; write the original's value",
+            (
+                "config.json: rope_parameters.factor: is 8.0, and the original has none: positions are rotated otherwise, "
+                "beyond these windows too; write the original's value"
+            ),
         ),
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10500.0}},
-            "config.json: rope_parameters.rope_theta: is 10500.0, and the original has 10000.0: positions are rotated "
-            "otherwise, beyond these windows too; write the original's value",
+            (
+                "config.json: rope_parameters.rope_theta: is 10500.0, and the original has 10000.0: positions are rotated "
+                "otherwise, beyond these windows too; write the original's value"
+            ),
         ),
         (
             LLAMA | {"rope_theta": 10000.0},
             {"rope_theta": 10500.0},
-            "config.json: rope_theta: is 10500.0, and the original has 10000.0: positions are rotated otherwise, beyond "
-            "these windows too; write the original's value",
+            (
+                "config.json: rope_theta: is 10500.0, and the original has 10000.0: positions are rotated otherwise, "
+                "beyond these windows too; write the original's value"
+            ),
         ),
         (
             LLAMA,
             {"rms_norm_eps": 1e-4},
-            "config.json: rms_norm_eps: is 0.0001, and the original has 1e-05: it is computed otherwise; write the "
-            "original's value",
+            (
+                "config.json: rms_norm_eps: is 0.0001, and the original has 1e-05: it is computed otherwise; write the "
+                "original's value"
+            ),
         ),
         (
             LLAMA,
             {"bos_token_id": 77},
-            "config.json: bos_token_id: is 77, and the original has 1: texts begin, or answers end, with other tokens; "
-            "write the original's value",
+            (
+                "config.json: bos_token_id: is 77, and the original has 1: texts begin, or answers end, with other tokens; "
+                "write the original's value"
+            ),
         ),
         (
             LLAMA,
             {"sliding_window": 128},
-            "config.json: sliding_window: is 128, and the original has none: attention reaches other positions; write "
-            "the original's value",
+            (
+                "config.json: sliding_window: is 128, and the original has none: attention reaches other positions; write "
+                "the original's value"
+            ),
         ),
         (
             MIXTRAL,
             {"num_experts_per_tok": 3},
-            "config.json: num_experts_per_tok: is 3, and the original has 2: it is computed otherwise; write the "
-            "original's value",
+            (
+                "config.json: num_experts_per_tok: is 3, and the original has 2: it is computed otherwise; write the "
+                "original's value"
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_a_difference_is_said_with_both_values(
     differences: Callable[..., list[Cause]], fields: Change, change: Change, said: str
 ) -> None:
@@ -156,9 +172,17 @@ def test_a_difference_is_said_with_both_values(
         (GRANITE, {"embedding_multiplier": 11.0}, "embedding_multiplier"),
         (GRANITE, {"logits_scaling": 7.0}, "logits_scaling"),
         (GRANITE, {"residual_multiplier": ...}, "residual_multiplier"),
-        (PHI, {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}}, "rope_parameters.partial_rotary_factor"),
+        (
+            PHI,
+            {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+            "rope_parameters.partial_rotary_factor",
+        ),
         (LLAMA | {"rope_parameters": YARN}, {"rope_parameters": YARN | {"beta_fast": 16}}, "rope_parameters.beta_fast"),
-        (LLAMA | {"rope_parameters": YARN}, {"rope_parameters": YARN | {"attention_factor": 2.0}}, "rope_parameters.attention_factor"),
+        (
+            LLAMA | {"rope_parameters": YARN},
+            {"rope_parameters": YARN | {"attention_factor": 2.0}},
+            "rope_parameters.attention_factor",
+        ),
         (LLAMA, {"tie_word_embeddings": True}, "tie_word_embeddings"),
         (LLAMA, {"eos_token_id": [2, 5]}, "eos_token_id"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act"),
@@ -170,7 +194,7 @@ def test_a_difference_is_said_with_both_values(
         (GEMMA3, {"text_config": GEMMA3["text_config"] | {"sliding_window": 64}}, "text_config.sliding_window"),
         (GEMMA3, {"vision_config": GEMMA3["vision_config"] | {"layer_norm_eps": 1e-3}}, "vision_config.layer_norm_eps"),
     ],
-)  # fmt: skip
+)
 def test_any_field_that_the_model_is_computed_by_is_an_error(
     differences: Callable[..., list[Cause]], fields: Change, change: Change, field: str
 ) -> None:
@@ -192,19 +216,34 @@ ROPE_APART: Change = {"rope_parameters": ..., "rope_theta": 10000.0}
         (LLAMA, {"eos_token_id": [2]}),
         (LLAMA, ROPE_APART),
         (LLAMA, {"rope_theta": 10000.0}),
-        (LLAMA | ROPE_APART | {"rope_parameters": None}, {"rope_theta": ..., "rope_parameters": LLAMA["rope_parameters"]}),
+        (
+            LLAMA | ROPE_APART | {"rope_parameters": None},
+            {"rope_theta": ..., "rope_parameters": LLAMA["rope_parameters"]},
+        ),
         (LLAMA, {"num_key_value_heads": ..., "head_dim": 16, "attention_bias": False, "mlp_bias": False}),
         (LLAMA, {"rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False}),
         (LLAMA | {"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
-        (LLAMA | {"architectures": ["MistralForCausalLM", "LlamaForCausalLM"]}, {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}),
-        (LLAMA | {"rope_parameters": YARN}, {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1, "type": "yarn"}}),
+        (
+            LLAMA | {"architectures": ["MistralForCausalLM", "LlamaForCausalLM"]},
+            {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
+        ),
+        (
+            LLAMA | {"rope_parameters": YARN},
+            {"rope_parameters": YARN | {"beta_fast": 32, "beta_slow": 1, "type": "yarn"}},
+        ),
         (LLAMA, {"rope_scaling": None}),
         (MIXTRAL, {"head_dim": 16}),
         (GPT2, {"n_inner": 256, "max_position_embeddings": 512, "num_key_value_heads": 4}),
         (GEMMA, {"tie_word_embeddings": True}),
-        (GEMMA3, {"text_config": GEMMA3["text_config"] | {"dtype": "bfloat16", "num_key_value_heads": 4}, "dtype": "bfloat16"}),
+        (
+            GEMMA3,
+            {
+                "text_config": GEMMA3["text_config"] | {"dtype": "bfloat16", "num_key_value_heads": 4},
+                "dtype": "bfloat16",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_an_export_to_fp8_changes_is_no_difference(
     differences: Callable[..., list[Cause]], fields: Change, change: Change
 ) -> None:
@@ -217,6 +256,10 @@ def test_a_field_that_no_class_has_is_a_warning(differences: Callable[..., list[
 
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
+UNSET_THERE = (
+    "generation_config.json: {}: is {}, and the original has none: requests that do not set it are answered otherwise; "
+    "write the original's value"
+)
 
 
 @pytest.mark.parametrize(
@@ -225,26 +268,38 @@ IDS = {"bos_token_id": 1, "eos_token_id": 2}
         (
             IDS,
             IDS | {"temperature": 5.0},
-            "generation_config.json: temperature: is 5.0, and the original has none: requests that do not set it are "
-            "answered otherwise; write the original's value",
+            (
+                "generation_config.json: temperature: is 5.0, and the original has none: requests that do not set it "
+                "are answered otherwise; write the original's value"
+            ),
         ),
         (
             IDS | {"temperature": 0.6},
             None,
-            "generation_config.json: temperature: is not set, and the original has 0.6: requests that do not set it are "
-            "answered otherwise; write the original's value",
+            (
+                "generation_config.json: temperature: is not set, and the original has 0.6: requests that do not set it "
+                "are answered otherwise; write the original's value"
+            ),
         ),
         *(
-            (IDS, IDS | {name: value}, f"generation_config.json: {name}: is {value!r}, and the original has none: "
-             "requests that do not set it are answered otherwise; write the original's value")
+            (IDS, IDS | {name: value}, UNSET_THERE.format(name, repr(value)))
             for name, value in {
-                "repetition_penalty": 3.0, "suppress_tokens": [10, 11], "top_p": 0.5, "top_k": 3, "typical_p": 0.2,
-                "min_p": 0.1, "no_repeat_ngram_size": 2, "forced_bos_token_id": 7, "max_new_tokens": 5, "do_sample": True,
-                "stop_strings": ["a"], "num_beams": 4,
+                "repetition_penalty": 3.0,
+                "suppress_tokens": [10, 11],
+                "top_p": 0.5,
+                "top_k": 3,
+                "typical_p": 0.2,
+                "min_p": 0.1,
+                "no_repeat_ngram_size": 2,
+                "forced_bos_token_id": 7,
+                "max_new_tokens": 5,
+                "do_sample": True,
+                "stop_strings": ["a"],
+                "num_beams": 4,
             }.items()
         ),
     ],
-)  # fmt: skip
+)
 def test_a_default_of_sampling_is_said(
     differences: Callable[..., list[Cause]], ours: Change | None, theirs: Change | None, said: str
 ) -> None:

@@ -55,8 +55,10 @@ def added(content: str, number: int, **flags: bool) -> Fields:
         (
             lambda fields: fields.update(decoder=None),
             "tokenizer.json",
-            "writes the tokens 19 6 9 Ġt w el ve as '19 6 9 Ġt w el ve', and the original's as '1969 twelve': answers "
-            "are other texts",
+            (
+                "writes the tokens 19 6 9 Ġt w el ve as '19 6 9 Ġt w el ve', and the original's as '1969 twelve': answers "
+                "are other texts"
+            ),
         ),
         (
             lambda fields: fields.update(truncation=truncation(16)),
@@ -74,7 +76,7 @@ def added(content: str, number: int, **flags: bool) -> Fields:
             "leaves out merges at random, 0.5 of them: no two prompts agree",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_changed_setting_is_said(
     differences: Callable[..., list[Cause]], change: Callable[[Fields], object], subject: str, fault: str
 ) -> None:
@@ -137,10 +139,13 @@ def test_a_changed_setting_of_transformers_is_an_error(
         ("tokenizer.json", lambda fields: fields.update(padding=padding("BatchLongest"))),
         ("tokenizer.json", lambda fields: fields["model"].update(merges=[*map(tuple, fields["model"]["merges"])])),
         ("tokenizer_config.json", lambda fields: fields.update(model_max_length=10**30, padding_side="left")),
-        ("tokenizer_config.json", lambda fields: fields.update(pad_token="</s>", tokenizer_class="PreTrainedTokenizerFast")),
+        (
+            "tokenizer_config.json",
+            lambda fields: fields.update(pad_token="</s>", tokenizer_class="PreTrainedTokenizerFast"),
+        ),
         ("tokenizer_config.json", lambda fields: fields.update(clean_up_tokenization_spaces=False)),
     ],
-)  # fmt: skip
+)
 def test_another_spelling_is_no_difference(
     differences: Callable[..., list[Cause]], file: str, change: Callable[[Fields], object]
 ) -> None:
