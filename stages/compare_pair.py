@@ -73,7 +73,7 @@ from ..validate.pair.models import (
     tokenizer_of,
     weight_headers,
 )
-from ..validate.pair.module_errors import compare_modules, expert_errors, matrices, table_errors
+from ..validate.pair.module_errors import compare_modules, expert_errors, matrices, embedding_errors
 from ..validate.pair.served_fields import ConfigFile, config_differences, generation_differences
 from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
 from ..validate.pair.tokenizer_differences import tokenizer_differences
@@ -113,7 +113,7 @@ class CheckpointPair:
     evaluation: Evaluation
     options: PairOptions
     progress: Reporter
-    beside: Sequence[Cause] = ()
+    file_causes: Sequence[Cause] = ()
 
     @property
     def key(self) -> str:
@@ -145,9 +145,9 @@ def compare_pair(original: Path, candidate: Path, options: PairOptions, progress
     check_files(original, candidate, configs)
     check_results_directory(out, (original, candidate))
     evaluation = evaluation_of(original, ours.text, options, progress)
-    beside = differences_beside((original, candidate), (ours, theirs), evaluation)
+    file_causes = differences_beside((original, candidate), (ours, theirs), evaluation)
     models = identify(original, configs[0], progress), identify(candidate, configs[1], progress)
-    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress, beside)
+    pair = CheckpointPair((original, candidate), configs, models, evaluation, options, progress, file_causes)
     with results_lock(out):
         return _compared(pair, out, ours.text.vocab_size)
 
@@ -255,7 +255,9 @@ def _compared_by_layer(pair: CheckpointPair, out: Path, vocabulary: int) -> Pair
             outcome = _outcome(pair, openers, vocabulary, folder)
         results = stream.results(name for name, _ in original.whole.named_modules())
         weights = (LayerMatrices(original), LayerMatrices(candidate)) if windows.modules else ({}, {})
-        facts = Facts(*pair.paths, pair.configs, pair.beside, results.modules, weights, results.experts, results.tables)
+        facts = Facts(
+            *pair.paths, pair.configs, pair.file_causes, results.modules, weights, results.experts, results.tables
+        )
         explanation = results.modules, results.hidden, causes_of(facts)
         return write_results(_explained(pair, loading, outcome, explanation), outcome, out)
 
@@ -504,15 +506,15 @@ def _explain(pair: CheckpointPair) -> Explanation:
     """Compare modules on evenly spaced windows, both models in memory, and name the causes."""
     ids, chosen = pair.evaluation.ids, _module_windows(pair)
     if not len(chosen):
-        return [], [], causes_of(Facts(*pair.paths, pair.configs, pair.beside))
+        return [], [], causes_of(Facts(*pair.paths, pair.configs, pair.file_causes))
     original = loaded_checkpoint(pair.paths[0], "", torch.bfloat16).to(device())
     candidate = load_candidate(pair.paths[1], OPTION, device()).model
     windows = [torch.from_numpy(ids[number : number + 1]).to(device()) for number in chosen]
     with pair.progress.track("Comparing modules", len(windows), "windows") as advance, gemms_in_fp32():
         modules, hidden = compare_modules(original, candidate, windows, advance)
     weights, experts = (matrices(original), matrices(candidate)), expert_errors(original, candidate)
-    tables = table_errors(original, candidate)
-    facts = Facts(*pair.paths, pair.configs, pair.beside, modules, weights, experts, tables)
+    tables = embedding_errors(original, candidate)
+    facts = Facts(*pair.paths, pair.configs, pair.file_causes, modules, weights, experts, tables)
     return modules, hidden, causes_of(facts)
 
 

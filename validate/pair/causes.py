@@ -42,7 +42,7 @@ class Facts:
     original: Path
     candidate: Path
     configs: tuple[Mapping[str, Any], Mapping[str, Any]]
-    beside: Sequence[Cause]
+    file_causes: Sequence[Cause]
     modules: Sequence[ModuleError] = ()
     weights: tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]] = ({}, {})
     experts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
@@ -253,7 +253,7 @@ def _ends(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
 @cause_rule
 def files_beside(facts: Facts) -> Iterator[Cause]:
     """Differences of the configurations and tokenizers."""
-    yield from facts.beside
+    yield from facts.file_causes
 
 
 @cause_rule

@@ -136,7 +136,7 @@ class ComparedModules:
         parts = {name: part for layer in self.layers for name, part in layer.parts().items()}
         ran = {name: sums for name, sums in self.sums.items() if sums.original or sums.error is None}
         entries = [sums.document(name) for name, sums in ran.items()]
-        return [entry.model_copy(update=parts.get(part_of(entry.module) or "", {})) for entry in entries]
+        return [entry.model_copy(update=parts.get(layer_part(entry.module) or "", {})) for entry in entries]
 
 
 #: The name of a decoder layer.
@@ -144,7 +144,7 @@ LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)+\d+")
 _PART = re.compile(rf"({LAYER.pattern}\.\w+)(\..*)?")
 
 
-def part_of(module: str) -> str | None:
+def layer_part(module: str) -> str | None:
     """The name of the part of a decoder layer that a module is, or is in: `model.layers.0.mlp`; None outside."""
     match = _PART.fullmatch(module)
     return match[1] if match else None
@@ -330,7 +330,7 @@ def _order_of_experts(
     return range(experts)
 
 
-def table_errors(
+def embedding_errors(
     original: nn.Module, candidate: nn.Module, wanted: Callable[[str], bool] = lambda name: True
 ) -> list[TableError]:
     """The embeddings with `wanted` names of which rows are not the original's: of tokens, or positions, that no text

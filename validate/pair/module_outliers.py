@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .document import ModuleError
-from .module_errors import part_of
+from .module_errors import layer_part
 from .outliers import LARGE, LARGE_UNROUNDED, outlier_limit, usual_error
 
 #: The end of a name from the number of its layer on, which all spellings of a model's prefix share.
@@ -71,17 +71,17 @@ class JudgedModules:
 
     @cached_property
     def _parts(self) -> dict[str, float | None]:
-        return {part_of(entry.module) or "": entry.part_error for entry in self.modules}
+        return {layer_part(entry.module) or "": entry.part_error for entry in self.modules}
 
     @cached_property
     def _coded_parts(self) -> set[str]:
         """The parts with codes, which round; a norm by itself does not."""
-        return {part for entry in self.modules if self.is_coded(entry.module) and (part := part_of(entry.module))}
+        return {part for entry in self.modules if self.is_coded(entry.module) and (part := layer_part(entry.module))}
 
     @cached_property
     def _other_parts(self) -> set[str]:
         """The parts with modules that stand out."""
-        return {part for entry in self.standing_out if (part := part_of(entry.module))}
+        return {part for entry in self.standing_out if (part := layer_part(entry.module))}
 
     def is_undone(self, entry: ModuleError) -> bool:
         """Tell whether the error of a module is undone in its layer, as that of heads in another order.
@@ -92,7 +92,7 @@ class JudgedModules:
         silent = entry.error is None or not entry.correlation
         if silent:
             return False
-        part = part_of(entry.module)
+        part = layer_part(entry.module)
         after = entry.next_part
         return self._answers(part) or (after in self._other_parts and self._answers(after))
 

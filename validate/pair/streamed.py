@@ -35,7 +35,7 @@ from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..accuracy.compare import BASELINE, FLOAT32, AnyForward, Opener, error_line
 from .document import CANDIDATE, HiddenError, ModuleError, TableError
-from .module_errors import ComparedModules, OutputSums, expert_errors, sorted_by_error, table_errors
+from .module_errors import ComparedModules, OutputSums, expert_errors, sorted_by_error, embedding_errors
 
 #: What stands in an error of a full disk, and the remedy.
 OPTION, REMEDY = "--stream", "name another directory with --out, or give a smaller --max-tokens"
@@ -264,7 +264,7 @@ class PairStream:
             hidden=HiddenError(layer=layer, error=hidden.error),
             modules=compared.errors(),
             experts=expert_errors(*models, self._in_part(part)),
-            tables=table_errors(*models, self._in_part(part)),
+            tables=embedding_errors(*models, self._in_part(part)),
         )
 
     def results(self, names: Iterable[str]) -> "StreamResults":

@@ -123,7 +123,7 @@ def _cause(severity: Any, subject: str, fault: str, remedy: str = REMEDY) -> Cau
 
 
 def _limits(ours: dict[str, Any], theirs: dict[str, Any], positions: int | None) -> Iterator[Cause]:
-    """What a text of a usual length does not show."""
+    """Yield the limits that a text of a usual length does not show."""
     truncation, padding, dropout = theirs["truncation"], theirs["padding"], theirs["model"].get("dropout")
     if truncation and truncation != ours["truncation"] and truncation["max_length"] < (positions or NO_LIMIT):
         yield _cause(
@@ -212,7 +212,7 @@ def _transformers(directory: Path) -> Iterator[None]:
 def _as_transformers_reads(
     original: Path, candidate: Path, samples: Sequence[str], positions: int | None, files_agree: bool
 ) -> Iterator[Cause]:
-    """What AutoTokenizer makes of all files; texts are read where the tokenizer.json `files_agree`."""
+    """Compare what AutoTokenizer makes of all files; texts are read where tokenizer.json `files_agree`."""
     made: list[PreTrainedTokenizerBase] = []
     for directory in (original, candidate):
         with _transformers(directory):

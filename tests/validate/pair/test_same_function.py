@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fp8q.validate.pair.causes import Facts, causes_of
 from fp8q.validate.pair.document import Cause, ModuleError
 from fp8q.validate.pair.models import load_candidate
-from fp8q.validate.pair.module_errors import compare_modules, expert_errors, matrices, table_errors
+from fp8q.validate.pair.module_errors import compare_modules, expert_errors, matrices, embedding_errors
 from fp8q.validate.pair.module_outliers import JudgedModules
 from fp8q.validate.pair.outliers import outlier_limit
 from tests.validate.pair.damaged import Tensors, quantized
@@ -43,7 +43,7 @@ def caused(shared_checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable
         configs = tuple(json.loads((path / "config.json").read_text()) for path in (original, candidate))
         facts = Facts(
             original, candidate, (configs[0], configs[1]), [], modules, (matrices(first), matrices(second)),
-            expert_errors(first, second), table_errors(first, second),
+            expert_errors(first, second), embedding_errors(first, second),
         )  # fmt: skip
         return causes_of(facts)
 

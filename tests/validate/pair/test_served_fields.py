@@ -99,24 +99,24 @@ def differences(tmp_path: Path) -> Callable[..., list[Cause]]:
             LLAMA,
             {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}},
             (
-                "config.json: rope_parameters.factor: is 8.0, and the original has none: positions are rotated otherwise, "
-                "beyond these windows too; write the original's value"
+                "config.json: rope_parameters.factor: is 8.0, and the original has none: positions are "
+                "rotated otherwise, beyond these windows too; write the original's value"
             ),
         ),
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10500.0}},
             (
-                "config.json: rope_parameters.rope_theta: is 10500.0, and the original has 10000.0: positions are rotated "
-                "otherwise, beyond these windows too; write the original's value"
+                "config.json: rope_parameters.rope_theta: is 10500.0, and the original has 10000.0: positions are "
+                "rotated otherwise, beyond these windows too; write the original's value"
             ),
         ),
         (
             LLAMA | {"rope_theta": 10000.0},
             {"rope_theta": 10500.0},
             (
-                "config.json: rope_theta: is 10500.0, and the original has 10000.0: positions are rotated otherwise, "
-                "beyond these windows too; write the original's value"
+                "config.json: rope_theta: is 10500.0, and the original has 10000.0: positions are "
+                "rotated otherwise, beyond these windows too; write the original's value"
             ),
         ),
         (
@@ -131,16 +131,16 @@ def differences(tmp_path: Path) -> Callable[..., list[Cause]]:
             LLAMA,
             {"bos_token_id": 77},
             (
-                "config.json: bos_token_id: is 77, and the original has 1: texts begin, or answers end, with other tokens; "
-                "write the original's value"
+                "config.json: bos_token_id: is 77, and the original has 1: texts begin, or answers end, with other "
+                "tokens; write the original's value"
             ),
         ),
         (
             LLAMA,
             {"sliding_window": 128},
             (
-                "config.json: sliding_window: is 128, and the original has none: attention reaches other positions; write "
-                "the original's value"
+                "config.json: sliding_window: is 128, and the original has none: attention reaches other positions; "
+                "write the original's value"
             ),
         ),
         (
@@ -269,16 +269,16 @@ UNSET_THERE = (
             IDS,
             IDS | {"temperature": 5.0},
             (
-                "generation_config.json: temperature: is 5.0, and the original has none: requests that do not set it "
-                "are answered otherwise; write the original's value"
+                "generation_config.json: temperature: is 5.0, and the original has none: requests that do not set "
+                "it are answered otherwise; write the original's value"
             ),
         ),
         (
             IDS | {"temperature": 0.6},
             None,
             (
-                "generation_config.json: temperature: is not set, and the original has 0.6: requests that do not set it "
-                "are answered otherwise; write the original's value"
+                "generation_config.json: temperature: is not set, and the original has 0.6: requests that do not set "
+                "it are answered otherwise; write the original's value"
             ),
         ),
         *(

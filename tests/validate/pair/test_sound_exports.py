@@ -115,7 +115,9 @@ def test_too_few_windows_are_refused_before_a_model_is_loaded(
         "--context"
     )
     (short := tmp_path / "short.txt").write_text("Once upon a time there was a girl. " * 10, encoding="utf-8")
-    assert refused(short, context=64).startswith(f"--data {short}: has 1 window of 64 tokens, and a verdict needs 10; ")
+    assert refused(short, context=64).startswith(
+        f"--data {short}: has 2 windows of 64 tokens, and a verdict needs 10; "
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -131,8 +133,8 @@ def test_a_window_has_512_tokens_unless_another_context_is_asked_for(
 def test_positions_behind_the_windows_are_counted() -> None:
     assert unseen(128, 512) == [
         (
-            "positions from 128 on were not run, of the model's 512: there only configurations and embeddings are compared "
-            "(--context 512 runs all)"
+            "positions from 128 on were not run, of the model's 512: there only configurations and embeddings are "
+            "compared (--context 512 runs all)"
         )
     ]
     assert unseen(512, 512) == []

@@ -56,8 +56,8 @@ def added(content: str, number: int, **flags: bool) -> Fields:
             lambda fields: fields.update(decoder=None),
             "tokenizer.json",
             (
-                "writes the tokens 19 6 9 Ġt w el ve as '19 6 9 Ġt w el ve', and the original's as '1969 twelve': answers "
-                "are other texts"
+                "writes the tokens 19 6 9 Ġt w el ve as '19 6 9 Ġt w el ve', and the original's as '1969 twelve': "
+                "answers are other texts"
             ),
         ),
         (
