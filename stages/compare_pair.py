@@ -73,7 +73,7 @@ from ..validate.pair.models import (
     tokenizer_of,
     weight_headers,
 )
-from ..validate.pair.module_errors import compare_modules, expert_errors, matrices, embedding_errors
+from ..validate.pair.module_errors import compare_modules, embedding_errors, expert_errors, matrices
 from ..validate.pair.served_fields import ConfigFile, config_differences, generation_differences
 from ..validate.pair.streamed import PairStream, StreamedWindows, check_disk
 from ..validate.pair.tokenizer_differences import tokenizer_differences

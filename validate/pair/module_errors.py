@@ -93,8 +93,10 @@ def compare_modules(
     for ids in windows:
         with torch.inference_mode():
             with compared.adding():
-                ours = states_of(original, ids)
-            for layer, (first, second) in enumerate(zip(ours, states_of(candidate, ids), strict=False)):
+                original(input_ids=ids, use_cache=False)
+            # apart: transformers records the states of any layer that runs meanwhile
+            states = states_of(original, ids), states_of(candidate, ids)
+            for layer, (first, second) in enumerate(zip(*states, strict=False)):
                 hidden.setdefault(layer, OutputSums()).add(first, second)
         advance(len(ids))
     return sorted_by_error(compared.errors()), [

@@ -35,7 +35,7 @@ from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from ..accuracy.compare import BASELINE, FLOAT32, AnyForward, Opener, error_line
 from .document import CANDIDATE, HiddenError, ModuleError, TableError
-from .module_errors import ComparedModules, OutputSums, expert_errors, sorted_by_error, embedding_errors
+from .module_errors import ComparedModules, OutputSums, embedding_errors, expert_errors, sorted_by_error
 
 #: What stands in an error of a full disk, and the remedy.
 OPTION, REMEDY = "--stream", "name another directory with --out, or give a smaller --max-tokens"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fp8q.validate.pair.causes import Facts, causes_of
 from fp8q.validate.pair.document import Cause, ModuleError
 from fp8q.validate.pair.models import load_candidate
-from fp8q.validate.pair.module_errors import compare_modules, expert_errors, matrices, embedding_errors
+from fp8q.validate.pair.module_errors import compare_modules, embedding_errors, expert_errors, matrices
 from fp8q.validate.pair.module_outliers import JudgedModules
 from fp8q.validate.pair.outliers import outlier_limit
 from tests.validate.pair.damaged import Tensors, quantized
