@@ -342,8 +342,9 @@ def embedding_errors(
     tables = []
     for name, module in original.named_modules():
         other = theirs.get(name)
-        tabled = wanted(name) and isinstance(module, nn.Embedding) and isinstance(other, nn.Embedding)
-        if tabled and other.weight.shape == module.weight.shape and other.weight.element_size() > 1:
+        if not (wanted(name) and isinstance(module, nn.Embedding) and isinstance(other, nn.Embedding)):
+            continue
+        if other.weight.shape == module.weight.shape and other.weight.element_size() > 1:
             tables.append(_table_error(name, module.weight.detach(), other.weight.detach()))
     return [table for table in tables if table.outside]
 

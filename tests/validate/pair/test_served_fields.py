@@ -14,42 +14,42 @@ from fp8q.validate.pair.document import Cause
 from fp8q.validate.pair.served_fields import ConfigFile, config_differences, generation_differences
 
 Change = dict[str, Any]
-SIZES = {
+SIZES: Change = {
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_hidden_layers": 4,
     "vocab_size": 512,
     "intermediate_size": 96,
 }
-LLAMA = SIZES | {
+LLAMA: Change = SIZES | {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 4, "bos_token_id": 1,
     "eos_token_id": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 512, "dtype": "bfloat16",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-GEMMA = SIZES | {
+YARN: Change = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+GEMMA: Change = SIZES | {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 16,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 16,
     "sliding_window": 128, "max_position_embeddings": 512,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
-GRANITE = SIZES | {
+GRANITE: Change = SIZES | {
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", "embedding_multiplier": 12.0,
     "logits_scaling": 8.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1,
 }  # fmt: skip
-MIXTRAL = LLAMA | {
+MIXTRAL: Change = LLAMA | {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2,
     "num_local_experts": 4, "head_dim": None,
 }  # fmt: skip
-PHI = SIZES | {
+PHI: Change = SIZES | {
     "architectures": ["PhiForCausalLM"], "model_type": "phi",
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
-GPT2 = {
+GPT2: Change = {
     "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 4,
     "n_positions": 512, "vocab_size": 512, "n_inner": None,
 }  # fmt: skip
-GEMMA3 = {
+GEMMA3: Change = {
     "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
     "text_config": SIZES | {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 128},
     "vision_config": {

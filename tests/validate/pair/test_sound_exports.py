@@ -103,11 +103,10 @@ def test_too_few_windows_are_refused_before_a_model_is_loaded(
     monkeypatch.setattr("fp8q.stages.compare_pair._compared", None)
     candidate = Path(shutil.copytree(demo_checkpoint, tmp_path / "candidate"))
 
-    def refused(data: Path, **size: int) -> str:
+    def refused(data: Path, context: int, max_tokens: int | None = None) -> str:
+        options = PairOptions(data=str(data), out=tmp_path / "out", context=context, max_tokens=max_tokens)
         with pytest.raises(InputError) as error:
-            api.compare_checkpoints(
-                demo_checkpoint, candidate, PairOptions(data=str(data), out=tmp_path / "out", **size), SILENT
-            )
+            api.compare_checkpoints(demo_checkpoint, candidate, options, SILENT)
         return str(error.value)
 
     assert refused(demo_texts.evaluation, context=64, max_tokens=200) == (
