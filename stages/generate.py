@@ -5,16 +5,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..calibrate.checkpoint.companions import SPECIAL_TOKENS, TOKENIZER_CONFIG
+from ..calibrate.text.chat import Message
 from ..core.errors import InputError
 from ..core.record import FP8_STAGES
 from ..core.run import Run
 from ..options import GenerateOptions, Precision
-from ..serve.local.chat_template import ChatTemplate, Message
+from ..serve.local.chat_template import ChatTemplate
 from ..serve.local.generation import answer_request, open_generator, open_run_session
 from ..serve.loop.generate import Generator
 from ..serve.loop.request import GeneratedAnswer, Request, RequestError
 from ..serve.loop.sessions import Session
-from ..serve.triton.repository import weight_files
+from ..serve.triton.repository import OPTIONAL_COMPANIONS, weight_files
 from .pipeline.stage import CALIBRATE_MODULES, device, needs
 from .shared.adapters import check_adapter
 from .shared.model_files import fp8_files, refuse_unwritten
@@ -33,7 +35,7 @@ def open_model(run: Run, runtime: str, max_batch: int = 1, adapter: str | None =
     run.refuse_stale(*FP8_STAGES)
     refuse_unwritten(run)
     if runtime in TORCH_RUNTIMES:
-        check_written(run, "config.json", "tokenizer.json", "generation_config.json")
+        check_written(run, "config.json", "tokenizer.json", *OPTIONAL_COMPANIONS)
     check_adapter(run, adapter, runtime)
     session = session_of(run, runtime, adapter=adapter)
     if runtime not in TORCH_RUNTIMES:
@@ -115,7 +117,7 @@ class Chat:
 
 def open_template(run: Run, file: Path | None = None) -> ChatTemplate:
     """The chat template of `run`, or the one in `file`; raises InputError where there is none, or it was changed."""
-    check_written(run, "chat_template.jinja", "tokenizer_config.json")
+    check_written(run, "chat_template.jinja", TOKENIZER_CONFIG, SPECIAL_TOKENS)
     return ChatTemplate(run.model, file)
 
 

@@ -15,9 +15,11 @@ from ...core.files import regular_file, sha256_file
 from ..input.untrusted import AGAIN, exists, read_json
 from .config_fields import abbreviated, check_token_ids
 
+#: The files that name the special tokens of a tokenizer; the second is of older versions of transformers.
+TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 COMPANIONS = (
     "tokenizer*",
-    "special_tokens_map.json",
+    SPECIAL_TOKENS,
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
@@ -70,7 +72,7 @@ def companion_files(path: Path, adapter: Path | None = None) -> dict[str, Path]:
     if adapter is None:
         return base_files
     adapter_files = {str(file.relative_to(adapter)): file for file in companions(adapter) if not file.match("LICENSE*")}
-    config = adapter_files.get("tokenizer_config.json")
+    config = adapter_files.get(TOKENIZER_CONFIG)
     templates = any(map(_is_template, adapter_files)) or (config is not None and "chat_template" in read_json(config))
     has_tokenizer = any(name in VOCABULARY for name in adapter_files)
     if not has_tokenizer:  # a configuration without its tokenizer says nothing of the base's

@@ -3,13 +3,13 @@
 A checkpoint has two: tokenizer.json as it is, which every runtime of fp8q serves by, and what transformers'
 AutoTokenizer makes of the files, which vLLM serves by. transformers 5 builds some classes (Qwen2's, GPT-2's,
 GPT-NeoX's) with rules of their own and takes but the vocabulary from the file, so that the two may give other ids for
-one text. What is calibrated, validated and served must be one of them: that of the file, or with `--tokenizer auto` the
-other.
+one text. What is calibrated, validated and served must be one of them: with `--tokenizer file` that of the file, with
+`auto`, the default of a run for vLLM, the other.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,10 +19,10 @@ from ...core.errors import InputError
 from ...core.reporter import SILENT, Reporter
 from ...options import TokenizerChoice
 from ..checkpoint.adapter import Adapter
-from ..checkpoint.companions import REMEDY, TOKENIZER, check_companion_files
+from ..checkpoint.companions import REMEDY, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG, check_companion_files
 from ..input.silence import muted, quiet_transformers
 from ..input.untrusted import error_text, foreign
-from ..text.template_files import DEFAULT, templates_in
+from ..text.template_files import DEFAULT, read_fields, templates_in
 from .source import Source
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 
 #: Tokenized once as a test: rules that cannot be applied end in a panic at the first letters.
 SAMPLE = "The 2 quick foxes' names: Zoë & 狐.\n\tdef f(x): return x**2  # ok\n"
-#: Texts that rules of tokenizers read in different ways: digits, spaces, contractions, accents in two forms, case.
-SAMPLES = (
-    "1969 twelve",
-    "Hello world",
-    " Hello",
-    "I don't, we'LL",
-    "3.14159 x 1,000,000",
-    "a  b   c",
-    "line\n\n  next\r\n\tlast \n",
-    "Zo\u00eb and Zoe\u0308",
-    "\u72d0\u306f\u8d70\u308b",
-    "caf\u00e9 \uff21\uff22 \U0001f98a\U0001f469\u200d\U0001f4bb",
-    "def f(x):\n        return x**2  # ok",
-    SAMPLE,
-)
+#: Texts that rules of tokenizers read in different ways, and what each shows, in words.
+SAMPLES: Mapping[str, str] = {
+    "1969 twelve": "numbers",
+    "Hello world": "words",
+    " Hello": "a space at the beginning",
+    "I don't, we'LL": "contractions (don't)",
+    "3.14159 x 1,000,000": "numbers",
+    "a  b   c": "several spaces",
+    "line\n\n  next\r\n\tlast \n": "ends of lines",
+    "Zo\u00eb": "accents (\u00eb)",
+    "cafe\u0301": "\u00e9 as two code points",
+    "\u72d0\u306f\u8d70\u308b": "Chinese and Japanese",
+    "\uff21\uff22 \U0001f98a\U0001f469\u200d\U0001f4bb": "wide letters and emoji",
+    "def f(x):\n        return x**2  # ok": "indented code",
+}
 #: What is done where the two differ.
 TAKEN: Mapping[TokenizerChoice, str] = {
     "file": f"{TOKENIZER} is calibrated, validated and served (--tokenizer auto takes the other)",
@@ -52,6 +52,24 @@ TAKEN: Mapping[TokenizerChoice, str] = {
 }
 #: Characters of an example, and tokens of it that are shown.
 EXAMPLE, SHOWN = 24, 8
+
+
+@dataclass(frozen=True)
+class TokenDifference:
+    """The difference of a checkpoint's two tokenizers: kinds of text, in words, and each one's tokens of an example."""
+
+    kinds: tuple[str, ...]
+    example: str
+
+    def __str__(self) -> str:
+        """Name the kinds, and show the example."""
+        return f"{in_words(self.kinds)}: {self.example}"
+
+
+def in_words(kinds: Iterable[str]) -> str:
+    """Enumerate kinds of text."""
+    *first, last = kinds
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def load_tokenizer(source: Source, report: Reporter = SILENT) -> "PreTrainedTokenizerBase":
@@ -134,15 +152,16 @@ def auto_of(directory: Path, with_code: bool = False) -> "PreTrainedTokenizerBas
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         directory, local_files_only=True, trust_remote_code=with_code
     )
-    if not tokenizer.chat_template:  # chat_template.json is read by processors alone
-        tokenizer.chat_template = templates_in(directory).get(DEFAULT)
+    if templates := templates_in(directory):  # those that `fp8q serve` reads; Python code may make others
+        tokenizer.chat_template = templates[DEFAULT] if [*templates] == [DEFAULT] else templates
     return tokenizer
 
 
 def chosen(auto: "PreTrainedTokenizerBase", directory: Path, choice: TokenizerChoice) -> "PreTrainedTokenizerBase":
     """Let `auto`, which AutoTokenizer made of the files in `directory`, encode as `choice` has it; returns it.
 
-    By the file, tokenizer.json takes the place of what it was built of; its special tokens and chat template stay.
+    By the file, tokenizer.json takes the place of what it was built of; its special tokens and chat template stay. So
+    do special tokens that its class has by default, if tokenizer.json has them.
     """
     if choice == "auto" or not (directory / TOKENIZER).is_file():
         return auto
@@ -152,6 +171,9 @@ def chosen(auto: "PreTrainedTokenizerBase", directory: Path, choice: TokenizerCh
     plain = Tokenizer.from_file(str(directory / TOKENIZER))
     plain.no_truncation()
     plain.no_padding()
+    for name, text in unnamed_tokens(directory, auto.special_tokens_map).items():
+        if plain.token_to_id(text) is None:
+            setattr(auto, name, None)
     if not isinstance(auto, PreTrainedTokenizerFast):
         return PreTrainedTokenizerFast(
             tokenizer_object=plain, chat_template=auto.chat_template, **auto.special_tokens_map
@@ -161,13 +183,29 @@ def chosen(auto: "PreTrainedTokenizerBase", directory: Path, choice: TokenizerCh
     return auto
 
 
+def unnamed_tokens(directory: Path, tokens: Mapping[str, str]) -> dict[str, str]:
+    """Those of the special `tokens` that no file in `directory` names so: a class of transformers has them by default.
+
+    Readers without transformers (`serve.loop.text`) do not know these.
+    """
+    known = [read_fields(directory / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS)]
+    known += [more for fields in known if isinstance(more := fields.get("extra_special_tokens"), dict)]
+    named = [(name, _text(token)) for fields in known for name, token in fields.items() if name in tokens]
+    return {name: text for name, text in tokens.items() if (name, text) not in named}
+
+
+def _text(token: object) -> object:
+    """The text of a special token, which may be an object with further fields."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def encoder(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str], list[int]]:
     """A function from a text to its ids by `tokenizer`, with the special tokens around it."""
     return lambda text: list(tokenizer(text, verbose=False)["input_ids"])
 
 
-def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> str | None:
-    """Show a text that `auto`, made by AutoTokenizer of the files in `directory`, reads as other tokens than
+def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> TokenDifference | None:
+    """Find the texts that `auto`, made by AutoTokenizer of the files in `directory`, reads as other tokens than
     tokenizer.json does; None where they agree on all samples, or there is no such file.
     """
     if not (directory / TOKENIZER).is_file():
@@ -177,17 +215,19 @@ def difference(directory: Path, auto: "PreTrainedTokenizerBase") -> str | None:
     plain = Tokenizer.from_file(str(directory / TOKENIZER))
     plain.no_truncation()
     plain.no_padding()
-    special = [str(token) for token in auto.all_special_tokens]
-    for text in (*SAMPLES, *(f"a{token} b" for token in special)):
+    special = {f"a{token} b": f"the special token {token}" for token in map(str, auto.all_special_tokens)}
+    kinds, example = list[str](), ""
+    for text, kind in {**SAMPLES, **special}.items():
         with suppress(Exception):  # a text that one of them cannot read says nothing
             theirs, ours = encoder(auto)(text), plain.encode(text).ids
             if theirs != ours:
-                return (
+                kinds += [kind] if kind not in kinds else []
+                example = example or (
                     f"{text[:EXAMPLE]!r} is {_tokens(theirs, auto.convert_ids_to_tokens)} by AutoTokenizer, which vLLM "
                     f"uses, and {_tokens(ours, lambda ids: [plain.id_to_token(token_id) for token_id in ids])} by "
                     f"{TOKENIZER}"
                 )
-    return None
+    return TokenDifference(tuple(kinds), example) if kinds else None
 
 
 def _tokens(ids: list[int], names: Callable[[list[int]], Any]) -> str:

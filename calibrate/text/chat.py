@@ -1,5 +1,11 @@
 """Render chats as the model was trained to read them: rows of messages, by the template that comes with the tokenizer.
 
+`messages` is the only reader of chats: calibration, validation, `fp8q generate`, `serve` and `compare` all hand its
+messages to the template, whether or not transformers is installed. It brings what people write to the form that
+transformers documents for templates, and that vLLM makes of a request: arguments of tool calls are objects, whether
+they come as such or as JSON text (as OpenAI's API has them); the text of `content` is one string; reasoning has every
+name that templates know it by; what is null is missing. Keys come in one order, since templates may print an object.
+
 The template is a Jinja program in the checkpoint. transformers runs it in Jinja's sandbox, where it can reach neither
 Python's objects nor the machine, in a process that can be killed (`template`). It writes the special tokens itself: its
 output is tokenized without the tokenizer adding its own. Some templates (Llama 3.2) ask for today's date; they get a
@@ -7,7 +13,10 @@ constant one, so that the same chats give the same tokens tomorrow.
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import from_json
 
 from ...core.errors import InputError
 from ..input.untrusted import error_text
@@ -21,6 +30,11 @@ if TYPE_CHECKING:
 #: ShareGPT's names of roles -> the names that templates know.
 ROLES = {"human": "user", "gpt": "assistant"}
 FORM = 'a list of messages like {"role": "user", "content": "…"}'
+CALL_FORM = 'like {"function": {"name": "…", "arguments": {…}}}'
+#: The keys of a message, and of a tool call, that come first, in this order.
+KEYS, CALL_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id"), ("id", "type", "function")
+#: The names of what a model thought before it answered; the first is what templates read, `thinking` for gpt-oss.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
 
@@ -44,6 +58,7 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
 
     def render(where: str, value: object) -> str:
         chat = messages(where, value)
+        _check_characters(where, chat)
         try:
             return template.render(chat)
         except TemplateError as error:
@@ -55,9 +70,9 @@ def renderer(tokenizer: "PreTrainedTokenizerBase", name: str) -> Render:
 
 
 def messages(where: str, value: object) -> list[Message]:
-    """The messages of one row, in the form that templates read: `role`, `content` and further keys.
+    """The messages of one chat, in the form that templates read: `role`, `content` and further keys.
 
-    ShareGPT's `from` and `value` are renamed. Raises InputError naming the row, the message and the fault.
+    ShareGPT's `from` and `value` are renamed. Raises InputError naming the chat by `where`, the message and the fault.
     """
     if not isinstance(value, list) or not value:
         raise InputError("", f"{where} holds no chat but {_shown(value)}", f"it must hold {FORM}")
@@ -67,22 +82,113 @@ def messages(where: str, value: object) -> list[Message]:
 def _message(where: str, value: object) -> Message:
     if not isinstance(value, dict):
         raise InputError(where, f"is no message but {_shown(value)}", f"a chat is {FORM}")
-    message = {key: entry for key, entry in value.items() if entry is not None}  # tables fill in what a row lacks
+    message = _with_role(where, _without_nulls(value))  # tables fill in what a row lacks
+    where = f"{where} ({message['role']})"
+    calls = [_call(where, call) for call in _listed_calls(where, message.pop("tool_calls", []))]
+    content = message.pop("content", None)
+    if content is not None or not calls:
+        message["content"] = _text(where, content)
+    if calls:
+        message["tool_calls"] = calls
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return _in_order(KEYS, message)
+
+
+def _with_role(where: str, message: Message) -> Message:
+    """Name what a message of ShareGPT's form holds as templates do; raises InputError for one without a role."""
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
-        message = {
-            "role": ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker,
-            "content": message.pop("value", None),
-            **message,
-        }
-    role, content = message.get("role"), message.get("content")
+        message["role"] = ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        message["content"] = message.pop("value", None)
+    role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InputError(where, f"its role is {_shown(role)}", 'it must be a string such as "user" or "assistant"')
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise InputError(f"{where} ({role})", f"its content is {_shown(content)}", "it must be a string")
-    if isinstance(content, str) and (wrong := fault(content)):
-        raise InputError(f"{where} ({role})", f"its content holds {wrong}", "mend it")
     return message
+
+
+def _text(where: str, content: object) -> str:
+    """The text of a message, of which parts are lines of their own, as in vLLM."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    kinds = [part.get("type") or "text" for part in parts if isinstance(part, dict)]
+    lines = [text for text in texts if isinstance(text, str)]
+    if not isinstance(content, list) or len(lines) < len(parts) or kinds.count("text") < len(kinds):
+        raise InputError(where, f"its content is {_shown(content)}", "it must be a string, or parts that are text")
+    return "\n".join(lines)
+
+
+def _listed_calls(where: str, calls: object) -> list[Any]:
+    if not isinstance(calls, list):
+        raise InputError(where, f"its tool_calls is {_shown(calls)}", f"it must be a list of calls {CALL_FORM}")
+    return calls
+
+
+def _call(where: str, value: object) -> Message:
+    """One tool call; some data sets have the function's name and arguments without a `function` around them."""
+    call = _without_nulls(value) if isinstance(value, dict) else {}
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InputError(where, f"its tool call is {_shown(value)}", f"it must be {CALL_FORM}")
+    function = _without_nulls(function)
+    name, text = function["name"], function.get("arguments")
+    arguments = arguments_object(text)
+    if arguments is None:
+        raise InputError(
+            where,
+            f"the arguments of its call of {name} are {_shown(text)}",
+            "they must be an object, as such or in JSON",
+        )
+    function = _in_order(("name", "arguments"), function | {"arguments": arguments})
+    if "function" not in call:
+        return function
+    return _in_order(CALL_KEYS, {"type": "function", **call, "function": function})
+
+
+def arguments_object(value: object) -> dict[str, Any] | None:
+    """The arguments of a tool call as an object: of one, of its JSON text, or of nothing; None for anything else."""
+    if isinstance(value, str) and value:
+        try:
+            value = from_json(value, allow_inf_nan=False)
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {} if value in (None, "") else None
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> Message:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _in_order(keys: tuple[str, ...], fields: Message) -> Message:
+    return {key: fields[key] for key in keys if key in fields} | fields
+
+
+def _check_characters(where: str, chat: list[Message]) -> None:
+    """Raise InputError for a message with characters that are in no text."""
+    for number, message in enumerate(chat, 1):
+        for key, value in message.items():
+            wrong = next(filter(None, map(fault, _strings(value))), None)
+            if wrong:
+                raise InputError(
+                    f"{where}, message {number} ({message['role']})", f"its {key} holds {wrong}", "mend it"
+                )
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every string within a value of JSON, names of fields too; as deep as it may be."""
+    waiting = [value]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, dict):
+            waiting += [*entry.keys(), *entry.values()]
+        elif isinstance(entry, list):
+            waiting += entry
 
 
 def _shown(value: object) -> str:

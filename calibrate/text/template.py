@@ -80,7 +80,11 @@ class Child:
         None when there is no answer within `seconds`; the process is then killed.
         """
         try:
-            _stream(self.process.stdin).write(json.dumps(question, default=str).encode() + b"\n")
+            line_of_json = json.dumps(question, default=str)
+        except RecursionError:
+            return {"error": "it is nested too deep"}
+        try:
+            _stream(self.process.stdin).write(line_of_json.encode() + b"\n")
             _stream(self.process.stdin).flush()
             line = self._line(max(seconds, 0.1))
         except OSError:  # it died
@@ -188,7 +192,8 @@ def _plain(source: str, date: datetime, **variables: Any) -> str:
     )
     machine.filters["tojson"] = as_json
     machine.globals["raise_exception"] = refuse
-    return str(machine.from_string(source).render(strftime_now=date.strftime, **variables))
+    known = {"tools": None, "documents": None, "strftime_now": date.strftime}  # as transformers has them
+    return str(machine.from_string(source).render(**known, **variables))
 
 
 if __name__ == "__main__":

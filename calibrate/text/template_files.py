@@ -1,7 +1,7 @@
 """Find the chat templates beside a model, by name, as transformers finds them; without transformers.
 
 `chat_template.jinja` is the default, and files in `additional_chat_templates` have others under their names. Without
-both, `chat_template` in tokenizer_config.json is one template or a list of named ones, and without that
+both, `chat_template` in tokenizer_config.json is one template, or named ones in a list or an object, and without that
 chat_template.json has the default, which processors of images were saved with.
 """
 
@@ -36,7 +36,9 @@ def without_default(templates: dict[str, str]) -> str:
 
 
 def _named(field: object) -> dict[str, str]:
-    """The templates in a field of JSON: one, or a list of named ones."""
+    """The templates in a field of JSON: one, or named ones in a list of objects or in one object."""
+    if isinstance(field, dict):
+        return {name: text for name, text in field.items() if isinstance(text, str)}
     if isinstance(field, list):
         named = [(entry.get("name"), entry.get("template")) for entry in field if isinstance(entry, dict)]
         return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}

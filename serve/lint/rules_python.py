@@ -21,7 +21,7 @@ from ..loop.engine_session import RUNTIMES
 from ..loop.here import AUTO, ENGINES, ONNX_RUNTIME
 from ..loop.text import ModelFileError, Vocabulary
 from ..triton.engine_model import import_schema
-from ..triton.repository import COMPANIONS
+from ..triton.repository import COMPANIONS, OPTIONAL_COMPANIONS
 from .folder import ModelFolder, is_regular, why
 from .rules import model_rule
 from .rules_config import AGAIN
@@ -153,7 +153,8 @@ def _weights(model: ModelFolder) -> list[Path]:
 def model_files(model: ModelFolder) -> Broken:
     """The tokenizer and the configurations beside the weights are there, and say what generation needs."""
     for weights in _weights(model):
-        files = [weights / name for name in COMPANIONS if name != COMPANIONS[-1] or (weights / name).exists()]
+        files = [weights / name for name in COMPANIONS]
+        files += [weights / name for name in OPTIONAL_COMPANIONS if (weights / name).exists()]
         try:
             for file in files:
                 regular_file(file)

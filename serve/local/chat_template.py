@@ -1,29 +1,25 @@
 """Read the chat template beside a model without transformers, for `fp8q generate --chat` and servers.
 
-`calibrate.text.template_files` finds it; its special tokens are in tokenizer_config.json. It runs in a sandbox
-(`calibrate.text.template`).
+`calibrate.text.template_files` finds it, and `loop.text` its special tokens. What it renders is read by
+`calibrate.text.chat`, as calibration's chats are. It runs in a sandbox (`calibrate.text.template`).
 """
 
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ...calibrate.input.untrusted import read_bytes
+from ...calibrate.text.chat import Message, messages
 from ...calibrate.text.template import Template, TemplateError
-from ...calibrate.text.template_files import DEFAULT, read_fields, templates_in, without_default
+from ...calibrate.text.template_files import DEFAULT, templates_in, without_default
 from ...core.errors import BackendError, InputError
-
-#: The special tokens that templates may use, by their names in tokenizer_config.json.
-TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+from ..loop.text import ModelFileError, special_tokens
 
 #: The time limit of the template for one chat, in seconds; real templates take milliseconds.
 SECONDS = 10.0
 
 #: The most bytes of a template that the user names.
 TEMPLATE_BYTES = 1 << 20
-
-Message = dict[str, Any]
 
 
 class ChatTemplate:
@@ -34,7 +30,10 @@ class ChatTemplate:
 
         Raises InputError where there is none, BackendError where the package that renders it is not installed.
         """
-        config = read_fields(directory / "tokenizer_config.json")
+        try:
+            tokens = special_tokens(directory)
+        except ModelFileError as error:
+            raise InputError(error.subject, error.fault, error.remedy) from None
         templates = templates_in(directory) if file is None else {DEFAULT: read_template(file)}
         if DEFAULT not in templates:
             raise InputError(
@@ -50,17 +49,18 @@ class ChatTemplate:
                 "install it with `pip install 'fp8q[serve]'`",
             )
         self._lock = threading.Lock()
-        self._template = Template(source, {name: _token(config[name]) for name in TOKENS if config.get(name)}, True)
+        self._template = Template(source, tokens, True)
 
-    def render(self, messages: list[Message]) -> str:
-        """Render a chat of `messages` as a prompt, up to where the answer begins.
+    def render(self, chat: list[Message]) -> str:
+        """Render a chat as a prompt, up to where the answer begins.
 
-        Raises InputError if the template refuses the messages.
+        Raises InputError for messages that are none, and if the template refuses them.
         """
+        said = messages("the chat", chat)
         try:
             with self._lock:  # one process renders
                 self._template.allowed = SECONDS  # each chat's own, however many there were
-                return self._template.render(messages)
+                return self._template.render(said)
         except TemplateError as error:
             raise InputError("", f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
 
@@ -71,8 +71,3 @@ def read_template(file: Path) -> str:
         return read_bytes(file, TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise InputError(f"--template {file}", f"is no text in UTF-8 ({error})", "give a template in Jinja") from None
-
-
-def _token(token: object) -> str:
-    """A special token, which may be a string or an object with further fields."""
-    return str(token.get("content", "")) if isinstance(token, dict) else str(token)

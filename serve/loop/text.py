@@ -32,6 +32,8 @@ POSITIONS = "max_position_embeddings"
 #: fp8q's own field there: the number of positions that its graphs serve, if that is less.
 FP8Q_FIELDS = "fp8q"
 MOST_POSITIONS = 2**31 - 1
+#: The special tokens that any tokenizer may have.
+EVERY_TOKENIZERS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: The bytes of an incomplete character.
 MOST_MISSING = 3
 #: A byte as byte-fallback tokenizers name it.
@@ -82,7 +84,11 @@ class Vocabulary:
 
     @classmethod
     def read(cls, directory: Path) -> "Vocabulary":
-        """Read tokenizer.json, config.json and, where there is one, generation_config.json in `directory`.
+        """Read tokenizer.json and config.json in `directory` and, where they are there, generation_config.json and what
+        names special tokens.
+
+        An answer ends at the tokens that generation_config.json names, or else config.json, and at the tokenizer's
+        eos_token, as in vLLM.
 
         Raises ModelFileError when a file is missing or damaged, or config.json names no number of positions.
         """
@@ -99,6 +105,9 @@ class Vocabulary:
         positions = min(positions, served) if isinstance(served, int) else positions
         begin, end = (_token_ids(tokens, name, directory) for name in ("bos_token_id", "eos_token_id"))
         tokenizer = _read_tokenizer(directory / "tokenizer.json")
+        named = special_tokens(directory).get("eos_token")
+        if named and (token := tokenizer.token_to_id(named)) is not None:
+            end.append(token)
         tails = isinstance(fp8q_fields, dict) and bool(fp8q_fields.get("tails"))
         return cls(tokenizer, begin[0] if begin else None, frozenset(end), positions, tails)
 
@@ -172,6 +181,32 @@ class Vocabulary:
         return offsets
 
 
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Name (`bos_token`, `image_token`) -> text of the special tokens of the tokenizer in `directory`, as transformers
+    reads them of its files.
+
+    They are in tokenizer_config.json. special_tokens_map.json, which older versions wrote, goes before it unless that
+    lists `added_tokens_decoder`, too. Those that a class of transformers has by default `fp8q calibrate` writes there.
+    Raises ModelFileError for a file that does not read.
+    """
+    config, older = (
+        _read_json(directory / name) if (directory / name).is_file() else {}
+        for name in ("tokenizer_config.json", "special_tokens_map.json")
+    )
+    files = (config,) if "added_tokens_decoder" in config else (config, older)
+    named = {name: value for fields in files for name, value in fields.items() if name.endswith("_token")}
+    named |= {name: value for name, value in config.items() if name in named and _is_own(name, value)}
+    for more in (fields.get("extra_special_tokens") for fields in files):
+        named |= more if isinstance(more, dict) else {}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _is_own(name: str, value: object) -> bool:
+    """Tell whether a field is a token that this model's tokenizer alone has, which the older file does not change."""
+    return name not in EVERY_TOKENIZERS and isinstance(value, str)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():  # a pipe would be waited for
         raise ModelFileError(path, "there is no such file", "copy it from the model")
@@ -205,7 +240,7 @@ def _read_tokenizer(path: Path) -> "Tokenizer":
 def _token_ids(fields: dict[str, Any], name: str, directory: Path) -> list[int]:
     """Read the token ids in a field that may hold one id, a list of ids, or nothing."""
     value = fields.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    ids = [*value] if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
         raise ModelFileError(
             directory,

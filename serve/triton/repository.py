@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from ...calibrate.checkpoint.companions import SPECIAL_TOKENS, TOKENIZER_CONFIG
 from ...core.errors import InputError
 from ...core.files import clone_file, replacing
 from ...core.reporter import Reporter
@@ -44,8 +45,9 @@ LOOP = (
     "device_logits.py", "engine_session.py", "generate.py", "here.py", "host_batch.py", "kernels.ptx", "request.py",
     "sampling.py", "service.py", "sessions.py", "step_logits.py", "step_sampling.py", "text.py",
 )  # fmt: skip
-#: The files that the model reads besides its graph; the last is not in every checkpoint.
-COMPANIONS = ("config.json", "tokenizer.json", "generation_config.json")
+#: The files that the model reads besides its graph, and those that are not in every checkpoint.
+COMPANIONS = ("config.json", "tokenizer.json")
+OPTIONAL_COMPANIONS = ("generation_config.json", TOKENIZER_CONFIG, SPECIAL_TOKENS)
 WEIGHTS = "weights"
 #: Name -> Triton's type and shape (without the batch), and whether a request may leave it out.
 INPUTS = {
@@ -251,17 +253,17 @@ def _template(name: str) -> Template:
 
 
 def weight_files(run: Run) -> list[Path]:
-    """The files of `RUN/model` that the model reads: the FP32 graph, its external data, and `COMPANIONS`."""
+    """The files of `RUN/model` that the model reads: the FP32 graph, its external data, `COMPANIONS`, and those of
+    `OPTIONAL_COMPANIONS` that are there.
+    """
     graph = run.require(run.onnx_fp32, "export")
     exported = run.record().stages["export"].outputs  # the scales of attention in FP8 are; the weights are older
     stored = [
         run.require(run.model / name, "export" if f"{run.model.name}/{name}" in exported else "quantize")
         for name in external_data(graph)
     ]
-    optional = run.model / COMPANIONS[-1]
-    companions = [run.require(run.model / name, "quantize") for name in COMPANIONS[:-1]] + (
-        [run.require(optional, "quantize")] if optional.exists() else []
-    )
+    optional = [name for name in OPTIONAL_COMPANIONS if (run.model / name).exists()]
+    companions = [run.require(run.model / name, "quantize") for name in (*COMPANIONS, *optional)]
     return [graph, *stored, *companions]
 
 

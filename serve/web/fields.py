@@ -12,8 +12,9 @@ tried for every item of each. The models of answers describe them alone: nothing
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
+from ...calibrate.text.chat import arguments_object
 from ...core.files import PLAIN
 from ..loop.request import MOST_LOGPROBS, MOST_PENALTY, MOST_SEED, MOST_STOP_CHARACTERS, MOST_STOP_WORDS, Request
 from .refusals import Refusal
@@ -156,7 +157,7 @@ class CalledFunction(StrictFields):
     @field_validator("arguments")
     @classmethod
     def _read(cls, text: str) -> str:
-        if not isinstance(_object(text), dict):
+        if arguments_object(text) is None:
             raise PydanticCustomError(PLAIN, "must be an object in JSON")
         return text
 
@@ -169,11 +170,9 @@ class ToolCall(StrictFields):
     function: CalledFunction
     index: Whatever = None
 
-    @property
-    def message(self) -> dict[str, Any]:
-        """As templates read it: the arguments are no text but an object, as transformers asks for and vLLM makes it."""
-        function = {"name": self.function.name, "arguments": _object(self.function.arguments)}
-        return {"type": self.type, "function": function} | ({"id": self.id} if self.id is not None else {})
+
+#: The fields of a message that templates are told.
+TOLD = {"role", "content", "name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id"}
 
 
 class Said(StrictFields):
@@ -184,6 +183,8 @@ class Said(StrictFields):
         None, description="May be null beside tool_calls."
     )
     name: str | None = None
+    reasoning_content: str | None = Field(None, description="As vLLM answers it; also `reasoning`.")
+    reasoning: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_MESSAGES)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -200,27 +201,20 @@ class Said(StrictFields):
 
     @property
     def message(self) -> dict[str, Any]:
-        """As the template is told it: parts are lines of their own; what is null is left out, as transformers does."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        calls = [call.message for call in self.tool_calls or ()]
-        more = {"content": content, "tool_calls": calls or None, "name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": self.role} | {name: value for name, value in more.items() if value is not None}
+        """The fields that a template may read, for `calibrate.text.chat`."""
+        message = self.model_dump(include=TOLD, exclude_none=True)
+        for call in message.get("tool_calls", ()):
+            call.pop("index", None)
+        return message
 
     @property
     def characters(self) -> int:
         """The number of characters of what was said, and of the calls."""
-        calls = (len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ())
-        return len(self.message.get("content", "")) + sum(calls)
-
-
-def _object(text: str) -> Any:
-    """The object that calls have as arguments; None for what is no JSON."""
-    try:
-        return from_json(text or "{}", allow_inf_nan=False)
-    except ValueError:
-        return None
+        parts = self.content if isinstance(self.content, list) else []
+        texts = [self.content] if isinstance(self.content, str) else [part.text for part in parts]
+        texts += [text for text in (self.reasoning_content, self.reasoning) if text is not None]
+        texts += [text for call in self.tool_calls or () for text in (call.function.name, call.function.arguments)]
+        return sum(map(len, texts))
 
 
 class TextFormat(StrictFields):

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from ...calibrate.text.chat import Message
 from ...core.errors import InputError
-from ..local.chat_template import ChatTemplate, Message
+from ..local.chat_template import ChatTemplate
 from ..loop.generate import Generator
 from ..loop.request import CHARACTERS_A_POSITION, BusyError, Request
 from ..loop.service import Ongoing, Service

@@ -14,10 +14,10 @@ import torch
 
 from ...calibrate.checkpoint.companions import GENERATION
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
-from ...calibrate.input.untrusted import exists, read_json
 from ...calibrate.text.template_files import templates_in
 from ...core.errors import InputError
 from ...quantize.lint.check import checkpoint_findings
+from ...serve.loop.text import ModelFileError, Vocabulary
 from .document import Cause, ModuleError, TableError
 from .models import coded_modules, quantization_of, tokenizer_of, weight_headers
 from .module_errors import UNRELATED, origin_of
@@ -74,7 +74,10 @@ def check_files(original: Path, candidate: Path, configs: tuple[Mapping[str, Any
     """Read the files that rules read once all models have run; raises InputError for one that is damaged."""
     for path, config in zip((original, candidate), configs, strict=True):
         templates_in(path)
-        _ends(path, config)
+        try:
+            Vocabulary.read(path)
+        except ModelFileError as error:
+            raise InputError(error.subject, error.fault, error.remedy) from None
         mtp_prefixes(config, weight_headers(path, config))
 
 
@@ -231,9 +234,7 @@ def other_chat_template(facts: Facts) -> Iterator[Cause]:
 @cause_rule
 def end_tokens(facts: Facts) -> Iterator[Cause]:
     """The tokens that end an answer differ."""
-    ours, theirs = (
-        _ends(path, config) for path, config in zip((facts.original, facts.candidate), facts.configs, strict=True)
-    )
+    ours, theirs = (Vocabulary.read(path).end for path in (facts.original, facts.candidate))
     if ours != theirs:
         yield _error(
             "end-of-text",
@@ -241,13 +242,6 @@ def end_tokens(facts: Facts) -> Iterator[Cause]:
             f"answers end at tokens {sorted(theirs) or 'none'}, and the original's at {sorted(ours) or 'none'}",
             f"copy the original's {GENERATION}",
         )
-
-
-def _ends(path: Path, config: Mapping[str, Any]) -> frozenset[int]:
-    generation = read_json(path / GENERATION) if exists(path / GENERATION) else {}
-    value = generation.get("eos_token_id", config.get("eos_token_id")) if isinstance(generation, dict) else None
-    values = value if isinstance(value, list) else [value]
-    return frozenset(token for token in values if isinstance(token, int))
 
 
 @cause_rule

@@ -11,12 +11,23 @@ from tokenizers import Tokenizer
 from fp8q.calibrate.model.adapter_base import adapter_remarks, with_adapters
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import auto_of, load_tokenizer, stored_tokenizer
-from fp8q.quantize.checkpoint.writer import write_companions, write_config
+from fp8q.quantize.checkpoint.tokenizer_files import (
+    calibrated_remark,
+    difference_in_vllm,
+    write_companions,
+    written_remark,
+)
+from fp8q.quantize.checkpoint.writer import write_config
 from fp8q.serve.loop.text import Vocabulary
 from tests.calibrate.conftest import Notebook
 from tests.two_tokenizers import two_tokenizers
 
 TEXT = "1969 twelve, 12345 and don't"
+#: What Qwen2's rules in transformers read as other tokens than `two_tokenizers` do: digits one by one, and é as one
+#: code point. They add <|endoftext|> to the vocabulary.
+KINDS = (
+    "numbers, several spaces, ends of lines, é as two code points, indented code and the special token <|endoftext|>"
+)
 
 Checkpoint = Callable[[str, str], Source]
 
@@ -39,7 +50,8 @@ def written(source: Source, directory: Path) -> tuple[Path, str | None]:
     """A directory with the configuration and the companions of `source`, and what was noted."""
     directory.mkdir()
     write_config(source, directory, None)
-    return directory, write_companions(source, directory)
+    remaining = write_companions(source, directory)
+    return directory, written_remark(remaining) if remaining else None
 
 
 def test_the_file_tokenizes_unless_the_other_is_chosen(checkpoint: Checkpoint) -> None:
@@ -48,8 +60,8 @@ def test_the_file_tokenizes_unless_the_other_is_chosen(checkpoint: Checkpoint) -
     assert load_tokenizer(source, notes)(TEXT)["input_ids"] == by_file(source.path)
     assert load_tokenizer(replace(source, tokenizer="auto"), notes)(TEXT)["input_ids"] == by_auto(source.path)
     example = (
-        f"{source.path}: '1969 twelve' is 1 9 6 9 Ġt w e l … by AutoTokenizer, which vLLM uses, and 196 9 Ġt w e l v e "
-        "by tokenizer.json; "
+        f"{source.path}: {KINDS}: '1969 twelve' is 1 9 6 9 Ġt w e l … by AutoTokenizer, which vLLM uses, and 196 9 "
+        "Ġt w e l v e by tokenizer.json; "
     )
     assert notes.lines == [
         f"{example}tokenizer.json is calibrated, validated and served (--tokenizer auto takes the other)",
@@ -75,10 +87,17 @@ def test_where_transformers_has_its_way_all_the_same_it_is_noted(checkpoint: Che
     source = checkpoint("Qwen2Config", "PreTrainedTokenizerFast")
     directory, note = written(source, tmp_path / "model")
     assert note == (
-        "model/tokenizer.json: '1969 twelve' is 1 9 6 9 Ġt w e l … by AutoTokenizer, which vLLM uses, and 196 9 Ġt w e "
-        "l v e by tokenizer.json; transformers has rules of its own for this type of model, so that vLLM reads other "
-        "tokens than were calibrated: send it token ids, or calibrate with --tokenizer auto"
+        f"model/tokenizer.json: vLLM reads other tokens than were calibrated, of {KINDS}, since transformers has rules "
+        "of its own for this type of model: send it token ids, or calibrate with --tokenizer auto"
     )
+    remaining = difference_in_vllm(source)
+    assert remaining is not None
+    assert calibrated_remark("demo", remaining) == (
+        f"demo: vLLM reads other tokens than are calibrated, of {KINDS}: '1969 twelve' is 1 9 6 9 Ġt w e l … by "
+        "AutoTokenizer, which vLLM uses, and 196 9 Ġt w e l v e by tokenizer.json; --tokenizer auto calibrates those "
+        "that vLLM reads"
+    )
+    assert difference_in_vllm(replace(source, tokenizer="auto")) is None
     config = "tokenizer_config.json"
     assert (directory / config).read_bytes() == (source.path / config).read_bytes()
     assert stored_tokenizer(directory)(TEXT)["input_ids"] == by_file(source.path)

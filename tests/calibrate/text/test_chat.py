@@ -95,8 +95,99 @@ def test_chats_in_sharegpts_form_are_renamed(tmp_path: Path, reading: Reading) -
 
 
 def test_what_else_a_message_holds_goes_to_the_template() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
-    assert messages("here", [call]) == [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None, "mood": 1}
+    assert messages("here", [call]) == [
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+            "mood": 1,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ({"town": "Oslo"}, {"town": "Oslo"}),
+        ('{"town": "Oslo", "days": [1, null, 2.5]}', {"town": "Oslo", "days": [1, None, 2.5]}),
+        ('{"query": "{\\"a\\": 1}"}', {"query": '{"a": 1}'}),  # JSON text within is text
+        ("{}", {}),
+        ("", {}),
+        (None, {}),
+    ],
+)
+def test_arguments_of_tool_calls_are_objects_as_such_or_in_json(arguments: object, read: object) -> None:
+    call = {"function": {"arguments": arguments, "name": "f"}, "id": "a", "index": None}
+    chat = [{"tool_calls": [call], "role": "assistant"}]
+    (message,) = messages("here", chat)
+    assert message == {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": read}}],
+    }
+    assert list(message["tool_calls"][0]) == ["id", "type", "function"]  # a template may print the object
+    assert list(message["tool_calls"][0]["function"]) == ["name", "arguments"]
+
+
+def test_a_call_without_a_function_around_it_stays_so() -> None:
+    chat = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}]
+    assert messages("here", chat) == [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1}}]}]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_templates_know(name: str) -> None:
+    (message,) = messages("here", [{"role": "assistant", "content": "42", name: "6 × 7"}])
+    assert (message["reasoning_content"], message["thinking"]) == ("6 × 7", "6 × 7")
+
+
+def test_parts_that_are_text_are_lines_and_no_calls_are_none() -> None:
+    parts = [{"type": "text", "text": "one", "image": None}, {"type": "text", "text": "two"}]
+    chat = [{"role": "user", "content": parts, "tool_calls": []}]
+    assert messages("here", chat) == [{"role": "user", "content": "one\ntwo"}]
+
+
+CALLS = '{"function": {"name": "…", "arguments": {…}}}'
+
+
+@pytest.mark.parametrize(
+    ("calls", "what"),
+    [
+        ("[]", f'its tool_calls is "[]"; it must be a list of calls like {CALLS}'),
+        (["f"], f'its tool call is "f"; it must be like {CALLS}'),
+        (
+            [{"function": {"arguments": "{}"}}],
+            f'its tool call is {{"function": {{"arguments": "{{}}"}}}}; it must be like {CALLS}',
+        ),
+        (
+            [{"function": {"name": "f", "arguments": "[1]"}}],
+            'the arguments of its call of f are "[1]"; they must be an object, as such or in JSON',
+        ),
+        (
+            [{"function": {"name": "f", "arguments": "{'town': 1}"}}],
+            "the arguments of its call of f are \"{'town': 1}\"; they must be an object, as such or in JSON",
+        ),
+        (
+            [{"function": {"name": "f", "arguments": '{"a": NaN}'}}],
+            'the arguments of its call of f are "{\\"a\\": NaN}"; they must be an object, as such or in JSON',
+        ),
+        (
+            [{"function": {"name": "f", "arguments": 7}}],
+            "the arguments of its call of f are 7; they must be an object, as such or in JSON",
+        ),
+    ],
+)
+def test_a_tool_call_that_is_none_is_named(calls: object, what: str) -> None:
+    with pytest.raises(InputError) as refused:
+        messages("here", [{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert str(refused.value) == f"here, message 1 (assistant): {what}"
+
+
+def test_characters_of_no_text_are_found_in_calls_too(tmp_path: Path, reading: Reading) -> None:
+    call = {"function": {"name": "f", "arguments": {"town": "a\ud83d"}}}
+    path = jsonl(tmp_path / "a.jsonl", {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert refusal(path, reading) == (
+        f"{path}: line 1, message 1 (assistant): its tool_calls holds half of a surrogate pair, which is no character; "
+        "mend it"
+    )
 
 
 def test_a_column_of_text_is_read_where_there_are_no_chats(tmp_path: Path, reading: Reading) -> None:
@@ -178,10 +269,13 @@ def test_without_a_template_the_option_is_named(tmp_path: Path) -> None:
             [{"role": 7, "content": "42"}],
             ', message 1: its role is 7; it must be a string such as "user" or "assistant"',
         ),
-        ([{"role": "user"}], ", message 1 (user): its content is missing; it must be a string"),
+        ([{"role": "user"}], ", message 1 (user): its content is missing; it must be a string, or parts that are text"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "https://example.org"}]}],
-            ', message 1 (user): its content is [{"type": "image", "url": "https://examp…; it must be a string',
+            (
+                ', message 1 (user): its content is [{"type": "image", "url": "https://examp…; it must be a string, '
+                "or parts that are text"
+            ),
         ),
         (
             [{"role": "user", "content": "a\ud83d"}],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from fp8q.serve.loop.text import ModelFileError, TextStream, Vocabulary, beginning
+from fp8q.serve.loop.text import ModelFileError, TextStream, Vocabulary, beginning, special_tokens
 
 WORDS = ["the", "he", "in", "Ġt", "Ġa"]
 MERGES = [("h", "e"), ("t", "he"), ("i", "n"), ("Ġ", "t"), ("Ġ", "a")]
@@ -173,6 +173,38 @@ def test_the_tokens_that_end_a_text_come_from_the_generation_config_first(
     vocabulary = Vocabulary.read(write(tmp_path, **documents))
     assert vocabulary.end == end
     assert vocabulary.positions == 9
+
+
+@pytest.mark.parametrize(
+    ("config", "older", "named"),
+    [
+        ({"eos_token": "</s>"}, None, {"eos_token": "</s>"}),
+        ({"eos_token": {"__type": "AddedToken", "content": "</s>"}}, None, {"eos_token": "</s>"}),
+        ({"eos_token": None}, {"eos_token": {"content": "</s>", "lstrip": False}}, {"eos_token": "</s>"}),
+        ({"eos_token": "a"}, {"eos_token": "</s>"}, {"eos_token": "</s>"}),
+        ({"eos_token": "</s>"}, {"eos_token": None}, {}),
+        ({"eos_token": "</s>", "added_tokens_decoder": {}}, {"eos_token": "a"}, {"eos_token": "</s>"}),
+        (None, {"eos_token": "</s>"}, {"eos_token": "</s>"}),
+        ({"extra_special_tokens": {"image_token": "<s>"}, "add_bos_token": True}, None, {"image_token": "<s>"}),
+        ({"image_token": "<s>", "extra_special_tokens": ["</s>"]}, {"image_token": "a"}, {"image_token": "<s>"}),
+    ],
+)
+def test_special_tokens_are_those_that_transformers_reads_of_the_files(
+    tmp_path: Path, config: dict[str, Any] | None, older: dict[str, Any] | None, named: dict[str, str]
+) -> None:
+    for name, fields in (("tokenizer_config.json", config), ("special_tokens_map.json", older)):
+        if fields is not None:
+            (tmp_path / name).write_text(json.dumps(fields))
+    assert special_tokens(tmp_path) == named
+
+
+@pytest.mark.parametrize(
+    ("ends", "end"), [({}, {2}), ({"eos_token_id": 5}, {2, 5}), ({"eos_token_id": [2, 6]}, {2, 6})]
+)
+def test_an_answer_ends_at_the_tokenizers_own_token_too(tmp_path: Path, ends: dict[str, Any], end: set[int]) -> None:
+    assert FALLBACK.token_to_id("▁") == 2
+    files = {"config": {"max_position_embeddings": 9} | ends, "special_tokens_map": {"eos_token": "▁"}}
+    assert Vocabulary.read(write(tmp_path, **files)).end == end
 
 
 def test_the_positions_of_a_text_model_within_another_are_found(tmp_path: Path) -> None:

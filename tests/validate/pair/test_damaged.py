@@ -21,7 +21,6 @@ from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions, PairOptions
 from fp8q.stages.compare_pair import CheckpointPair, results_lock
 from fp8q.validate.accuracy.perplexity import Evaluation
-from fp8q.validate.pair.causes import _ends
 from fp8q.validate.pair.document import CheckpointIdentity, PairComparison, check_pair
 from tests.quantize.reading.fp8_checkpoints import fine_grained
 from tests.validate.pair import damaged
@@ -337,11 +336,6 @@ def test_a_damaged_file_beside_the_weights_is_named_before_any_model_runs(
         compared(lambda tensors, path: (path / name).write_bytes(content))
     assert str(refused.value).startswith(f"{tmp_path / 'candidate' / name}: {fault}")
     assert not (tmp_path / "out").exists()
-
-
-def test_ends_of_a_text_that_are_no_tokens_are_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [[], 3, "x", {}, null]}', encoding="utf-8")
-    assert _ends(tmp_path, {}) == {3}
 
 
 def test_a_full_disk_leaves_nothing_behind(compared: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
