@@ -13,12 +13,13 @@ from .scales import ScaleOptions
 TokenizerChoice = Literal["file", "auto"]
 #: The option's type and help.
 TokenizerOption = Annotated[
-    TokenizerChoice,
+    TokenizerChoice | None,
     option(
         MODEL,
         "file: tokenizer.json as it is, where there is one, to calibrate, validate and serve by. auto: what "
         "transformers' AutoTokenizer, and so vLLM, makes of the files, written to model/ as tokenizer.json. A note "
         "shows where they differ.",
+        default="auto where the run is for vLLM, else file",
     ),
 ]
 
@@ -92,7 +93,7 @@ class SourceOptions(Options):
     trust_remote_code: Annotated[
         bool, option(MODEL, "Run the Python code that comes with the checkpoint's tokenizer.")
     ] = False
-    tokenizer: TokenizerOption = "file"
+    tokenizer: TokenizerOption = None
     adapter: Annotated[
         tuple[Path, ...],
         option(MODEL, "A PEFT LoRA adapter of the model, to measure and to serve with it. Repeatable.", "DIR"),

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..calibrate.measure.statistics import load_record
@@ -11,9 +11,11 @@ from ..calibrate.model.source import Source
 from ..calibrate.model.tokenizer import load_tokenizer
 from ..calibrate.ranks.world import World, joined_ranks
 from ..calibrate.text import mixture
+from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
 from ..options import ExportOptions, RescaleOptions, RunOptions, ScaleOptions
+from ..quantize.checkpoint.tokenizer_files import calibrated_remark, difference_in_vllm
 from ..quantize.scales.policy import ModelGemms, few_tokens_note
 from . import preflight
 from .corpus import Collected, collect, write_corpus
@@ -130,7 +132,14 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     check_experts(source, gemms, options)
     preflight.check_graph(run, gemms, later, notes)
     preflight.check_calibrate(source, options, what.options.export)
-    collected = collect(source, load_tokenizer(source, notes), what.data, what.eval_data, options, notes)
+    if options.tokenizer is None and (what.options.server != "tensorrt" or gemms.no_graph):
+        source = replace(source, tokenizer="auto")
+    remaining = difference_in_vllm(source)
+    if remaining:
+        notes.note(calibrated_remark(source.name, remaining))
+    tokenizer = load_tokenizer(source, SILENT if remaining else notes)
+    collected = collect(source, tokenizer, what.data, what.eval_data, options, notes)
+    collected = replace(collected, other_tokens=remaining.kinds if remaining else ())
     check_batches(options, len(collected.windows), world)
     if remark := few_tokens_note(gemms, options.weight_rounding, collected.windows.size):
         notes.note(remark)

@@ -48,7 +48,8 @@ class Collected:
     """The tokens of a run: `windows` int64 [windows, seq_len] to calibrate on, `evaluation` int64 [tokens] to evaluate
     on.
 
-    `names`: of the calibration text and the evaluation text; `sources`: the texts that the windows were cut from.
+    `names`: of the calibration text and the evaluation text; `sources`: the texts that the windows were cut from;
+    `other_tokens`: the kinds of text that vLLM reads as other tokens.
     """
 
     windows: Tokens
@@ -57,6 +58,7 @@ class Collected:
     sources: list[TextSource]
     options: CorpusOptions
     opening: Opening
+    other_tokens: tuple[str, ...] = ()
 
 
 def collect(
@@ -167,6 +169,7 @@ def write_corpus(run: Run, source: "Source", collected: Collected, notes: Notes)
         tokenizer=source.tokenizer,
         prefix=collected.opening.prefix,
         overlap=collected.opening.overlap,
+        other_tokens=list(collected.other_tokens) or None,
     )
     save_corpus(run, source, Key(inputs, collected.options, facts), (collected.windows, collected.evaluation), notes)
 

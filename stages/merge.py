@@ -220,6 +220,7 @@ def write_merged(run: Run, source: Source, merged: Merged, notes: Notes, overlap
         tokenizer=source.tokenizer,
         prefix=corpus.prefix,
         overlap=overlap,
+        other_tokens=sorted({kind for _, facts in collected for kind in facts.other_tokens or ()}) or None,
         runs=merged.lineage,
     )
     inputs = {"tokens": digest(merged.windows), "evaluation": digest(merged.evaluation)}

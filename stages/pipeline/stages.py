@@ -54,13 +54,16 @@ Overlap = Annotated[
 
 
 class CorpusFacts(Strict):
-    """Facts of the texts that windows were cut from, and what tokenized them. `runs`: paths of merged runs."""
+    """Facts of the texts that windows were cut from, and what tokenized them. `other_tokens`: the kinds of text, in
+    words, that vLLM reads as other tokens; `runs`: paths of merged runs.
+    """
 
     data: str
     eval_data: str
     model: str
     sources: list[TextSource] | None = None
     tokenizer: TokenizerChoice = "file"
+    other_tokens: list[str] | None = None
     prefix: Prefix = Field(default=[])
     overlap: Overlap = None
     runs: list[str] | None = None

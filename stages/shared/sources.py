@@ -123,7 +123,7 @@ def opened(
     `fingerprinted`: read all weights to compute the fingerprint.
     """
     source = open_source(model, options.revision, options.trust_remote_code, report, fingerprinted, recognize)
-    source = replace(source, tokenizer=options.tokenizer)
+    source = replace(source, tokenizer=options.tokenizer or "file")
     if not options.adapter:
         return source
     source = with_adapters(source, options.adapter, options.adapter_mode)

@@ -114,11 +114,17 @@ def command_for(run: Run, words: list[str]) -> str:
     measured = run.record().stages["measure"].outputs
     if "gptq" not in words or any(name.startswith("moments/") for name in measured):
         return " ".join(["fp8q scales", quote(str(run.root)), *words])
+    return calibrate_command(run, words)
+
+
+def calibrate_command(run: Run, words: list[str]) -> str:
+    """`fp8q calibrate` with the model, text and windows of `run`, and the options `words`."""
     corpus, model = load_record(run).corpus, run.record().model.get("path", "MODEL")
     stages = run.record().stages
     evaluated = str(stages["corpus"].options.get("eval_data", "")) if "corpus" in stages else ""
     texts = [word for text in corpus.name.split(" + ") for word in ("--data", quote(text))]
-    texts += ["--eval-data", quote(evaluated)] if Path(evaluated).exists() else []
+    held_out = evaluated == corpus.name  # of the text itself
+    texts += ["--eval-data", quote(evaluated)] if not held_out and Path(evaluated).exists() else []
     sizes = ["--samples", str(corpus.windows), "--seq-len", str(corpus.seq_len)]
     cache_options = ["--kv-cache", parts] if (parts := _cache(run)) else []
     graph = ["--no-graph"] if run.without_graph() else []

@@ -16,7 +16,7 @@ from ...quantize.scales.decisions import Scales, load_scales
 from ..accuracy.decision import decide, limits_of
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
-from ..advice.remedy import Remedy, remedy_of
+from ..advice.remedy import Remedy, calibrate_command, remedy_of
 from ..tuning.document import Tuning, load_tuning
 from ..tuning.form_choice import ALLOW_MORE, NO_FORM_MEETS, load_form_choice
 from .rows import wrote
@@ -36,7 +36,7 @@ class Standing:
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
     alone. `remedy`: the change of forms that lessens its loss. `searched`: `fp8q run` found no form that meets these
-    limits.
+    limits. `other_tokens`: the step that lets vLLM read the tokens that were calibrated, where it does not.
     """
 
     name: str
@@ -49,10 +49,28 @@ class Standing:
     plugin: bool = False
     remedy: Remedy | None = None
     searched: bool = False
+    other_tokens: NextStep | None = None
 
 
 def report_verdict(run: Run) -> Verdict:
-    """Is the model of `run` good enough in FP8?"""
+    """Is the model of `run` good enough in FP8? Its detail begins with what vLLM reads as other tokens, if anything."""
+    verdict = _stored_verdict(run)
+    if verdict.runtime is None or not (remark := other_tokens_remark(run)):
+        return verdict
+    return verdict.model_copy(update={"detail": f"{remark} {verdict.detail}".rstrip()})
+
+
+def other_tokens_remark(run: Run) -> str | None:
+    """State the kinds of text that vLLM reads as other tokens than were calibrated; None where there are none."""
+    corpus = run.record().stages.get("corpus")
+    kinds = corpus.options.get("other_tokens") if corpus else None
+    if not isinstance(kinds, list) or not kinds:
+        return None
+    listed = ", ".join(map(str, kinds))
+    return f"It does not hold in vLLM, which reads other tokens than were calibrated and validated, of {listed}."
+
+
+def _stored_verdict(run: Run) -> Verdict:
     if not wrote(run, run.accuracy, "validate"):
         said = "Not known yet: FP8 was not held against BF16 on any text"
         return Verdict(kind="unknown", sentence=said, limit=DEFAULT_RISE, limit_is_default=True)
@@ -81,7 +99,15 @@ def standing(run: Run) -> Standing:
         plugin=bool(scales.two_terms),
         remedy=remedy_of(run) if current("sensitivity") else None,
         searched=current("forms") and _searched_in_vain(run),
+        other_tokens=_other_tokens_step(run),
     )
+
+
+def _other_tokens_step(run: Run) -> NextStep | None:
+    """The step that calibrates by what vLLM reads, for a run that was not and will be served there."""
+    if not (remark := other_tokens_remark(run)) or "measure" not in run.record().stages:
+        return None
+    return NextStep(f"For vLLM: {remark}", calibrate_command(run, ["--tokenizer", "auto"]))
 
 
 def _searched_in_vain(run: Run) -> bool:
@@ -160,9 +186,11 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
         steps.append(_other_form(verdict, has))
         steps.append(NextStep("Look for what is unstable.", f"fp8q doctor {run}"))
     if has.alone is not None:
+        steps += [has.other_tokens] if has.other_tokens else []
         return steps or [serving_step(has)]
     if not has.engine:
         steps.append(NextStep("Build an engine, and prove what it runs in FP8.", f"fp8q build-engine {run}"))
     if not has.repository:
         steps.append(NextStep("Write the Triton model repository.", f"fp8q triton {run}"))
-    return steps or [NextStep("Try it.", f"fp8q serve {run}")]
+    steps = steps or [NextStep("Try it.", f"fp8q serve {run}")]
+    return [*steps, has.other_tokens] if has.other_tokens else steps
