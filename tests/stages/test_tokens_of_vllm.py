@@ -1,6 +1,7 @@
 """A run for vLLM is calibrated on the tokens that vLLM reads; where another is not, that is said first and last."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def qwen(tmp_path: Path) -> Path:
     return source.path
 
 
-def calibrated(model: Path, notes: Notebook, **settings: object) -> Run:
+def calibrated(model: Path, notes: Notebook, **settings: Any) -> Run:
     out = model.parent / "run"
     return api.calibrate(model, model.parent / "text.txt", out, progress=notes, samples=4, seq_len=32, **settings)
 

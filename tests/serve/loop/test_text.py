@@ -203,7 +203,7 @@ def test_special_tokens_are_those_that_transformers_reads_of_the_files(
 )
 def test_an_answer_ends_at_the_tokenizers_own_token_too(tmp_path: Path, ends: dict[str, Any], end: set[int]) -> None:
     assert FALLBACK.token_to_id("▁") == 2
-    files = {"config": {"max_position_embeddings": 9} | ends, "special_tokens_map": {"eos_token": "▁"}}
+    files: dict[str, Any] = {"config": {"max_position_embeddings": 9} | ends, "special_tokens_map": {"eos_token": "▁"}}
     assert Vocabulary.read(write(tmp_path, **files)).end == end
 
 
