@@ -25,6 +25,8 @@ WRITERS = ("run", "stale", "missed", "tables", "markdown", "read_options")
 #: A field that is new since -> how the names of models begin for which its older value gives other results: of the
 #: models that are measured, AutoTokenizer gives those of Qwen2 alone other tokens than their tokenizer.json has.
 OTHER_FOR = {"CalibrateOptions.tokenizer": '"qwen2'}
+#: Defaults that other options decide -> what they were in runs with a graph, as those of benchmarks are.
+MEANT = {"tokenizer": "file"}
 #: Files that no benchmark reads, beside those that follow from results.
 UNREAD = (
     *FOLLOWING,
@@ -53,6 +55,7 @@ def _differing(name: str, measured: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} was removed"
         return
     measured, today, older = _flat(measured), _flat(ran.defaults(kind)), older_values(name)
+    today = {field: MEANT.get(field) if value is None else value for field, value in today.items()}
     for field in sorted(measured.keys() | today.keys()):
         if field not in today:
             yield f"{name}.{field} was removed"
