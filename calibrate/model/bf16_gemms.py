@@ -13,6 +13,7 @@ torch has a vector kernel that is bound by reading the weight, and `scaled_dot_p
 its tiles itself. Eager attention multiplies by `matmul`, in FP32.
 """
 
+import os
 import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -38,17 +39,28 @@ MATMULS = frozenset(
     }
 )  # fmt: skip
 
+#: Limits of oneDNN under which it takes BF16, and emulates its instructions. (Under lower ones it takes none.)
+WITHOUT_BF16_UNITS = frozenset({"AVX512_CORE", "AVX512_CORE_VNNI"})
+
 
 @cache
 def has_bf16_units() -> bool:
     """Tell whether this processor multiplies BF16 by units of its own, and torch lets it.
 
-    oneDNN also takes BF16 on AVX-512 without BF16 instructions, where it emulates them at half the speed of FP32.
+    oneDNN also takes BF16 on AVX-512 without BF16 instructions, where it emulates them at half the speed of FP32. torch
+    reads the processor's flags, and not the limit that the environment sets to oneDNN, which computes the GEMMs.
     """
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
-    x86 = platform.machine().lower() in {"x86_64", "amd64"}
-    return not x86 or bool(torch.cpu._is_avx512_bf16_supported())
+    if platform.machine().lower() not in {"x86_64", "amd64"}:
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported()) and onednn_limit() not in WITHOUT_BF16_UNITS
+
+
+def onednn_limit() -> str:
+    """Return the level of instructions that the environment holds oneDNN to, in its own capitals; empty for none."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return limit.upper()
 
 
 def bf16_arithmetic(device: str) -> dict[str, JsonValue]:

@@ -267,11 +267,35 @@ def test_units_are_the_processors_and_not_an_emulation(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     assert not has_bf16_units()
     has_bf16_units.cache_clear()
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")  # where the variables of the next test mean nothing
     assert has_bf16_units()
     has_bf16_units.cache_clear()
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not has_bf16_units()
+    monkeypatch.undo()
+    has_bf16_units.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("limit", "units"),
+    [
+        ("", True),
+        ("AVX512_CORE", False),
+        ("avx512_core_vnni", False),
+        ("AVX512_CORE_BF16", True),
+        ("AVX512_CORE_AMX", True),
+    ],
+)
+def test_units_that_onednn_may_not_use_are_none(limit: str, units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN then emulates BF16, while PyTorch goes on saying that the processor has the instructions."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for name, other in (("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"), ("DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")):
+        monkeypatch.setenv(name, limit)
+        monkeypatch.delenv(other, raising=False)
+        has_bf16_units.cache_clear()
+        assert has_bf16_units() is units, name
     monkeypatch.undo()
     has_bf16_units.cache_clear()
 
