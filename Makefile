@@ -1,6 +1,8 @@
 # make demo      set up, then the whole way on the demo checkpoint, into runs/demo
 # make test      set up, then every check and the tests that are quick: at most ten minutes on two cores
 # make test-all  all tests; make test-slow  those that `make test` leaves out (.ci/run calls both halves)
+# make test-isas what `make test` tests, under each level of instructions that this processor has, lowest first;
+#                LEVELS='avx2 avx512' for these alone, or LEVELS=below for all but the highest; ARGS='--minutes 10' for a budget
 # make test-elsewhere   what vLLM and lm-eval make of the output, in environments of their own (docs/elsewhere.md)
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
@@ -36,7 +38,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 # ONNX Runtime's wheels report to Microsoft unless told before they are imported.
 export ORT_DISABLE_TELEMETRY := 1
-.PHONY: help demo test test-all test-slow suite test-elsewhere fuzz install lint format docs benchmarks clean
+.PHONY: help demo test test-all test-slow suite test-isas test-elsewhere fuzz install lint format docs benchmarks clean
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
@@ -62,6 +64,10 @@ test-slow: install
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not quick" $(ARGS)
 
 test-all: test test-slow
+
+# tests/isas.py has the levels, and what holds each library to one.
+test-isas: install
+	$(BIN)/python -m tests.isas --levels $(LEVELS) -n $(WORKERS) $(ARGS)
 
 test-elsewhere: install
 	$(BIN)/python -m pytest tests/elsewhere -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)

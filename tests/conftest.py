@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -60,6 +60,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo"
 SHARED = ROOT.parent / "shared"
 
+#: Is set where `make test-isas` holds the suite to fewer instructions than the processor has.
+LEVEL = "ATEN_CPU_CAPABILITY"
+
 #: `make test-elsewhere` asks for it by name: it installs packages.
 collect_ignore = ["elsewhere"]
 
@@ -85,7 +88,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         groups = {item: group_of(item.nodeid) for item in items}
         if config.getoption("minutes") is not None:
-            items.sort(key=lambda item: by_commit(groups[item]))
+            later = set() if LEVEL not in os.environ else {*groups.values()} - computing(groups)
+            items.sort(key=lambda item: (groups[item] in later, by_commit(groups[item])))
             return
         items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if groups[item].startswith(name)), 99))
 
@@ -115,6 +119,17 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let it look again: what is still frozen at the end, Triton's bindings tell of as leaked, in hundreds of lines."""
     gc.unfreeze()
+
+
+def computing(groups: Mapping[pytest.Item, str]) -> set[str]:
+    """The groups whose tests compute with torch themselves, or are `pipeline`'s: all others hardly depend on the
+    processor's instructions.
+    """
+    return {
+        group
+        for item, group in groups.items()
+        if hasattr(getattr(item, "module", None), "torch") or group.startswith(("architecture", "pipeline/"))
+    }
 
 
 def group_of(nodeid: str) -> str:

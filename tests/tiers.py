@@ -6,7 +6,7 @@ look at its run. Plain `pytest` selects as `make test` does; paths or `-m` on th
 
 With `--minutes N` no test begins once N minutes are over: those left are skipped, and the last lines say how many. So
 `.ci/run` ends in time on a slow machine too. Groups of tests then come in an order that follows from the commit, so
-that no test is left out of every run.
+that no test is left out of every run; under `make test-isas` those that compute with torch come first.
 """
 
 import shutil
