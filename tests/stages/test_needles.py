@@ -16,6 +16,7 @@ from fp8q.options import ValidateOptions
 from fp8q.stages.needles import ask_needles, needle_prompts
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.needles.document import NeedleScores, load_needles
+from tests.noise import bf16_noise
 
 
 @pytest.fixture
@@ -29,10 +30,10 @@ def asked(run: Run, lengths: tuple[int, ...], **more: Any) -> NeedleScores:
 
 
 def test_an_answer_is_right_where_greedy_decoding_writes_it(copied: Run, demo_checkpoint: Path) -> None:
-    """By transformers' own generation, and its own likelihoods."""
+    """By transformers' own generation and likelihoods in FP32, but where BF16 may take another token for the best."""
     found = asked(copied, (96,), needle_trials=2)
     assert found.runtimes == ["bf16", "reference", "reference-bf16-cache"]
-    model: Any = AutoModelForCausalLM.from_pretrained(demo_checkpoint)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_checkpoint, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_checkpoint)
     right = 0
     for prompt, needle in zip(
@@ -44,12 +45,14 @@ def test_an_answer_is_right_where_greedy_decoding_writes_it(copied: Run, demo_ch
             max_new_tokens=prompt.answer, min_new_tokens=prompt.answer,
         )  # fmt: skip
         assert tokenizer.decode(prompt.ids[-prompt.answer :]).strip() == needle.value
-        assert needle.answers["bf16"].right == bool((written == ids).all())
         right += needle.answers["bf16"].right
         with torch.inference_mode():
-            likely = model(input_ids=ids).logits.float().log_softmax(-1)[0, -prompt.answer - 1 : -1]
-        wanted = ids[0, -prompt.answer :, None]
-        assert float(likely.gather(-1, wanted).sum()) == pytest.approx(needle.answers["bf16"].log_probability, abs=0.2)
+            likely = model(input_ids=ids).logits.log_softmax(-1)[0, -prompt.answer - 1 : -1]
+        wanted, noise = ids[0, -prompt.answer :, None], bf16_noise(demo_checkpoint, ids)
+        chosen = likely.gather(-1, wanted)
+        closest = (chosen - likely.scatter(-1, wanted, -torch.inf).amax(-1, keepdim=True)).min()
+        assert needle.answers["bf16"].right == bool((written == ids).all()) or closest.abs() < noise
+        assert float(chosen.sum()) == pytest.approx(needle.answers["bf16"].log_probability, abs=prompt.answer * noise)
     assert 0 < right < len(found.needles), "the test sees both"
 
 

@@ -33,6 +33,7 @@ from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.report.report import render
 from tests.command_result import Result
 from tests.conftest import KeepingGraphs
+from tests.noise import OTHER_SUMS
 
 if TYPE_CHECKING:
     from tests.conftest import Texts
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 BOS, SIZE = 0, 64
 # with an FP8 cache, as `demo_run` has it: the graph is the same
 OPTIONS = CalibrateOptions(samples=6, seq_len=SIZE, batch_size=2, kv_cache="fp8")
-#: How far perplexities by other sums of the same GEMMs may part.
-CLOSE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +79,11 @@ def corpus_of(root: Path, source: Source, data: Path, evaluation: Path, options:
 
 
 def perplexity_of(run: Run, source: Source, options: ValidateOptions) -> tuple[float, Protocol]:
+    """In FP32: BF16 by two implementations parts by 0.1 %, more on some processors, and hides faults as large."""
     evaluation = other_text.evaluation(run, None, options, SILENT)
-    forward = float_model(source, torch.bfloat16, "cpu")
-    accuracy, _ = compare_runtimes(evaluation, {"bf16": forward}, source.text_config.vocab_size, SILENT)
-    return accuracy.runtimes["bf16"].perplexity, accuracy.protocol
+    forward = float_model(source, torch.float32, "cpu")
+    accuracy, _ = compare_runtimes(evaluation, {"fp32": forward}, source.text_config.vocab_size, SILENT)
+    return accuracy.runtimes["fp32"].perplexity, accuracy.protocol
 
 
 def test_every_window_begins_with_bos_and_the_text_goes_on_in_the_next(run: Run, texts: Path, source: Source) -> None:
@@ -185,9 +185,11 @@ def changed(statistics: Any) -> Any:
 
 
 def hugging_face(model: Path, text: str, max_length: int, stride: int) -> float:
-    """The code of transformers' page "Perplexity of fixed-length models", but for its names."""
+    """The code of transformers' page "Perplexity of fixed-length models", but for its names, its type, and the weight of
+    a window: the page takes one off its losses also where the first token is none of them.
+    """
     encodings = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     seq_len, nll_sum, n_tokens, prev_end_loc = encodings.input_ids.size(1), 0.0, 0, 0
     for begin_loc in range(0, seq_len, stride):
         end_loc = min(begin_loc + max_length, seq_len)
@@ -197,7 +199,7 @@ def hugging_face(model: Path, text: str, max_length: int, stride: int) -> float:
         target_ids[:, :-trg_len] = -100
         with torch.no_grad():
             neg_log_likelihood = loaded(input_ids, labels=target_ids).loss
-        num_loss_tokens = int((target_ids != -100).sum()) - target_ids.size(0)
+        num_loss_tokens = int((target_ids[:, 1:] != -100).sum())
         nll_sum += float(neg_log_likelihood) * num_loss_tokens
         n_tokens += num_loss_tokens
         prev_end_loc = end_loc
@@ -222,7 +224,7 @@ def test_never_is_the_plain_recipe_of_hugging_face(
     )
     found, protocol = perplexity_of(run, source, ValidateOptions(context=context, stride=stride))
     assert (protocol.bos, protocol.tokens) == ("never", whole - (12 if stride == context else 1))
-    assert found == pytest.approx(hugging_face(source.path, text, context, stride), rel=CLOSE)
+    assert found == pytest.approx(hugging_face(source.path, text, context, stride), rel=OTHER_SUMS)
 
 
 def test_auto_is_each_document_after_bos_where_each_fits_a_window(source: Source, texts: Path, tmp_path: Path) -> None:
@@ -235,11 +237,11 @@ def test_auto_is_each_document_after_bos_where_each_fits_a_window(source: Source
     run = corpus_of(tmp_path / "run", source, texts / "calibration.txt", tmp_path / "documents.jsonl", OPTIONS)
     found, protocol = perplexity_of(run, source, ValidateOptions(context=128))
     assert protocol.tokens == 127 * len(documents)
-    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
     served = [tokenizer(text, return_tensors="pt")["input_ids"] for text in documents]
     with torch.no_grad():
         nll = sum(float(model(input_ids=ids, labels=ids).loss) for ids in served) / len(served)
-    assert found == pytest.approx(math.exp(nll), rel=CLOSE)
+    assert found == pytest.approx(math.exp(nll), rel=OTHER_SUMS)
 
 
 def test_chats_that_begin_without_bos_are_served_without(source: Source, texts: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from fp8q.core.run_writer import RunWriter, WorkFolder
 from fp8q.quantize.codes.encoding import encode
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.pipeline.stage import Notes, note_other_arithmetic
+from tests.noise import bf16_noise
 
 BF16 = torch.bfloat16
 #: What makes any x86-64 machine one without BF16 units, for oneDNN and for torch's own kernels.
@@ -340,4 +341,5 @@ def test_eager_attention_and_its_cache_run_widened(without_units: None, demo_che
         model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)
         step = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1].float()
         whole = model(input_ids=ids).logits[:, -1].float()
-    assert (torch.log_softmax(step, -1) - torch.log_softmax(whole, -1)).abs().max() < 0.2
+    difference = torch.log_softmax(step, -1) - torch.log_softmax(whole, -1)
+    assert difference.abs().max() < bf16_noise(demo_checkpoint, ids)

@@ -29,6 +29,7 @@ from fp8q.quantize.scales.decisions import load_scales
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import opened
+from tests.noise import check_codes
 
 #: The demo's layers, the heads of its keys and values, and of its queries.
 LAYERS, HEADS, QUERIES = range(4), 2, 4
@@ -160,9 +161,7 @@ def test_onnx_runtime_says_what_the_reference_says_step_by_step_too(
     batch = OnnxRuntimeSession(run.onnx_fp32).open_batch(2, 16)
     batch.reserve(12, 16, 2)
     steps = np.stack([np.stack(batch.decode(ids[:, at], np.full(2, at)).rows([0, 1])) for at in range(12)], 1)
-    assert np.abs(steps - expected).max(-1)[:, 0].max() < 1e-4  # before the first differing code
-    log_p, log_q = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (expected, steps))
-    assert float((log_p.exp() * (log_p - log_q)).sum(-1).mean()) < 2e-3
+    check_codes(run, ids, steps, expected)
 
 
 def test_the_engine_is_built_and_its_program_holds_the_scales_of_all_heads(run: Run) -> None:

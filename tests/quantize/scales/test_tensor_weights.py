@@ -33,6 +33,7 @@ from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages import distill as distill_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.report.rows import fact_rows
+from tests.noise import check_codes
 
 LAYER = "model.layers.0"
 #: The fixture `rescaled_layer`.
@@ -169,7 +170,7 @@ def test_the_graph_has_one_scale_and_gives_the_logits_of_the_reference(
     session = OnnxRuntimeSession(run.onnx_fp32)
     filled = np.repeat([[0, 1]], [BLOCK, 16], axis=1).repeat(2, axis=0)
     logits, _ = session.forward(ids, filled, np.tile(np.arange(16), (2, 1)), session.new_cache(2, BLOCK).past(0, 2))
-    np.testing.assert_allclose(logits, exact_logits(run, ids), atol=1e-4)
+    check_codes(run, ids, logits, exact_logits(run, ids))
     before = run.onnx.read_bytes()
     api.export(run.root, weight_scale="mul")  # there is one scale already
     assert run.onnx.read_bytes() == before

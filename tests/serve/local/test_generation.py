@@ -20,6 +20,7 @@ from fp8q.serve.loop.sessions import open_session
 from fp8q.serve.loop.text import Vocabulary
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import open_reference
+from tests.noise import largest_noise
 
 if TYPE_CHECKING:
     from fp8q.core.run import Run
@@ -129,16 +130,22 @@ def test_fp8_and_its_source_go_on_with_the_best_tokens_and_part_where_they_diffe
     assert ours[:at] == theirs[:at]
     assert (ours == theirs) if at is None else ours[at : at + 1] != theirs[at : at + 1]
     prompt = Vocabulary.read(demo_run.model).encode(PROMPTS[0])
-    reference = open_reference(demo_run, "fast", "cpu")
-    for model, cache, tokens in (
-        (load_model(source_of(demo_run), torch.bfloat16, "cpu"), None, theirs),
-        (reference.model, reference.new_cache(), ours),
+    source, fast = source_of(demo_run), open_reference(demo_run, "fast", "cpu")
+    exact = open_reference(demo_run, "exact", "cpu", dtype=torch.float32)
+    floats = [load_model(source, dtype, "cpu") for dtype in (torch.bfloat16, torch.float32)]
+    for models, caches, tokens in (
+        (floats, [None, None], theirs),
+        ([fast.model, exact.model], [fast.new_cache(), exact.new_cache()], ours),
     ):
         ids = torch.tensor([prompt + tokens])
         with torch.inference_mode():
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, len(prompt) - 1 : -1].float()
-        chosen = logits[torch.arange(len(tokens)), torch.tensor(tokens)]
-        assert (logits.amax(-1) - chosen).max() < 0.2, "another order of sums, in BF16"
+            rounded, unrounded = (
+                model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0, len(prompt) - 1 : -1].float()
+                for model, cache in zip(models, caches, strict=True)
+            )
+        chosen = rounded[torch.arange(len(tokens)), torch.tensor(tokens)]
+        lost = (rounded.amax(-1) - chosen).max()
+        assert lost < 2 * largest_noise(rounded, unrounded), "another order of sums, in BF16"
 
 
 def test_an_engine_for_another_gpu_is_not_taken(demo_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
