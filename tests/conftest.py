@@ -157,6 +157,27 @@ if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported: its kernels then run on the CPU
 
 
+@pytest.fixture(scope="session", autouse=LEVEL in os.environ and "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+def codes_without_amx() -> Iterator[None]:
+    """Under a level below AMX, let PyTorch multiply codes as it does on such a processor: it asks this one, and then
+    oneDNN, which may not.
+    """
+    import torch
+
+    multiply = torch._scaled_mm
+
+    def without_onednn(*arguments: Any, **named: Any) -> torch.Tensor:
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return multiply(*arguments, **named)
+        finally:
+            torch._C._set_mkldnn_enabled(True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", without_onednn)
+        yield
+
+
 @dataclass(frozen=True)
 class Texts:
     """Two disjoint texts that the demo checkpoint was not trained on."""

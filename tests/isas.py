@@ -3,8 +3,9 @@
 A level is a set of instructions that processors have been sold with. The variables hold to it every library that takes
 orders: PyTorch's own kernels, oneDNN (its BF16 GEMMs), MKL (its FP32 GEMMs, on Intel's processors), OpenBLAS (NumPy's
 GEMMs) and NumPy's own loops; fp8q asks PyTorch and reads oneDNN's variable. ONNX Runtime, TensorRT-RTX's builder,
-tokenizers and what was compiled for Triton's interpreter ask the processor itself, and compute as they always do here.
-No variable makes a processor slower, or changes the size of its caches.
+tokenizers and Triton's interpreter ask the processor itself, and compute as they always do here. So does PyTorch for
+products of codes, which tests/conftest.py takes care of. No variable makes a processor slower, or changes the size of
+its caches.
 
     python -m tests.isas [--levels NAME …] [--minutes N] [PYTEST'S OPTIONS]
 """

@@ -185,8 +185,8 @@ def changed(statistics: Any) -> Any:
 
 
 def hugging_face(model: Path, text: str, max_length: int, stride: int) -> float:
-    """The code of transformers' page "Perplexity of fixed-length models", but for its names, its type, and the weight of
-    a window: the page takes one off its losses also where the first token is none of them.
+    """The code of transformers' page "Perplexity of fixed-length models", but for its names, its type, and the weight
+    of a window: the page takes one off its losses also where the first token is none of them.
     """
     encodings = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

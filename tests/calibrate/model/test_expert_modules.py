@@ -50,7 +50,7 @@ def test_logits_are_those_of_transformers(name: str, original: bool, tmp_path: P
     path = random_mixture(tmp_path / name, name, save_original_format=original)
     source = open_source(str(path))
     assert not bool(source.parts) or not original
-    check_logits(*(load_model(source, dtype) for dtype in (torch.float32, torch.bfloat16)), path)
+    check_logits(load_model(source, torch.float32), load_model(source, torch.bfloat16), path)
 
 
 def check_logits(fp32: PreTrainedModel, bf16: PreTrainedModel, path: Path) -> None:
