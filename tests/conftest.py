@@ -52,8 +52,10 @@ gc.set_threshold(100_000, 50, 50)  # torch's exporter makes millions of objects:
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # some tests import ONNX Runtime themselves
 
-# The same examples every time: a property that fails must fail for whoever looks at it.
-hypothesis.settings.register_profile("fp8q", deadline=None, derandomize=True)
+# The same examples every time: a property that fails must fail for whoever looks at it. A slow machine is no failure.
+hypothesis.settings.register_profile(
+    "fp8q", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("fp8q")
 
 ROOT = Path(__file__).resolve().parent.parent
