@@ -4,7 +4,9 @@
 
 Tokenizing a long prompt takes longer than many steps, so it happens beside them. What a client brings may fail in its
 own way (a callback that raises, a question whether it has gone that does): that ends its own request and no other. A
-failure of the session ends those in flight, and those who wait start afresh.
+failure of the session ends those in flight, and those who wait start afresh. After a failure that it cannot recover
+from (a device that is broken, or whatever else is raised in the stepping thread) the service is down: all who are here
+are told at once, nobody is taken in any more, and the thread lives on for requests that were on their way.
 
 Copied as it is into Triton repositories: imports only its neighbours in this folder.
 """
@@ -12,12 +14,12 @@ Copied as it is into Triton repositories: imports only its neighbours in this fo
 import logging
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
+from .device import BrokenDeviceError
 from .generate import GenerationError, Generator
 from .request import BusyError, Piece, Request, RequestError, TokenizedRequest
 
@@ -66,8 +68,10 @@ class Service:
         """
         self._generator = generator
         self._most = generator.max_batch + max_waiting
-        self._here = Counter[str]()
+        self._here = set[Ongoing]()
         self._lock = threading.Lock()
+        #: The reason why the service is down; None while it serves.
+        self.failure: str | None = None
         self._closing = False
         self._tokenizing = ThreadPoolExecutor(TOKENIZERS, "fp8q-tokenize")
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -78,14 +82,15 @@ class Service:
     @property
     def alive(self) -> bool:
         """Tell whether requests are served."""
-        return self._thread.is_alive() and not self._closing
+        return self.failure is None and not self._closing and self._thread.is_alive()
 
     @property
     def load(self) -> tuple[int, int]:
         """Return the numbers of requests being answered and waiting, as far as another thread can tell."""
-        flying = self._generator.load[0]
         with self._lock:
-            return flying, max(self._here.total() - flying, 0)
+            here = len(self._here)
+        flying = min(self._generator.load[0], here)
+        return flying, here - flying
 
     def submit(
         self, request: Request, receive: Receive, gone: Callable[[], bool] | None = None, client: str = ""
@@ -94,16 +99,21 @@ class Service:
 
         `receive` is called with each piece, the last one with a finish_reason, or with one Failed instead of the last:
         in the stepping or a tokenizing thread, so it must return quickly. `gone` is asked before each step whether the
-        client has gone. Raises BusyError when the queue is full, or the service closes.
+        client has gone. Raises BusyError when the queue is full, or the service closes, and GenerationError when it is
+        down.
         """
         with self._lock:
+            if self.failure is not None:
+                raise GenerationError(self.failure)
             if self._closing:
                 raise BusyError("the service is closing; ask another")
-            here = self._here.total()
-            if here >= self._most + (RESERVED if client and client not in self._here else 0):
+            here, most = len(self._here), self._most
+            if client and all(other.client != client for other in self._here):
+                most += RESERVED
+            if here >= most:
                 raise BusyError(f"{here} requests are here already; try again later")
-            self._here[client] += 1
             ongoing = Ongoing(self, receive, gone, client)
+            self._here.add(ongoing)
             self._tokenizing.submit(self._prepare, request, ongoing)
         return ongoing
 
@@ -111,7 +121,7 @@ class Service:
         """The pieces of an answer as they come; whoever stops early cancels the request.
 
         Raises BusyError as `submit` does, RequestError for a request that cannot be served, GenerationError for an
-        answer that breaks off.
+        answer that breaks off, or where the service is down.
         """
         pieces: queue.SimpleQueue[Piece | Failed] = queue.SimpleQueue()
         ongoing = self.submit(request, pieces.put)
@@ -144,13 +154,13 @@ class Service:
             return
         ongoing.over = True
         with self._lock:
-            self._here[ongoing.client] -= 1
-            self._here += Counter()  # clients that have nothing here are forgotten
-        if ongoing.ticket is not None:
-            self._generator.cancel(ongoing.ticket)
-            del self._ongoing[ongoing.ticket]
+            self._here.remove(ongoing)
         if message:
             _tell(ongoing, message)
+        if ongoing.ticket is not None:
+            del self._ongoing[ongoing.ticket]
+            if self.failure is None:
+                self._generator.cancel(ongoing.ticket)
 
     def _prepare(self, request: Request, ongoing: Ongoing) -> None:
         """Tokenize, in a thread of the pool, and let the stepping thread go on."""
@@ -166,7 +176,7 @@ class Service:
         )
 
     def _admit(self, ready: TokenizedRequest, ongoing: Ongoing) -> None:
-        if not ongoing.over:
+        if not ongoing.over:  # as all are once the service is down
             ongoing.ticket = self._generator.submit(ready, ongoing.client)
             self._ongoing[ongoing.ticket] = ongoing
 
@@ -174,16 +184,38 @@ class Service:
         """Do what came in, and step, until the service closes and all are answered."""
         while self._here or not self._closing:
             try:
-                self._inbox.get(block=not self._generator.busy)()
-            except queue.Empty:
-                self._step()
+                self._advance()
+            except BaseException as error:  # panics are no Exception, and without this thread all would wait for ever
+                LOG.exception("the loop that generates has ended")
+                reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+                self._go_down(f"the loop that generates has ended ({reason}); start the server again")
+
+    def _advance(self) -> None:
+        """Do the next thing that came in, or step where there is none."""
+        stepping = self.failure is None and self._generator.busy
+        try:
+            action = self._inbox.get(block=not stepping)
+        except queue.Empty:
+            self._step()
+        else:
+            action()
+
+    def _go_down(self, failure: str) -> None:
+        """Take nobody in any more, and tell all who are here why."""
+        with self._lock:
+            self.failure = self.failure or failure
+            here = list(self._here)
+        for ongoing in here:
+            self.end(ongoing, Failed(self.failure, "failed"))
 
     def _step(self) -> None:
         for ongoing in [ongoing for ongoing in self._ongoing.values() if ongoing.gone]:
             self._ask(ongoing)
         try:
             pieces = self._generator.step()
-        except BaseException as error:  # panics are no Exception, and without this thread all would wait for ever
+        except BrokenDeviceError:
+            raise
+        except BaseException as error:  # panics are no Exception, and other requests can be answered
             LOG.exception("generation failed")
             failure = Failed(f"generation failed: {type(error).__name__}: {error}", "failed")
             for ticket in self._generator.drop():

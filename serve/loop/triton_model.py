@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]  # exists in Triton's stub process only
 
-from .generate import Generator
+from .generate import GenerationError, Generator
 from .here import open_here
 from .request import MOST_STOP_WORDS, BusyError, Piece, Request, RequestError
 from .service import Failed, Service
@@ -106,13 +106,17 @@ class TritonPythonModel:
         try:
             reply = _Reply(sender, bool(_scalar(request, "stream", False)), _wanted(request))
             self._service.submit(_request(request), reply.take, sender.is_cancelled)
-        except BusyError as error:
+        except (BusyError, GenerationError) as error:
             _Reply(sender).refuse(str(error), pb_utils.TritonError.UNAVAILABLE)
         except RequestError as error:
             _Reply(sender).refuse(str(error), pb_utils.TritonError.INVALID_ARG)
         except Exception as error:  # noqa: BLE001  # of a tensor that does not read Triton may raise anything
             fault = f"the request cannot be read ({type(error).__name__}: {error}); send the types of config.pbtxt"
             _Reply(sender).refuse(fault, pb_utils.TritonError.INVALID_ARG)
+
+    def is_ready(self) -> bool:
+        """Tell Triton whether this instance takes requests in; servers older than 26.03 do not ask."""
+        return self._service.alive
 
     def finalize(self) -> None:
         """Return once every request is answered."""

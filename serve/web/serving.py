@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...calibrate.text.chat import Message
 from ...core.errors import InputError
 from ..local.chat_template import ChatTemplate
-from ..loop.generate import Generator
+from ..loop.generate import GenerationError, Generator
 from ..loop.request import CHARACTERS_A_POSITION, BusyError, Request
 from ..loop.service import Ongoing, Service
 from .mailbox import Courier, Mailbox
@@ -120,6 +120,8 @@ class Serving:
 
     def submit(self, model: Model, requests: Sequence[Request], eager: bool, client: str) -> "Handed":
         """Submit requests of `client`, all of them or none; raises Refusal where the queue is full."""
+        if model.service.failure is not None:
+            raise Refusal(503, model.service.failure, code="dead")
         if self.closing or not model.service.alive:
             raise Refusal(503, "the server is closing; ask another", code="closing")
         box = Mailbox(self._courier, eager)
@@ -131,6 +133,9 @@ class Serving:
             handed.let_go()
             self.counts(model).ended("busy", len(requests))
             raise Refusal(429, str(error), code="busy") from None
+        except GenerationError as error:
+            handed.let_go()
+            raise Refusal(503, str(error), code="dead") from None
         self._boxes[box] = handed
         return handed
 
@@ -139,15 +144,11 @@ class Serving:
         self._boxes.pop(box, None)
 
     async def watch(self) -> None:
-        """Once a second, fail the requests of a model whose loop has ended (a fault), and free the rows of streams that
-        their clients do not read.
-        """
+        """Once a second, free the rows of streams that their clients do not read."""
         while True:
             await asyncio.sleep(1)
             for handed in list(self._boxes.values()):
-                if not handed.model.service.alive:
-                    handed.box.fail("the loop that generates has ended; start the server again")
-                elif handed.stalled():
+                if handed.stalled():
                     handed.let_go()
                     handed.box.fail("the stream was not read; read it as it comes")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fp8q.serve.loop.device import BrokenDeviceError
 from fp8q.serve.loop.generate import GenerationError
 from fp8q.serve.loop.request import BusyError, Piece, Request, RequestError
 from fp8q.serve.loop.service import Failed, Service
@@ -169,3 +170,87 @@ def test_what_is_wrong_is_told(service: Service, caplog: pytest.LogCaptureFixtur
         list(service.stream(Request("t1")))
     assert [record.getMessage() for record in caplog.records] == ["generation failed"]
     assert [piece.text for piece in service.stream(Request("t3 t1 t4", max_tokens=1))] == [" t1"]
+
+
+DOWN = (
+    "the loop that generates has ended (BrokenDeviceError: cuStreamSynchronize failed with 700); start the server again"
+)
+
+
+def raising(error: BaseException) -> Any:
+    def call(*arguments: Any) -> Any:
+        raise error
+
+    return call
+
+
+def test_after_a_fault_of_the_device_all_are_told_at_once_and_nobody_is_taken_in(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two are in flight, two wait for a row, and the prompt of one is being tokenized when the device breaks."""
+    prepare, tokenizing = service._generator.prepare, threading.Event()
+
+    def slow(request: Request) -> Any:
+        assert request.prompt == "t0" or tokenizing.wait(SECONDS)
+        return prepare(request)
+
+    service._generator.prepare = slow  # type: ignore[method-assign]
+    clients = [Client() for _ in range(5)]
+    clients[0].goes_on.clear()  # holds the stepping thread up
+    for client in clients[:4]:
+        service.submit(Request("t0", max_tokens=100), client)
+    service.submit(Request("t5"), clients[4])
+    assert clients[0].first.wait(SECONDS)
+    service._generator.step = raising(BrokenDeviceError("cuStreamSynchronize failed with 700"))  # type: ignore[method-assign]
+    clients[0].goes_on.set()
+    for client in clients:
+        assert client.done.wait(SECONDS)
+        assert client.told[-1] == Failed(DOWN, "failed")
+    assert not tokenizing.is_set(), "the last one was told while its prompt was still being tokenized"
+    assert (service.alive, service.failure) == (False, DOWN)
+    with pytest.raises(GenerationError) as refused:
+        service.submit(Request("t1"), Client())
+    assert str(refused.value) == DOWN
+    with pytest.raises(GenerationError) as refused:
+        list(service.stream(Request("t1")))
+    assert str(refused.value) == DOWN
+    tokenizing.set()
+    assert [record.getMessage() for record in caplog.records] == ["the loop that generates has ended"]
+    assert service._thread.is_alive(), "for those whose prompts are still to come"
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(), MemoryError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["drop", "submit", "cancel"])
+def test_whatever_else_is_raised_in_the_stepping_thread_is_told_too(
+    service: Service, where: str, error: BaseException
+) -> None:
+    """Where the session cannot be dropped after a failure, and where a request cannot be queued or cancelled."""
+    held, other = Client(), Client()
+    held.goes_on.clear()
+    ongoing = service.submit(Request("t0", max_tokens=100), held)
+    assert held.first.wait(SECONDS)
+    setattr(service._generator, where, raising(error))
+    if where == "drop":
+        service._generator.step = raising(RuntimeError("enqueue failed"))  # type: ignore[method-assign]
+    if where == "cancel":
+        ongoing.cancel()
+    service.submit(Request("t0", max_tokens=100), other)
+    held.goes_on.set()
+    assert other.done.wait(SECONDS)
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    failed = Failed(f"the loop that generates has ended ({words}); start the server again", "failed")
+    assert other.told == [failed]
+    assert held.told[-1] == failed or where == "cancel", "who cancels is told nothing more"
+    assert not service.alive
+
+
+def test_a_request_that_is_cancelled_after_a_fault_does_no_harm(service: Service) -> None:
+    held = Client()
+    ongoing = service.submit(Request("t0", max_tokens=100), held)
+    assert held.first.wait(SECONDS)
+    service._generator.step = raising(BrokenDeviceError("cuStreamSynchronize failed with 700"))  # type: ignore[method-assign]
+    service._generator.cancel = raising(AssertionError("nothing of the device is touched any more"))  # type: ignore[method-assign]
+    assert held.done.wait(SECONDS)
+    ongoing.cancel()
+    service.close()
+    assert service.failure == DOWN

@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,6 +152,31 @@ def test_what_is_asked_for_is_returned_and_token_counts_add_up(served: Served) -
         {"text_output": b" t2", "num_input_tokens": 3, "num_output_tokens": 1, "finish_reason": b""},
         {"text_output": b" ", "num_input_tokens": 3, "num_output_tokens": 1, "finish_reason": b"stop"},
     ]
+
+
+def test_an_instance_whose_device_has_broken_says_so_to_all_and_is_not_ready(served: Served) -> None:
+    service = served.model._service
+    assert served.model.is_ready() is True
+    step, broken = service._generator.step, threading.Event()
+
+    def breaking() -> Any:
+        assert broken.wait(SECONDS)
+        error = sys.modules["1.device"].BrokenDeviceError
+        raise error("cuStreamSynchronize failed with 719")
+
+    service._generator.step = breaking
+    senders = served.send({"text_input": "t0"}, {"text_input": "t1", "stream": True}, {"text_input": "t2 t7"})
+    broken.set()
+    said = (
+        "the loop that generates has ended (BrokenDeviceError: cuStreamSynchronize failed with 719); start the server "
+        "again"
+    )
+    internal, unavailable = served.utilities.TritonError.INTERNAL, served.utilities.TritonError.UNAVAILABLE
+    assert [answer(sender) for sender in senders] == [[{"error": (said, internal)}]] * 3
+    assert served.model.is_ready() is False
+    assert served.ask(text_input="t3 t1 t4") == [{"error": (said, unavailable)}]
+    service._generator.step = step
+    assert served.ask(text_input="t3 t1 t4") == [{"error": (said, unavailable)}], "it does not come back by itself"
 
 
 def test_an_answer_without_text_is_a_response_all_the_same(served: Served) -> None:

@@ -19,6 +19,9 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 from tritonclient.utils import np_to_triton_dtype
 
 from fp8q import api
+from fp8q.core.reporter import SILENT
+from fp8q.options import TritonOptions
+from fp8q.serve.triton.repository import write_repository
 
 from ..counting_model import make_wide_run, record_engine
 from .conftest import deploy
@@ -86,6 +89,44 @@ def test_an_unloaded_model_finishes_what_it_began_and_comes_back(reloaded: Http)
     assert texts == [" t0"] * 190
     reloaded.load(COUNTING)
     assert reloaded.text(COUNTING, text_input="t3 t1 t4", max_tokens=3) == " t1 t2 t6"
+
+
+#: Makes a model's session fail as a GPU does, in the step that would read a prompt of t13.
+FAULT = """
+
+def _step(self: Generator, step=Generator.step) -> list[Piece]:
+    from .device import BrokenDeviceError
+
+    if any(row.prompt == (13,) for row in self._waiting):
+        raise BrokenDeviceError("cuStreamSynchronize failed with 700")
+    return step(self)
+
+
+Generator.step = _step
+"""
+
+
+@AGAIN
+def test_after_a_fault_of_the_gpu_nobody_waits(
+    own_triton: Server, counting_run_at: Callable[[Path, int], Run], tmp_path: Path
+) -> None:
+    run = counting_run_at(tmp_path / "run", 1_000_000)
+    write_repository(run, TritonOptions(name=COUNTING, max_batch=8), SILENT)
+    shutil.copytree(run.triton / COUNTING, own_triton.repository / COUNTING)
+    with open(own_triton.repository / COUNTING / "1" / "generate.py", "a", encoding="utf-8") as code:
+        code.write(FAULT)
+    said = (
+        "the loop that generates has ended (BrokenDeviceError: cuStreamSynchronize failed with 700); start the server "
+        "again"
+    )
+    with Http(own_triton.http) as http:
+        http.load(COUNTING)
+        under_way = http.stream(COUNTING, text_input="t0", max_tokens=900_000, stream=True)
+        assert next(under_way)["text_output"] == " t0"
+        assert http.generate(COUNTING, text_input="t13")[1] == {"error": said}
+        assert [piece for piece in under_way if "error" in piece] == [{"error": said}]
+        for _ in range(3):
+            assert http.generate(COUNTING, text_input="t3 t1 t4")[1] == {"error": said}
 
 
 def test_the_client_in_the_repositorys_readme_streams(triton: Server, wide_run: Run, counting_model: str) -> None:
