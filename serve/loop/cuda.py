@@ -1,6 +1,6 @@
 """A GPU as a `device.Device`: CUDA's driver interface, by ctypes, on the context that TensorRT itself uses.
 
-Thirty functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed. NVIDIA's own binding
+Some thirty functions of `libcuda.so.1`, which every NVIDIA driver brings, are all that is needed. NVIDIA's own binding
 (`cuda-bindings` 13.5: 8 MB to download, 31 MB installed) would take the place of the structure below and of the checks
 of status, some 60 lines; but it is made for one major version of CUDA, so each Triton image would need the one that
 fits its driver and its TensorRT, and a wrong one would be a new way to fail. Names and structures are those of NVIDIA's
@@ -15,7 +15,6 @@ Imports only NumPy and its neighbours in this folder, as all that is copied into
 """
 
 import ctypes
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,15 +27,18 @@ from .sessions import SessionError
 
 #: CU_MEMORYTYPE_DEVICE, CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 ON_DEVICE, NON_BLOCKING, THREAD_LOCAL = 2, 1, 1
-#: The GPU whose context is a thread's current one.
-_entered = threading.local()
 #: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR.
 MAJOR, MINOR = 75, 76
 #: CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, and the free memory that the pool keeps for the next allocation: without it the
 #: driver unmaps whatever is free whenever the host waits, and maps it again. More than that other libraries may want.
 RELEASE_THRESHOLD, POOL_FREE_BYTES = 4, 1 << 30
-#: CUDA_ERROR_OUT_OF_MEMORY; and the errors after which the context cannot be used, as CUDA_ERROR_ILLEGAL_ADDRESS.
-OUT_OF_MEMORY, FAULTS = 2, frozenset({700, 702, 710, 714, 715, 716, 717, 718, 719})
+#: CUDA_ERROR_OUT_OF_MEMORY.
+OUT_OF_MEMORY = 2
+#: The errors after which the context, or the process, cannot go on: NVIDIA's descriptions of most say that "the process
+#: must be terminated and relaunched" (`tests/serve/loop/test_cuda.py`). Added to these: a driver that shuts down (4),
+#: memory or NVLink with errors that cannot be corrected (214, 220), a context that was destroyed (709) or that an
+#: assertion of a kernel has ended (710), and a failure that the driver has no name for (999).
+FAULTS = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999})
 Handle = ctypes.c_void_p
 Address = ctypes.c_uint64
 
@@ -167,10 +169,10 @@ class CudaDevice:
         return int(self._stream.value or 0)
 
     def enter(self) -> None:
-        """Make this GPU the calling thread's: `device.Device`."""
-        if getattr(_entered, "context", None) is not self._context:
-            self._check("cuCtxSetCurrent", self._context)
-            _entered.context = self._context
+        """Make this GPU the calling thread's, whatever others that share the thread (a runtime, another device) have
+        made of it since the last call: the driver alone knows, and setting it takes less than asking.
+        """
+        self._check("cuCtxSetCurrent", self._context)
 
     def _call(self, name: str, *arguments: Any) -> None:
         """Call a function that works on the GPU."""
@@ -186,6 +188,22 @@ class CudaDevice:
             self._cuda.cuGetErrorString(code, ctypes.byref(said))
             kind = DeviceMemoryError if code == OUT_OF_MEMORY else CudaFaultError if code in FAULTS else CudaError
             raise kind(f"{name} failed with {code} ({(said.value or b'unknown').decode()})")
+
+    def _release_with(self, owner: Any, name: str, *arguments: Any) -> None:
+        """Call a function of the driver that gives something back once `owner` is gone, and never at exit: the process
+        takes all with it, and a thread that steps may use it until then.
+        """
+        weakref.finalize(owner, self._release, name, *arguments).atexit = False
+
+    def _release(self, name: str, *arguments: Any) -> None:
+        """Give something back, in whatever thread and between whatever calls Python collects its owner; nobody is there
+        to hear of a failure, which the next call meets too.
+        """
+        before = Handle()
+        self._cuda.cuCtxGetCurrent(ctypes.byref(before))
+        self._cuda.cuCtxSetCurrent(self._context)
+        getattr(self._cuda, name)(*arguments)
+        self._cuda.cuCtxSetCurrent(before)
 
     def allocate(self, size: int) -> int:
         """Memory in the order of the stream, from the driver's pool: it waits for nothing."""
@@ -209,7 +227,7 @@ class CudaDevice:
         address = Handle()
         self._call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), ctypes.c_uint(0))
         memory = (ctypes.c_uint8 * size).from_address(address.value or 0)
-        weakref.finalize(memory, self._cuda.cuMemFreeHost, address)
+        self._release_with(memory, "cuMemFreeHost", address)
         return np.ctypeslib.as_array(memory)
 
     def upload(self, source: NDArray[Any], target: int) -> None:
@@ -259,21 +277,36 @@ class CudaDevice:
         self._call("cuStreamSynchronize", self._stream)
 
     def captured(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` as a CUDA graph; whatever fails meanwhile ends the capture, and nothing else."""
-        graph, launched = Handle(), Handle()
+        """`work` as a CUDA graph; whatever fails meanwhile ends the capture alone, unless the device broke."""
+        launched = Handle()
         try:
-            self._call("cuStreamBeginCapture_v2", self._stream, ctypes.c_int(THREAD_LOCAL))
+            graph = self._capture(work)
             try:
-                work()
+                self._call("cuGraphInstantiateWithFlags", ctypes.byref(launched), graph, ctypes.c_ulonglong(0))
             finally:
-                self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
-            self._call("cuGraphInstantiateWithFlags", ctypes.byref(launched), graph, ctypes.c_ulonglong(0))
-            self._call("cuGraphDestroy", graph)
+                self._release("cuGraphDestroy", graph)
+        except BrokenDeviceError:
+            raise
         except RuntimeError as error:
             raise CaptureError(str(error)) from error
 
         def launch(keep: Callable[[], None] = work) -> None:  # the graph's buffers and the engine's context live on
             self._call("cuGraphLaunch", launched, self._stream)
 
-        weakref.finalize(launch, self._cuda.cuGraphExecDestroy, launched)
+        self._release_with(launch, "cuGraphExecDestroy", launched)
         return launch
+
+    def _capture(self, work: Callable[[], None]) -> Handle:
+        """Capture `work` as a graph, which is the caller's; where it raises, that is what is raised."""
+        graph = Handle()
+        self._call("cuStreamBeginCapture_v2", self._stream, ctypes.c_int(THREAD_LOCAL))
+        try:
+            work()
+        except BaseException:
+            # the capture is over whatever this returns; the failure of the work is the one to know
+            self._cuda.cuStreamEndCapture(self._stream, ctypes.byref(graph))
+            if graph:
+                self._release("cuGraphDestroy", graph)
+            raise
+        self._call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+        return graph

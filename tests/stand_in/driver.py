@@ -101,8 +101,12 @@ class Driver:
         return SUCCESS
 
     def cuCtxSetCurrent(self, context: Any) -> int:
-        self.entered.gpu = number(context) - 1
-        return SUCCESS if 0 <= self.entered.gpu < self.gpus else INVALID
+        self.entered.gpu = number(context) - 1 if number(context) else None
+        return SUCCESS if self.entered.gpu is None or 0 <= self.entered.gpu < self.gpus else INVALID
+
+    def cuCtxGetCurrent(self, found: Any) -> int:
+        found._obj.value = 0 if self.current is None else 1 + self.current
+        return SUCCESS
 
     def cuStreamCreate(self, found: Any, flags: Any) -> int:
         found._obj.value = 7

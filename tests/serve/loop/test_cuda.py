@@ -3,7 +3,10 @@
 """
 
 import ctypes
+import gc
 import re
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from fp8q.serve.loop import cuda
 from fp8q.serve.loop.cuda import CudaDevice, Memcpy3D
-from fp8q.serve.loop.device import Copy
+from fp8q.serve.loop.device import BrokenDeviceError, CaptureError, Copy
 from fp8q.serve.loop.device_kernels import PTX, THREADS
 from tests.stand_in.driver import Driver
 
@@ -93,7 +96,7 @@ def test_every_function_is_called_by_its_exported_name_with_arguments_of_the_dec
     calls: dict[str, tuple[str, ...]],
 ) -> None:
     known = declared()
-    assert len(calls) == 29
+    assert len(calls) == 30
     assert {name: known.get(name) for name in calls} == calls
 
 
@@ -124,3 +127,119 @@ def test_the_structure_of_a_copy_is_laid_out_as_the_binding_reads_it() -> None:
     assert {name: int(getattr(theirs, name)) for name in read} == {name: (numbers | kinds)[name] for name in read}
     assert ctypes.sizeof(ours) == 200
     assert np.dtype(np.uintp).itemsize == 8
+
+
+class Failing:
+    """A stand-in driver of which some functions fail with a code, and that notes what was called."""
+
+    def __init__(self, gpus: int = 1, **codes: int) -> None:
+        self.driver, self.codes, self.called = Driver(gpus=gpus), codes, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.driver, name)
+
+        def called(*arguments: Any) -> Any:
+            self.called.append(name)
+            code = function(*arguments)
+            return self.codes.get(name, code)
+
+        return called
+
+    def cuGetErrorString(self, code: int, said: Any) -> int:  # noqa: N802  # the driver's name
+        said._obj.value = b"a fault"
+        return 0
+
+    @property
+    def graphs_left(self) -> int:
+        """The graphs that were captured and not destroyed."""
+        return self.called.count("cuStreamEndCapture") - self.called.count("cuGraphDestroy")
+
+
+OpenDevice = Callable[..., CudaDevice]
+
+
+@pytest.fixture
+def device_on(monkeypatch: pytest.MonkeyPatch) -> OpenDevice:
+    def open_device(driver: Failing, index: int = 0) -> CudaDevice:
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        return CudaDevice(index)
+
+    return open_device
+
+
+def test_every_error_that_ends_the_process_is_a_fault() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    said = {int(code): " ".join((code.__doc__ or "").split()) for code in driver.CUresult}
+    ending = {code for code, words in said.items() if "process must be terminated" in words}
+    assert {226, 700, 702, 714, 715, 716, 717, 718, 719, 721, 810, 911} == ending
+    named = {
+        "DEINITIALIZED", "ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "CONTEXT_IS_DESTROYED", "ASSERT", "UNKNOWN",
+    }  # fmt: skip
+    assert {int(getattr(driver.CUresult, f"CUDA_ERROR_{name}")) for name in named} | ending == cuda.FAULTS
+
+
+@pytest.mark.parametrize("code", [214, 700, 719, 999])
+@pytest.mark.parametrize("name", ["cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuStreamBeginCapture_v2"])
+def test_a_fault_while_capturing_is_no_refusal_to_capture(device_on: OpenDevice, name: str, code: int) -> None:
+    device = device_on(Failing(**{name: code}))
+    with pytest.raises(BrokenDeviceError, match=f"^{name} failed with {code} \\(a fault\\)$"):
+        device.captured(lambda: None)
+
+
+def test_a_fault_of_the_work_that_is_captured_is_what_is_raised(device_on: OpenDevice) -> None:
+    """Though the capture, which it has made invalid, fails to end with another error."""
+    driver = Failing(cuMemsetD2D8Async=700, cuStreamEndCapture=901)
+    device = device_on(driver)
+    address = device.allocate(512)
+    with pytest.raises(BrokenDeviceError, match=r"^cuMemsetD2D8Async failed with 700 \(a fault\)$"):
+        device.captured(lambda: device.zero(address, 512))
+    driver.codes = {}
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        device.captured(interrupted)
+    assert driver.driver.capturing is None
+    assert driver.graphs_left == 0
+
+
+def test_a_capture_that_is_refused_leaves_no_graph(device_on: OpenDevice) -> None:
+    driver = Failing(cuGraphInstantiateWithFlags=801)
+    device = device_on(driver)
+    with pytest.raises(CaptureError, match=r"^cuGraphInstantiateWithFlags failed with 801 \(a fault\)$"):
+        device.captured(lambda: None)
+    assert driver.graphs_left == 0
+    driver.codes = {}
+    launch = device.captured(lambda: None)
+    assert driver.graphs_left == 0, "the executable graph needs it no more"
+    assert "cuGraphExecDestroy" not in driver.called
+    del launch
+    gc.collect()
+    assert driver.called.count("cuGraphExecDestroy") == 1
+
+
+def test_what_goes_is_given_back_on_its_own_gpu_and_never_at_exit(device_on: OpenDevice) -> None:
+    """Wherever Python collects it: here between two calls of another GPU's device in the same thread."""
+    driver = Failing(gpus=2)
+    first, second = device_on(driver, 0), device_on(driver, 1)
+    host, launch = first.host(64), first.captured(lambda: None)
+    finalizers = [finalize for finalize in weakref.finalize._registry if finalize.alive]  # type: ignore[attr-defined]
+    ours = [finalize for finalize in finalizers if finalize.peek()[1] == first._release]
+    assert [finalize.atexit for finalize in ours] == [False, False]
+    second.enter()
+    driver.called.clear()
+    del host, launch
+    gc.collect()
+    assert {"cuMemFreeHost", "cuGraphExecDestroy"} <= set(driver.called)
+    assert driver.called.count("cuCtxSetCurrent") == 4
+    assert driver.driver.current == 1, "the thread is where it was"
+
+
+def test_a_gpu_is_entered_whatever_others_have_made_of_the_thread(device_on: OpenDevice) -> None:
+    driver = Failing(gpus=2)
+    device = device_on(driver, 1)
+    device.free_memory()
+    driver.driver.cuCtxSetCurrent(1)  # as a library leaves the thread: on the first GPU
+    address = device.allocate(64)
+    assert driver.driver.gpu_of[address] == 1
