@@ -50,9 +50,11 @@ class Model:
         for layer, method in self.layers.values():
             if hasattr(layer, "scheme"):
                 layer.scheme.create_weights(layer)
-                layer.weight_scale = torch.full((OUT, 1), 2.0**-5, dtype=torch.float32)
-                layer.weight = encode(torch.randn(OUT, IN, generator=draw, dtype=torch.float32), layer.weight_scale)
-                layer.input_scale = torch.tensor(2.0**-11, dtype=torch.float32)
+                scale = torch.full((OUT, 1), 2.0**-5, dtype=torch.float32)
+                weight = encode(torch.randn(OUT, IN, generator=draw, dtype=torch.float32), scale)
+                loaded = {"weight": weight, "weight_scale": scale, "input_scale": torch.tensor(2.0**-11)}
+                for name, tensor in loaded.items():
+                    setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
             method.process_weights_after_loading(layer)
         return self
 
@@ -75,6 +77,36 @@ def made(
     """A model of these layers, all in FP8 but for `others`; underscores stand for the dots of their names."""
     schemes = {name: codes() for name in names} | {name.replace("__", "."): each for name, each in others.items()}
     return Model(plugin, own, schemes, prefixes or {})
+
+
+def test_what_a_layer_computes_survives_sleep_and_reload(plugin: Plugin) -> None:
+    """As vLLM 0.33 sleeps at level 2: it saves the buffers, lets the memory of all tensors go, and gives the buffers
+    back; then the weights are loaded and processed again. Captured graphs read tensors where they lay before.
+    """
+    model = made(plugin, listed([0], LAYERS), {"two_terms": listed([0])}).load()
+    x = torch.randn(3, IN, generator=torch.Generator().manual_seed(1), dtype=torch.float32).bfloat16()
+    plugin.forward(None)
+
+    def answers() -> list[torch.Tensor]:
+        return [layer.scheme.apply_weights(layer, x) for layer, _ in model.layers.values()]
+
+    before, layers = answers(), [layer for layer, _ in model.layers.values()]
+    ones = [layer.one for layer in layers]
+    saved = [{name: buffer.clone() for name, buffer in layer.named_buffers()} for layer in layers]
+    for layer in layers:
+        assert [name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)] == []
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            tensor.untyped_storage().fill_(0xFF)
+        assert list(layer.state_dict()) == ["weight", "weight_scale", "input_scale"]
+    for layer, buffers in zip(layers, saved, strict=True):
+        for name, buffer in layer.named_buffers():
+            buffer.copy_(buffers[name])
+    assert [float(layer.one) for layer in layers] == [1.0, 1.0]
+    for one in ones:
+        one.fill_(float("nan"))  # and a reload alone makes it anew, where it lay
+    model.load()
+    assert all(torch.equal(old, new) for old, new in zip(before, answers(), strict=True))
+    assert [layer.one is one and float(one) == 1.0 for layer, one in zip(layers, ones, strict=True)] == [True, True]
 
 
 def test_modules_in_two_terms_are_taken_and_counted(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:

@@ -49,8 +49,9 @@ class CompressedTensorsW8A8Fp8:
         self.fp8_linear = "a kernel"
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """The weight is [in, out] from now on."""
-        layer.weight = layer.weight.t()
+        """The weight is [in, out] from now on, and all that was loaded is a parameter."""
+        layer.weight = torch.nn.Parameter(layer.weight.t(), requires_grad=False)
+        layer.input_scale = torch.nn.Parameter(layer.input_scale, requires_grad=False)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         raise NotImplementedError("vLLM's own kernel")

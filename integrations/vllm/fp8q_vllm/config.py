@@ -60,7 +60,7 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check what was loaded, and make the constant that the GEMM would make in each call."""
         super().process_weights_after_loading(layer)
-        layer.one = torch.ones((), dtype=torch.float32, device=layer.input_scale.device)
+        set_one(layer, layer.input_scale.device)
         mantissa, _ = torch.frexp(layer.input_scale.float())
         if float(mantissa) != 0.5:  # a power of two
             raise ValueError(
@@ -75,6 +75,20 @@ class TwoTerms(CompressedTensorsW8A8Fp8):
             x, layer.weight.t(), layer.weight_scale, layer.input_scale, bias, layer.one, self.tail, self.free_rows
         )
         return y
+
+
+def set_one(layer: Any, device: torch.device) -> None:
+    """Let `layer` have the constant 1 that its GEMM reads, as a buffer: sleep at level 2 saves buffers alone, and a
+    reload copies into parameters and buffers alone, at the addresses that captured graphs read.
+
+    It is not persistent, since no checkpoint has it.
+    """
+    one = torch.ones((), dtype=torch.float32, device=device)
+    before = layer._buffers.get("one")
+    if before is not None and before.device == device:
+        before.copy_(one)
+    else:
+        layer.register_buffer("one", one, persistent=False)
 
 
 class Config(CompressedTensorsConfig):
