@@ -10,7 +10,7 @@ storage of its own on the meta device, and the parameter that has this storage a
 loaded into.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..input.silence import quiet_transformers
+from .classes import decoder
 from .expert_modules import experts_of, fused
 from .expert_names import expert_names
 from .latent_attention import cache_heads
@@ -40,7 +41,7 @@ def load_tensors(
     experts = experts_of(skeleton)
     names = expert_names(skeleton, tensors)
     other_tensors = {name: tensor for name, tensor in tensors.items() if name not in set(names.values())}
-    kind = _without_experts(type(skeleton)) if experts else type(skeleton)
+    kind = _without(type(skeleton), fused) if experts else type(skeleton)
     loaded: Any = kind.from_pretrained(
         None, config=deepcopy(config), state_dict=other_tensors, ignore_mismatched_sizes=True, output_loading_info=True,
         dtype=dtype, device_map=device,
@@ -75,12 +76,49 @@ def load_tensors(
     ]
 
 
-def _without_experts(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Make a subclass of `kind` without fused experts, of the same name, by which transformers finds its rules."""
+def load_beside_layers(
+    config: PreTrainedConfig, kind: type[PreTrainedModel], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Load the `tensors`, by their names in files, of a model of `config` and of the class `kind` without its decoder
+    layers; return those of the model's own parameters that they give, by name.
+
+    transformers may split or reorder them, as those of vision towers whose queries, keys and values are stored as one.
+    """
+    with quiet_transformers():
+        loaded: Any = _without(kind, _listed).from_pretrained(
+            None, config=deepcopy(config), state_dict=dict(tensors), ignore_mismatched_sizes=True,
+            output_loading_info=True, dtype=dtype, device_map="cpu",
+        )  # fmt: skip
+    model, info = loaded
+    unread = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    return {name: parameter.data for name, parameter in model.named_parameters() if name not in unread}
+
+
+def decoder_lists(model: PreTrainedModel) -> list[str]:
+    """The names of the outermost lists of modules in the language model of `model`: its decoder layers above all."""
+    inside = decoder(model)
+    lists = [
+        name for name, module in model.named_modules() if name.startswith(inside) and isinstance(module, nn.ModuleList)
+    ]
+    return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+
+
+def _listed(model: PreTrainedModel) -> list[str]:
+    return [
+        f"{name}.{number}" for name in decoder_lists(model) for number, _ in model.get_submodule(name).named_children()
+    ]
+
+
+def _without(
+    kind: type[PreTrainedModel], left_out: Callable[[PreTrainedModel], Iterable[str]]
+) -> type[PreTrainedModel]:
+    """Make a subclass of `kind` without the modules that `left_out` names, of the same name, by which transformers
+    finds its rules.
+    """
 
     def build(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
-        for name in fused(self):
+        for name in left_out(self):
             self.set_submodule(name, nn.Identity())
 
     return type(kind.__name__, (kind,), {"__init__": build, "__module__": kind.__module__})

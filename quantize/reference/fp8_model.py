@@ -28,10 +28,10 @@ from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.expert_names import Conversions
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
-from ...calibrate.model.load import renamed_in
+from ...calibrate.model.load import decoder_lists, load_beside_layers, renamed_in
 from ...calibrate.model.skeleton import skeleton
 from ...core.errors import InputError
-from ...core.files import reading
+from ...core.files import RESTORE, reading
 from ...options import Accumulator
 from ..codes.encoding import code_values
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, FP8Q_CONFIG, tensor_files
@@ -192,6 +192,18 @@ class StoredCodes:
             if name in parts
         }
 
+    def beside_layers(self, names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Those of the model's tensors `names` that transformers makes of others beside the decoder layers, as `dtype`:
+        the queries, keys and values of a vision tower that are stored as one.
+        """
+        lists = tuple(f"{name}." for name in decoder_lists(self.model))
+        conversions = Conversions(self.model, dense=True)
+        outside = [name for name in self.where if not conversions.model_name(name)[0].startswith(lists)]
+        made = load_beside_layers(
+            self.config, type(self.model), {name: self.read(name).cpu() for name in outside}, dtype
+        )
+        return {name: made[name].to(self.device) for name in names if name in made}
+
     def weight(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Read the codes float8_e4m3fn [out, in] of the GEMM `module` and the scales float32 [out] of its output
         channels, which are equal where the files have one for all.
@@ -254,10 +266,11 @@ def load_reference(
         stored = {name: codes.read(name).to(held.dtype) for name, held in model.state_dict().items() if codes.has(name)}
         model.load_state_dict(stored, strict=False, assign=True)
         model.tie_weights()
+        for make in (codes.converted, codes.beside_layers):
+            if unset := unset_parameters(model):
+                model.load_state_dict(make(unset, dtype), strict=False, assign=True)
         if unset := unset_parameters(model):
-            model.load_state_dict(codes.converted(unset, dtype), strict=False, assign=True)
-            unset = unset_parameters(model)
-        assert not unset, f"the checkpoint has no {unset[0]}"
+            raise InputError(directory, f"holds no {unset[0]}, which {type(model).__name__} has", RESTORE)
         torch.nn.Module.to(model, device)
         compute_gemms_in_fp32(model, dtype, device)
         model.register_forward_pre_hook(partial(begin_call, codes.call), with_kwargs=True)
