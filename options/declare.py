@@ -9,11 +9,14 @@ two; the library's parser is not imported here.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from numbers import Integral, Real
+from pathlib import Path, PurePath
+from shlex import quote
+from types import NoneType, UnionType
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import Group, Parameter, convert
 
@@ -202,7 +205,8 @@ class Unkeyed:
 class Declared:
     """The parts of a field's annotation beside its type: the option's name, rules and choices (none: any value).
 
-    `is_path`: the value is a path or several, which Python may give as text.
+    `is_path`: the value is a path or several, which Python may give as text. `kinds`: the kinds of values that it takes
+    by themselves, and `many` those of which it takes several; no kinds: any.
     """
 
     option: str
@@ -210,17 +214,84 @@ class Declared:
     choices: tuple[str | int, ...]
     of: str | None
     is_path: bool = False
+    kinds: tuple[type, ...] = ()
+    many: tuple[type, ...] = ()
+
+    def check_kind(self, value: Any) -> None:
+        """Raise InputError for a value of another kind, which Python alone can give."""
+        if not self.kinds or _is_one_of(value, self.kinds):
+            return
+        several = self.many and isinstance(value, list | tuple | set | frozenset)
+        if several and all(_is_one_of(one, self.many) for one in value):
+            return
+        wanted = [KINDS[kind] for kind in self.kinds if kind is not NoneType]
+        wanted += [f"a sequence of {PLURALS[kind]}" for kind in self.many]
+        kind, words = KINDS.get(type(value), type(value).__name__), " or ".join(wanted)
+        raise InputError(f"{self.option} {value!r}", f"is {kind}, not {words}", f"give {words}")
+
+
+#: The kinds of values in words.
+KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "text", Path: "a path"}
+PLURALS: dict[type, str] = {int: "whole numbers", float: "numbers", bool: "booleans", str: "texts", Path: "paths"}
+
+
+def _is_one_of(value: Any, kinds: Iterable[type]) -> bool:
+    """Tell whether a value is of one of the `kinds`: a whole number is a number too, and True is none."""
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, Integral):
+        return int in kinds or float in kinds
+    if isinstance(value, Real):
+        return float in kinds
+    return isinstance(value, tuple(kinds)) or (isinstance(value, PurePath) and Path in kinds)
+
+
+def _kinds_of(hint: Any, by_text: bool) -> tuple[tuple[type, ...], tuple[type, ...]]:
+    """The kinds of values that a field of the type `hint` takes, and those of which it takes several; none: any."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    one, many = list[type](), list[type]()
+    for part in parts:
+        kinds = get_args(part) if get_origin(part) is tuple else (part,)
+        known = [kind for kind in kinds if kind in KINDS or kind is NoneType]
+        if len(known) < len([kind for kind in kinds if kind is not Ellipsis]):
+            return (), ()
+        (many if get_origin(part) is tuple else one).extend(known)
+    if by_text:
+        one.append(str)
+    return tuple(one or [NoneType]), tuple(dict.fromkeys(many))
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Options:
-    """The base of all option classes: each value is checked against its field's type, choices and rules."""
+    """The base of all option classes: each value is checked against its field's type, choices and rules.
+
+    An object knows which options it was made with, whatever their values (`asks`): the command line, a `--config` file
+    and Python hand over those alone that somebody wrote.
+    """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Note the names of the options that are given; `dataclasses.replace` gives all, which says nothing."""
+        options, names = super().__new__(cls), [field.name for field in fields(cls)]
+        asked = {*named, *names[: len(values)]}
+        object.__setattr__(options, "_asked", frozenset(asked) if asked < {*names} else frozenset())
+        return options
+
+    def asks(self, name: str) -> bool:
+        """Tell whether the option `name` was asked for: given, be it with its default value, or not its default."""
+        return name in vars(self)["_asked"] or getattr(self, name) != getattr(type(self), name)
+
+    def replaced(self, **changes: Any) -> Self:
+        """Replace the options in `changes`, which are asked for from now on; the others are as before."""
+        options = replace(self, **changes)
+        object.__setattr__(options, "_asked", vars(self)["_asked"] | changes.keys())
+        return options
 
     def __post_init__(self) -> None:
         """Convert every value by its rules; raise InputError for the first invalid one."""
         for name, field in self.declared().items():
             value = _as_path(getattr(self, name)) if field.is_path else getattr(self, name)
+            field.check_kind(value)
             if field.choices and value not in field.choices:
                 raise InputError(f"{field.option} {value}", f"is none of {', '.join(map(str, field.choices))}")
             for rule in field.rules if value is not None else ():
@@ -244,6 +315,7 @@ class Options:
                     get_args(inner) if get_origin(inner) is Literal else (),
                     next((mark.method for mark in marks if isinstance(mark, Of)), None),
                     Path in (inner, *get_args(inner)),
+                    *_kinds_of(inner, isinstance(converter, FromText)),
                 )
         return names
 
@@ -279,6 +351,22 @@ def first_changed(options: Options, names: Iterable[str]) -> str | None:
         return None
     flag, value = options.declared()[changed].option, getattr(options, changed)
     return flag if value is True else f"{flag} {value}"
+
+
+def words_of(cls: type[Options], recorded: Mapping[str, Any], but: Collection[str] = ()) -> list[str]:
+    """The words of a command line for the options of `cls` that a stage's record has with other values than the
+    defaults, without those named in `but`.
+    """
+    words = list[str]()
+    for name, owner in cls.keyed().items():
+        value = recorded.get(name)
+        values = tuple(value) if isinstance(value, list) else value
+        if name in but or value is None or values == getattr(owner, name):
+            continue
+        flag = owner.declared()[name].option
+        for one in values if isinstance(values, tuple) else (values,):
+            words += [flag] if one is True else [flag, quote(str(one))]
+    return words
 
 
 def without(*names: str) -> Parameter:

@@ -325,7 +325,8 @@ class ScaleOptions(Options):
         """Tell whether a form was asked for, by `form` or an older spelling, of weights, or scales that are inherited
         with it.
         """
-        return bool(self.form or self.inherit or first_changed(self, ("weight_scale", *OLDER_SPELLINGS)))
+        older = first_changed(self, ("weight_scale", *OLDER_SPELLINGS)) or self.asks("activation_terms")
+        return bool(self.form or self.inherit or older)
 
     @property
     def form_of_all(self) -> Form:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..core.errors import InputError
 from .calibrate import PRESETS
+from .declare import Options
 from .run import RunOptions
 from .scales import RescaleOptions
 
@@ -77,4 +78,6 @@ def _replaced(options: First, asked: Mapping[str, Any]) -> First:
             changed[field.name] = _replaced(value, inside)
     if isinstance(options, RescaleOptions):
         return type(options)(**{**options.explicit, **changed})
+    if isinstance(options, Options):
+        return options.replaced(**changed)
     return replace(options, **changed)  # type: ignore[type-var]  # all options are dataclasses

@@ -111,7 +111,7 @@ def _for_later(run: Run, what: Calibration, source: Source, world: World) -> boo
     """
     if not (what.all_stages and what.options.finds_form) or world.size > 1 or MEASURE.name in run.record().stages:
         return False
-    if what.options.calibrate.weight_rounding != "nearest":
+    if what.options.calibrate.asks("weight_rounding"):
         return False
     free: int = shutil.disk_usage(run.root).free
     return MOMENTS_BYTES * weight_bytes(source) <= DISK_SHARE * free

@@ -76,6 +76,8 @@ from .shared.sources import gemms_of, source_of
 from .tune import Saved, mix_of_run
 from .validate import validate
 
+#: Options that decide what the search may choose where they are asked for, be it with their default values.
+OBEYED = ("weigh_first_token", "weight_rounding", "bf16_weights")
 #: Calibration windows that losses are predicted on.
 PREDICTED_WINDOWS = 8
 #: Windows of the evaluation text that a candidate is measured on, and the tokens of one at most.
@@ -127,6 +129,8 @@ class FormCandidates:
         if mix == self.first:
             return asked
         options = mix_options(self.shape.groups, mix, asked.tail_length, asked)
+        if asked.asks("weigh_first_token"):
+            return options
         return replace(options, weigh_first_token=options.needs_moments)
 
     def make(self, mix: Mix) -> ScaleOptions:
@@ -162,6 +166,8 @@ def candidates_of(task: FormTask) -> FormCandidates:
     gemms = [*scales.weights, *scales.skipped]
     shape = shape_of(groups, gemm_shapes(run, vocabulary(run.model)), asked.tail_length, gemms)
     shape = replace(shape, groups=limited_to(shape.groups, server, record.experts or {}))
+    if asked.asks("bf16_weights"):  # no more weights in BF16 than that share
+        shape = replace(shape, groups=_without_bf16(shape.groups))
     searched = replace(shape, groups=_without_dearer(shape.groups, on_codes))
     problem = Problem(losses, searched, EvenPrice(shape.plain, "memory", 0), first)
     cached = sum(parts[CODES] for name, parts in losses.parts.items() if CODES in parts and first.codes(name))
@@ -201,7 +207,12 @@ def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[Form
 
 def _roundings(asked: ScaleOptions) -> tuple[RoundingName, ...]:
     """List the roundings of weights to choose from: that of the run, and GPTQ where none was asked for."""
-    return ("nearest", "gptq") if asked.weight_rounding == "nearest" else (asked.weight_rounding,)
+    return (asked.weight_rounding,) if asked.asks("weight_rounding") else ("nearest", "gptq")
+
+
+def _without_bf16(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Leave out weights in BF16."""
+    return tuple(replace(group, forms=tuple(form for form in group.forms if form != "bf16")) for group in groups)
 
 
 def _without_dearer(groups: Sequence[Group], on_codes: tuple[Form, ...]) -> tuple[Group, ...]:
@@ -343,8 +354,9 @@ def _key(run: Run, options: RunOptions) -> Key[FormChoiceOptions, FormFacts]:
     inputs = {"model": stages["measure"].inputs["model"], **stages["corpus"].outputs}
     asked, rise = options.validate, options.validate.max_ppl_increase
     facts = FormFacts(
-        limit=DEFAULT_RISE if rise is None else rise, max_kl=asked.max_kl, max_flips=asked.max_flips, scales=digest
-    )
+        limit=DEFAULT_RISE if rise is None else rise, max_kl=asked.max_kl, max_flips=asked.max_flips, scales=digest,
+        asked=[name for name in OBEYED if options.calibrate.asks(name)] or None,
+    )  # fmt: skip
     return Key(inputs, FormChoiceOptions(server=options.server), facts)
 
 

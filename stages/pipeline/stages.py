@@ -102,13 +102,15 @@ class QuantizeFacts(Strict):
 
 class FormFacts(Strict):
     """Facts of a form that was searched for. `limit`: of the increase of perplexity, a fraction; `max_kl`, `max_flips`:
-    those that were asked for; `scales`: digest of the options of scales that were asked for.
+    those that were asked for; `scales`: digest of the options of scales that were asked for; `asked`: those of them
+    that the search obeys since somebody gave them, be it with their default values.
     """
 
     limit: float
     max_kl: float | None = None
     max_flips: float | None = None
     scales: str
+    asked: list[str] | None = None
 
 
 class HostRuntime(Strict):

@@ -1,7 +1,12 @@
 """Options by name, as Python's functions take them."""
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 
+from fp8q.cli.commands import app
 from fp8q.core.errors import InputError
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, RunOptions, ScaleOptions, ValidateOptions
 from fp8q.options.settings import with_settings
@@ -48,3 +53,49 @@ def test_a_wrong_name_or_value_is_refused(settings: dict[str, object], said: str
 def test_a_preset_of_options_without_one_is_refused() -> None:
     with pytest.raises(InputError, match="^preset='exact': is none of"):
         with_settings(ValidateOptions(), {"preset": "exact"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"samples": "32"}, "--samples '32': is text, not a whole number; give a whole number"),
+        ({"samples": 3.5}, "--samples 3.5: is a number, not a whole number; give a whole number"),
+        ({"samples": True}, "--samples True: is True or False, not a whole number; give a whole number"),
+        ({"batch_size": None}, "--batch-size None: is NoneType, not a whole number; give a whole number"),
+        ({"percentile": "99"}, "--percentile '99': is text, not a number; give a number"),
+        ({"chat_template": "yes"}, "--chat-template 'yes': is text, not True or False; give True or False"),
+        ({"skip": "*.down_proj"}, "--skip '*.down_proj': is text, not a sequence of texts; give a sequence of texts"),
+        ({"revision": 3}, "--revision 3: is a whole number, not text; give text"),
+        ({"kv_cache": ["off"]}, "--kv-cache ['off']: is none of off, v, fp8"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_one_line(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as refused:
+        with_settings(CalibrateOptions(), settings)
+    assert str(refused.value) == said
+
+
+def test_numbers_of_numpy_text_of_shares_and_lists_are_taken() -> None:
+    taken = with_settings(
+        CalibrateOptions(),
+        {"samples": np.int64(32), "method": "percentile", "percentile": 99, "bf16_weights": "3%", "skip": ["a"]},
+    )
+    assert (taken.samples, taken.clip.percentile, taken.bf16_weights, taken.skip) == (32, 99, 0.03, ("a",))
+
+
+def test_what_was_asked_for_is_known_though_it_is_the_default() -> None:
+    asked = CalibrateOptions(weigh_first_token=False, samples=4)
+    assert [asked.asks(name) for name in ("weigh_first_token", "samples", "weight_rounding")] == [True, True, False]
+    by_name = with_settings(RunOptions(calibrate=asked), {"weight_rounding": "nearest"}).calibrate
+    assert [by_name.asks(name) for name in ("weigh_first_token", "weight_rounding", "seq_len")] == [True, True, False]
+    copied = replace(CalibrateOptions(), samples=4)
+    assert [copied.asks(name) for name in ("samples", "weigh_first_token")] == [True, False]
+    assert asked == replace(CalibrateOptions(), samples=4), "options are equal whoever asked for them"
+    _, bound, _ = app.parse_args(["run", "M", "--data", "t", "--out", "o", "--no-weigh-first-token"])
+    given = bound.arguments["options"].calibrate
+    assert [given.asks(name) for name in ("weigh_first_token", "weight_rounding")] == [True, False]
+
+
+def test_one_code_by_its_older_name_is_a_form_that_was_asked_for() -> None:
+    assert not RunOptions(calibrate=CalibrateOptions(activation_terms=1)).finds_form
+    assert RunOptions(calibrate=CalibrateOptions(weigh_first_token=False)).finds_form

@@ -1,0 +1,47 @@
+"""Options that somebody gave are obeyed by the search for a form, though they are the defaults."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8q.options import CalibrateOptions
+from fp8q.stages.forms import FormCandidates, _roundings, _without_bf16
+from fp8q.validate.tuning.choices import Group, Mix, Shape
+
+GROUPS = (Group("q", {"q": (4, 4)}), Group("o", {"o": (4, 4)}))
+FIRST = Mix({"q": "one_term", "o": "one_term"}, "nearest", "off")
+
+
+def candidates(asked: CalibrateOptions) -> FormCandidates:
+    task: Any = SimpleNamespace(options=SimpleNamespace(calibrate=asked))
+    nothing: Any = None
+    return FormCandidates(task, nothing, nothing, Shape(GROUPS, 0, {}), nothing, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("asked", "weighed"),
+    [
+        (CalibrateOptions(), True),
+        (CalibrateOptions(weigh_first_token=False), False),
+        (CalibrateOptions(weigh_first_token=True), True),
+    ],
+)
+def test_codes_that_gptq_rounds_weigh_first_tokens_unless_that_was_refused(
+    asked: CalibrateOptions, weighed: bool
+) -> None:
+    by_gptq = candidates(asked).options(Mix({"q": "tail", "o": "tail"}, "gptq", "off"))
+    assert (by_gptq.weight_rounding, by_gptq.weigh_first_token) == ("gptq", weighed)
+
+
+def test_only_the_rounding_that_was_asked_for_is_tried() -> None:
+    assert _roundings(CalibrateOptions()) == ("nearest", "gptq")
+    assert _roundings(CalibrateOptions(weight_rounding="nearest")) == ("nearest",)
+    assert _roundings(CalibrateOptions(weight_rounding="gptq")) == ("gptq",)
+
+
+def test_no_further_weights_stay_in_bf16_where_their_share_was_asked_for() -> None:
+    assert all("bf16" in group.forms for group in GROUPS)
+    assert all(
+        group.forms == tuple(form for form in GROUPS[0].forms if form != "bf16") for group in _without_bf16(GROUPS)
+    )
