@@ -8,6 +8,7 @@ part has the mixture of the whole.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -44,13 +45,23 @@ def parse(data: str | Sequence[str]) -> list[WeightedText]:
 
 
 def _part(text: str) -> WeightedText:
+    part = _part_of(text)
+    if part.weight <= 0:
+        weight = text.removeprefix(f"{part.spec}=")
+        raise InputError(f"--data {text}", f"its weight is {weight}", "give one above 0, or leave the text out")
+    return part
+
+
+def _part_of(text: str) -> WeightedText:
     match = None if local_path(text).exists() else _WEIGHT.fullmatch(text)
-    if match is None:
-        return WeightedText(text)
-    spec, weight = match[1], Fraction(match[2])
-    if weight <= 0:
-        raise InputError(f"--data {text}", f"its weight is {match[2]}", "give one above 0, or leave the text out")
-    return WeightedText(spec, weight)
+    return WeightedText(text) if match is None else WeightedText(match[1], Fraction(match[2]))
+
+
+def written(spec: str, weight: float) -> str:
+    """Write a text with its weight as `parse` reads it: `TEXT` alone where the weight is 1."""
+    if weight == 1 and _part_of(spec) == WeightedText(spec):
+        return spec
+    return f"{spec}={int(weight) if weight == int(weight) else format(Decimal(repr(weight)), 'f')}"
 
 
 def apportion(total: int, weights: Sequence[Fraction]) -> list[int]:

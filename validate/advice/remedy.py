@@ -5,14 +5,20 @@ The parts are the sums of what `sensitivity` predicts for each tensor. A change 
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
-from ...calibrate.measure.statistics import load_record
+from ...calibrate.measure.statistics import Corpus, load_record
+from ...calibrate.text.mixture import written
 from ...core.columns import nats
 from ...core.run import Run
+from ...options import CorpusOptions, MeasureOptions, ScaleOptions
+from ...options.declare import words_of
+from ...options.scales import OLDER_SPELLINGS
 from ...quantize.scales.decisions import load_scales
 from ..accuracy.log_probabilities import vocabulary_size
 from ..bench.document import gemm_shapes
@@ -109,7 +115,7 @@ def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> Remedy | None
 
 def command_for(run: Run, words: list[str]) -> str:
     """The command that makes `run` anew with the options `words`: `fp8q scales`, or where the second moments that GPTQ
-    needs were not measured, `fp8q calibrate` with the run's model, text and windows.
+    needs were not measured, `fp8q calibrate` with the run's model, texts, windows and other options.
     """
     measured = run.record().stages["measure"].outputs
     if "gptq" not in words or any(name.startswith("moments/") for name in measured):
@@ -118,23 +124,55 @@ def command_for(run: Run, words: list[str]) -> str:
 
 
 def calibrate_command(run: Run, words: list[str]) -> str:
-    """`fp8q calibrate` with the model, text and windows of `run`, and the options `words`."""
-    corpus, model = load_record(run).corpus, run.record().model.get("path", "MODEL")
-    stages = run.record().stages
-    evaluated = str(stages["corpus"].options.get("eval_data", "")) if "corpus" in stages else ""
-    texts = [word for text in corpus.name.split(" + ") for word in ("--data", quote(text))]
-    held_out = evaluated == corpus.name  # of the text itself
-    texts += ["--eval-data", quote(evaluated)] if not held_out and Path(evaluated).exists() else []
+    """`fp8q calibrate` with the model, texts, windows and other options of `run`, and the options `words`."""
+    corpus, record = load_record(run).corpus, run.record()
+    recorded = {name: stage.options for name, stage in record.stages.items()}
+    model = [quote(record.model.get("path", "MODEL"))]
+    model += ["--adapter", quote(record.model["adapter"])] if "adapter" in record.model else []
+    model += ["--tokenizer", "auto"] if record.model.get("tokenizer") == "auto" and "--tokenizer" not in words else []
+    texts = [word for text in texts_of(corpus) for word in ("--data", quote(text))]
+    if (evaluated := evaluation_text(corpus, recorded.get("corpus", {}))) is not None:
+        texts += ["--eval-data", quote(evaluated)]
+    texts += words_of(CorpusOptions, recorded.get("corpus", {}))
+    texts += ["--allow-overlap"] if recorded.get("corpus", {}).get("overlap") else []
     sizes = ["--samples", str(corpus.windows), "--seq-len", str(corpus.seq_len)]
-    cache_options = ["--kv-cache", parts] if (parts := _cache(run)) else []
+    sizes += words_of(MeasureOptions, recorded["measure"], {"batches"})
+    chosen = [*OLDER_SPELLINGS, "form"] if "--form" in words else []
+    chosen += ["weight_rounding"] if "--weight-rounding" in words else []
+    scales = words_of(ScaleOptions, recorded.get("quantize", {}), chosen)
     graph = ["--no-graph"] if run.without_graph() else []
     out = ["--out", quote(str(run.root))]
-    return " ".join(["fp8q calibrate", quote(model), *texts, *out, *sizes, *cache_options, *words, *graph])
+    return " ".join(["fp8q calibrate", *model, *texts, *out, *sizes, *scales, *words, *graph])
 
 
-def _cache(run: Run) -> str | None:
-    """The run's `--kv-cache`; None where the cache is in BF16."""
-    return {"v": "v", "kv": "fp8"}.get(load_scales(run).cache_parts)
+def texts_of(corpus: Corpus) -> list[str]:
+    """The values of `--data` that give `corpus` again: each text once, with its weight.
+
+    In a corpus that `merge` joined each text weighs as many windows as it gave.
+    """
+    weights = dict[str, float]()
+    for part in corpus.parts:
+        for source in part.sources or []:
+            if corpus.texts:
+                weights[source.name] = weights.get(source.name, 0) + source.windows
+            else:
+                weights[source.name] = source.weight
+        if not part.sources:  # a record of before there were several
+            weights[part.name] = weights.get(part.name, 0) + part.windows
+    alone = len(weights) == 1
+    return [written(name, 1 if alone else weight) for name, weight in weights.items()]
+
+
+def evaluation_text(corpus: Corpus, recorded: Mapping[str, Any]) -> str | None:
+    """The value of `--eval-data` that a corpus was collected with, by the record of that stage; None where its own end
+    was held out, and where `merge` joined the held-out ends of several.
+    """
+    evaluated = str(recorded.get("eval_data", ""))
+    held_out = evaluated == recorded.get("data")
+    if held_out or (corpus.texts and not Path(evaluated).exists()):
+        return None
+    calibrated = {source.name for part in corpus.parts for source in part.sources or []}
+    return None if not evaluated or evaluated in calibrated else evaluated
 
 
 def _minutes(run: Run) -> int:

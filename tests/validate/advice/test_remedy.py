@@ -1,5 +1,6 @@
 """The remedy of a loss: its effect by sums that can be added by hand, and a command that is there and works."""
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,13 @@ from typing import Any
 import pytest
 
 from fp8q import api
+from fp8q.calibrate.measure.statistics import Corpus, TextSource, load_record
 from fp8q.core.errors import InputError
+from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.validate.advice import remedy as remedy_module
-from fp8q.validate.advice.remedy import LossSums, remedy_of
+from fp8q.validate.advice.remedy import LossSums, command_for, evaluation_text, remedy_of, texts_of
 from fp8q.validate.sensitivity.document import KlAfter, Loss, Sensitivity
 
 
@@ -81,3 +84,67 @@ def test_gptq_without_second_moments_is_refused_by_its_reason(calibrated_run: Ru
     with pytest.raises(InputError) as error:
         api.scales(calibrated_run.root, api.RescaleOptions(weight_rounding="gptq"))
     assert str(error.value) == said
+
+
+def corpus(*texts: tuple[str, float, int], name: str = "a display name") -> Corpus:
+    """One that was cut from `texts`: name, weight, windows."""
+    sources = [
+        TextSource(name=text, weight=weight, windows=windows, tokens=8 * windows, fingerprint="f", chat=False)
+        for text, weight, windows in texts
+    ]
+    windows = sum(source.windows for source in sources)
+    return Corpus(name=name, fingerprint=name, windows=windows, seq_len=8, batch_size=1, sources=sources)
+
+
+def test_the_texts_of_a_mixture_are_those_that_were_given_with_their_weights() -> None:
+    """None is taken out of a name that is shown, which joins names with words that a name may have too."""
+    assert texts_of(corpus(("salt and pepper.txt", 1.0, 4))) == ["salt and pepper.txt"]
+    mixture = corpus(("a + b.txt", 2.0, 4), ("c.txt", 0.5, 1), ("owner/name:config", 1.0, 2))
+    assert texts_of(mixture) == ["a + b.txt=2", "c.txt=0.5", "owner/name:config"]
+    assert texts_of(corpus(("ratio=2", 1.0, 4), ("x", 1e-7, 4))) == ["ratio=2=1", "x=0.0000001"]
+
+
+def test_the_texts_of_a_merged_corpus_weigh_their_windows() -> None:
+    merged = corpus(("a.txt", 3.0, 3), ("b.txt", 1.0, 1), name="1").merge(corpus(("b.txt", 1.0, 4), name="2"))
+    assert merged.name == "1 + 2"
+    assert sorted(texts_of(merged)) == ["a.txt=3", "b.txt=5"]
+    old = Corpus(name="t.txt", fingerprint="f", windows=4, seq_len=8, batch_size=1)
+    assert texts_of(old) == ["t.txt"]
+
+
+def test_the_evaluation_text_is_none_where_its_end_was_held_out(tmp_path: Path) -> None:
+    two = corpus(("a", 1.0, 1), ("b", 1.0, 1))
+    assert evaluation_text(two, {"data": "a and b", "eval_data": "a and b"}) is None
+    assert evaluation_text(two, {"data": "a and b", "eval_data": "owner/name:test"}) == "owner/name:test"
+    merged = two.merge(corpus(("c", 1.0, 1), name="2"))
+    assert evaluation_text(merged, {"data": "a and b + c", "eval_data": "c + a and b"}) is None
+    (tmp_path / "held.txt").touch()
+    held = str(tmp_path / "held.txt")
+    assert evaluation_text(merged, {"data": "a and b + c", "eval_data": held}) == held
+
+
+@pytest.mark.slow
+def test_the_command_measures_the_same_texts_with_the_options_of_the_run(
+    demo_checkpoint: Path, demo_texts: Any, tmp_path: Path, fp8q: Any
+) -> None:
+    texts = []
+    for number, text in enumerate((demo_texts.calibration, demo_texts.evaluation)):
+        texts.append(tmp_path / f"text {number} and more.txt")
+        texts[-1].write_text(text.read_text(encoding="utf-8")[:12_000], encoding="utf-8")
+    settings = {"samples": 6, "seq_len": 48, "batch_size": 2, "graph": False, "bos": "never", "progress": SILENT}
+    scales = {"method": "percentile", "percentile": 99.9, "skip": ("*.down_proj", "*layers.0*"), "kv_cache": "v"}
+    run = api.calibrate(demo_checkpoint, [f"{texts[0]}=2", str(texts[1])], tmp_path / "a run", **settings, **scales)  # type: ignore[arg-type]
+    command = command_for(run, ["--form", "tail:16", "--weight-rounding", "gptq"])
+    assert command == (
+        f"fp8q calibrate {demo_checkpoint} --data '{texts[0]}=2' --data '{texts[1]}' --bos never --out '{run.root}' "
+        "--samples 6 --seq-len 48 --batch-size 2 --method percentile --percentile 99.9 --kv-cache v "
+        "--skip '*.down_proj' --skip '*layers.0*' --form tail:16 --weight-rounding gptq --no-graph"
+    )
+    before, windows = load_record(run).corpus, run.calibration.read_bytes()
+    assert fp8q(*shlex.split(command)[1:]).code == 0
+    assert (load_record(run).corpus, run.calibration.read_bytes()) == (before, windows)
+    chosen = load_scales(run)
+    assert {weight.rounding for weight in chosen.weights.values()} == {"gptq"}
+    assert {scale.method for scale in chosen.activations.values()} == {"percentile"}
+    assert not any(name.endswith("down_proj") for name in chosen.weights)
+    assert chosen.cache_parts == "v"
