@@ -4,6 +4,8 @@ In every function options go by name (`calibrate(…, preset="exact", samples=64
 and a name overrides; paths are text or `Path`. Every function takes a `Reporter` for its notes and progress (by default
 the logger `fp8q`, at INFO), and skips stages that are finished with the same inputs, options and version. A function
 imports its stage once the run is open and the libraries that it needs are there, so that nothing heavy is loaded here.
+Type checkers and editors know the names and types of all options (`options/keywords.py`), and the types of results can
+be imported from here as well.
 
     from fp8q.api import calibrate, build_engine, validate
 """
@@ -11,8 +13,9 @@ imports its stage once the run is open and the libraries that it needs are there
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from .calibrate.measure.histogram import Histogram, magnitudes
 from .calibrate.measure.statistics import load_statistics
@@ -61,28 +64,34 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from .core.columns import Table
-    from .export.engine.info import EngineInfo
-    from .quantize.learning.document import AdapterLearning, Distillation
-    from .quantize.training.watch import TrainingRecorder
-    from .serve.loop.request import GeneratedAnswer
-    from .serve.web.server import Server
-    from .stages.convert import Converted
-    from .stages.engine import EngineView
-    from .stages.generate import Chat, Comparison
-    from .stages.lint import Linted, LintedRun
-    from .stages.load import FloatType, GemmMode
-    from .stages.push import Pushed
-    from .validate.accuracy.continuations import Continuations
-    from .validate.accuracy.document import Accuracy, Verdict
-    from .validate.advice.checkup import Checkup
-    from .validate.bench.document import Bench
-    from .validate.endpoint.document import ModelComparison
-    from .validate.pair.document import PairComparison
-    from .validate.report.plots import Plot
-    from .validate.sensitivity.document import Sensitivity
-    from .validate.tasks.document import TaskScores
-    from .validate.tuning.document import Tuning
+    from .core.columns import Table as Table
+    from .export.engine.info import EngineInfo as EngineInfo
+    from .options import keywords
+    from .quantize.learning.document import AdapterLearning as AdapterLearning
+    from .quantize.learning.document import Distillation as Distillation
+    from .quantize.training.watch import TrainingRecorder as TrainingRecorder
+    from .serve.loop.request import GeneratedAnswer as GeneratedAnswer
+    from .serve.web.server import Server as Server
+    from .stages.convert import Converted as Converted
+    from .stages.engine import EngineView as EngineView
+    from .stages.generate import Chat as Chat
+    from .stages.generate import Comparison as Comparison
+    from .stages.lint import Linted as Linted
+    from .stages.lint import LintedRun as LintedRun
+    from .stages.load import FloatType as FloatType
+    from .stages.load import GemmMode as GemmMode
+    from .stages.push import Pushed as Pushed
+    from .validate.accuracy.continuations import Continuations as Continuations
+    from .validate.accuracy.document import Accuracy as Accuracy
+    from .validate.accuracy.document import Verdict as Verdict
+    from .validate.advice.checkup import Checkup as Checkup
+    from .validate.bench.document import Bench as Bench
+    from .validate.endpoint.document import ModelComparison as ModelComparison
+    from .validate.pair.document import PairComparison as PairComparison
+    from .validate.report.plots import Plot as Plot
+    from .validate.sensitivity.document import Sensitivity as Sensitivity
+    from .validate.tasks.document import TaskScores as TaskScores
+    from .validate.tuning.document import Tuning as Tuning
 
 __all__ = [
     "E4M3", "E4M3FNUZ", "E5M2", "BackendError", "BenchOptions", "CalibrateOptions", "Clipping", "CompareOptions",
@@ -99,10 +108,49 @@ __all__ = [
 ]  # fmt: skip
 
 
+#: The types of what functions return, by the modules that have them; `from fp8q.api import Accuracy` loads that module.
+RETURNED = {
+    "Table": ".core.columns",
+    "EngineInfo": ".export.engine.info",
+    "AdapterLearning": ".quantize.learning.document",
+    "Distillation": ".quantize.learning.document",
+    "TrainingRecorder": ".quantize.training.watch",
+    "GeneratedAnswer": ".serve.loop.request",
+    "Server": ".serve.web.server",
+    "Converted": ".stages.convert",
+    "EngineView": ".stages.engine",
+    "Chat": ".stages.generate",
+    "Comparison": ".stages.generate",
+    "Linted": ".stages.lint",
+    "LintedRun": ".stages.lint",
+    "FloatType": ".stages.load",
+    "GemmMode": ".stages.load",
+    "Pushed": ".stages.push",
+    "Continuations": ".validate.accuracy.continuations",
+    "Accuracy": ".validate.accuracy.document",
+    "Verdict": ".validate.accuracy.document",
+    "Checkup": ".validate.advice.checkup",
+    "Bench": ".validate.bench.document",
+    "ModelComparison": ".validate.endpoint.document",
+    "PairComparison": ".validate.pair.document",
+    "Plot": ".validate.report.plots",
+    "Sensitivity": ".validate.sensitivity.document",
+    "TaskScores": ".validate.tasks.document",
+    "Tuning": ".validate.tuning.document",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the type of a result: its module may be heavy, so it is loaded for whoever asks for it."""
+    if name not in RETURNED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(RETURNED[name], __package__), name)
+
+
 def calibrate(
     model: str | Path, data: str | Path | Sequence[str], out: str | Path, eval_data: str | Path | None = None,
     options: CalibrateOptions = CalibrateOptions(), export_options: ExportOptions = ExportOptions(),
-    progress: Reporter = LOGGED, **settings: Any,
+    progress: Reporter = LOGGED, **settings: "Unpack[keywords.CalibrateSettings]",
 ) -> Run:  # fmt: skip
     """Measure `model` on `data`, choose scales, and write the FP8 checkpoint and its ONNX graphs into the run directory
     `out`.
@@ -123,7 +171,7 @@ def calibrate(
 
 def convert(
     model: str | Path, out: str | Path, options: ConvertOptions = ConvertOptions(), progress: Reporter = LOGGED,
-    **settings: Any,
+    **settings: "Unpack[keywords.ConvertSettings]",
 ) -> "Converted":  # fmt: skip
     """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`, by the names and shapes
     of its tensors: without text, without running a model, and without a class of transformers.
@@ -141,7 +189,7 @@ def convert(
 def merge(
     runs: Sequence[str | Path], out: str | Path, model: str | Path | None = None,
     options: ScaleOptions = ScaleOptions(), export_options: ExportOptions = ExportOptions(),
-    progress: Reporter = LOGGED, **settings: Any,
+    progress: Reporter = LOGGED, **settings: "Unpack[keywords.MergeSettings]",
 ) -> Run:  # fmt: skip
     """Add the measurements of `runs`, choose scales, and write FP8 checkpoint and graphs into the run directory `out`.
 
@@ -157,7 +205,10 @@ def merge(
 
 
 def export(
-    path: str | Path, options: ExportOptions = ExportOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: ExportOptions = ExportOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.ExportSettings]",
 ) -> Run:
     """Write `model.onnx` and `model.fp32.onnx` of the checkpoint in the run at `path`, and lint them.
 
@@ -170,7 +221,10 @@ def export(
 
 
 def lint(
-    path: str | Path, run: str | Path | None = None, options: LintOptions = LintOptions(), **settings: Any
+    path: str | Path,
+    run: str | Path | None = None,
+    options: LintOptions = LintOptions(),
+    **settings: "Unpack[keywords.LintSettings]",
 ) -> "Linted | LintedRun":
     """Check an ONNX file, a Triton repository, an FP8 checkpoint or a whole run against the rules of `docs/lint.md`.
 
@@ -185,7 +239,10 @@ def lint(
 
 
 def scales(
-    path: str | Path, options: RescaleOptions = RescaleOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: RescaleOptions = RescaleOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.ScalesSettings]",
 ) -> Run:
     """Choose all scales of the run at `path` again, from its statistics, and write its checkpoint and graphs anew.
 
@@ -199,7 +256,8 @@ def scales(
 
 
 def build_engine(
-    path: str | Path, options: EngineOptions = EngineOptions(), progress: Reporter = LOGGED, **settings: Any,
+    path: str | Path, options: EngineOptions = EngineOptions(), progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.BuildEngineSettings]",
 ) -> "list[EngineInfo]":  # fmt: skip
     """Build an engine of `model.onnx` for each target, and prove from the engine which of the expected GEMMs run in
     FP8.
@@ -227,7 +285,7 @@ def engine(path: str | Path, targets: Sequence[str] = (), plan: str | Path | Non
 
 def validate(
     path: str | Path, data: str | Path | None = None, options: ValidateOptions = ValidateOptions(),
-    progress: Reporter = LOGGED, **settings: Any,
+    progress: Reporter = LOGGED, **settings: "Unpack[keywords.ValidateSettings]",
 ) -> "Accuracy":  # fmt: skip
     """Run the held-out text (or `data`) through BF16 and the FP8 runtimes, and write `accuracy.json`.
 
@@ -243,7 +301,10 @@ def validate(
 
 
 def evaluate(
-    path: str | Path, options: EvaluateOptions = EvaluateOptions(), progress: Reporter = SILENT, **settings: Any
+    path: str | Path,
+    options: EvaluateOptions = EvaluateOptions(),
+    progress: Reporter = SILENT,
+    **settings: "Unpack[keywords.EvaluateSettings]",
 ) -> "TaskScores":
     """Ask BF16 and FP8 of the run at `path` the tasks of lm-eval that `options` names, compare their answers question
     by question (flips, McNemar's exact test, recovery with its interval), and write `evaluation.json`.
@@ -259,7 +320,7 @@ def evaluate(
 
 def distill(
     path: str | Path, data: str | Path | None = None, options: DistillOptions = DistillOptions(),
-    progress: Reporter = LOGGED, **settings: Any,
+    progress: Reporter = LOGGED, **settings: "Unpack[keywords.DistillSettings]",
 ) -> "Distillation | AdapterLearning":  # fmt: skip
     """Learn the codes of the weights of the run at `path` from its float model, on the text `data` or on the
     calibration text; then write checkpoint and graphs with them. The held-out divergence decides: nothing changes
@@ -285,7 +346,7 @@ def distill(
 
 def sensitivity(
     path: str | Path, options: SensitivityOptions = SensitivityOptions(), progress: Reporter = LOGGED,
-    **settings: Any,
+    **settings: "Unpack[keywords.SensitivitySettings]",
 ) -> "Sensitivity":  # fmt: skip
     """Measure the loss that each quantized tensor of the run at `path` causes alone, on calibration windows.
 
@@ -298,7 +359,10 @@ def sensitivity(
 
 
 def doctor(
-    path: str | Path, options: DoctorOptions = DoctorOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: DoctorOptions = DoctorOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.DoctorSettings]",
 ) -> "Checkup":
     """Run the stability checklist on the run at `path`: a verdict for each known failure, the worst first.
 
@@ -313,7 +377,7 @@ def doctor(
 
 def tune(
     path: str | Path, options: TuneOptions = TuneOptions(), apply: bool = False, progress: Reporter = LOGGED,
-    **settings: Any,
+    **settings: "Unpack[keywords.TuneSettings]",
 ) -> "Tuning":  # fmt: skip
     """Find the cheapest mix of one term, tails, two terms and BF16, of rounding and of the cache's form, within the
     budget of `options`.
@@ -331,7 +395,7 @@ def tune(
 def generate(
     path: str | Path, prompt: str, options: GenerateOptions = GenerateOptions(),
     told: Callable[[str], None] = lambda _: None,
-    **settings: Any,
+    **settings: "Unpack[keywords.GenerateSettings]",
 ) -> "GeneratedAnswer":  # fmt: skip
     """Go on from `prompt` with the FP8 model of the run at `path`, or another that `options.runtime` names; `told` is
     called with each piece of the text as it comes.
@@ -364,7 +428,9 @@ def load(
         return load_fp8_model(run, notes, (dtype, mode), device, as_served, adapter)
 
 
-def chat(path: str | Path, options: GenerateOptions = GenerateOptions(), **settings: Any) -> "Chat":
+def chat(
+    path: str | Path, options: GenerateOptions = GenerateOptions(), **settings: "Unpack[keywords.ChatSettings]"
+) -> "Chat":
     """Open a conversation with the model of the run at `path`, by the chat template of its tokenizer."""
     from .stages.generate import open_chat
 
@@ -372,7 +438,10 @@ def chat(path: str | Path, options: GenerateOptions = GenerateOptions(), **setti
 
 
 def compare(
-    path: str | Path, options: CompareOptions = CompareOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: CompareOptions = CompareOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.CompareSettings]",
 ) -> "ModelComparison":
     """Ask the server at `options.url`, or the checkpoint at `options.model`, for log-probabilities of the evaluation
     text of the run at `path`, judge whether it is the model that was validated, and write `compare.json`.
@@ -389,7 +458,7 @@ def compare(
 
 def compare_checkpoints(
     original: str | Path, candidate: str | Path, options: PairOptions = PairOptions(), progress: Reporter = LOGGED,
-    **settings: Any,
+    **settings: "Unpack[keywords.CompareCheckpointsSettings]",
 ) -> "PairComparison":  # fmt: skip
     """Compare two checkpoints of one model, whoever made them, on the text `options.data`; write `options.out`.
 
@@ -405,7 +474,7 @@ def compare_checkpoints(
 
 def compare_endpoint(
     original: str | Path, served: CompareOptions = CompareOptions(), options: PairOptions = PairOptions(),
-    progress: Reporter = LOGGED, **settings: Any,
+    progress: Reporter = LOGGED, **settings: "Unpack[keywords.CompareEndpointSettings]",
 ) -> "PairComparison":  # fmt: skip
     """Compare the model of the server at `served.url` with the checkpoint `original` that it is said to be, on the text
     `options.data`; write `options.out`.
@@ -422,7 +491,10 @@ def compare_endpoint(
 
 
 def compare_answers(
-    path: str | Path, prompt: str, options: GenerateOptions = GenerateOptions(), **settings: Any
+    path: str | Path,
+    prompt: str,
+    options: GenerateOptions = GenerateOptions(),
+    **settings: "Unpack[keywords.CompareAnswersSettings]",
 ) -> "Comparison":
     """Go on from `prompt` with FP8 and with the BF16 model that the run at `path` was made of; where they part."""
     from .stages.generate import compare_both
@@ -432,7 +504,7 @@ def compare_answers(
 
 def serve(
     path: str | Path, options: ServeOptions = ServeOptions(), ready: "Callable[[Server], object]" = lambda _: None,
-    **settings: Any,
+    **settings: "Unpack[keywords.ServeSettings]",
 ) -> int:  # fmt: skip
     """Serve the model of the run at `path` by OpenAI's API until it is stopped; return the number of requests it cut
     off.
@@ -449,7 +521,7 @@ def serve(
 
 def bench(
     path: str | Path, against: Sequence[str | Path] = (), options: BenchOptions = BenchOptions(),
-    plot: str | Path | None = None, progress: Reporter = LOGGED, **settings: Any,
+    plot: str | Path | None = None, progress: Reporter = LOGGED, **settings: "Unpack[keywords.BenchSettings]",
 ) -> "Bench":  # fmt: skip
     """Measure the time of answers of the run at `path` in BF16, INT8 and FP8, and of the FP8 models of the runs
     `against`.
@@ -465,7 +537,10 @@ def bench(
 
 
 def triton(
-    path: str | Path, options: TritonOptions = TritonOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: TritonOptions = TritonOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.TritonSettings]",
 ) -> list[Path]:
     """Write the Triton model repository of the run at `path`, to RUN/triton or `options.out`; return its files.
 
@@ -478,7 +553,10 @@ def triton(
 
 
 def report(
-    path: str | Path, options: ReportOptions = ReportOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: ReportOptions = ReportOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.ReportSettings]",
 ) -> list[Path]:
     """Write `report.html` and `report.ipynb` of the run at `path`, compared with the runs in `options.compare`.
 
@@ -491,7 +569,10 @@ def report(
 
 
 def push(
-    path: str | Path, options: PushOptions = PushOptions(), progress: Reporter = LOGGED, **settings: Any
+    path: str | Path,
+    options: PushOptions = PushOptions(),
+    progress: Reporter = LOGGED,
+    **settings: "Unpack[keywords.PushSettings]",
 ) -> "Pushed":
     """Upload the checkpoint of the run at `path`, with its card, to the hub's repository `options.repo`, or return what
     would be uploaded where `options.yes` is not set.
@@ -523,7 +604,7 @@ def inspect(
 
 def run(
     model: str | Path, data: str | Path | Sequence[str], out: str | Path, eval_data: str | Path | None = None,
-    options: RunOptions = RunOptions(), progress: Reporter = LOGGED, **settings: Any,
+    options: RunOptions = RunOptions(), progress: Reporter = LOGGED, **settings: "Unpack[keywords.RunSettings]",
 ) -> Run:  # fmt: skip
     """Run all stages, one after the other; the arguments are those of `calibrate`.
 
@@ -569,7 +650,7 @@ def report_plots(path: str | Path) -> "dict[str, Plot]":
 @contextmanager
 def watch(
     model: "nn.Module", out: str | Path, options: WatchOptions = WatchOptions(),
-    modules: "Mapping[str, nn.Module] | None" = None, first_step: int = 0, **settings: Any,
+    modules: "Mapping[str, nn.Module] | None" = None, first_step: int = 0, **settings: "Unpack[keywords.WatchSettings]",
 ) -> "Iterator[TrainingRecorder]":  # fmt: skip
     """Record what the training of `model` would lose in FP8, in `out`/training.jsonl, while this block runs.
 

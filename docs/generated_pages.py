@@ -1,5 +1,5 @@
-"""Make the pages of the site that follow from the code: options, Python, rules of the lint, decisions, the plugin for
-vLLM.
+"""Make the pages of the site that follow from the code: options, rules of the lint, decisions, the plugin for vLLM; and
+the page on Python, which `public_api.py` writes.
 
 mkdocs calls these functions (`hooks` in mkdocs.yml). A page that is made when the site is built cannot differ from
 `fp8q --help` and the docstrings, and nobody has to commit it. The pages that people wrote stay readable where they lie:
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import public_api
 from cyclopts.argument import Argument
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -42,7 +43,8 @@ WHO_API = """# Python
 
 For those who call fp8q from a program: all functions and classes of `fp8q.api`, from their docstrings. Every function
 raises `InputError` for a fault of its input ([exit codes](exit-codes.md) has the others). The fields of option classes
-are [the options of the command line](options.md).
+are [the options of the command line](../options.md), and editors and type checkers know those that a function takes by
+name. `python docs/public_api.py --write` makes this page.
 """
 WHO_DECISIONS = """# Decisions
 
@@ -57,7 +59,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     plugin = plugin.replace("../../docs/", "").replace("../../README.md", "index.md")
     made = {
         "reference/options.md": options_page(),
-        "reference/api.md": api_page(),
         "decisions/index.md": decisions_page(),
         PLUGIN: plugin,
     }
@@ -135,13 +136,21 @@ def api_page() -> str:
     values = sorted(public.keys() - functions.keys() - classes.keys())
     parts = [WHO_API, "## Functions", *(described(name, value) for name, value in functions.items())]
     parts += ["## Classes", *(described(name, value) for name, value in classes.items())]
+    results = "\n".join(f"- `{name}`" for name in sorted(api.RETURNED))
+    parts += [f"## Types of results\n\n`from fp8q.api import Accuracy` loads such a type:\n\n{results}"]
     parts += ["## Values\n\n" + "\n".join(f"- `{name}` = `{public[name]!r}`" for name in values)]
     return "\n\n".join(parts) + "\n"
 
 
 def described(name: str, value: Any) -> str:
     """Describe one function or class."""
-    return f"### {name}\n\n```python\n{name}({', '.join(parameters(value))})\n```\n\n{inspect.getdoc(value)}"
+    returned = inspect.signature(value).return_annotation if inspect.isfunction(value) else inspect.Signature.empty
+    arrow = "" if returned is inspect.Signature.empty else f" -> {inspect.formatannotation(returned)}".replace("'", "")
+    head = f"### {name}\n\n```python\n{name}({', '.join(parameters(value))}){arrow}\n```\n\n{inspect.getdoc(value)}"
+    if name not in public_api.functions():
+        return head
+    options = ", ".join(f"`{option}`" for option in public_api.settings_of(value))
+    return f"{head}\n\nOptions by name: {options}."
 
 
 def parameters(value: Any) -> Iterator[str]:
