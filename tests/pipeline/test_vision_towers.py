@@ -75,7 +75,7 @@ def test_the_tower_has_transformers_own_values_and_the_run_validates(
     for text in (demo_texts.calibration, demo_texts.evaluation):
         texts.append(tmp_path / text.name)
         texts[-1].write_text(text.read_text(encoding="utf-8")[:6_000], encoding="utf-8")
-    settings = {"samples": 4, "seq_len": 48, "graph": False, "progress": SILENT}
+    settings: dict[str, Any] = {"samples": 4, "seq_len": 48, "graph": False, "progress": SILENT}
     run: Run = api.calibrate(source, texts[0], tmp_path / "run", texts[1], **settings)
     accuracy = api.validate(run.root, max_tokens=192, progress=SILENT)
     assert accuracy.verdict is not None

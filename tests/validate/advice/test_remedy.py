@@ -131,9 +131,21 @@ def test_the_command_measures_the_same_texts_with_the_options_of_the_run(
     for number, text in enumerate((demo_texts.calibration, demo_texts.evaluation)):
         texts.append(tmp_path / f"text {number} and more.txt")
         texts[-1].write_text(text.read_text(encoding="utf-8")[:12_000], encoding="utf-8")
-    settings = {"samples": 6, "seq_len": 48, "batch_size": 2, "graph": False, "bos": "never", "progress": SILENT}
-    scales = {"method": "percentile", "percentile": 99.9, "skip": ("*.down_proj", "*layers.0*"), "kv_cache": "v"}
-    run = api.calibrate(demo_checkpoint, [f"{texts[0]}=2", str(texts[1])], tmp_path / "a run", **settings, **scales)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        "samples": 6,
+        "seq_len": 48,
+        "batch_size": 2,
+        "graph": False,
+        "bos": "never",
+        "progress": SILENT,
+    }
+    scales: dict[str, Any] = {
+        "method": "percentile",
+        "percentile": 99.9,
+        "skip": ("*.down_proj", "*layers.0*"),
+        "kv_cache": "v",
+    }
+    run = api.calibrate(demo_checkpoint, [f"{texts[0]}=2", str(texts[1])], tmp_path / "a run", **settings, **scales)
     command = command_for(run, ["--form", "tail:16", "--weight-rounding", "gptq"])
     assert command == (
         f"fp8q calibrate {demo_checkpoint} --data '{texts[0]}=2' --data '{texts[1]}' --bos never --out '{run.root}' "
