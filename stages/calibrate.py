@@ -141,7 +141,7 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     collected = collect(source, tokenizer, what.data, what.eval_data, options, notes)
     collected = replace(collected, other_tokens=remaining.kinds if remaining else ())
     check_batches(options, len(collected.windows), world)
-    if remark := few_tokens_note(gemms, options.weight_rounding, collected.windows.size):
+    if remark := few_tokens_note(gemms, options, *collected.windows.shape):
         notes.note(remark)
     if later:
         preflight.check_fit(source, collected, later)
@@ -154,7 +154,7 @@ def scales(run: Run, notes: Notes, options: RescaleOptions) -> Run:
     chosen, graph, source = rescaled(run, options), export_options(run), sources.source_of(run)
     check_attention(adapters_of(run), ExportOptions(), chosen)
     gemms, measured = sources.gemms_of(source, chosen), load_record(run).corpus
-    if remark := few_tokens_note(gemms, chosen.weight_rounding, measured.windows * measured.seq_len):
+    if remark := few_tokens_note(gemms, chosen, measured.windows, measured.seq_len):
         notes.note(remark)
     _quantized(run, source, gemms, chosen, notes)
     export_or_note(run, graph, notes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import BLOCK, DYNAMIC, Form, FormRule, ScaleOptions, WeightRounding
+from ...options import BLOCK, DYNAMIC, Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
 
 #: Why a run in dynamic form has no graph.
@@ -57,20 +57,61 @@ class ModelGemms:
 TOKENS_AN_INPUT = 6
 
 
-def few_tokens_note(gemms: ModelGemms, rounding: WeightRounding, tokens: int) -> str | None:
-    """Warn of second moments of too few calibration `tokens` for the widest input; None where they are enough.
+@dataclass(frozen=True)
+class WantedTokens:
+    """The calibration tokens that compensated rounding wants, for the widest input that it reads, `width` numbers of
+    `module`.
+    """
+
+    module: str
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return TOKENS_AN_INPUT * self.width
+
+    def few(self, windows: int, seq_len: int) -> str | None:
+        """State that so many `windows` of `seq_len` tokens are fewer, and the option that mends it; None where they are
+        enough.
+        """
+        if (tokens := windows * seq_len) >= self.tokens:
+            return None
+        return (
+            f"{tokens:,} calibration tokens are few for inputs of {self.width:,} numbers, as that of {self.module}: on "
+            f"other text such codes may lose more than the nearest; --samples {self.windows(seq_len)} takes the "
+            f"{self.tokens:,} that they want"
+        )
+
+    def windows(self, seq_len: int) -> int:
+        """The windows of `seq_len` tokens that have so many."""
+        return -(-self.tokens // seq_len)
+
+
+def wanted_tokens(widths: Mapping[str, int]) -> WantedTokens | None:
+    """Return the tokens that compensated rounding of these modules wants, by the `widths` of their inputs; None without
+    any.
 
     Experts are judged on tokens held out (`quantize.weights.held_out`), and starved ones have notes of their own.
     """
-    widths = {name: width for name, width in gemms.widths.items() if ".experts." not in name and name != gemms.head}
-    widest = max(widths, key=lambda name: widths[name], default=None)
-    if rounding == "nearest" or widest is None or tokens >= (enough := TOKENS_AN_INPUT * widths[widest]):
+    dense = {module: width for module, width in widths.items() if ".experts." not in module}
+    widest = max(dense, key=lambda module: dense[module], default=None)
+    return None if widest is None else WantedTokens(widest, dense[widest])
+
+
+def few_tokens_note(gemms: ModelGemms, options: ScaleOptions, windows: int, seq_len: int) -> str | None:
+    """Warn, before any work, of second moments of too few calibration tokens; None where they are enough."""
+    if options.weight_rounding == "nearest":
         return None
-    return (
-        f"--weight-rounding {rounding}: {tokens:,} calibration tokens are few for inputs of {widths[widest]:,} "
-        f"numbers, as that of {widest}: on other text such codes may lose more than the nearest; give {enough:,} or "
-        "more (--samples)"
-    )
+    stay = {gemms.head, *gemms.stay, *gemms.unknown, *gemms.fp32, *gemms.routers}
+    coded = {
+        name: width
+        for name, width in gemms.widths.items()
+        if name not in stay and not any(fnmatchcase(name, pattern) for pattern in options.skip)
+    }
+    wanted = wanted_tokens(coded)
+    few = wanted and wanted.few(windows, seq_len)
+    return f"--weight-rounding {options.weight_rounding}: {few}" if few else None
 
 
 def select(gemms: ModelGemms, skip: Sequence[str], only: Sequence[str] = ()) -> tuple[list[str], dict[str, Skipped]]:

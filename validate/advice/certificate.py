@@ -14,11 +14,14 @@ known where the clip is not a function of the batches' amax, as a percentile is 
 
 Batches are not exchangeable where the text changes along the way: then there are more late records than 1/k a batch,
 and the verdict says so.
+
+Compensated rounding wants text too, by another rule (`quantize.scales.policy.wanted_tokens`), which `fp8q calibrate`
+notes before it measures. Text that is enough for scales and too little for codes is not called enough.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, isfinite, log2
 from typing import Any, Literal
 
@@ -31,6 +34,7 @@ from ...core.columns import Column, Table, count, magnitude, number_column, shar
 from ...options import METHODS
 from ...quantize.scales.clip import measured
 from ...quantize.scales.decisions import Scales, TensorScale
+from ...quantize.scales.policy import WantedTokens, wanted_tokens
 from .findings import chosen_scales
 
 #: Batches that are too few to tell anything.
@@ -44,6 +48,11 @@ HARMFUL_RATE, LARGE_RATE = (0.01, 0.1), (0.001, 0.01)
 #: Records in the last three quarters of the batches, over those expected. Tensors go together, so that of a few
 #: hundred only some five are independent, and 1.4 records each are expected: twice that is 3 standard deviations.
 MOST_DRIFT = 2.0
+Verdict = Literal["good", "watch", "bad", "unknown"]
+#: The words that the sentence of a verdict begins with.
+BEGIN: Mapping[Verdict, str] = {"good": "Enough text", "watch": "More text would help", "bad": "Too little text"}
+#: The roundings of weights that second moments of inputs compensate.
+COMPENSATED = ("gptq", "sequential")
 #: Tensors that a table has.
 LISTED = 8
 
@@ -80,11 +89,11 @@ class Certificate:
     exceed its amax, to exceed its clip by more than rounding costs (`harmful`), and by more than an octave (`large`).
 
     `exceeded` counts the tensors in which one batch exceeded the amax of all others, by `median_octaves` in the median;
-    `more_windows`: the windows that would bring both probabilities below the limits of `good`; 0 where they are, None
-    where this is unknown.
+    `more_windows`: the windows that would bring both probabilities below the limits of `good`, and give compensated
+    rounding the tokens that it wants; 0 where they are, None where this is unknown.
     """
 
-    verdict: Literal["good", "watch", "bad", "unknown"]
+    verdict: Verdict
     sentence: str
     windows: int
     batches: int
@@ -147,7 +156,38 @@ def _named(text: Corpus, first: int, last: int) -> str:
 
 
 def certificate(statistics: Statistics, scales: Scales) -> Certificate:
-    """Assess, from the statistics, the text that the run was calibrated on, at the scales that were chosen."""
+    """Assess, from the statistics, the text that the run was calibrated on, for the scales and codes that were
+    chosen.
+    """
+    of_scales, corpus = _for_scales(statistics, scales), statistics.record.corpus
+    wanted = _wanted(statistics, scales)
+    few = wanted and wanted.few(corpus.windows, corpus.seq_len)
+    if wanted is None or few is None:
+        return of_scales
+    more = wanted.windows(corpus.seq_len) - corpus.windows
+    known = 0 if of_scales.verdict == "unknown" else of_scales.more_windows
+    verdict: Verdict = "bad" if of_scales.verdict == "bad" else "watch"
+    return replace(
+        of_scales,
+        verdict=verdict,
+        sentence=f"{BEGIN[verdict]}: {few}. For scales: {of_scales.sentence[0].lower()}{of_scales.sentence[1:]}",
+        more_windows=None if known is None else max(more, known),
+    )
+
+
+def _wanted(statistics: Statistics, scales: Scales) -> WantedTokens | None:
+    """The tokens that the compensated rounding of these weights wants; None where none is compensated."""
+    first_of = {module: name for name, group in statistics.record.groups.items() for module in group}
+    widths = {}
+    for module, weight in scales.weights.items():
+        measured_input = statistics.tensors.get(f"{first_of.get(module, module)}.input")
+        if weight.rounding in COMPENSATED and measured_input is not None:
+            widths[module] = measured_input.amax_channels.size
+    return wanted_tokens(widths)
+
+
+def _for_scales(statistics: Statistics, scales: Scales) -> Certificate:
+    """Assess the text for the scales of activations."""
     chosen = {
         name: scale
         for name, scale in chosen_scales(scales, statistics.record.groups).items()
@@ -169,7 +209,7 @@ def certificate(statistics: Statistics, scales: Scales) -> Certificate:
     more = None if drift > MOST_DRIFT else _more(harmful, large, batches) * corpus.batch_size
     return Certificate(
         verdict=verdict,
-        sentence=_sentence(verdict, (exceeds, harmful, drift), median, more, corpus.batch_size),
+        sentence=_sentence(verdict, (harmful, large, drift), more, corpus.batch_size),
         windows=windows,
         batches=batches,
         tensors=len(tensor_records),
@@ -236,7 +276,7 @@ def _rate(
     return float(np.mean(rates))
 
 
-def _verdict(harmful: float, large: float, drift: float) -> Literal["good", "watch", "bad"]:
+def _verdict(harmful: float, large: float, drift: float) -> Verdict:
     if harmful > HARMFUL_RATE[1] or large > LARGE_RATE[1]:
         return "bad"
     return "good" if harmful <= HARMFUL_RATE[0] and large <= LARGE_RATE[0] and drift <= MOST_DRIFT else "watch"
@@ -248,22 +288,28 @@ def _more(harmful: float, large: float, batches: int) -> int:
     return max(ceil((batches + 1) * needed) - (batches + 1), 0)
 
 
-def _sentence(
-    verdict: str, rates: tuple[float, float, float], octaves: float | None, more: int | None, batch_size: int
-) -> str:
-    exceeds, harmful, drift = rates
-    by = "" if not octaves else f", by {octaves:.2f} octaves as a rule"
+def _sentence(verdict: Verdict, rates: tuple[float, float, float], more: int | None, batch_size: int) -> str:
+    """The verdict in words, with the two rates and limits that it is by. How often an amax is exceeded at all says
+    nothing: less than rounding costs harms nothing.
+    """
+    harmful, large, drift = rates
     what = (
-        f"the next {'window' if batch_size == 1 else f'batch of {batch_size} windows'} exceeds a tensor's amax with a "
-        f"probability of {share(exceeds)}{by}, and its clip by more than rounding costs with {share(harmful)}"
+        f"the next {'window' if batch_size == 1 else f'batch of {batch_size} windows'} exceeds a tensor's clip by more "
+        f"than rounding costs with a probability of {share(harmful)} (limit {_limit(HARMFUL_RATE)}), and by more than an "
+        f"octave with {share(large)} (limit {_limit(LARGE_RATE)})"
     )
-    begin = {"good": "Enough text", "watch": "More text would help", "bad": "Too little text"}[verdict]
     if drift > MOST_DRIFT:
         return (
-            f"{begin}: amax grew late {drift:.1f} times as often as in text that is alike throughout; {what}, or more."
+            f"{BEGIN[verdict]}: amax grew late {drift:.1f} times as often as in text that is alike throughout; {what}, "
+            "or more."
         )
-    settle = f"; {more:,} more windows would bring that under {share(HARMFUL_RATE[0])}" if more else ""
-    return f"{begin}: {what}{settle}."
+    settle = f"; {more:,} more windows would bring it under" if more else ""
+    return f"{BEGIN[verdict]}: {what}{settle}."
+
+
+def _limit(rates: tuple[float, float]) -> str:
+    """Format the limit of `good`: 0.01 -> `1 %`."""
+    return f"{100 * rates[0]:g} %"
 
 
 def _set_by(corpus: Corpus, tensor_records: Sequence[Record]) -> tuple[SetBy, ...]:

@@ -42,12 +42,16 @@ def test_all_linear_layers_but_the_head_run_in_fp8_unless_asked_otherwise() -> N
 def test_second_moments_of_few_tokens_are_warned_of() -> None:
     widths = {"l.0.mlp.up_proj": 576, "l.0.mlp.down_proj": 1536, "l.0.mlp.experts.3.w2": 4096, "lm_head": 4096}
     gemms = replace(PRODUCTS, widths=widths)
-    assert few_tokens_note(gemms, "gptq", 6 * 1536) is None
-    assert few_tokens_note(gemms, "nearest", 10) is None
-    assert few_tokens_note(gemms, "sequential", 6 * 1536 - 1) == (
-        "--weight-rounding sequential: 9,215 calibration tokens are few for inputs of 1,536 numbers, as that of "
-        "l.0.mlp.down_proj: on other text such codes may lose more than the nearest; give 9,216 or more (--samples)"
+    gptq, sequential = ScaleOptions(weight_rounding="gptq"), ScaleOptions(weight_rounding="sequential")
+    assert few_tokens_note(gemms, gptq, 36, 256) is None, "six times 1,536 are 9,216"
+    assert few_tokens_note(gemms, ScaleOptions(weight_rounding="nearest"), 1, 10) is None
+    assert few_tokens_note(gemms, sequential, 35, 256) == (
+        "--weight-rounding sequential: 8,960 calibration tokens are few for inputs of 1,536 numbers, as that of "
+        "l.0.mlp.down_proj: on other text such codes may lose more than the nearest; --samples 36 takes the 9,216 that "
+        "they want"
     )
+    left_in_bf16 = replace(gptq, skip=("*.down_proj",))
+    assert few_tokens_note(gemms, left_in_bf16, 14, 256) is None, "six times 576 are 3,456"
 
 
 def test_what_transformers_keeps_in_fp32_is_not_quantized() -> None:

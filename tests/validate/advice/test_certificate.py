@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from fp8q.calibrate.measure.statistics import (
 )
 from fp8q.core.run import Run
 from fp8q.options import METHODS, Clipping
-from fp8q.quantize.scales.decisions import Scales, activation_scales
+from fp8q.quantize.scales.decisions import Scales, WeightScales, activation_scales
 from fp8q.validate.advice.certificate import (
     HARMLESS,
     Certificate,
@@ -90,8 +91,8 @@ def test_a_text_whose_amax_is_a_tie_in_every_tensor_is_enough() -> None:
     found = certified(statistics(corpus(4), a=[448, 448, 224, 448], b=[448, 448, 1, 1]))
     assert (found.verdict, found.exceeded, found.exceeds, found.harmful, found.more_windows) == ("good", 0, 0, 0, 0)
     assert found.sentence == (
-        "Enough text: the next window exceeds a tensor's amax with a probability of 0, and its clip "
-        "by more than rounding costs with 0."
+        "Enough text: the next window exceeds a tensor's clip by more than rounding costs with a probability of 0 "
+        "(limit 1 %), and by more than an octave with 0 (limit 0.1 %)."
     )
 
 
@@ -103,9 +104,62 @@ def test_an_outlier_in_one_batch_of_ten_is_bad_and_says_how_many_windows_would_s
     assert found.more_windows == (500 - 11) * 2
     assert found.records[0] == Record("b.input", 448.0, 2.0, 0.0, "text", 3, (6, 7))
     assert found.sentence == (
-        "Too little text: the next batch of 2 windows exceeds a tensor's amax with a probability of 4.55 %, by 1.00 "
-        "octaves as a rule, and its clip by more than rounding costs with 4.55 %; 978 more windows would bring that "
-        "under 1.00 %."
+        "Too little text: the next batch of 2 windows exceeds a tensor's clip by more than rounding costs with a "
+        "probability of 4.55 % (limit 1 %), and by more than an octave with 4.55 % (limit 0.1 %); 978 more windows would "
+        "bring it under."
+    )
+
+
+def test_a_rare_octave_alone_asks_for_more_text_and_says_so() -> None:
+    """One of 40 tensors leapt: 1/40 of 1/9 is 0.28 %, under the limit of small excesses and over that of octaves."""
+    alike = {f"t{number}": [448.0] * 8 for number in range(39)}
+    found = certified(statistics(corpus(8), leaps=[112] * 7 + [448], **alike))
+    assert found.verdict == "watch"
+    assert found.more_windows == 25 - 9, "1/40 over 25 is 0.1 %"
+    assert found.sentence == (
+        "More text would help: the next window exceeds a tensor's clip by more than rounding costs with a probability "
+        "of 0.28 % (limit 1 %), and by more than an octave with 0.28 % (limit 0.1 %); 16 more windows would bring it "
+        "under."
+    )
+
+
+FEW = (
+    "64 calibration tokens are few for inputs of 16 numbers, as that of a: on other text such codes may lose more than "
+    "the nearest; --samples 12 takes the 96 that they want"
+)
+ENOUGH = (
+    "enough text: the next window exceeds a tensor's clip by more than rounding costs with a probability of 0 (limit "
+    "1 %), and by more than an octave with 0 (limit 0.1 %)."
+)
+
+
+def weighed(windows: int, rounding: str, width: int = 16, method: str = "amax") -> Certificate:
+    """The certificate of a run of windows of 8 tokens whose weight `a` reads inputs of `width` numbers."""
+    measured = statistics(corpus(windows), a=[448] * windows)
+    tensors = {"a.input": replace(measured.tensors["a.input"], amax_channels=np.full(width, 448, np.float32))}
+    measured = Statistics(measured.record, tensors)
+    activations, _ = activation_scales(measured, measured.record.groups, Clipping(method))  # type: ignore[arg-type]
+    weight = WeightScales(
+        method="amax", rounding=rounding, axis=0, channels=1, scale_min=1.0, scale_max=1.0, sqnr_db=30.0
+    )  # type: ignore[arg-type]
+    return certificate(measured, Scales(weights={"a": weight}, activations=activations, skipped={}))
+
+
+def test_text_that_is_enough_for_scales_and_not_for_codes_is_not_called_enough() -> None:
+    """Once "16,384 tokens are few … give 29,184" before, and "enough" in the report."""
+    found = weighed(8, "gptq")
+    assert (found.verdict, found.more_windows) == ("watch", 4)
+    assert found.sentence == f"More text would help: {FEW}. For scales: {ENOUGH}"
+    assert weighed(12, "gptq").sentence == f"E{ENOUGH[1:]}"
+    assert weighed(8, "nearest").sentence == f"E{ENOUGH[1:]}"
+
+
+def test_few_tokens_for_codes_are_said_where_nothing_is_known_of_scales() -> None:
+    found = weighed(8, "sequential", method="mse")
+    assert found.verdict == "watch"
+    assert found.sentence == (
+        f"More text would help: {FEW}. For scales: cannot be told: a clip by mse is not the amax of batches, and of "
+        "each batch that alone is kept."
     )
 
 
