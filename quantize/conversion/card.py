@@ -23,7 +23,11 @@ Converted by fp8q from the names and shapes of its tensors, without text and wit
 {quantized:,} tensors are E4M3 codes. Each code was decoded and compared with the number that it stands for: the largest
 error is {steps:.3g} of a step between codes, and {relative:.2%} of a value.
 
-**Not measured**: what this costs in accuracy. `fp8q validate` measures it for runs of `fp8q calibrate`.
+**Not measured**: what this costs in accuracy. This does, against the original and on text of yours:
+
+    fp8q compare ORIGINAL --model path/to/this/directory --data TEXT --out OUT
+
+Served by vLLM:
 
     vllm serve path/to/this/directory
 
