@@ -112,9 +112,8 @@ def check_fit(source: Source, collected: Collected, later: RunOptions) -> None:
     replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length
     packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
     tails = any(rule.form.tail for rule in later.calibrate.form_rules)
-    if tails and validate.as_served is None and not validate.accumulator:
-        window = validate.context or min(packing.size, limit or packing.size)
-        validate = behind_a_prompt(validate, window)
+    window = validate.context or min(packing.size, limit or packing.size)
+    validate = behind_a_prompt(validate, window, tails=tails)
     tokens = cut_for(collected.evaluation, collected.names[1], validate, packing, limit, SILENT)
     check_enough(tokens, validate, Notes(SILENT), "--eval-data")
 

@@ -8,7 +8,7 @@ from ..core.files import write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter
-from ..options import LEAST_WINDOWS, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions, VerdictLimits
+from ..options import LEAST_WINDOWS, MAX_TOKENS, ONE_TERM_ALONE, RUNTIMES, WITHOUT_GRAPH, ValidateOptions, VerdictLimits
 from ..quantize.checkpoint.card_additions import (
     ACCURACY_MARK,
     COST,
@@ -218,36 +218,58 @@ def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateO
 
 
 def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> ValidateOptions:
-    """Return `options` with the prompt that windows begin with by default: half a window where the run has tails.
+    """Return `options` with the prompt that windows begin with by default: half a window where the run has tails; and
+    with the most tokens that are decoded behind a prompt.
 
     What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without tails, or with
     an accumulator, whole windows stay the default.
     """
     tails = load_scales(run).tails.values()
-    if not tails or options.as_served is not None or options.accumulator:
-        return options
     calibrated = load_tokens(run, run.calibration).shape[1]
     window = options.context or min(calibrated, positions(run) or calibrated)
-    served = behind_a_prompt(options, window)
+    served = behind_a_prompt(options, window, tails=bool(tails))
     prompt, most = served.as_served, served.max_tokens
-    half = ", half a window" if prompt == prompt_of(window) else f" of {window}"
-    fewer = f"; on a CPU {most:,} tokens are decoded at most, --max-tokens N takes others" if most else ""
-    notes.note(
-        f"--as-served: is {prompt}{half}, since decoded tokens and a prompt's last {max(tails)} have another "
-        f"form than the rest of the prompt; --as-served N takes another prompt{fewer if not options.max_tokens else ''}"
-    )
+    if prompt is None:
+        return options
+    capped = most is not None and options.max_tokens is None
+    fewer = f"on a CPU {most:,} tokens are decoded at most, --max-tokens N takes others" if capped else ""
+    if options.as_served is None:
+        half = ", half a window" if prompt == prompt_of(window) else f" of {window}"
+        notes.note(
+            f"--as-served: is {prompt}{half}, since decoded tokens and a prompt's last {max(tails)} have another "
+            f"form than the rest of the prompt; --as-served N takes another prompt{fewer and f'; {fewer}'}"
+        )
+    elif fewer:
+        notes.note(f"--as-served {prompt}: {fewer}")
     return served
 
 
-def behind_a_prompt(options: ValidateOptions, window: int) -> ValidateOptions:
-    """Return `options` for a run with tails: tokens are decoded behind a prompt of half a `window`, and on a CPU, where
-    each of them is a pass of its own, only as many as an interval needs.
+def behind_a_prompt(options: ValidateOptions, window: int, *, tails: bool) -> ValidateOptions:
+    """Return `options` with the prompt of a `window`, half of it where none was asked for and the run has `tails`; and
+    on a CPU, where each decoded token is a pass of its own, with only as many of them as an interval needs, whatever
+    the prompt is.
     """
-    prompt, most = prompt_of(window), options.max_tokens
-    if device() == "cpu" and most is None:
-        decoded = min(window - prompt, -(-DECODED_ON_CPU // LEAST_WINDOWS))
-        prompt, most = window - decoded, max(DECODED_ON_CPU, LEAST_WINDOWS * decoded)
+    prompt, most, on_cpu = options.as_served, options.max_tokens, False
+    if prompt is None and (not tails or options.accumulator):
+        return options
+    if most is None:
+        on_cpu = device() == "cpu"
+    if prompt is None:
+        prompt = prompt_of(window)
+        if on_cpu:
+            prompt = max(prompt, window - -(-DECODED_ON_CPU // LEAST_WINDOWS))
+    if on_cpu and prompt < window:
+        most = most_decoded(window, prompt)
     return replace(options, as_served=prompt, max_tokens=most)
+
+
+def most_decoded(window: int, prompt: int) -> int:
+    """The tokens that a CPU decodes behind a `prompt` in windows of `window` tokens: `DECODED_ON_CPU`, but no more
+    prompts than the windows of `MAX_TOKENS`, since each of these is read too, and `LEAST_WINDOWS` in any case.
+    """
+    windows = -(-DECODED_ON_CPU // (window - prompt))
+    windows = max(LEAST_WINDOWS, min(windows, MAX_TOKENS // window))
+    return windows * (window - prompt)
 
 
 def check_enough(tokens: Evaluation, limits: VerdictLimits, notes: Notes, text: str = "--data") -> None:

@@ -5,9 +5,9 @@ import pytest
 
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
-from fp8q.options import VerdictLimits
+from fp8q.options import ValidateOptions, VerdictLimits
 from fp8q.stages.pipeline.stage import Notes
-from fp8q.stages.validate import check_enough
+from fp8q.stages.validate import behind_a_prompt, check_enough
 from fp8q.validate.accuracy.perplexity import cut, evenly_spaced
 
 NO_VERDICT = "no interval, so that this cannot end in a verdict that passes: 10 do"
@@ -36,3 +36,31 @@ def test_too_few_windows_are_noted_with_what_helps(
         assert str(error.value) == f"--max-kl 0.01: {said}"
     else:
         check_enough(tokens, VerdictLimits(max_kl=0.01), notes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tails", "expected"),
+    [
+        (None, False, (None, None)),  # whole windows
+        (None, True, (307, 2050)),  # ten windows of 205
+        (448, True, (448, 2048)),  # 32 windows of 64: once all of the text, 3 h 27 min for 1 h 3 min
+        (448, False, (448, 2048)),
+        (128, True, (128, 3840)),  # ten windows of 384
+        (510, True, (510, 128)),  # 64 windows of two: a prompt costs as well, and 32,768 tokens are 64 windows
+        (512, True, (512, None)),  # refused later: nothing is left to decode
+    ],
+)
+def test_a_cpu_decodes_few_tokens_whatever_the_prompt(
+    prompt: int | None, tails: bool, expected: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fp8q.stages.validate.device", lambda: "cpu")
+    served = behind_a_prompt(ValidateOptions(as_served=prompt), 512, tails=tails)
+    assert (served.as_served, served.max_tokens) == expected
+    asked = behind_a_prompt(ValidateOptions(as_served=prompt, max_tokens=9_999), 512, tails=tails)
+    assert asked.max_tokens == 9_999
+
+
+def test_a_gpu_decodes_all_behind_half_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8q.stages.validate.device", lambda: "cuda")
+    served = behind_a_prompt(ValidateOptions(), 512, tails=True)
+    assert (served.as_served, served.max_tokens) == (256, None)
