@@ -48,7 +48,7 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
     Raises InputError when `data` overlaps with the calibration text, or is shorter than a window.
     """
     ids, calibration = load_tokens(run, run.evaluation), load_tokens(run, run.calibration)
-    name, opening = run.facts(CORPUS).eval_data, opening_of(run)
+    name, opening = evaluation_name(run), opening_of(run)
     if data is not None:
         from ..calibrate.model.tokenizer import stored_tokenizer
         from ..validate.accuracy.runtimes import vocabulary
@@ -60,6 +60,15 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
     packing = Packing(calibration.shape[1], tuple(opening.prefix))
     tokens = cut_for(ids, name, options, packing, positions(run), report)
     return replace(tokens, protocol=tokens.protocol.model_copy(update=opening.model_dump()))
+
+
+def evaluation_name(run: Run) -> str:
+    """Name the evaluation text of `run`: the text that was given, or the part of the calibration text that was held
+    out, whose tokens are a tenth of those of the file.
+    """
+    facts = run.facts(CORPUS)
+    held_out = facts.eval_data == facts.data and facts.overlap is None
+    return f"the held-out tenth of {facts.eval_data}" if held_out else facts.eval_data
 
 
 def cut_for(
@@ -83,9 +92,8 @@ def cut_for(
     scored = evenly_spaced(all_windows, asked.max_tokens or max(MAX_TOKENS, LEAST_WINDOWS * size))
     if asked.max_tokens is None and len(scored.ids) < len(all_windows.ids):
         report.note(
-            f"--max-tokens: {scored.protocol.tokens:,} of the {all_windows.protocol.tokens:,} tokens of {name} are "
-            f"scored, in {len(scored.ids):,} of {len(all_windows.ids):,} windows, evenly spaced; --max-tokens N takes "
-            "more or fewer"
+            f"--max-tokens: {scored.protocol.scored} are scored, in {len(scored.ids):,} of {len(all_windows.ids):,} "
+            "windows, evenly spaced; --max-tokens N takes more or fewer"
         )
     return scored
 

@@ -8,7 +8,7 @@ from ...core.errors import GateError, InputError
 from ...core.run import Run
 from ...options import FLOAT, NOT_SERVED, VerdictLimits
 from ...quantize.scales.decisions import load_scales
-from ...validate.accuracy.decision import of_100
+from ...validate.accuracy.decision import beside_limit, measured_of_100, of_100, percent
 from ...validate.accuracy.document import Accuracy, Verdict
 from ...validate.accuracy.limits import tune_budget
 
@@ -85,13 +85,19 @@ def _beyond(verdict: Verdict, asked: VerdictLimits) -> list[str]:
     rise, kl, flips = verdict.perplexity_increase, verdict.kl_nats, verdict.flips
     words = list[str]()
     if rise is None or "perplexity" in verdict.exceeded:
-        above = "not a number" if rise is None else f"{rise:.2%} above BF16's"
+        above = "not a number"
+        if rise is not None:
+            text = beside_limit(f"{rise:.2%}", 100 * rise, 100 * verdict.limit, percent(verdict.limit))
+            above = f"{text.removesuffix('%')}% above BF16's"
         largest = limit("--max-ppl-increase", f"{100 * verdict.limit:g}%", asked.max_ppl_increase)
         words.append(f"perplexity is {above}, {largest}")
     if "kl" in verdict.exceeded and kl is not None and verdict.kl_limit_nats is not None:
-        largest = limit("--max-kl", nats(verdict.kl_limit_nats), asked.max_kl)
-        words.append(f"KL from BF16 is {nats(kl)} nats a token, {largest}")
+        most = nats(verdict.kl_limit_nats)
+        measured = beside_limit(nats(kl), kl, verdict.kl_limit_nats, most)
+        words.append(f"KL from BF16 is {measured} nats a token, {limit('--max-kl', most, asked.max_kl)}")
     if "flips" in verdict.exceeded and flips is not None and verdict.flips_limit is not None:
-        differ = f"{of_100(flips)} of 100 next tokens differ from BF16's"
-        words.append(f"{differ}, {limit('--max-flips', f'{of_100(verdict.flips_limit)}%', asked.max_flips)}")
+        most = of_100(verdict.flips_limit)
+        measured = beside_limit(measured_of_100(flips), 100 * flips, 100 * verdict.flips_limit, most)
+        differ = f"{measured} of 100 next tokens differ from BF16's"
+        words.append(f"{differ}, {limit('--max-flips', f'{most}%', asked.max_flips)}")
     return words

@@ -23,6 +23,8 @@ from .share_interval import share_interval
 
 #: A change of perplexity that no user notices; it is far below the difference between texts.
 SAME = 1e-3
+#: Digits that no two doubles share, of those that differ.
+MOST_DIGITS = 18
 Losses = Mapping[str, npt.NDArray[np.float32]]
 Interval = tuple[float, float]
 OVER, UNDER = (
@@ -97,20 +99,45 @@ def percent(fraction: float) -> str:
 
 
 def of_100(share: float) -> str:
-    """Format a share as so many of 100: 0.114 -> `11`, 0.036 -> `3.6`, 0 -> `0`."""
+    """Format a limit as so many of 100: 0.114 -> `11`, 0.036 -> `3.6`, 0.08 -> `8`, 0 -> `0`."""
     return f"{100 * share:.0f}" if share >= 0.0995 else f"{100 * share:.2g}"
+
+
+def measured_of_100(share: float) -> str:
+    """Format a measured share as so many of 100, with two digits: 0.114 -> `11`, 0.04 -> `4.0`, 0 -> `0`. So an
+    interval is as fine as the value in it: 3.5 of 100 in 3.0 to 4.0.
+    """
+    return f"{100 * share:#.2g}" if 0 < share < 0.0995 else f"{100 * share:.0f}"
+
+
+def beside_limit(text: str, number: float, limit: float, shown: str) -> str:
+    """Return the `text` of a `number`; the number with more digits where that would read as on the other side of a
+    `limit`, which is `shown` so: `8.04` of 100, and not `8.0`, is more than 8.
+    """
+    digits = 3
+    while (_number(text) > _number(shown)) != (number > limit) and digits < MOST_DIGITS:
+        text, digits = f"{number:.{digits}g}", digits + 1
+    return text
+
+
+def _number(text: str) -> float:
+    return float(text.replace("−", "-").rstrip(" %"))
 
 
 def loss_in_words(loss: RuntimeLoss, limits: Limits, least: bool = False) -> str:
     """Describe a loss beside its limits, what is beyond first; `least`: the KL is at least so much."""
-    words: dict[Measure, str] = {
-        "perplexity": f"{increase(loss.rise or 0.0)} perplexity (limit {percent(limits.rise)})"
-    }
+    rise, most = loss.rise or 0.0, percent(limits.rise)
+    rises = beside_limit(increase(rise), 100 * rise, 100 * limits.rise, most).removesuffix(" %")
+    signed = rises if rises.startswith(("+", "−")) else f"+{rises}"
+    words: dict[Measure, str] = {"perplexity": f"{signed} % perplexity (limit {most})"}
     if loss.kl_nats is not None:
-        kl = f"at least {nats(loss.kl_nats)}" if least else nats(loss.kl_nats)
-        words["kl"] = f"KL {kl} nats (limit {nats(limits.kl_nats)})"
+        most = nats(limits.kl_nats)
+        kl = beside_limit(nats(loss.kl_nats), loss.kl_nats, limits.kl_nats, most)
+        words["kl"] = f"KL {'at least ' if least else ''}{kl} nats (limit {most})"
     if loss.flips is not None:
-        words["flips"] = f"{of_100(loss.flips)} of 100 next tokens differ (limit {of_100(limits.flips)})"
+        most = of_100(limits.flips)
+        differ = beside_limit(measured_of_100(loss.flips), 100 * loss.flips, 100 * limits.flips, most)
+        words["flips"] = f"{differ} of 100 next tokens differ (limit {most})"
     beyond = exceeded(loss, limits)
     return ", ".join(words[measure] for measure in sorted(words, key=lambda measure: measure not in beyond))
 
@@ -213,7 +240,7 @@ def _intervals(worst: Candidate, limits: Limits) -> list[str]:
     if worst.flips_interval and loss.flips is not None:
         low, high = worst.flips_interval
         reaches = _reaches(worst.flips_interval, loss.flips, limits.flips)
-        others.append(f"{of_100(low)} to {of_100(high)} of 100 tokens{reaches}")
+        others.append(f"{measured_of_100(low)} to {measured_of_100(high)} of 100 tokens{reaches}")
     return [*sentences, *([f"{'; '.join(others)}."] if others else [])]
 
 

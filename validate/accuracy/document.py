@@ -53,13 +53,20 @@ class Protocol(Strict):
         """The protocol in words."""
         begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
         shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
-        decoded = f", decoded behind prompts of {self.prompt:,}" if self.prompt is not None else ""
-        tokens = f"{self.tokens:,}" if self.of_tokens is None else f"{self.tokens:,} of the {self.of_tokens:,}"
         spaced = "" if self.of_tokens is None else ", evenly spaced"
         return (
-            f"{tokens} tokens of {self.dataset}, each scored once{decoded}, in windows of {self.context:,} "
-            f"tokens every {self.stride:,}{spaced}{begins}{shared}"
+            f"{self.scored}, each scored once, in windows of {self.context:,} tokens every {self.stride:,}{spaced}"
+            f"{begins}{shared}"
         )
+
+    @property
+    def scored(self) -> str:
+        """The number of tokens that are scored, of how many, and which these are: of a text that is decoded behind
+        prompts, those behind them.
+        """
+        tokens = f"{self.tokens:,}" if self.of_tokens is None else f"{self.tokens:,} of the {self.of_tokens:,}"
+        behind = "" if self.prompt is None else f" that are decoded behind prompts of {self.prompt:,}"
+        return f"{tokens} tokens of {self.dataset}{behind}"
 
 
 class FrequencyBucket(Strict):

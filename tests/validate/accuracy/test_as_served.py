@@ -65,7 +65,7 @@ def test_only_the_tokens_behind_the_prompt_are_scored() -> None:
     assert evaluation.scored.tolist() == [[False, False, False, True, True]] * 2
     assert (evaluation.protocol.tokens, evaluation.protocol.prompt) == (4, 3)
     assert evaluation.protocol.description == (
-        "4 tokens of text, each scored once, decoded behind prompts of 3, in windows of 5 tokens every 5"
+        "4 tokens of text that are decoded behind prompts of 3, each scored once, in windows of 5 tokens every 5"
     )
     with pytest.raises(InputError) as refused:
         cut(np.arange(10), "text", 5, 5, prompt=5)

@@ -11,7 +11,7 @@ import pytest
 
 from fp8q.options import VerdictLimits
 from fp8q.validate.accuracy.bootstrap import increase_halves
-from fp8q.validate.accuracy.decision import decide, noise_floor
+from fp8q.validate.accuracy.decision import decide, measured_of_100, noise_floor
 from fp8q.validate.accuracy.document import (
     Accuracy,
     AgainstStored,
@@ -163,13 +163,36 @@ def test_a_loss_within_all_limits_is_acceptable_with_the_three_intervals() -> No
     found = of_all(fp8(0.0037, 0.05, rise=0.0019))
     assert (found.kind, found.exceeded) == ("acceptable", [])
     assert found.sentence == (
-        "Acceptable: +0.19 % perplexity (limit 1 %), KL 0.0037 nats (limit 0.00995), 5 of 100 next tokens differ "
+        "Acceptable: +0.19 % perplexity (limit 1 %), KL 0.0037 nats (limit 0.00995), 5.0 of 100 next tokens differ "
         "(limit 8)"
     )
     # Clopper and Pearson: 2 of 40 tokens
     assert "95 % interval +0.19 to +0.19 %. KL 0.0037 to 0.0037 nats; 0.61 to 17 of 100 tokens, which reaches over" in (
         found.detail
     )
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        (fp8(0.009952, 0.05, rise=0.001), "Worse: KL 0.009952 nats (limit 0.00995), "),  # not "0.00995 (limit 0.00995)"
+        (fp8(0.00995, 0.05, rise=0.001), "KL 0.00995 nats (limit 0.00995), "),
+        (fp8(0.001, 0.08004, rise=0.001), "Worse: 8.004 of 100 next tokens differ (limit 8), "),
+        (fp8(0.001, 0.08, rise=0.001), "8.0 of 100 next tokens differ (limit 8)"),
+        (fp8(0.001, 0.05, rise=0.010004), "Worse: +1.0004 % perplexity (limit 1 %), "),
+        (fp8(0.001, 0.05, rise=0.01), "+1.00 % perplexity (limit 1 %), "),
+    ],
+)
+def test_what_exceeds_a_limit_never_reads_as_the_limit(reference: RuntimeAccuracy, said: str) -> None:
+    assert said in of_all(reference).sentence
+
+
+@pytest.mark.parametrize(
+    ("flips", "said"), [(0.035, "3.5"), (0.03, "3.0"), (0.04, "4.0"), (0.114, "11"), (0.0996, "10"), (0.0, "0")]
+)
+def test_an_interval_of_flips_is_as_fine_as_the_value_in_it(flips: float, said: str) -> None:
+    """Once 3.5 of 100 in 3 to 4."""
+    assert measured_of_100(flips) == said
 
 
 @pytest.mark.parametrize(
