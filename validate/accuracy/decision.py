@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.columns import increase, nats
-from ...options import LEAST_WINDOWS, NOT_SERVED, VerdictLimits
+from ...options import LEAST_WINDOWS, NOT_SERVED, ONE_TERM_ALONE, VerdictLimits
 from .bootstrap import Bootstrap, increase_interval, paired
 from .document import Accuracy, Kind, Measure, RuntimeAccuracy, Verdict
 from .limits import BF16, Limits, RuntimeLoss, exceeded, limits_for, used
@@ -220,9 +220,30 @@ def _details(
         sentences.append(f"FP8 is no farther from FP32 than BF16 is: KL {nats(fp8_kl)} nats against {nats(bf16_kl)}.")
     if limits.by_bf16:
         sentences.append("BF16's own distance from FP32 widens the limits of KL and flips.")
+    if (one := one_code(accuracy, limits)) is not None:
+        sentences.append(f"In one code, as vLLM without the plugin and transformers compute it: {one}.")
     if asked.asked is None:
         sentences.append("The limits are fp8q’s defaults; --max-ppl-increase, --max-kl and --max-flips set yours.")
     return sentences
+
+
+def one_code(accuracy: Accuracy, limits: Limits) -> str | None:
+    """Judge the run with one code where it has two: what servers compute that know no second ones. None where it was
+    not measured.
+    """
+    runtime = accuracy.runtimes.get(ONE_TERM_ALONE)
+    if runtime is None or runtime.sampled or runtime.perplexity_increase is None:
+        return None
+    loss, least, _ = _loss(runtime, accuracy.protocol.tokens)
+    kind: Kind = "worse" if exceeded(loss, limits) else "acceptable"
+    return f"{WORDS[kind].lower()}, {loss_in_words(loss, limits, least)}"
+
+
+def verdict_limits(verdict: Verdict) -> Limits | None:
+    """The limits that a verdict is by; None of one of an older version, which has that of perplexity alone."""
+    if verdict.kl_limit_nats is None or verdict.flips_limit is None:
+        return None
+    return Limits(verdict.limit, verdict.kl_limit_nats, verdict.flips_limit, by_bf16=False)
 
 
 def _intervals(worst: Candidate, limits: Limits) -> list[str]:

@@ -13,7 +13,7 @@ from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
 from ...options import BF16
 from ...quantize.scales.decisions import Scales, load_scales
-from ..accuracy.decision import decide, limits_of
+from ..accuracy.decision import decide, limits_of, one_code, verdict_limits
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
 from ..advice.remedy import Remedy, calibrate_command, remedy_of
@@ -35,8 +35,9 @@ class Standing:
     """The results of the run, for the files that are in it now; `name` is the run in its commands, and `tuned` the
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
-    alone. `remedy`: the change of forms that lessens its loss. `searched`: `fp8q run` found no form that meets these
-    limits. `other_tokens`: the step that lets vLLM read the tokens that were calibrated, where it does not.
+    alone, and `one_code` judges what it computes without. `remedy`: the change of forms that lessens its loss.
+    `searched`: `fp8q run` found no form that meets these limits. `other_tokens`: the step that lets vLLM read the tokens
+    that were calibrated, where it does not.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Standing:
     alone: str | None = None
     form: str = ""
     plugin: bool = False
+    one_code: str | None = None
     remedy: Remedy | None = None
     searched: bool = False
     other_tokens: NextStep | None = None
@@ -97,6 +99,7 @@ def standing(run: Run) -> Standing:
         alone=name_in_commands(run.model) if run.without_graph() else None,
         form=forms_in_words(scales),
         plugin=bool(scales.two_terms),
+        one_code=_one_code(run),
         remedy=remedy_of(run) if current("sensitivity") else None,
         searched=current("forms") and _searched_in_vain(run),
         other_tokens=_other_tokens_step(run),
@@ -108,6 +111,14 @@ def _other_tokens_step(run: Run) -> NextStep | None:
     if not (remark := other_tokens_remark(run)) or "measure" not in run.record().stages:
         return None
     return NextStep(f"For vLLM: {remark}", calibrate_command(run, ["--tokenizer", "auto"]))
+
+
+def _one_code(run: Run) -> str | None:
+    """Judge the run in one code, as its verdict does; None where that was not measured."""
+    limits = verdict_limits(report_verdict(run))
+    if limits is None or not wrote(run, run.accuracy, "validate"):
+        return None
+    return one_code(load_accuracy(run), limits)
 
 
 def _searched_in_vain(run: Run) -> bool:
@@ -150,13 +161,18 @@ def serving_step(has: Standing) -> NextStep:
     if has.plugin:
         why = (
             f"Serve it ({has.form}) in vLLM with the plugin fp8q-vllm, which is installed so into vLLM's environment, "
-            "from a clone of fp8q; without it vLLM computes another model, of one code."
+            f"from a clone of fp8q; without it vLLM computes one code{_as_measured(has)}."
         )
         return NextStep(why, f"pip install ./integrations/vllm && vllm serve {has.alone}")
     where = (
         "in vLLM on a GPU, since vLLM refuses weights alone in FP8 on a CPU" if BF16.words in has.form else "in vLLM"
     )
     return NextStep(f"Serve it ({has.form}) {where}." if has.form else "Serve it in vLLM.", f"vllm serve {has.alone}")
+
+
+def _as_measured(has: Standing) -> str:
+    """Say, after what vLLM computes without the plugin, how that was judged."""
+    return f" ({has.one_code})" if has.one_code else ", another model, which was not measured"
 
 
 def _other_form(verdict: Verdict, has: Standing) -> NextStep:
