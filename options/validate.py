@@ -315,7 +315,9 @@ class DoctorOptions(Options):
     """Options of `fp8q doctor` of a run."""
 
     windows: Annotated[
-        int, option(EVALUATION, "Calibration windows to run, evenly spaced. Of a RUN only.", "N"), between(1)
+        int,
+        option(EVALUATION, "Calibration windows to run, evenly spaced; 0 runs no model. Of a RUN only.", "N"),
+        between(0),
     ] = 4
 
 

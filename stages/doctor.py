@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import load_record, load_statistics
 from ..calibrate.model.caches import new_cache
+from ..core.columns import duration
 from ..core.errors import BackendError, InputError
 from ..core.run import Run
 from ..options import DoctorOptions
@@ -23,6 +24,7 @@ from .corpus import load_tokens, spread_windows
 from .pipeline.stage import CALIBRATE_MODULES, Notes, device, needs
 from .pipeline.stages import QUANTIZE
 from .shared.adapters import note_base_alone
+from .shared.cpu_time import STEP_TOKENS, token_seconds
 from .shared.model_files import checked_model, export_options
 from .shared.texts import Tokens
 
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from ..validate.advice.hidden_states import ModelPair
     from ..validate.advice.loops import Loops
 
+#: The models that are run.
+MODELS = ("BF16", "FP8")
+#: The time of running both on a window, in forward passes of BF16: each of them, and each GEMM by itself.
+PASSES = 4
 #: The most tokens that run through both models at a time, in whole windows.
 TOKENS = 1024
 
@@ -57,6 +63,9 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> Checkup:
     statistics = load_statistics(run)
     what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run, scales))
     checks = stored_checks(what.tensors, scales, what.remedies) + served_cache(run.model)
+    if not options.windows:
+        checks += not_measured("--windows 0 runs no model", f"`fp8q doctor {run.root}`")
+        return Checkup(windows=0, tokens=0, checks=worst_first(checks))
     windows = spread_windows(load_tokens(run, run.calibration), options.windows)
     running, ran = _running(what, windows, notes)
     return Checkup(
@@ -104,6 +113,7 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
     from ..validate.advice.hidden_states import ModelPair
 
     where, remedies, scales = device(), what.remedies, what.scales
+    notes.note(_announced(what.run, windows))
     model = load_model(source, torch.bfloat16, where).requires_grad_(False)
     pair = ModelPair(model, open_reference(what.run, "fast", where), _layers(model, source))
     watcher = Watcher(model)
@@ -123,6 +133,21 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
         *running.hidden_states(divergences, pair.layers, what.tensors, remedies),
         running.loops(_loops(what.run, pair, source, notes), remedies),
     ]
+
+
+def _announced(run: Run, windows: Tokens) -> str:
+    """Say what is run, and its time on this CPU, before anything is loaded."""
+    from ..validate.advice.loops import ANSWER, PROMPTS
+
+    seconds, steps = token_seconds(run), len(MODELS) * ANSWER
+    time = ""
+    if seconds is not None:
+        tokens = PASSES * windows.size + STEP_TOKENS * steps
+        time = f"; some {duration(seconds * tokens)} here, by the time of calibrating"
+    return (
+        f"doctor: runs {' and '.join(MODELS)} on {len(windows):,} windows ({windows.size:,} tokens), then lets each "
+        f"write {ANSWER} tokens after {PROMPTS} prompts{time}; --windows 0 runs no model, and checks the files alone"
+    )
 
 
 def _layers(model: "PreTrainedModel", source: "Source") -> "Layers | None":
@@ -155,7 +180,7 @@ def _loops(run: Run, pair: "ModelPair", source: "Source", notes: Notes) -> "Loop
     if windows.shape[1] < PROMPT or (room is not None and room < PROMPT + ANSWER):
         return None
     prompts = torch.from_numpy(spread_windows(windows, PROMPTS)[:, :PROMPT]).to(pair.model.device)
-    with notes.track("Writing greedy text", 2, "models") as advance:
+    with notes.track("Writing greedy text", len(MODELS), "models") as advance:
         bf16 = greedy(pair.model, partial(new_cache, pair.model), prompts)
         advance(1)
         fp8 = greedy(pair.reference.model, pair.reference.new_cache, prompts)

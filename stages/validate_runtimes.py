@@ -22,11 +22,9 @@ from .corpus import load_tokens
 from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
+from .shared.cpu_time import STEP_TOKENS, token_seconds
 from .shared.engines import note_without_engines, takes_adapter
 from .shared.sources import source_of
-
-#: The time of a decoding step on a CPU, in tokens of a calibration window: the demo's took 33, of four windows at once.
-STEP_TOKENS = 33
 
 
 def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, folder: Path, notes: Notes) -> Outcome:
@@ -57,13 +55,11 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
 
 def _decoding_time(run: Run, tokens: Evaluation, options: ValidateOptions) -> str:
     """The time of decoding on this CPU, by that of calibrating, after a semicolon; empty where that says nothing."""
-    measured = run.record().stages.get("measure")
-    if device() != "cpu" or measured is None or measured.machine.get("device", "CPU") != "CPU":
+    if (token := token_seconds(run)) is None:
         return ""
     windows, context = tokens.ids.shape
     batch = windows_at_once(context, options.as_served, vocabulary(run.model))
     steps = -(-windows // batch) * (context - (options.as_served or 0) - 1)
-    token = measured.seconds / max(1, load_tokens(run, run.calibration).size)
     seconds = len(options.chosen) * token * (windows * context + STEP_TOKENS * steps)
     return f"; {len(options.chosen) * steps:,} steps, some {duration(seconds)} here, by the time of calibrating"
 
