@@ -290,9 +290,10 @@ def show_model_comparison(speak: "Terminal", comparison: ModelComparison, as_jso
         return
     draw_table(speak, comparison_table(comparison))
     perplexity = f", perplexity {comparison.perplexity.mean:.3f}" if comparison.perplexity else ""
+    which = f"Compared: {comparison.which}. " if comparison.which else ""
     speak.say(
-        f"{comparison.model}: {comparison.positions:,} positions of {comparison.prompts:,} prompts by "
-        f"{comparison.form}, {comparison.requests:,} requests{perplexity}. "
+        f"{comparison.model}: {comparison.positions:,} positions of {comparison.prompts:,} prompts ({comparison.sent:,} "
+        f"tokens) by {comparison.form}, {comparison.requests:,} requests{perplexity}. {which}"
         f"Verdict: {comparison.verdict}: {comparison.sentence}."
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core.commands import name_in_commands
 from ..core.errors import BackendError, GateError, InputError
 from ..core.files import write_document
 from ..core.reporter import Reporter
@@ -23,7 +24,7 @@ from ..validate.endpoint.checkpoint import check_candidate, run_checkpoint
 from ..validate.endpoint.client import Client
 from ..validate.endpoint.document import ModelComparison
 from ..validate.endpoint.judgement import ARITHMETICS, UNIT_CACHE, Judged, judge, judge_prompt, judge_reading
-from ..validate.endpoint.prompts import prompts_of
+from ..validate.endpoint.prompts import compared_positions, more_positions, prompts_of
 from ..validate.endpoint.reading import bound_of, other_reading, reference_readings
 from .pipeline.stage import CALIBRATE_MODULES, NO_FACTS, Key, Notes, device, lacking, needs
 from .pipeline.stages import COMPARE, VALIDATE
@@ -92,7 +93,8 @@ def _asked(
     prompts = prompts_of(stored_tokens, tail, options.windows, longest)
     asked = ask_all(server, prompts, folder, tail, notes)
     windows = np.nonzero(stored_tokens.positions)[0]
-    judged = judge(stored_tokens, asked.answers, windows)
+    more = more_positions(load_accuracy(run).protocol, stored_tokens, tail, name_in_commands(run.root))
+    judged = judge(stored_tokens, asked.answers, windows, more)
     if judged.verdict != "validated":
         prefix, again = len(load_accuracy(run).protocol.prefix), None
         if prefix and asked.answers.with_logprobs:
@@ -116,6 +118,7 @@ def _asked(
         prompts=len(prompts),
         sent=asked.answers.sent,
         positions=len(asked.answers.rows),
+        which=compared_positions(prompts, tail, len(asked.answers.rows)),
         perplexity=judged.perplexity,
         runtimes=judged.runtimes,
         verdict=judged.verdict,
@@ -159,9 +162,11 @@ def renderer_of(model: Path, notes: Reporter) -> Callable[[str], str] | None:
 def _run(run: Run, stored_tokens: TopTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
     needs("calibrate", CALIBRATE_MODULES)
     assert options.model is not None, "the caller looked"
-    prompts = prompts_of(stored_tokens, min(load_scales(run).tails.values(), default=None), options.windows, None)
+    tail = min(load_scales(run).tails.values(), default=None)
+    prompts = prompts_of(stored_tokens, tail, options.windows, None)
     answers = run_checkpoint(options.model, run.model, prompts, device(), notes)
-    judged = judge(stored_tokens, answers, np.nonzero(stored_tokens.positions)[0])
+    more = more_positions(load_accuracy(run).protocol, stored_tokens, tail, name_in_commands(run.root))
+    judged = judge(stored_tokens, answers, np.nonzero(stored_tokens.positions)[0], more)
     return ModelComparison(
         answered=str(options.model),
         model=options.model.name,
@@ -170,6 +175,7 @@ def _run(run: Run, stored_tokens: TopTokens, options: CompareOptions, notes: Rep
         prompts=len(prompts),
         sent=answers.sent,
         positions=len(answers.rows),
+        which=compared_positions(prompts, tail, len(answers.rows)),
         perplexity=judged.perplexity,
         runtimes=judged.runtimes,
         verdict=judged.verdict,

@@ -55,6 +55,7 @@ class ModelComparison(Strict):
     prompts: int
     sent: int = Field(description="tokens of all prompts")
     positions: int = Field(description="compared")
+    which: str = Field(default="", description="positions of a prompt that are compared, and why not the others")
     perplexity: Estimate | None = Field(
         default=None, description="of the text's own tokens, where all of these have a log-probability"
     )

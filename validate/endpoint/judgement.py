@@ -36,6 +36,13 @@ TWO_CODES = 5.0
 CLEARLY = 0.25
 #: Stands among the arithmetics where these positions do not exclude another model.
 ANOTHER = "another model"
+#: The runtime of the original in BF16.
+ORIGINAL = "bf16"
+#: The arithmetics that lose no more than was validated, and what is said where the answers are in one of them.
+AS_GOOD = {VALIDATED, BF16}
+NO_MORE_LOST = "whichever it is, no more is lost than was validated"
+#: The remedy where all windows were sent and nothing else is known.
+LONGER_TEXT = "validate on a longer text"
 #: The runtime whose FP8 cache is written by 1.0 in place of the run's scales (`unit_cache`).
 UNIT_CACHE = "cache-by-1"
 #: The names of the arithmetics of runtimes that do not serve the run.
@@ -141,8 +148,12 @@ class Judged:
     noticed: Noticed | None = None
 
 
-def judge(tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]) -> Judged:
-    """Judge `answers`; `windows` int64 [positions]: the window of each row of `tops`."""
+def judge(
+    tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64], more: str = LONGER_TEXT
+) -> Judged:
+    """Judge `answers`; `windows` int64 [positions]: the window of each row of `tops`. `more`: the remedy where all of
+    these windows were sent, and do not tell (`more.more_positions`).
+    """
     to_runtimes, between = distances(tops, answers), runtime_distances(tops, answers)
     first = np.stack([top.tokens[answers.rows, 0] for top in tops.runtimes.values()])
     field = Field(
@@ -152,6 +163,7 @@ def judge(tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64]
         len(tops.nll[next(iter(to_runtimes))]),
         None if answers.with_logprobs else (first == first[0]).all(axis=0),
         bootstrap := Bootstrap(windows[answers.rows]),
+        more if len(np.unique(windows[answers.rows])) == len(np.unique(windows)) else "send more --windows",
     )
     verdict, sentence, arithmetics = _verdict(field)
     power = noticed(field.excesses_of(field.validated[0])) if VALIDATED in arithmetics else None
@@ -177,6 +189,7 @@ class Field:
     position; `shares`: the flips between these, of all `positions`.
 
     `agreed`: where only likeliest tokens are known, the positions at which all runtimes have the same; else None.
+    `more`: the remedy where these positions are too few to tell.
     """
 
     to: Mapping[str, Distances]
@@ -185,6 +198,7 @@ class Field:
     positions: int
     agreed: npt.NDArray[np.bool_] | None
     bootstrap: Bootstrap
+    more: str
 
     @property
     def by_kl(self) -> bool:
@@ -209,6 +223,24 @@ class Field:
         """Tell whether the answers are clearly nearer to `runtime` than to `other`."""
         to, of = (self.to[name].compared(self.by_kl) for name in (other, runtime))
         return self.bootstrap.interval(to - of).low > 0
+
+    def nearer_to_original(self) -> str | None:
+        """Say that the answers are clearly, in the whole interval, nearer by KL to the original in BF16 than every
+        validated runtime is, and not clearly further by flips or loss: then no more is lost than was validated. None
+        where they are not.
+        """
+        if ORIGINAL not in self.to or not self.by_kl or not self.validated:
+            return None
+        to, interval = self.to[ORIGINAL], self.bootstrap.interval
+        nearest = min(self.validated, key=lambda name: self.size(self.between[name, ORIGINAL]))
+        theirs = self.between[nearest, ORIGINAL]
+        further = (interval(to.flips - theirs.flips).low, interval(to.loss - theirs.loss).low)
+        if not interval(to.kl - theirs.kl).high < 0 or any(low > 0 for low in further):
+            return None
+        return (
+            f"nearer to BF16 than what was validated ({_distance_text(self.size(to), True)} from {ORIGINAL}, where "
+            f"{nearest} is {self.size(theirs):.3g} away)"
+        )
 
     def excludes_one_code(self, runtime: str) -> bool:
         """Tell whether the KL from one code is clearly, in its whole interval, `TWO_CODES` times that from `runtime`: a
@@ -316,14 +348,17 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
     first = (fits.sure or fits.open)[0]
     where = f"{_distance_text(field.size(field.to[first]), field.by_kl)} from {first}"
     if VALIDATED in kinds and (not far or any(excess.possible for excess in far)):
-        return "undecided", _open_sentence(kinds, where, bool(far)), [*kinds, ANOTHER]
+        nearer = field.nearer_to_original()
+        if nearer is None or not {*kinds} <= AS_GOOD:
+            return "undecided", _open_sentence(kinds, where, field.more if far else None), [*kinds, ANOTHER]
+        return "undecided", f"{', or '.join(kinds)}: {where}, and {nearer}: {NO_MORE_LOST}", kinds
     if len(kinds) > 1:
-        bf16 = BF16 in kinds and "fp32" not in field.to
-        remedy = "with the runtime fp32 beside bf16" if bf16 and field.by_kl else "on a longer text"
-        said = (
-            f"{', or '.join(kinds)}: {where}, and these positions do not tell which; send more --windows, or validate "
-        )
-        return "undecided", said + remedy, kinds
+        said = f"{', or '.join(kinds)}: {where}, and these positions do not tell which"
+        if {*kinds} <= AS_GOOD:
+            return "undecided", f"{said}: {NO_MORE_LOST}", kinds
+        bf16 = BF16 in kinds and "fp32" not in field.to and field.by_kl
+        remedy = "validate with the runtime fp32 beside bf16, or " if bf16 else ""
+        return "undecided", f"{said}; {remedy}{field.more}", kinds
     if kinds != [VALIDATED]:
         return "other-arithmetic", f"the model, but in {kinds[0]}: {where}", kinds
     if field.excludes_one_code(first):
@@ -345,10 +380,10 @@ def _far_sentence(nearest: Distances, far: list[Excess], where: str, alike: bool
     )
 
 
-def _open_sentence(kinds: list[str], where: str, limited: bool) -> str:
-    """State why another model is not excluded."""
-    if limited:
-        return f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and so few positions do not tell; send more --windows"
+def _open_sentence(kinds: list[str], where: str, more: str | None) -> str:
+    """State why another model is not excluded; `more`: the remedy, None where there is no limit to exclude it by."""
+    if more is not None:
+        return f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and so few positions do not tell; {more}"
     return (
         f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and a run of one runtime does not tell how far another "
         "implementation may be; validate with a second runtime"

@@ -14,7 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.errors import InputError
-from ..accuracy.top_logits import TopTokens
+from ..accuracy.document import Protocol
+from ..accuracy.top_logits import MOST_TOKENS, TopTokens
+
+
+#: The remedy where the run has as many positions as it keeps at most.
+NOTHING_MORE = "the run keeps no more positions: validate with more runtimes, fp32 beside bf16 and an engine or ONNX Runtime"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,37 @@ def prompts_of(tops: TopTokens, tail: int | None, windows: int | None, longest: 
             "give the server a longer context, or validate with a shorter one: `fp8q validate RUN --context N`",
         )
     return prompts
+
+
+def compared_positions(prompts: Sequence[Prompt], tail: int | None, answered: int) -> str:
+    """Say which positions of the `prompts` of a run are compared, and why no others; `answered`: so many were."""
+    most, positions = max(len(prompt.positions) for prompt in prompts), sum(len(prompt.positions) for prompt in prompts)
+    which = "the last of each" if most == 1 else f"the last {most:,} of each"
+    few = "" if answered >= positions else f"; {answered:,} of these {positions:,}, since each takes a request"
+    if tail is None:
+        return f"{which}, of which the run keeps the likeliest tokens{few}"
+    return (
+        f"{which}, half of the run's tail of {tail:,}: a server that reads a prompt computes those before in another "
+        f"form than they were validated in{few}"
+    )
+
+
+def more_positions(protocol: Protocol, tops: TopTokens, tail: int | None, run: str) -> str:
+    """The remedy where all positions of `tops` do not tell two models apart: the `fp8q validate` that keeps more of
+    them for the `run`, as it is called in commands.
+    """
+    compared = int(tops.positions.sum(axis=1).max())
+    if tail is not None and protocol.prompt is not None:
+        compared = min(compared, max(1, tail // 2))
+    scored = protocol.context - (protocol.prompt or 0)
+    evaluated, windows = protocol.tokens // scored, (protocol.of_tokens or protocol.tokens) // scored
+    there = min(windows, MOST_TOKENS // compared)
+    if there <= len(tops.ids):
+        return "validate on a longer text, by --data TEXT" if there < MOST_TOKENS // compared else NOTHING_MORE
+    words = [] if compared == scored or protocol.prompt is None else [f"--as-served {protocol.context - compared}"]
+    if words or evaluated < there:
+        words.append(f"--max-tokens {there * (compared if words else scored)}")
+    return f"`fp8q validate {run} {' '.join(words)}` keeps positions of {there:,} windows for {len(tops.ids):,}"
 
 
 def evenly(items: "Sequence[int] | range", count: int | None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import expm1, sqrt
 
 import numpy as np
@@ -13,7 +14,16 @@ from fp8q.validate.accuracy.bootstrap import Bootstrap
 from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens
 from fp8q.validate.endpoint.answers import LikelyTokens
 from fp8q.validate.endpoint.distance import Distances
-from fp8q.validate.endpoint.judgement import Judged, arithmetic_of, excesses, judge, noise_of, noticed
+from fp8q.validate.endpoint.judgement import (
+    Field,
+    Judged,
+    _verdict,
+    arithmetic_of,
+    excesses,
+    judge,
+    noise_of,
+    noticed,
+)
 
 WINDOWS, EACH, TOKENS = 12, 50, 32
 ROWS = WINDOWS * EACH
@@ -167,3 +177,34 @@ def test_every_runtime_has_its_arithmetic_and_engines_that_of_their_precision() 
         "INT8": ["onnxruntime-int8", "tensorrt-int8", "tensorrt-rtx-int8"],
         "one term where two were validated": ["one-term"],
     }
+
+
+def unclear(to_bf16: float) -> Field:
+    """Answers between the reference and BF16, whose losses differ by 0.5 nats from window to window either way: so few
+    windows may hide ten times the run's own difference.
+    """
+    swings = np.where(np.arange(ROWS) // EACH % 2, 0.5, -0.5)
+    to = {"reference": distances_of(0.0012, 0.0, 0.0), "bf16": distances_of(to_bf16, 0.0, 0.0)}
+    to = {name: replace(found, loss=swings) for name, found in to.items()}
+    between = distances_of(0.003, 0.02, 0.001)
+    pairs = (("reference", "bf16"), ("bf16", "reference"))
+    return Field(to, dict.fromkeys(pairs, between), dict.fromkeys(pairs, 0.02), ROWS, None, BOOTSTRAP, "ask me more")
+
+
+def test_what_is_nearer_to_bf16_than_what_was_validated_loses_no_more_and_passes() -> None:
+    """Of 0.003 nats of BF16's error the answers have (0.003 + 0.0012 - 0.002) / 2 = 0.0011, a share of 0.37."""
+    verdict, sentence, arithmetics = _verdict(unclear(0.002))
+    assert (verdict, arithmetics) == ("undecided", ["as validated", "BF16"])
+    assert sentence == (
+        "as validated, or BF16: 0.0012 nats of KL from reference, and nearer to BF16 than what was validated (0.002 nats "
+        "of KL from bf16, where reference is 0.003 away): whichever it is, no more is lost than was validated"
+    )
+
+
+def test_what_is_no_nearer_to_bf16_names_a_remedy_that_there_is() -> None:
+    """Of 0.003 nats the share is (0.003 + 0.0012 - 0.0032) / 2 / 0.003 = 0.17: the windows' losses decide nothing."""
+    verdict, sentence, arithmetics = _verdict(unclear(0.0032))
+    assert (verdict, arithmetics) == ("undecided", ["as validated", "another model"])
+    assert sentence == (
+        "as validated, or another model: 0.0012 nats of KL from reference, and so few positions do not tell; ask me more"
+    )
