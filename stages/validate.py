@@ -29,7 +29,7 @@ from ..validate.accuracy.document import (
     load_token_losses,
     save_accuracy,
 )
-from ..validate.accuracy.perplexity import Evaluation, prompt_of
+from ..validate.accuracy.perplexity import Evaluation, prompt_of, sha256_of
 from ..validate.accuracy.top_logits import save_top_logits
 from .corpus import load_tokens
 from .other_text import evaluation, positions
@@ -41,6 +41,14 @@ from .shared.gates import check_comparable, check_gates
 from .shared.model_files import files_of, fp8_files, may_change_card
 from .shared.texts import check_there
 
+#: The paragraph of the model card on how the figures are had again.
+REPEATED = """\
+In the run that this is the checkpoint of, this repeats them (token ids: SHA-256 {sha256}…):
+
+    {command}
+
+Of this directory alone `fp8q compare` measures what a server makes of it, by windows and arithmetic of its own: other
+figures."""
 #: The tokens that a CPU decodes by default: the paired rise of perplexity is known to half a percent by then.
 DECODED_ON_CPU = 2048
 #: A context below which windows are too short to advise.
@@ -97,7 +105,7 @@ def _run_all(run: Run, notes: Notes, data: str | None, options: ValidateOptions)
             log.outputs.append(save_top_logits(run, tokens, outcome.top | adapted.top))
             if may_change_card(run):
                 state_validated(run.card, [])
-            _tell_card(run, explained, outcome.nll, outcome.kl)
+            _tell_card(run, explained, outcome.nll, outcome.kl, options)
             log.unfinished = tuple(outcome.failed)
         if outcome.failed:
             raise unfinished(outcome.failed, outcome.nll)
@@ -174,7 +182,7 @@ def judge_again(run: Run, limits: VerdictLimits) -> Accuracy:
     if judged.verdict != accuracy.verdict:
         with RunWriter(run).amending(VALIDATE.name, run.accuracy):
             write_document(run.accuracy, judged)
-        _tell_card(run, judged, nll, kl)
+        _tell_card(run, judged, nll, kl, limits)
     return judged
 
 
@@ -304,7 +312,7 @@ def check_runtimes(runtimes: tuple[str, ...] | None, run: Run, reason: str) -> N
         )
 
 
-def _tell_card(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken) -> None:
+def _tell_card(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken, limits: VerdictLimits) -> None:
     """Write verdict and numbers into the model card, and what one term costs, where that was measured."""
     if not may_change_card(run):
         return
@@ -314,9 +322,10 @@ def _tell_card(run: Run, accuracy: Accuracy, nll: ByToken, kl: ByToken) -> None:
         decision = f"**{markdown_message(verdict.sentence)}.** {said}"
         measured = f"{decision} Measured by `fp8q validate` on {protocol}."
         if table := card_table(accuracy, nll, kl):
-            text_hash = accuracy.protocol.sha256[:16]
-            again = f"Whoever has the text (token ids: SHA-256 {text_hash}…) and the original repeats it by"
-            measured += f"\n\n{table}\n\n{again}\n\n    {repeating_command(accuracy)}"
+            own_text = accuracy.protocol.sha256 == sha256_of(load_tokens(run, run.evaluation))
+            command = repeating_command(accuracy, len(next(iter(nll.values()))), limits, own_text)
+            again = REPEATED.format(sha256=accuracy.protocol.sha256[:16], command=command)
+            measured += f"\n\n{table}\n\n{again}"
         state_in_card(run.card, ACCURACY_MARK, measured)
     if cost := accuracy.one_term_cost:
         state_in_card(run.card, COST, f"{cost} (`fp8q validate`: {protocol}).")

@@ -1,5 +1,8 @@
 """Write what `fp8q validate` measured as the table of a model card: perplexity, KL and flips with their intervals, the
-protocol, and the command by which whoever has the checkpoint repeats it.
+protocol, and the command that repeats it on the run.
+
+Of the checkpoint alone it cannot be repeated: stock loaders compute one code where two were validated, and read whole
+windows where tokens were decoded behind prompts.
 """
 
 from math import isfinite
@@ -8,11 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...core.columns import increase, nats
+from ...options import LEAST_WINDOWS, VerdictLimits
 from .bootstrap import Bootstrap, increase_interval
 from .decision import interval_text
 from .document import Accuracy, ByToken, RuntimeAccuracy
 from .limits import BF16
+from .perplexity import most_tokens
 from .share_interval import share_interval
+
+#: The runtime that `fp8q validate` adds to `bf16` by itself.
+ORIGINAL = "original"
 
 
 def card_table(accuracy: Accuracy, nll: ByToken, kl: ByToken) -> str | None:
@@ -50,13 +58,37 @@ def _divergence(row: RuntimeAccuracy, values: npt.NDArray[np.float32] | None) ->
     text = f"mean {nats(row.kl_mean_nats)}"
     if values is not None and np.isfinite(values).any():
         windows, _ = np.nonzero(np.isfinite(values))
-        interval = Bootstrap(windows).interval(values[np.isfinite(values)].astype(np.float64))
-        text += f" ({nats(interval.low)} to {nats(interval.high)}, 95 % over windows)"
+        if len(np.unique(windows)) >= LEAST_WINDOWS:
+            interval = Bootstrap(windows).interval(values[np.isfinite(values)].astype(np.float64))
+            text += f" ({nats(interval.low)} to {nats(interval.high)}, 95 % over windows)"
     return text + ("" if row.kl_p99_nats is None else f", 99th percentile {nats(row.kl_p99_nats)}")
 
 
-def repeating_command(accuracy: Accuracy) -> str:
-    """The command that repeats the comparison for whoever has the original, the checkpoint and the text."""
+def repeating_command(accuracy: Accuracy, windows: int, asked: VerdictLimits, own_text: bool) -> str:
+    """The command that repeats the evaluation of so many `windows` on the run, with the limits that were `asked` for.
+
+    `own_text`: the tokens are those that the run holds for evaluation; else a text was given.
+    """
     protocol = accuracy.protocol
-    most = f" --max-tokens {protocol.tokens}" if protocol.of_tokens is not None else ""
-    return f"fp8q compare ORIGINAL --model DIRECTORY --data TEXT --out OUT --context {protocol.context}{most}"
+    # what another host added is held against these; `original` comes with bf16 by itself
+    runtimes = [
+        name for name, row in accuracy.runtimes.items() if not row.sampled and row.stored is None and name != ORIGINAL
+    ]
+    words = ["fp8q validate RUN", *([] if own_text else ["--data TEXT"]), f"--runtimes {','.join(runtimes)}"]
+    words.append(f"--context {protocol.context}")
+    if protocol.stride != protocol.context - len(protocol.prefix):
+        words.append(f"--stride {protocol.stride}")
+    if protocol.prompt is not None:
+        words.append(f"--as-served {protocol.prompt}")
+    words.append(f"--max-tokens {most_tokens(protocol, windows)}")
+    if protocol.overlap and not own_text:
+        words.append("--allow-overlap")
+    return " ".join([*words, *_limit_words(asked)])
+
+
+def _limit_words(asked: VerdictLimits) -> list[str]:
+    """The limits that were asked for, as options."""
+    rise, kl, flips = asked.max_ppl_increase, asked.max_kl, asked.max_flips
+    words = [] if rise is None else [f"--max-ppl-increase {100 * rise:.10g}%"]
+    words += [] if kl is None else [f"--max-kl {kl:.10g}"]
+    return words + ([] if flips is None else [f"--max-flips {100 * flips:.10g}%"])

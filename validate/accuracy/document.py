@@ -36,6 +36,7 @@ class Protocol(Strict):
     of_tokens: int | None = Field(
         default=None, description="tokens that all windows would score, where --max-tokens left windows out"
     )
+    of_windows: int | None = Field(default=None, description="all windows, where --max-tokens left some out")
     context: int
     stride: int
     bos: Bos = "never"

@@ -74,7 +74,7 @@ def cut(
     scored[:, : prompt or 0] = False
     protocol = Protocol(
         dataset=dataset,
-        sha256=hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
+        sha256=sha256_of(ids),
         tokens=int(scored.sum()),
         context=context,
         stride=stride,
@@ -83,6 +83,11 @@ def cut(
         prompt=prompt,
     )
     return Evaluation(packing.windows(ids, starts), scored, protocol)
+
+
+def sha256_of(ids: npt.NDArray[np.int64]) -> str:
+    """SHA-256 of token ids, int64 little-endian."""
+    return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
 
 
 def evenly_spaced(evaluation: Evaluation, most: int) -> Evaluation:
@@ -97,8 +102,18 @@ def evenly_spaced(evaluation: Evaluation, most: int) -> Evaluation:
     while counts[chosen := np.linspace(0, windows - 1, number).astype(np.int64)].sum() > most and number > 1:
         number -= 1
     scored = evaluation.scored[chosen]
-    protocol = evaluation.protocol.model_copy(update={"tokens": int(scored.sum()), "of_tokens": total})
+    left_out = {"tokens": int(scored.sum()), "of_tokens": total, "of_windows": windows}
+    protocol = evaluation.protocol.model_copy(update=left_out)
     return replace(evaluation, ids=evaluation.ids[chosen], scored=scored, protocol=protocol)
+
+
+def most_tokens(protocol: Protocol, windows: int) -> int:
+    """The least `most` by which `evenly_spaced` chooses so many `windows` again. Where windows score less than the
+    average, as those in which documents begin, their tokens alone would choose fewer.
+    """
+    if protocol.of_tokens is None or protocol.of_windows is None:
+        return protocol.tokens
+    return max(protocol.tokens, -(-windows * protocol.of_tokens // protocol.of_windows))
 
 
 def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
