@@ -292,8 +292,8 @@ def show_model_comparison(speak: "Terminal", comparison: ModelComparison, as_jso
     perplexity = f", perplexity {comparison.perplexity.mean:.3f}" if comparison.perplexity else ""
     which = f"Compared: {comparison.which}. " if comparison.which else ""
     speak.say(
-        f"{comparison.model}: {comparison.positions:,} positions of {comparison.prompts:,} prompts ({comparison.sent:,} "
-        f"tokens) by {comparison.form}, {comparison.requests:,} requests{perplexity}. {which}"
+        f"{comparison.model}: {comparison.positions:,} positions of {comparison.prompts:,} prompts "
+        f"({comparison.sent:,} tokens) by {comparison.form}, {comparison.requests:,} requests{perplexity}. {which}"
         f"Verdict: {comparison.verdict}: {comparison.sentence}."
     )
 

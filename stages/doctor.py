@@ -21,10 +21,10 @@ from ..validate.advice.checkup import Check, Checkup, Remedies, worst_first
 from ..validate.advice.model_checks import not_measured
 from ..validate.advice.scale_checks import ScaledTensor, served_cache, stored_checks, tensors_of
 from .corpus import load_tokens, spread_windows
+from .cpu_time import STEP_TOKENS, token_seconds
 from .pipeline.stage import CALIBRATE_MODULES, Notes, device, needs
 from .pipeline.stages import QUANTIZE
 from .shared.adapters import note_base_alone
-from .shared.cpu_time import STEP_TOKENS, token_seconds
 from .shared.model_files import checked_model, export_options
 from .shared.texts import Tokens
 

@@ -19,10 +19,10 @@ from ..validate.accuracy.perplexity import Evaluation
 from ..validate.accuracy.runtimes import AdapterOutcome, Loading, compare_adapted, openers, vocabulary
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens
+from .cpu_time import STEP_TOKENS, token_seconds
 from .other_text import positions
 from .pipeline.stage import Notes, device
 from .shared.adapters import adapters_of
-from .shared.cpu_time import STEP_TOKENS, token_seconds
 from .shared.engines import note_without_engines, takes_adapter
 from .shared.sources import source_of
 

@@ -29,7 +29,7 @@ def accuracy_part(run: Run) -> str:
     [
         # one code, whole windows of which some are left out
         ({}, ValidateOptions(context=64, max_tokens=1500, max_kl=0.5),
-         "fp8q validate RUN --runtimes bf16,reference --context 64 --max-tokens 1450 --max-kl 0.5"),
+         "fp8q validate RUN --runtimes bf16,reference --context 64 --max-tokens 1449 --max-kl 0.5"),
         # two codes, decoded behind prompts by default: once two whole windows in one code
         ({"activation_terms": "tail", "exact_tail": 8}, ValidateOptions(context=32, max_tokens=400),
          "fp8q validate RUN --runtimes bf16,reference,one-term --context 32 --as-served 16 --max-tokens 400"),

@@ -295,8 +295,8 @@ def _sentence(verdict: Verdict, rates: tuple[float, float, float], more: int | N
     harmful, large, drift = rates
     what = (
         f"the next {'window' if batch_size == 1 else f'batch of {batch_size} windows'} exceeds a tensor's clip by more "
-        f"than rounding costs with a probability of {share(harmful)} (limit {_limit(HARMFUL_RATE)}), and by more than an "
-        f"octave with {share(large)} (limit {_limit(LARGE_RATE)})"
+        f"than rounding costs with a probability of {share(harmful)} (limit {_limit(HARMFUL_RATE)}), and by more than "
+        f"an octave with {share(large)} (limit {_limit(LARGE_RATE)})"
     )
     if drift > MOST_DRIFT:
         return (

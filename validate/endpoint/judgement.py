@@ -148,9 +148,7 @@ class Judged:
     noticed: Noticed | None = None
 
 
-def judge(
-    tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64], more: str = LONGER_TEXT
-) -> Judged:
+def judge(tops: TopTokens, answers: LikelyTokens, windows: npt.NDArray[np.int64], more: str = LONGER_TEXT) -> Judged:
     """Judge `answers`; `windows` int64 [positions]: the window of each row of `tops`. `more`: the remedy where all of
     these windows were sent, and do not tell (`more.more_positions`).
     """

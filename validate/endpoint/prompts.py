@@ -17,9 +17,10 @@ from ...core.errors import InputError
 from ..accuracy.document import Protocol
 from ..accuracy.top_logits import MOST_TOKENS, TopTokens
 
-
 #: The remedy where the run has as many positions as it keeps at most.
-NOTHING_MORE = "the run keeps no more positions: validate with more runtimes, fp32 beside bf16 and an engine or ONNX Runtime"
+NOTHING_MORE = (
+    "the run keeps no more positions: validate with more runtimes, fp32 beside bf16 and an engine or ONNX Runtime"
+)
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ def test_an_outlier_in_one_batch_of_ten_is_bad_and_says_how_many_windows_would_s
     assert found.records[0] == Record("b.input", 448.0, 2.0, 0.0, "text", 3, (6, 7))
     assert found.sentence == (
         "Too little text: the next batch of 2 windows exceeds a tensor's clip by more than rounding costs with a "
-        "probability of 4.55 % (limit 1 %), and by more than an octave with 4.55 % (limit 0.1 %); 978 more windows would "
-        "bring it under."
+        "probability of 4.55 % (limit 1 %), and by more than an octave with 4.55 % (limit 0.1 %); 978 more windows "
+        "would bring it under."
     )
 
 

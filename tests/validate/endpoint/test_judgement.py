@@ -196,8 +196,8 @@ def test_what_is_nearer_to_bf16_than_what_was_validated_loses_no_more_and_passes
     verdict, sentence, arithmetics = _verdict(unclear(0.002))
     assert (verdict, arithmetics) == ("undecided", ["as validated", "BF16"])
     assert sentence == (
-        "as validated, or BF16: 0.0012 nats of KL from reference, and nearer to BF16 than what was validated (0.002 nats "
-        "of KL from bf16, where reference is 0.003 away): whichever it is, no more is lost than was validated"
+        "as validated, or BF16: 0.0012 nats of KL from reference, and nearer to BF16 than what was validated (0.002 "
+        "nats of KL from bf16, where reference is 0.003 away): whichever it is, no more is lost than was validated"
     )
 
 
@@ -206,5 +206,6 @@ def test_what_is_no_nearer_to_bf16_names_a_remedy_that_there_is() -> None:
     verdict, sentence, arithmetics = _verdict(unclear(0.0032))
     assert (verdict, arithmetics) == ("undecided", ["as validated", "another model"])
     assert sentence == (
-        "as validated, or another model: 0.0012 nats of KL from reference, and so few positions do not tell; ask me more"
+        "as validated, or another model: 0.0012 nats of KL from reference, and so few positions do not tell; ask "
+        "me more"
     )

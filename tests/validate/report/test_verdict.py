@@ -97,8 +97,8 @@ def test_a_form_with_second_codes_goes_to_vllm_with_the_plugin_alone() -> None:
     (step,) = next_steps(of("acceptable"), coded)
     assert step.command == "pip install ./integrations/vllm && vllm serve RUN/model"
     begin = (
-        "Serve it (a tail of 64) in vLLM with the plugin fp8q-vllm, which is installed so into vLLM's environment, from "
-        "a clone of fp8q; without it vLLM computes one code"
+        "Serve it (a tail of 64) in vLLM with the plugin fp8q-vllm, which is installed so into vLLM's environment, "
+        "from a clone of fp8q; without it vLLM computes one code"
     )
     assert step.why == f"{begin}, another model, which was not measured."
     (step,) = next_steps(of("acceptable"), replace(coded, one_code="acceptable, KL 0.00655 nats (limit 0.00995)"))

@@ -1,8 +1,8 @@
 """Estimate the time of running a model on this CPU, by that of calibrating it."""
 
-from ...core.run import Run
-from ..corpus import load_tokens
-from ..pipeline.stage import device
+from ..core.run import Run
+from .corpus import load_tokens
+from .pipeline.stage import device
 
 #: The time of a decoding step on a CPU, in tokens of a calibration window: the demo's took 33, of four windows at once.
 STEP_TOKENS = 33
