@@ -18,6 +18,7 @@ from ..quantize.scales.decisions import Scales, load_scales
 from ..validate.accuracy.perplexity import prompt_of
 from ..validate.advice import model_checks as running
 from ..validate.advice.checkup import Check, Checkup, Remedies, worst_first
+from ..validate.advice.criteria import ANSWER, PROMPT, PROMPTS
 from ..validate.advice.model_checks import not_measured
 from ..validate.advice.scale_checks import ScaledTensor, served_cache, stored_checks, tensors_of
 from .corpus import load_tokens, spread_windows
@@ -137,8 +138,6 @@ def _run(what: Examined, source: "Source", windows: Tokens, notes: Notes) -> lis
 
 def _announced(run: Run, windows: Tokens) -> str:
     """Say what is run, and its time on this CPU, before anything is loaded."""
-    from ..validate.advice.loops import ANSWER, PROMPTS
-
     seconds, steps = token_seconds(run), len(MODELS) * ANSWER
     time = ""
     if seconds is not None:
@@ -173,7 +172,7 @@ def _loops(run: Run, pair: "ModelPair", source: "Source", notes: Notes) -> "Loop
     """Count how often greedy text loops; None where the model has no room for prompts and answers."""
     import torch
 
-    from ..validate.advice.loops import ANSWER, PROMPT, PROMPTS, Loops, greedy
+    from ..validate.advice.loops import Loops, greedy
 
     windows = load_tokens(run, run.calibration)
     room = source.max_positions

@@ -29,7 +29,7 @@ from ..validate.accuracy.document import (
     load_token_losses,
     save_accuracy,
 )
-from ..validate.accuracy.perplexity import Evaluation, prompt_of, sha256_of
+from ..validate.accuracy.perplexity import Evaluation, enough_tokens, prompt_of, sha256_of
 from ..validate.accuracy.top_logits import save_top_logits
 from .corpus import load_tokens
 from .other_text import evaluation, positions
@@ -287,8 +287,8 @@ def check_enough(tokens: Evaluation, limits: VerdictLimits, notes: Notes, text: 
     windows, protocol = len(tokens.ids), tokens.protocol
     if windows >= LEAST_WINDOWS:
         return
-    if protocol.of_tokens is not None and protocol.of_tokens * windows >= LEAST_WINDOWS * protocol.tokens:
-        remedy = f"--max-tokens {-(-LEAST_WINDOWS * protocol.tokens // windows)} takes enough"
+    if (most := enough_tokens(protocol, windows)) is not None:
+        remedy = f"--max-tokens {most} takes enough"
     else:
         shorter = protocol.context * windows // LEAST_WINDOWS
         remedy = f"--context {shorter} cuts more" if shorter >= SHORTEST else f"give a longer text by {text}"

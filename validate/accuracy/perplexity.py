@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ...calibrate.text.packing import Packing
 from ...core.errors import InputError
+from ...options import LEAST_WINDOWS
 from .document import Protocol
 
 
@@ -114,6 +115,15 @@ def most_tokens(protocol: Protocol, windows: int) -> int:
     if protocol.of_tokens is None or protocol.of_windows is None:
         return protocol.tokens
     return max(protocol.tokens, -(-windows * protocol.of_tokens // protocol.of_windows))
+
+
+def enough_tokens(protocol: Protocol, windows: int) -> int | None:
+    """The `most` by which `evenly_spaced` chooses the windows that an interval needs, where `windows` are fewer and the
+    text has them; None where it has not.
+    """
+    if protocol.of_tokens is None or protocol.of_tokens * windows < LEAST_WINDOWS * protocol.tokens:
+        return None
+    return -(-LEAST_WINDOWS * protocol.tokens // windows)
 
 
 def _scored(packing: Packing, ids: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

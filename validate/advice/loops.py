@@ -13,10 +13,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .checkup import Verdict
-from .criteria import CHANCE
+from .criteria import ANSWER, CHANCE
 
-#: Prompts, the tokens of each, and the tokens of each answer.
-PROMPTS, PROMPT, ANSWER = 16, 32, 96
 #: The longest period of a loop, how often at least it is repeated, and the tokens that it fills at least.
 LONGEST_PERIOD, FEWEST_TURNS, FEWEST_TOKENS = 16, 4, 24
 

@@ -16,10 +16,14 @@ from ...quantize.scales.decisions import Scales, load_scales
 from ..accuracy.decision import decide, limits_of, one_code, verdict_limits
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
+from ..accuracy.perplexity import enough_tokens
 from ..advice.remedy import Remedy, calibrate_command, remedy_of
 from ..tuning.document import Tuning, load_tuning
 from ..tuning.form_choice import ALLOW_MORE, NO_FORM_MEETS, load_form_choice
 from .rows import wrote
+
+#: The option that evaluates more text, where that of the run is at its end.
+LONGER_TEXT = "--data TEXT"
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class Standing:
     options of `fp8q tune` whose choice meets the budget. `alone`: the checkpoint of a run that has no graph, and so no
     engine and no repository. `form`: its inputs in words; `plugin`: vLLM multiplies some as validated with fp8q-vllm
     alone, and `one_code` judges what it computes without. `remedy`: the change of forms that lessens its loss.
-    `searched`: `fp8q run` found no form that meets these limits. `other_tokens`: the step that lets vLLM read the tokens
-    that were calibrated, where it does not.
+    `searched`: `fp8q run` found no form that meets these limits. `more`: the option that evaluates more text.
+    `other_tokens`: the step that lets vLLM read the tokens that were calibrated, where it does not.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Standing:
     form: str = ""
     plugin: bool = False
     one_code: str | None = None
+    more: str = LONGER_TEXT
     remedy: Remedy | None = None
     searched: bool = False
     other_tokens: NextStep | None = None
@@ -100,6 +105,7 @@ def standing(run: Run) -> Standing:
         form=forms_in_words(scales),
         plugin=bool(scales.two_terms),
         one_code=_one_code(run),
+        more=_more(run),
         remedy=remedy_of(run) if current("sensitivity") else None,
         searched=current("forms") and _searched_in_vain(run),
         other_tokens=_other_tokens_step(run),
@@ -111,6 +117,15 @@ def _other_tokens_step(run: Run) -> NextStep | None:
     if not (remark := other_tokens_remark(run)) or "measure" not in run.record().stages:
         return None
     return NextStep(f"For vLLM: {remark}", calibrate_command(run, ["--tokenizer", "auto"]))
+
+
+def _more(run: Run) -> str:
+    """The option that evaluates more text: the one that `fp8q validate` noted where windows were too few."""
+    if not wrote(run, run.accuracy, "validate"):
+        return LONGER_TEXT
+    windows = len(next(iter(load_token_losses(run).values())))
+    most = enough_tokens(load_accuracy(run).protocol, windows)
+    return LONGER_TEXT if most is None else f"--max-tokens {most}"
 
 
 def _one_code(run: Run) -> str | None:
@@ -192,7 +207,7 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
     if verdict.runtime is None:
         return [NextStep("Hold FP8 against BF16 on text that was held out.", f"fp8q validate {run}")]
     if verdict.kind == "unknown":
-        return [NextStep("Evaluate on more text.", f"fp8q validate {run} --data TEXT")]
+        return [NextStep("Evaluate on more text.", f"fp8q validate {run} {has.more}")]
     steps = []
     if verdict.kind in ("worse", "broken"):
         if has.remedy:

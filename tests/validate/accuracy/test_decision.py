@@ -181,7 +181,8 @@ def test_a_loss_within_all_limits_is_acceptable_with_the_three_intervals() -> No
 )
 def test_one_code_is_judged_beside_two_and_decides_nothing(kl: float, judged: str) -> None:
     """What the plugin buys: once it was said only that vLLM computes another model without it."""
-    found = of_all(fp8(0.003, 0.03, rise=0.001), **{"one-term": fp8(kl, 0.05, rise=0.004)})
+    one = {"one-term": fp8(kl, 0.05, rise=0.004)}
+    found = of_all(fp8(0.003, 0.03, rise=0.001), VerdictLimits(), **one)
     assert (found.kind, found.runtime) == ("acceptable", "reference")
     assert found.detail.endswith(
         ". In one code, as vLLM without the plugin and transformers compute it: "

@@ -138,10 +138,9 @@ def weighed(windows: int, rounding: str, width: int = 16, method: str = "amax") 
     measured = statistics(corpus(windows), a=[448] * windows)
     tensors = {"a.input": replace(measured.tensors["a.input"], amax_channels=np.full(width, 448, np.float32))}
     measured = Statistics(measured.record, tensors)
-    activations, _ = activation_scales(measured, measured.record.groups, Clipping(method))  # type: ignore[arg-type]
-    weight = WeightScales(
-        method="amax", rounding=rounding, axis=0, channels=1, scale_min=1.0, scale_max=1.0, sqnr_db=30.0
-    )  # type: ignore[arg-type]
+    activations, _ = activation_scales(measured, measured.record.groups, Clipping(method))
+    fields = {"method": "amax", "axis": 0, "channels": 1, "scale_min": 1.0, "scale_max": 1.0, "sqnr_db": 30.0}
+    weight = WeightScales.model_validate({**fields, "rounding": rounding})
     return certificate(measured, Scales(weights={"a": weight}, activations=activations, skipped={}))
 
 

@@ -1,6 +1,7 @@
 """`fp8q doctor RUN` on the demo: quiet where it is healthy, and the very module named where one was damaged."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -168,3 +169,25 @@ def test_a_changed_checkpoint_is_refused(fp8q: Fp8q, copied: Run) -> None:
     shard = next(copied.model.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes() + b"\0")
     assert "is not the file that `fp8q calibrate` wrote" in fp8q("doctor", copied.root).complaint()
+
+
+def test_what_runs_is_said_before_it_does_and_no_windows_run_no_model(
+    fp8q: Fp8q, demo_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models once ran for nine minutes unannounced."""
+    shown = fp8q("doctor", demo_run.root, "--windows", "2").err
+    said = re.search(
+        r"doctor: runs BF16 and FP8 on 2 windows \(512 tokens\), then lets each write 96 tokens after 16 prompts"
+        r"(; some [\w. ]+ here, by the time of calibrating)?; --windows 0 runs no model, and checks the files alone\n",
+        shown,
+    )
+    assert said is not None, shown
+    assert said.start() < shown.index("Running BF16 and FP8")
+    monkeypatch.setattr("fp8q.stages.doctor._run", lambda *_: pytest.fail("a model was run"))
+    result = fp8q("doctor", demo_run.root, "--windows", "0", "--json")
+    found = json.loads(result.out)
+    assert (result.code, found["windows"], found["tokens"]) == (0, 0, 0)
+    unknown = [check for check in found["checks"] if check["verdict"] == "unknown"]
+    assert {check["said"] for check in unknown} == {"not measured: --windows 0 runs no model"}
+    assert {check["remedy"] for check in unknown} == {f"`fp8q doctor {demo_run.root}`"}
+    assert "loops" in {check["check"] for check in unknown}

@@ -34,6 +34,7 @@ ENGINE, TRITON, SERVE = "fp8q build-engine RUN", "fp8q triton RUN", "fp8q serve 
     [
         (of("unknown", None), NOTHING, [VALIDATE]),
         (of("unknown"), NOTHING, [MORE]),
+        (of("unknown"), replace(NOTHING, more="--max-tokens 640"), ["fp8q validate RUN --max-tokens 640"]),
         (of("worse"), NOTHING, [SENSITIVITY, TUNE, DOCTOR, ENGINE, TRITON]),
         (of("broken"), replace(NOTHING, located=True), [TUNE, DOCTOR, ENGINE, TRITON]),
         (
