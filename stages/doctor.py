@@ -65,7 +65,7 @@ def doctor(run: Run, notes: Notes, options: DoctorOptions) -> Checkup:
     what = Examined(run, scales, tensors_of(statistics, scales, run.model), _remedies(run, scales))
     checks = stored_checks(what.tensors, scales, what.remedies) + served_cache(run.model)
     if not options.windows:
-        checks += not_measured("--windows 0 runs no model", f"`fp8q doctor {run.root}`")
+        checks += not_measured("--windows 0 runs no model")
         return Checkup(windows=0, tokens=0, checks=worst_first(checks))
     windows = spread_windows(load_tokens(run, run.calibration), options.windows)
     running, ran = _running(what, windows, notes)

@@ -109,10 +109,10 @@ HIDDEN_STATES = Criterion(
 )  # fmt: skip
 #: The limit is `CHANCE`: FP8 may loop where BF16 does not, and the other way round, by chance, since greedy text parts
 #: at near ties. A one-sided sign test over the prompts in which one of them loops.
-#: The prompts that BF16 and FP8 continue, the tokens of each, and the tokens of each answer.
-PROMPTS, PROMPT, ANSWER = 16, 32, 96
 LOOPS = Criterion("loops", "prompts after which FP8 alone loops", Limit(0.0), "the model has too few positions")
 CHANCE = 0.05
+#: The prompts that BF16 and FP8 continue, the tokens of each, and the tokens of each answer.
+PROMPTS, PROMPT, ANSWER = 16, 32, 96
 #: The checks that need the model.
 OF_THE_MODEL = (NORM_INPUTS, ATTENTION_LOGITS, CACHE_TOKENS, GEMM_ERRORS, HIDDEN_STATES, LOOPS)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .loops import Loops
 
 
-def not_measured(why: str, remedy: str) -> list[Check]:
+def not_measured(why: str, remedy: str | None = None) -> list[Check]:
     """Return all checks of this file as unknown, where the model cannot be run."""
     return [unknown(criterion, f"not measured: {why}", remedy) for criterion in criteria.OF_THE_MODEL]
 

@@ -189,5 +189,5 @@ def test_what_runs_is_said_before_it_does_and_no_windows_run_no_model(
     assert (result.code, found["windows"], found["tokens"]) == (0, 0, 0)
     unknown = [check for check in found["checks"] if check["verdict"] == "unknown"]
     assert {check["said"] for check in unknown} == {"not measured: --windows 0 runs no model"}
-    assert {check["remedy"] for check in unknown} == {f"`fp8q doctor {demo_run.root}`"}
+    assert {check["remedy"] for check in unknown} == {None}, "it was asked for"
     assert "loops" in {check["check"] for check in unknown}
