@@ -14,8 +14,8 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -258,14 +258,10 @@ def locked(file: Path) -> Iterator[None]:
     ):  # else it was removed with its folder
         yield
         return
-    handle = open(file, "w", opener=_not_followed)  # noqa: SIM115  # who keeps it closes it
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    handle = _open_lock(file)
+    while not _is_at(handle, file):  # who held it has removed it since, and nobody else would meet this lock
         handle.close()
-        raise
-    except OSError:
-        pass  # network file systems may have none
+        handle = _open_lock(file)
     if held_locks is not None:
         held_locks[key] = handle
         yield
@@ -274,9 +270,62 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
-def _not_followed(name: str, flags: int) -> int:
+def _open_lock(file: Path) -> TextIO:
+    """Open the file of a lock, and take it; raises BlockingIOError where another process holds it."""
+    handle = open(file, "w", opener=not_followed)  # noqa: SIM115  # who keeps it closes it
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise
+    except OSError:
+        pass  # network file systems may have none
+    return handle
+
+
+def _is_at(handle: TextIO, file: Path) -> bool:
+    """Tell whether an open file is the one that has the name `file` now."""
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), file.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def not_followed(name: str, flags: int) -> int:
     """Open a file without following links, and without waiting for the other end of a pipe."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def created(name: str, flags: int) -> int:
+    """Open a file that is not there; raises FileExistsError for whatever is, a link included."""
+    return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+
+def make_directory(path: Path) -> list[Path]:
+    """Make a directory with those that lead to it; return the ones that were not there, the innermost first."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    try:
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+    except OSError:
+        remove_empty(filter(Path.is_dir, missing))
+        raise
+    return missing
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove `folders`, the innermost first, up to one that holds something, or is another's."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def is_own_file(path: Path) -> bool:
+    """Tell whether a regular file is at `path`, and no link to one."""
+    return path.is_file() and not path.is_symlink()
 
 
 def regular_file(path: Path, remedy: str = "") -> int:

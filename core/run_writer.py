@@ -19,7 +19,17 @@ from safetensors import SafetensorError
 
 from .. import __version__
 from .errors import InputError
-from .files import PARTIAL, disk_errors, locked, remove, replacing, sha256_file, write_document
+from .files import (
+    PARTIAL,
+    disk_errors,
+    locked,
+    make_directory,
+    remove,
+    remove_empty,
+    replacing,
+    sha256_file,
+    write_document,
+)
 from .record import (
     RunRecord,
     StageLog,
@@ -29,7 +39,7 @@ from .record import (
     reset_peak_memory,
 )
 from .run import Run
-from .run_files import LOCK, WORK
+from .run_files import LOCK, WORK, is_of_a_run
 from .undo import undoing
 
 #: The facts of a work folder's key that describe the machine, and the text for each.
@@ -142,8 +152,10 @@ class RunWriter:
         """
         self.run.record()  # refuses a directory that is no run before anything is written
         with disk_errors(self.run.root):
-            created = self._create()
+            created = make_directory(self.run.root)
         with self.lock():
+            if not all(map(is_of_a_run, self.run.root.iterdir())):  # another process has written here since it was made
+                created = []
             before = self.run.record()
             with undoing(lambda: self._give_up(before, name, created)), self._blamed(name):
                 self.sweep(name)
@@ -188,15 +200,7 @@ class RunWriter:
                 stages = before.stages | {name: old.model_copy(update={"outputs": outputs})}
                 write_document(self.run.record_file, before.model_copy(update={"stages": stages}))
 
-    def _create(self) -> bool:
-        """Create the directory; tell whether it is new."""
-        try:
-            self.run.root.mkdir(parents=True)
-        except FileExistsError:
-            return False
-        return True
-
-    def _give_up(self, before: RunRecord, name: str, created: bool) -> None:
+    def _give_up(self, before: RunRecord, name: str, created: list[Path]) -> None:
         """Remove the half-written files of a failed stage; keep the record of its earlier outputs if they are
         unchanged.
         """
@@ -205,6 +209,7 @@ class RunWriter:
                 return
         if created:
             shutil.rmtree(self.run.root, ignore_errors=True)
+            remove_empty(created[1:])
             return
         self._clear_partial()
         old = before.stages.get(name)

@@ -29,7 +29,16 @@ from ..calibrate.text.chat import renderer
 from ..calibrate.text.packing import Packing
 from ..core.arrays import read_arrays
 from ..core.errors import BackendError, InputError
-from ..core.files import disk_errors, locked, read_document, replacing, sha256_file, write_document
+from ..core.files import (
+    disk_errors,
+    locked,
+    make_directory,
+    read_document,
+    remove_empty,
+    replacing,
+    sha256_file,
+    write_document,
+)
 from ..core.reporter import Reporter
 from ..core.run_files import LOCK
 from ..options import LEAST_WINDOWS, PAIR_CONTEXT, CorpusOptions, PairOptions, ValidateOptions
@@ -325,9 +334,8 @@ def results_lock(out: Path) -> Iterator[None]:
 
     Raises InputError where another process compares there.
     """
-    made = not out.exists()
     with disk_errors(out), ExitStack() as held:
-        out.mkdir(parents=True, exist_ok=True)
+        made = make_directory(out)
         try:
             held.enter_context(locked(out / LOCK))
         except BlockingIOError:
@@ -338,7 +346,8 @@ def results_lock(out: Path) -> Iterator[None]:
             yield
         finally:
             if made and [path.name for path in out.iterdir()] == [LOCK]:  # refused before anything was measured
-                shutil.rmtree(out)
+                (out / LOCK).unlink()
+                remove_empty(made)
 
 
 def check_results_directory(out: Path, checkpoints: tuple[Path, ...]) -> None:
