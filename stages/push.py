@@ -4,6 +4,7 @@ Nothing is sent unless that is asked for: without `--yes` the files are listed, 
 huggingface_hub's own (`hf auth login`, or HF_TOKEN); it is neither read nor printed here.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ..calibrate.input.hub import is_hub_name, network_errors, quiet_hub
@@ -47,21 +48,30 @@ def push_checkpoint(run: Run, options: PushOptions, progress: Reporter) -> Pushe
         raise InputError(run.root, "goes to no repository: none is named", "give --repo owner/name")
     if not is_hub_name(repo):
         raise InputError(f"--repo {repo}", "is no name of a repository", "give one such as owner/name")
-    checked_model(run)
-    planned = Pushed(repo, uploaded_files(run), card_remarks(run))
+    hashes = checked_model(run)
+    planned = Pushed(repo, uploaded_files(run, hashes), card_remarks(run))
     return replace(planned, url=_upload(run, planned, options, progress)) if options.yes else planned
 
 
-def uploaded_files(run: Run) -> tuple[tuple[str, int], ...]:
-    """The regular files of the run's checkpoint, by their names in it, with their sizes."""
+def uploaded_files(run: Run, hashes: Collection[str]) -> tuple[tuple[str, int], ...]:
+    """The files of the run's checkpoint, by their names in it, with their sizes; hidden ones are left out.
+
+    `hashes`: the names of files, relative to the run, whose content was checked, so that they are sent where they are
+    links too. Raises InputError for another link, whose target may be any file of this machine.
+    """
+    files = []
     with disk_errors(run.model):
-        files = sorted(path for path in run.model.rglob("*") if path.is_file() and not path.is_symlink())
-        names = [path.relative_to(run.model) for path in files]
-        return tuple(
-            (name.as_posix(), path.stat().st_size)
-            for name, path in zip(names, files, strict=True)
-            if not any(part.startswith(".") for part in name.parts)
-        )
+        for path in sorted(run.model.rglob("*")):
+            name = path.relative_to(run.model)
+            if any(part.startswith(".") for part in name.parts):
+                continue
+            if path.is_symlink() and path.relative_to(run.root).as_posix() not in hashes:
+                raise InputError(
+                    path, "is a link, and no stage of this run wrote what it leads to", "put the file in its place"
+                )
+            if path.is_file():
+                files.append((name.as_posix(), path.stat().st_size))
+    return tuple(files)
 
 
 def card_remarks(run: Run) -> tuple[str, ...]:

@@ -61,6 +61,31 @@ def test_with_yes_all_files_arrive(run: Run, hub: UploadHub) -> None:
     assert [made["visibility"] for made in hub.created] == ["private"]
 
 
+def test_a_link_to_what_a_stage_wrote_is_sent_as_the_file_it_leads_to(
+    run: Run, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run.model / "config.json"
+    config.rename(run.root / "moved.json")
+    config.symlink_to("../moved.json")
+    monkeypatch.setattr("fp8q.stages.push.checked_model", lambda run: {"model/config.json": "its SHA-256"})
+    push_checkpoint(run, PushOptions("owner/name", yes=True), SILENT)
+    assert hub.files == FILES
+
+
+@pytest.mark.parametrize("target", ["../../secret", "../adapters", "nowhere"])
+def test_any_other_link_is_refused(run: Run, hub: UploadHub, target: str) -> None:
+    (run.root.parent / "secret").write_text("secret")
+    (run.root / "adapters").mkdir()
+    link = run.model / "notes.txt"
+    link.symlink_to(target)
+    with pytest.raises(InputError) as raised:
+        push_checkpoint(run, PushOptions("owner/name", yes=True), SILENT)
+    assert str(raised.value) == (
+        f"{link}: is a link, and no stage of this run wrote what it leads to; put the file in its place"
+    )
+    assert hub.asked == []
+
+
 def test_a_public_repository_is_asked_for(run: Run, hub: UploadHub) -> None:
     push_checkpoint(run, PushOptions("owner/name", yes=True, public=True), SILENT)
     assert [made.get("visibility", "public") for made in hub.created] == ["public"]
