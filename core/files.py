@@ -7,6 +7,7 @@ Refused fields of JSON are named in plain words, in the place of pydantic's own 
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -365,6 +366,13 @@ def write_document(path: Path, document: BaseModel) -> None:
         ) from None
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def json_text(content: object) -> bytes:
+    """JSON in UTF-8, indented, for what came out of a source's JSON: a lone surrogate, which UTF-8 lacks, is escaped as
+    it was there.
+    """
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_document(path: Path, kind: type[Document]) -> Document:

@@ -1,53 +1,44 @@
 """`fp8q convert`: write an FP8 checkpoint by the names and shapes of tensors, without text and without a model.
 
-The directory is no run. While it is being written it holds `PROGRESS`, by which a killed call is recognized: the same
-call goes on, and checks the files that are finished. config.json comes last, so that no server takes half a checkpoint.
+The directory is no run (`convert_directory`). What can be refused is refused before anything is written
+(`convert_plan`). The call that was killed goes on, and checks the files that are finished. config.json comes last, so
+that no server takes half a checkpoint.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..calibrate.checkpoint.companions import companion_files
+from ..calibrate.checkpoint.beside_weights import BesideWeights, beside_weights
 from ..calibrate.checkpoint.recognizer import no_codes
-from ..calibrate.checkpoint.weights import find_weights, read_headers
-from ..calibrate.input.untrusted import AGAIN, exists, local_path
+from ..calibrate.checkpoint.weights import INDEX, find_weights, read_headers
+from ..calibrate.input.untrusted import exists, local_path
 from ..calibrate.model.architecture import read_config
 from ..calibrate.model.source import locate
-from ..core.errors import Fp8qError, InputError
-from ..core.files import PARTIAL, Strict, disk_errors, locked, read_document, regular_file, remove, write_document
+from ..core.errors import InputError
+from ..core.files import replacing
 from ..core.headers import header_bytes
 from ..core.reporter import Reporter
-from ..core.undo import at_end
+from ..core.run_files import CARD
 from ..options import ConvertOptions
-from ..quantize.conversion.card import unquantized_by_reason, write_card
-from ..quantize.conversion.config import quantization_fields, write_converted_config, write_index
-from ..quantize.conversion.plan import CheckpointPlan, placed, plan_checkpoint
+from ..quantize.conversion.card import card, unquantized_by_reason
+from ..quantize.conversion.config import converted_config, index_of
+from ..quantize.conversion.plan import CheckpointPlan, plan_checkpoint
 from ..quantize.conversion.rules import load_rules, select_tensors
 from ..quantize.conversion.shards import CheckpointWriter
-from ..quantize.lint.check import RULES
-from ..quantize.reading.fp8_tensors import Checkpoint, Located, open_checkpoint
-from ..quantize.reading.quantization_config import declared_in
+from ..quantize.reading.fp8_tensors import open_checkpoint
+from ..quantize.reading.quantization_config import CONFIG
+from .convert_directory import PlannedFiles, check_contents, writing
+from .convert_plan import check_integer_weights, check_plan, lint_written
 
-#: The file of a directory that is being written, and its lock.
-PROGRESS, LOCK = ".convert.json", ".convert.lock"
-#: The rule of the lint that reads every code.
-NAN_CODES = "C123"
 #: Most threads by default: each takes some 50 MB.
 MOST_THREADS = 8
-
-
-class ConvertProgress(Strict):
-    """The record of a directory that is being written: what is converted, in one digest."""
-
-    key: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,8 @@ class Converted:
 
     `quantized`: the tensors of codes; `kept`: reason -> the matrices that keep their type; `largest_error_steps` of the
     step between neighbouring codes, `largest_relative_error` of a value that has a normal code; `resumed`: files of an
-    earlier call that were checked and kept; `warnings`: findings of the lint that are no errors.
+    earlier call that were checked and kept; `left`: name -> reason of what is not copied from beside the weights;
+    `warnings`: findings of the lint that are no errors.
     """
 
     path: Path
@@ -69,20 +61,21 @@ class Converted:
     largest_error_steps: float
     largest_relative_error: float
     resumed: tuple[str, ...]
+    left: dict[str, str]
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Source:
     """A checkpoint to convert: the name that the user gave it, its directory, config.json, files of weights, and what
-    is copied beside them, by name.
+    lies beside them.
     """
 
     name: str
     path: Path
     config: Mapping[str, Any]
     files: tuple[Path, ...]
-    companions: Mapping[str, Path]
+    others: BesideWeights
 
     @property
     def nbytes(self) -> int:
@@ -100,13 +93,16 @@ def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) 
     source = _open_source(model, options, progress)
     _check_out(out, source)
     headers = read_headers(source.files)
+    check_integer_weights(headers)
     rules = load_rules(options.rules)
     selection = select_tensors(rules, source.config, headers, options.skip, options.mtp)
     plan = plan_checkpoint(
         source.files, headers, source.config, rules, selection, (options.form, options.chosen_layout)
     )
-    _check_plan(plan, source)
-    with _writing(out, _key(source, plan), plan):
+    check_plan(plan, source.name, source.path, source.config)
+    for line in source.others.remarks():
+        progress.note(f"not copied: {line}")
+    with writing(out, _planned_files(source, plan), progress):
         return _write(source, plan, out, options, progress)
 
 
@@ -117,12 +113,7 @@ def _open_source(model: str, options: ConvertOptions, progress: Reporter) -> _So
     no_codes(path, model, config, {})
     files = find_weights(path, model, config.get("transformers_weights"))
     no_codes(path, model, config, read_headers(files))
-    companions = companion_files(path)
-    if config.get("auto_map"):
-        companions |= {file.name: file for file in path.glob("*.py")}
-    for file in companions.values():  # before hours of converting, not after them
-        regular_file(file, AGAIN)
-    return _Source(model, path, config, files, companions)
+    return _Source(model, path, config, files, beside_weights(path, files, config))
 
 
 def _check_out(out: Path, source: _Source) -> None:
@@ -132,29 +123,16 @@ def _check_out(out: Path, source: _Source) -> None:
         raise InputError(out, f"lies in {source.name}, which is converted", "name a directory elsewhere with --out")
     if exists(out) and not out.is_dir():
         raise InputError(out, "is a file, and a checkpoint is a directory", "name another with --out")
-    if out.is_dir() and not exists(out / PROGRESS) and any(path.name != LOCK for path in out.iterdir()):
-        raise InputError(out, "is not empty, and holds no convert in progress", "name a new or empty directory")
+    check_contents(out)
 
 
-def _check_plan(plan: CheckpointPlan, source: _Source) -> None:
-    """Raise InputError where nothing is quantized, or where projections that loaders join would differ."""
-    if not plan.quantized:
-        reason = next(iter(plan.unquantized.values()))
-        raise InputError(source.name, f"has nothing that can be quantized in this form ({reason})", "try --form block")
-    tensors = {
-        name: Located(place.dtype, place.shape, place.start, place.end, shard.source)
-        for shard in plan.shards
-        for name, place in placed(shard.written)[1].items()
-    }
-    config = {**source.config, "quantization_config": quantization_fields(plan, source.config)}
-    declared = declared_in(config, source.path / "config.json")
-    assert declared is not None, "the configuration says how it is quantized"
-    planned = Checkpoint(source.path, config, declared, tensors, ())
-    for rule in ("C116", "C121", "C122"):
-        for finding in RULES[rule].findings(planned):
-            raise InputError(
-                finding.node, f"would break rule {rule}: {finding.message}", "change --skip or --rules accordingly"
-            )
+def _planned_files(source: _Source, plan: CheckpointPlan) -> PlannedFiles:
+    """The files that are written, and what they take."""
+    others = {CONFIG, CARD, *source.others.copied}
+    if index_of(plan) is not None:
+        others.add(INDEX)
+    shards = frozenset(shard.name for shard in plan.shards)
+    return PlannedFiles(shards, frozenset(others), plan.nbytes + source.others.nbytes, _key(source, plan))
 
 
 def _key(source: _Source, plan: CheckpointPlan) -> str:
@@ -166,67 +144,6 @@ def _key(source: _Source, plan: CheckpointPlan) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _writing(out: Path, key: str, plan: CheckpointPlan) -> Iterator[None]:
-    """Hold the directory `out` while it is written; leave nothing of a call that fails, and what is finished of one
-    that is killed.
-    """
-    made = not out.exists()
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        fresh = not exists(out / PROGRESS)
-        if not fresh and read_document(out / PROGRESS, ConvertProgress).key != key:
-            raise InputError(
-                out, "holds a convert in progress of another model, or with other options", "remove it, or name another"
-            )
-        done = sum((out / shard.name).stat().st_size for shard in plan.shards if (out / shard.name).is_file())
-        free, needed = shutil.disk_usage(out).free, plan.nbytes - done
-
-        def sweep() -> None:
-            for partial in out.glob(f".*{PARTIAL}"):
-                remove(partial)
-
-        try:
-            if free < needed:
-                raise InputError(
-                    out, f"has {free:,} bytes free, and the checkpoint takes {needed:,}", "free some, or name another"
-                )
-            with _held(out):
-                sweep()
-                write_document(out / PROGRESS, ConvertProgress(key=key))
-                with at_end(sweep):
-                    yield
-                (out / PROGRESS).unlink()
-            (out / LOCK).unlink(missing_ok=True)
-        except Fp8qError:
-            _clear(out, fresh, made, sweep)
-            raise
-        except BaseException:
-            sweep()
-            raise
-
-
-def _clear(out: Path, fresh: bool, made: bool, sweep: Callable[[], None]) -> None:
-    """Remove what a failed call wrote: everything where it was the first, otherwise files that are not whole."""
-    if not fresh:
-        sweep()
-        return
-    for path in out.iterdir():
-        remove(path)
-    if made:
-        out.rmdir()
-
-
-@contextmanager
-def _held(out: Path) -> Iterator[None]:
-    """Hold the lock of the directory; raises InputError where another process does."""
-    try:
-        with locked(out / LOCK):
-            yield
-    except BlockingIOError:
-        raise InputError(out, "another fp8q process is writing here", "wait for it, or name another") from None
-
-
 def _write(source: _Source, plan: CheckpointPlan, out: Path, options: ConvertOptions, progress: Reporter) -> Converted:
     """Write the weights, then what lies beside them, and lint the whole."""
     threads = options.threads or min(len(os.sched_getaffinity(0)), MOST_THREADS)
@@ -235,11 +152,17 @@ def _write(source: _Source, plan: CheckpointPlan, out: Path, options: ConvertOpt
         writer.write()
     if writer.checked:
         progress.note(f"{len(writer.checked)} files of an earlier call were checked part by part, and kept")
-    write_index(plan, out)
-    _copy_companions(source, out)
+    index = index_of(plan)
+    if index is not None:
+        _put(out / INDEX, index)
+    for name, file in source.others.copied.items():
+        with replacing(out / name) as partial:
+            shutil.copyfile(file, partial)
     title = source.name if not Path(source.name).expanduser().is_dir() else source.path.resolve().name
-    write_card(plan, title, writer.errors, out)
-    write_converted_config(plan, source.config, out)
+    _put(out / CARD, card(plan, title, writer.errors, source.others.remarks()))
+    _put(out / CONFIG, converted_config(plan, source.config))
+    checkpoint = open_checkpoint(out)
+    assert checkpoint is not None, "config.json says how it is quantized"
     return Converted(
         out,
         plan.form,
@@ -251,28 +174,11 @@ def _write(source: _Source, plan: CheckpointPlan, out: Path, options: ConvertOpt
         writer.errors.steps,
         writer.errors.relative,
         tuple(writer.checked),
-        _lint(out),
+        dict(source.others.left),
+        lint_written(checkpoint),
     )
 
 
-def _copy_companions(source: _Source, out: Path) -> None:
-    """Copy tokenizer, templates and licence, and the Python files that config.json names, unread."""
-    for name, file in source.companions.items():
-        (out / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, out / name)
-
-
-def _lint(out: Path) -> tuple[str, ...]:
-    """Lint the checkpoint in `out`, and return what is no error; raises InputError for the first error.
-
-    The rule that reads every code for NaN is left out: no NaN is within half a step of a number, as the proof found.
-    """
-    checkpoint = open_checkpoint(out)
-    assert checkpoint is not None, "config.json says how it is quantized"
-    findings = [
-        finding for number in sorted(RULES) if number != NAN_CODES for finding in RULES[number].findings(checkpoint)
-    ]
-    for finding in findings:
-        if finding.severity == "error":
-            raise InputError(out, str(finding), "report it, with the checkpoint's name")
-    return tuple(map(str, findings))
+def _put(file: Path, text: bytes) -> None:
+    with replacing(file) as partial:
+        partial.write_bytes(text)

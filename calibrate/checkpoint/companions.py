@@ -24,6 +24,8 @@ COMPANIONS = (
     "vocab.*",
     "merges.txt",
     "*.model",
+    "*.tiktoken",
+    "tekken.json",
     "chat_template*",
     "generation_config.json",
     "*processor_config.json",

@@ -28,6 +28,7 @@ from ...calibrate.model.tokenizer import (
     in_words,
     unnamed_tokens,
 )
+from ...core.files import json_text
 
 #: The field of the tokens that end a text.
 END = "eos_token_id"
@@ -42,8 +43,8 @@ UNREAD = TokenDifference(("any text",), "AutoTokenizer does not load it")
 
 
 def write_companions(source: Source, directory: Path) -> TokenDifference | None:
-    """Copy what lies beside the weights of `source` to `directory`, which has its config.json, and let both tokenizers
-    there be the chosen one.
+    """Copy tokenizer and templates of `source` to `directory`, which has its config.json, and let both tokenizers there
+    be the chosen one.
 
     Returns how AutoTokenizer reads texts in another way all the same; None where it does not.
     """
@@ -118,7 +119,7 @@ def _name_special_tokens(directory: Path, tokens: Mapping[str, str]) -> None:
     """Name in tokenizer_config.json the special `tokens` that no file in `directory` names so: defaults of a class."""
     file = directory / TOKENIZER_CONFIG
     if missing := unnamed_tokens(directory, tokens):
-        file.write_text(json.dumps(_fields(file) | missing, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        file.write_bytes(json_text(_fields(file) | missing))
 
 
 def _fields(file: Path) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def _read_as_it_is(directory: Path) -> None:
     before = file.read_bytes() if file.is_file() else None
     fields = _fields(file)
     plain = {key: value for key, value in fields.items() if key not in CHANGES} | {"tokenizer_class": PLAIN}
-    file.write_text(json.dumps(plain, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_bytes(json_text(plain))
     if _remaining(directory) is None:
         return
     if before is None:

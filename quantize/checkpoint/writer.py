@@ -29,12 +29,15 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from ...calibrate.checkpoint.beside_weights import beside_weights
+from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import INDEX
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
+from ...core.files import json_text
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
 from ..codes.blocks import SIDE
@@ -109,6 +112,7 @@ def quantize_checkpoint(
         form.query_remark(done),
         form.limit,
         form.mtp_remark,
+        *(f"left beside the source: {line}" for line in beside_weights(source.path, source.weight_files).remarks()),
     ):
         if remark is not None:
             report.note(remark)
@@ -343,6 +347,18 @@ def write_config(
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
+def _copy_other_files(source: Source, directory: Path) -> None:
+    """Copy what lies beside the weights, but the files that loaders of tokenizers read, which an adapter may replace,
+    and the folder of adapters, which is the checkpoint's own.
+    """
+    files = beside_weights(source.path, source.weight_files).copied
+    of_tokenizers = companion_files(source.path)
+    for name, file in files.items():
+        if name not in of_tokenizers and name.partition("/")[0] != ADAPTERS:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, directory / name)
+
+
 def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout, ties: Ties) -> str | None:
     """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
     fields: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
@@ -383,6 +399,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         folder.mkdir(parents=True)
         for path in adapter.files:
             shutil.copyfile(path, folder / path.name)
+    _copy_other_files(source, directory)
     card = model_card(source, scales, form, from_fp8=fp8_source(source) is not None)
     (directory / CARD).write_text(card, encoding="utf-8")
     remaining = write_companions(source, directory)

@@ -1,11 +1,9 @@
 """Write the model card of a converted checkpoint: its form, what was kept and why, the proof, and who loads it."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from ...core.files import replacing
-from ...core.run_files import CARD
+from ...core.errors import visible
 from ..codes.blocks import SIDE
 from .coding import Errors
 from .plan import CheckpointPlan
@@ -34,6 +32,12 @@ Served by vLLM:
 ## Kept in the source's type
 
 {kept}
+{left}"""
+#: The section on files of the source that were not copied.
+LEFT = """
+## Left with the source
+
+{lines}
 """
 #: The description of each form.
 FORMS = {
@@ -52,21 +56,21 @@ def unquantized_by_reason(unquantized: Mapping[str, str]) -> dict[str, list[str]
     return dict(modules_by_reason)
 
 
-def write_card(plan: CheckpointPlan, name: str, errors: Errors, directory: Path) -> None:
-    """Write the card of the checkpoint `name` into `directory`."""
+def card(plan: CheckpointPlan, name: str, errors: Errors, left: Sequence[str]) -> bytes:
+    """The text of the card of the checkpoint `name`; `left`: lines on files of its source that were not copied."""
     lines = []
     for reason, modules in unquantized_by_reason(plan.unquantized).items():
         more = f" and {len(modules) - LISTED:,} more" if len(modules) > LISTED else ""
-        lines.append(f"- {', '.join(f'`{module}`' for module in modules[:LISTED])}{more}: {reason}")
+        lines.append(f"- {', '.join(f'`{visible(module)}`' for module in modules[:LISTED])}{more}: {reason}")
     lines.append("- whatever is no matrix: norms, biases, convolutions, states")
     text = TEXT.format(
-        name=name,
+        name=visible(name),
         tag=", compressed-tensors" if plan.layout == "compressed-tensors" else "",
         form=FORMS[plan.form],
         quantized=plan.quantized,
         steps=errors.steps,
         relative=errors.relative,
         kept="\n".join(lines),
+        left=LEFT.format(lines="\n".join(f"- {line}" for line in left)) if left else "",
     )
-    with replacing(directory / CARD) as partial:
-        partial.write_text(text, encoding="utf-8")
+    return text.encode()

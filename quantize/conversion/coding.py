@@ -89,13 +89,18 @@ def part_scales(name: str, values: torch.Tensor, blocks: bool) -> Float32s:
         largest = patterns.max(axis=1, keepdims=True)
     if largest.max() >= INFINITY:
         nan, infinite = int((patterns > INFINITY).sum()), int((patterns == INFINITY).sum())
-        raise InputError(
-            name,
-            f"holds {nan:,} NaN and {infinite:,} Inf in BF16 among {patterns.size:,} values",
-            "take an earlier checkpoint of the training, or copy or download the file again",
-        )
+        raise refused_values(name, nan, infinite, patterns.size)
     scales: Float32s = np.maximum(scale_of(magnitudes(largest), E4M3), np.float32(SMALLEST_SCALE))
     return scales
+
+
+def refused_values(name: str, nan: int, infinite: int, size: int) -> InputError:
+    """Make the error for the tensor `name`, some of whose values are no numbers; `size`: the values that were read."""
+    return InputError(
+        name,
+        f"holds {nan:,} NaN and {infinite:,} Inf in BF16 among {size:,} values",
+        "take an earlier checkpoint of the training, or copy or download the file again",
+    )
 
 
 def _chunks(rows: int, columns: int, blocks: bool) -> Iterator[tuple[slice, slice]]:

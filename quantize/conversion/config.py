@@ -1,4 +1,4 @@
-"""Write config.json and the index of a converted checkpoint, in the words of its layout.
+"""The texts of config.json and the index of a converted checkpoint, in the words of its layout.
 
     compressed-tensors   targets Linear; what is kept is in `ignore`
     fp8                  everything but `modules_to_not_convert` is codes (DeepSeek-V3, Qwen3-FP8)
@@ -8,16 +8,13 @@ Sources: compressed-tensors 0.20, `quantization/quant_scheme.py` (FP8_DYNAMIC, F
 `FineGrainedFP8Config`; vLLM 0.32, `layers/quantization/fp8.py` (`is_layer_skipped` takes whole names).
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...calibrate.checkpoint.mtp_layers import vllm_name
-from ...calibrate.checkpoint.weights import INDEX
-from ...core.files import replacing
+from ...calibrate.checkpoint.weights import SINGLE
+from ...core.files import json_text
 from ..codes.blocks import SIDE
-from ..reading.quantization_config import CONFIG
 from .plan import CheckpointPlan
 from .rules import WEIGHT
 
@@ -66,25 +63,18 @@ def quantization_fields(plan: CheckpointPlan, config: Mapping[str, Any]) -> dict
     }
 
 
-def write_converted_config(plan: CheckpointPlan, config: Mapping[str, Any], directory: Path) -> None:
-    """Write config.json of the source, `config`, with the quantization into `directory`."""
+def converted_config(plan: CheckpointPlan, config: Mapping[str, Any]) -> bytes:
+    """The text of config.json: that of the source, `config`, with the quantization."""
     fields = {key: value for key, value in config.items() if key not in _OTHER_FILES}
     if plan.cast is not None:
         fields = {key: value for key, value in fields.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
-    _write_json(directory / CONFIG, {**fields, "quantization_config": quantization_fields(plan, config)})
+    return json_text({**fields, "quantization_config": quantization_fields(plan, config)})
 
 
-def write_index(plan: CheckpointPlan, directory: Path) -> None:
-    """Write the index of several files; nothing where there is one."""
-    if len(plan.shards) == 1:
-        return
+def index_of(plan: CheckpointPlan) -> bytes | None:
+    """The text of the index; None for one file under the name that loaders look for without an index."""
+    if [shard.name for shard in plan.shards] == [SINGLE]:
+        return None
     files = {name: shard.name for shard in plan.shards for name in shard.written}
-    _write_json(
-        directory / INDEX,
-        {"metadata": {"total_size": plan.nbytes}, "weight_map": {name: files[name] for name in sorted(files)}},
-    )
-
-
-def _write_json(path: Path, content: object) -> None:
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    weight_map = {name: files[name] for name in sorted(files)}
+    return json_text({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import torch
 
 from ...core.errors import BackendError, InputError
-from ...core.files import PARTIAL, disk_errors
+from ...core.files import PARTIAL, created, disk_errors, is_own_file, not_followed, remove
 from ...core.headers import StoredTensor, damaged, header_bytes
 from ..codes.blocks import SIDE
-from .coding import Errors, encode_part
+from .coding import Errors, encode_part, refused_values
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan, placed
+from .rules import WEIGHT
 
 #: Values of a matrix, and bytes of a tensor that is copied, in one part; blocks may make the least part larger.
 PART_VALUES, PART_BYTES = 1 << 21, 8 << 20
@@ -32,6 +33,10 @@ PART_VALUES, PART_BYTES = 1 << 21, 8 << 20
 HALF_STEP = 0.5
 #: The types that matrices are read in: safetensors' name -> torch's.
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+#: The types that are looked through for NaN where a tensor is copied, and the bytes of the widest value of any type.
+FLOATS, WIDEST = {**TYPES, "F64": torch.float64}, 8
+#: The largest tensor that is looked through before anything is written, bytes.
+SMALL_BYTES = 1 << 20
 
 
 class OtherBytesError(Exception):
@@ -65,10 +70,14 @@ class Shard:
 
     def get(self, start: int, size: int) -> npt.NDArray[np.uint8]:
         """Read `size` bytes of the source from the byte `start` on; raises InputError for a file that ends before."""
-        raw = np.empty(size, np.uint8)
-        if _read(self.source, raw, start) != size:
-            raise damaged(self.plan.source, "it has become shorter")
-        return raw
+        return _read_source(self.plan.source, self.source, start, size)
+
+
+def _read_source(file: Path, handle: int, start: int, size: int) -> npt.NDArray[np.uint8]:
+    raw = np.empty(size, np.uint8)
+    if _read(handle, raw, start) != size:
+        raise damaged(file, "it has become shorter")
+    return raw
 
 
 def _read(handle: int, into: npt.NDArray[np.uint8], at: int) -> int:
@@ -95,9 +104,35 @@ def parts_of(plan: ShardPlan, blocks: bool) -> Iterator[Part]:
         rows = -(-rows // SIDE) * SIDE if blocks else rows
         for top in range(0, matrix.rows, rows):
             yield _matrix_part(matrix, top, min(top + rows, matrix.rows))
+    step = PART_BYTES // WIDEST * WIDEST  # no value lies in two parts
     for copied in plan.copies:
-        for start in range(copied.stored.start, copied.stored.end, PART_BYTES):
-            yield _copied_part(copied, start, min(start + PART_BYTES, copied.stored.end))
+        for start in range(copied.stored.start, copied.stored.end, step):
+            yield _copied_part(copied, start, min(start + step, copied.stored.end))
+
+
+def check_small_tensors(plan: CheckpointPlan) -> None:
+    """Check the values of the tensors that are copied and small, as norms and biases are, before anything is written;
+    those of the others are checked as they are read. Raises InputError as `check_values` does.
+    """
+    for shard in plan.shards:
+        with open(shard.source, "rb") as source:
+            for copied in shard.copies:
+                start, size = copied.stored.start, copied.stored.end - copied.stored.start
+                if size <= SMALL_BYTES and copied.stored.dtype in FLOATS:
+                    raw = _read_source(shard.source, source.fileno(), start, size)
+                    check_values(copied, torch.from_numpy(raw).view(FLOATS[copied.stored.dtype]))
+
+
+def check_values(copied: Copied, values: torch.Tensor) -> None:
+    """Raise InputError, naming the tensor, for `values` of it that are NaN, which make every answer NaN, and for
+    infinite ones of a weight; masks and biases may be infinite.
+    """
+    if copied.name.endswith(WEIGHT):
+        if bool(values.isfinite().all()):
+            return
+    elif not bool(values.isnan().any()):
+        return
+    raise refused_values(copied.name, int(values.isnan().sum()), int(values.isinf().sum()), values.numel())
 
 
 def _matrix_part(matrix: Matrix, top: int, bottom: int) -> Part:
@@ -131,14 +166,16 @@ def _copied_part(copied: Copied, start: int, end: int) -> Part:
 
     def work(shard: Shard) -> tuple[Errors, int]:
         raw = shard.get(start, end - start)
-        at = start - copied.stored.start
-        if copied.cast:
-            kind = TYPES[copied.stored.dtype]
-            at = at // kind.itemsize * torch.bfloat16.itemsize
-            narrow = torch.from_numpy(raw).view(kind).to(torch.bfloat16).view(torch.int16).numpy()
-            shard.put(narrow, shard.places[copied.name].start + at)
-        else:
-            shard.put(raw, shard.places[copied.name].start + at)
+        at, content = start - copied.stored.start, raw
+        kind = FLOATS.get(copied.stored.dtype)
+        if kind is not None:
+            values = torch.from_numpy(raw).view(kind)
+            if copied.cast:
+                values = values.to(torch.bfloat16)
+                at = at // kind.itemsize * torch.bfloat16.itemsize
+                content = values.view(torch.int16).numpy()
+            check_values(copied, values)
+        shard.put(content, shard.places[copied.name].start + at)
         return Errors(), raw.size
 
     return work
@@ -163,11 +200,10 @@ class CheckpointWriter:
             flushing: Future[None] | None = None
             for shard in self.plan.shards:
                 file = self.directory / shard.name
-                if file.is_file():
-                    if self._check(pool, shard, file):
-                        self.checked.append(shard.name)
-                        continue
-                    file.unlink()
+                if is_own_file(file) and self._check(pool, shard, file):
+                    self.checked.append(shard.name)
+                    continue
+                remove(file)
                 partial = self.directory / f".{shard.name}{PARTIAL}"
                 with disk_errors(file):
                     self._make(pool, shard, partial)
@@ -179,7 +215,8 @@ class CheckpointWriter:
 
     def _make(self, pool: ThreadPoolExecutor, plan: ShardPlan, partial: Path) -> None:
         head, places = placed(plan.written)
-        with open(plan.source, "rb") as source, open(partial, "wb+") as target:
+        remove(partial)
+        with open(plan.source, "rb") as source, open(partial, "wb+", opener=created) as target:
             target.write(head)
             target.flush()
             os.ftruncate(target.fileno(), max((place.end for place in places.values()), default=len(head)))
@@ -220,7 +257,7 @@ class CheckpointWriter:
 def _finish(partial: Path, file: Path) -> None:
     """Write what the system still holds of a file to the disk, and give it its name."""
     with disk_errors(file):
-        with open(partial, "rb+") as handle:
+        with open(partial, "rb+", opener=not_followed) as handle:
             os.fsync(handle.fileno())
         partial.rename(file)
 

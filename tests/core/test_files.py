@@ -3,6 +3,7 @@ are taken), and files that are none.
 """
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 from fp8q.core.errors import InputError
-from fp8q.core.files import FICLONE, Strict, clone_file, disk_errors, read_document, reading, regular_file
+from fp8q.core.files import FICLONE, Strict, clone_file, disk_errors, json_text, read_document, reading, regular_file
 
 CONTENT = bytes(range(256)) * 100
 
@@ -133,3 +134,8 @@ def test_a_disk_that_is_full_while_torch_writes_is_named(tmp_path: Path) -> None
     )
     with pytest.raises(RuntimeError, match=r"^out of memory$"), disk_errors(tmp_path):
         raise RuntimeError("out of memory")
+
+
+def test_a_lone_surrogate_round_trips_through_json() -> None:
+    assert json_text({"é": "\ud800"}) == '{\n  "é": "\\ud800"\n}\n'.encode()
+    assert json.loads(json_text({"é": "\ud800"})) == {"é": "\ud800"}

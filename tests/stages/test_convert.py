@@ -22,7 +22,8 @@ from fp8q.quantize.conversion import shards
 from fp8q.quantize.conversion.coding import CodedPart, Errors, encode_part
 from fp8q.quantize.lint.check import checkpoint_findings, open_served, server_findings
 from fp8q.quantize.reading.fp8_tensors import open_checkpoint
-from fp8q.stages.convert import PROGRESS, convert
+from fp8q.stages.convert import convert
+from fp8q.stages.convert_directory import PROGRESS
 
 from ..mixtures import random_ernie, random_mixture, random_of
 from ..quantize.reading.fp8_checkpoints import compressed, fine_grained
