@@ -6,7 +6,7 @@
 # make test-elsewhere   what vLLM and lm-eval make of the output, in environments of their own (docs/elsewhere.md)
 # make install   set up alone: .venv with everything but the extra `tensorrt`; leaves .venv/bin/fp8q
 # make lint      the checks without the tests          make format   what the checks can mend themselves
-# make fuzz      meet fp8q with what is wrong, for MINUTES (10), and kill it KILLS times (20); SEED=1
+# make fuzz      meet fp8q with what is wrong, for MINUTES (10) or CASES, and kill it KILLS times (20); SEED=1
 # make mutants   change a line that matters in a copy of the tree, one after the other, and tell whose tests do not notice;
 #                MUTANTS='kl-quantile …' for these alone, JOBS at once (2); goes on where it stopped
 # make triton    serve RUN (runs/demo, made where it is missing) by a real Triton server on this machine, until Ctrl-C
@@ -77,7 +77,7 @@ KILLS ?= 20
 SEED ?= 1
 # where lm-eval's environment is there, its Python, so that `fp8q evaluate` reads what is wrong with tasks
 fuzz: install
-	$(firstword $(wildcard .venv/lm-eval/bin/python) $(BIN)/python) tests/faults/campaign.py --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED)
+	$(firstword $(wildcard .venv/lm-eval/bin/python) $(BIN)/python) tests/faults/campaign.py $(if $(CASES),--cases $(CASES) --least $(CASES) --minutes 0,--minutes $(MINUTES)) --kills $(KILLS) --seed $(SEED)
 
 JOBS ?= 2
 .PHONY: mutants
@@ -88,7 +88,7 @@ mutants: install
 .PHONY: triton hostile repository
 RUN ?= runs/demo
 PORT ?= 8000
-CASES ?= 5000
+hostile: CASES ?= 5000
 RIG := tests/serve/real/rig
 triton: repository
 	$(BIN)/python $(RIG)/tritonserver.py $(RUN)/triton --port $(PORT)

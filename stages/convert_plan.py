@@ -54,9 +54,9 @@ class PlannedCheckpoint(Checkpoint):
 
 
 def check_integer_weights(headers: Mapping[str, TensorHeader]) -> None:
-    """Raise InputError for a matrix of integers in the place of a weight, which are the codes of another form."""
+    """Raise InputError for integers of eight bits in the place of a weight, which are the codes of another form."""
     for name, header in headers.items():
-        if name.endswith(WEIGHT) and header.dtype in INTEGER_CODES and len(header.shape) == 2:
+        if name.endswith(WEIGHT) and header.dtype in INTEGER_CODES:
             raise InputError(header.file, f"{name} is {header.dtype}, so the checkpoint is quantized already", GIVE)
 
 

@@ -45,7 +45,7 @@ UNREADABLE_NAME = "a name that is no text"
 
 @dataclass(frozen=True)
 class BesideWeights:
-    """What lies beside weights: `copied`, name -> file; `left`, name -> reason, where a folder's name ends with `/`.
+    """The files beside weights: `copied`, name -> file; `left`, name -> reason, where a folder's name ends with `/`.
 
     Names are relative to the checkpoint's directory.
     """

@@ -118,7 +118,7 @@ def check_small_tensors(plan: CheckpointPlan) -> None:
         with open(shard.source, "rb") as source:
             for copied in shard.copies:
                 start, size = copied.stored.start, copied.stored.end - copied.stored.start
-                if size <= SMALL_BYTES and copied.stored.dtype in FLOATS:
+                if 0 < size <= SMALL_BYTES and copied.stored.dtype in FLOATS:
                     raw = _read_source(shard.source, source.fileno(), start, size)
                     check_values(copied, torch.from_numpy(raw).view(FLOATS[copied.stored.dtype]))
 

@@ -43,7 +43,7 @@ if os.environ.get("FP8Q_FUZZ") != "1":  # what libraries read when they are impo
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | QUIET | {"FP8Q_FUZZ": "1"})
 
 import world as worlds
-from case import ON_A_RUN, ON_CHECKPOINTS, ON_LEARNED, Case, calibrate, copy_world
+from case import ON_A_RUN, ON_CHECKPOINTS, ON_HOSTILE, ON_LEARNED, Case, calibrate, copy_world
 from cases import SUBJECTS, draw_case
 from findings import Findings, table
 from kills import kill_cases
@@ -98,7 +98,7 @@ class Campaign:
         """Run every command once in this process, each in a world of its own, before there are cases."""
         settle_caches()
         on_runs = [argv for argv, _ in (*ON_A_RUN, *ON_LEARNED)]
-        for argv in (calibrate(), calibrate("sharded", "--stream"), *on_runs, *ON_CHECKPOINTS):
+        for argv in (calibrate(), calibrate("sharded", "--stream"), *on_runs, *ON_CHECKPOINTS, *ON_HOSTILE):
             folder = self.root / "once"
             self.clear(folder)
             copy_world(self.world, folder)
@@ -257,7 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hang", type=float, default=HANG_S, help="seconds after which a case hangs")
     parser.add_argument("--jobs", type=int, default=2, help="cases at once")
     parser.add_argument("--real-every", type=int, default=REAL_EVERY, help="one case in so many is a real process")
-    parser.add_argument("--kills", type=int, default=0, help="how many calibrations to kill and finish")
+    parser.add_argument("--kills", type=int, default=0, help="how many calibrations and conversions to kill and finish")
     parser.add_argument("--case", metavar="SEED:INDEX", help="run this one case, and show all of it")
     parser.add_argument("--world", type=Path, help="make the world in this folder, and find it there another time")
     parser.add_argument("--keep", action="store_true", help="keep the world of --case")
@@ -309,6 +309,7 @@ def main() -> int:
             "exit_codes": {str(code): number for code, number in sorted(findings.codes.items())},
             "faults": dict(findings.kinds), "seconds": round(findings.seconds, 1), "kills": len(killed),
             "kills_streamed": sum(kill.streamed for kill in killed),
+            "kills_of_conversions": sum(kill.converts for kill in killed),
             "kills_with_faults": sum(bool(kill.faults) for kill in killed),
         }  # fmt: skip
         broken = [{"what": kill.what, "faults": kill.faults} for kill in killed if kill.faults]

@@ -112,8 +112,11 @@ ON_LEARNED: tuple[tuple[tuple[str, ...], int], ...] = (
     (("compare", "learned", "--model", "tiny", "--windows", "2", "--json"), 2),
     (("scales", "learned", "--method", "mse"), 1),
 )
-#: Commands that read checkpoints and no run.
+#: Commands that read checkpoints and no run; the last are of one that is hostile (`mutate_checkpoint`).
+CONVERT_SHARDS, LINT = ("convert", "sharded", "--out", "out", "--json"), ("lint", "converted", "--json")
+LINT_SERVER = (*LINT, "--for", "vllm")
 ON_CHECKPOINTS = (CONVERT, CONVERT_BLOCKS, PAIR_STORED, PAIR_NEW)
+ON_HOSTILE = (CONVERT, CONVERT_BLOCKS, CONVERT_SHARDS, PAIR_NEW, LINT, LINT_SERVER)
 
 
 def copy_world(world: Path, folder: Path, parts: tuple[str, ...] | None = None) -> None:

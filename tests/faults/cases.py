@@ -13,6 +13,7 @@ from case import (
     LOG,
     ON_A_RUN,
     ON_CHECKPOINTS,
+    ON_HOSTILE,
     ON_LEARNED,
     PAIR_NEW,
     PAIR_STORED,
@@ -25,6 +26,7 @@ from case import (
     rewrite,
 )
 from case_generate import of_generate
+from mutate_checkpoint import mutate_checkpoint
 from mutate_files import PLACES, mutate_place
 from mutate_json import mutate_json
 from mutate_onnx import mutate_onnx
@@ -51,12 +53,13 @@ PARTS = {
     "log": ("log",),
     "convert": ("tiny", "sharded", "options"),
     "pair": ("tiny", "texts", "converted", "pair"),
+    "hostile": ("tiny", "sharded", "options", "texts", "converted"),
 }
 #: Subjects, and how often each is drawn.
 SUBJECTS = {
     "model": 26, "text": 16, "run": 24, "onnx": 12, "options": 10, "config": 5, "files": 8, "environment": 4,
     "generate": 6, "checkpoint": 4, "server": 16, "compared": 6, "tasks": 4, "learned": 10, "log": 4,
-    "convert": 8, "pair": 8,
+    "convert": 8, "pair": 8, "hostile": 24,
 }  # fmt: skip
 
 
@@ -239,6 +242,29 @@ def of_pair(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) 
     return case
 
 
+def of_hostile(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
+    """A checkpoint that somebody else made, converted, compared or linted; or one that goes on with what lies there."""
+    case.base = draw.choice(ON_HOSTILE)
+    case.argv = list(case.base)
+    folder = "converted" if case.base[0] == "lint" else case.base[1]
+    if case.base is PAIR_NEW and draw.random() < 0.7:
+        folder = "converted"
+    case.what = mutate_checkpoint(draw, case.folder / folder)
+    if case.base[0] == "convert" and draw.random() < 0.15:
+        case.what += f", out: {occupy(draw, case.folder / 'out')}"
+    return case
+
+
+def occupy(draw: random.Random, out: Path) -> str:
+    """Put something into the directory of a conversion; what it is."""
+    out.mkdir()
+    (out / ".convert.json").write_text('{"key": "another"}')
+    name = draw.choice(["config.json", ".convert.json", ".convert.lock", "model.safetensors", "notes"])
+    if not (out / name).exists():
+        (out / name).write_text("x")
+    return f"{name}: {mutate_place(draw, out / name)}"
+
+
 def of_options(draw: random.Random, case: Case, known: dict[str, tuple[str, ...]]) -> Case:
     """Arguments and options."""
     argv = draw.choice([calibrate(), calibrate(), *commands()])
@@ -352,4 +378,5 @@ DRAWN: dict[str, Callable[[random.Random, Case, dict[str, tuple[str, ...]]], Cas
     "log": of_log,
     "convert": of_convert,
     "pair": of_pair,
+    "hostile": of_hostile,
 }

@@ -40,5 +40,6 @@ def table(findings: Findings, killed: list[Killed]) -> str:
     rows += [(f"exit {code}", number) for code, number in sorted(findings.codes.items())]
     rows += [(f"found: {kind}", number) for kind, number in sorted(findings.kinds.items())]
     rows += [("kills", len(killed)), ("of them streamed", sum(kill.streamed for kill in killed))]
+    rows += [("of them conversions", sum(kill.converts for kill in killed))]
     rows += [("kills that differ or leave things", sum(bool(kill.faults) for kill in killed))]
     return "\n".join(f"{name:40}{number:>8,}" for name, number in rows)

@@ -1,5 +1,5 @@
-"""Kills: a calibration ended by SIGKILL, SIGINT or SIGTERM at a random moment, run again to its end, and held against
-one that nobody disturbed: the same files, the same bytes.
+"""Kills: a calibration or conversion ended by SIGKILL, SIGINT or SIGTERM at a random moment, run again to its end, and
+held against one that nobody disturbed: the same files, the same bytes.
 
 A moment is a change of a file (the process ends itself just before its n-th), which is where a half-written state
 would be, or a time. Most calibrations go on with a run of another text, whose graphs the new scales are carried into: a
@@ -35,10 +35,11 @@ REAL_EVERY, FRESH_EVERY = 10, 8
 
 @dataclass(frozen=True)
 class Killed:
-    """One kill: how, whether of a streamed calibration, and what was wrong afterwards."""
+    """One kill: how, whether of a streamed calibration or of a conversion, and what was wrong afterwards."""
 
     what: str
     streamed: bool
+    converts: bool
     faults: tuple[str, ...]
 
 
@@ -51,10 +52,38 @@ class Undisturbed:
     seconds: float
 
 
-def argv_of(streamed: bool) -> list[str]:
-    """The calibration that is killed."""
+@dataclass(frozen=True)
+class Kind:
+    """A command that is killed: a conversion, or a calibration, which is streamed or not, and goes on with a run but
+    where it is `fresh`.
+    """
+
+    streamed: bool = False
+    fresh: bool = False
+    converts: bool = False
+
+    @property
+    def out(self) -> str:
+        """The directory that it writes."""
+        return "out" if self.converts else "quantized"
+
+    def __str__(self) -> str:
+        return "".join(f", {name}" for name, value in vars(self).items() if value)
+
+
+def kind_of(index: int) -> Kind:
+    """A third of the kills is of conversions, another of streamed calibrations."""
+    if index % 3 == 1:
+        return Kind(converts=True)
+    return Kind(streamed=index % 3 == 2, fresh=index % FRESH_EVERY == FRESH_EVERY - 1)
+
+
+def argv_of(kind: Kind) -> list[str]:
+    """The command that is killed."""
+    if kind.converts:
+        return ["convert", "sharded", "--out", kind.out, "--threads", "1"]
     text = ["--data", "texts/text.jsonl", "--eval-data", "texts/other.txt", "--kv-cache", "fp8"]
-    return ["calibrate", "tiny", *text, "--out", "quantized", *SHORT, *(["--stream"] if streamed else [])]
+    return ["calibrate", "tiny", *text, "--out", kind.out, *SHORT, *(["--stream"] if kind.streamed else [])]
 
 
 def counting(tell: Path) -> Callable[[], None]:
@@ -106,35 +135,35 @@ def digests(run: Path) -> dict[str, str]:
     }
 
 
-def undisturbed(campaign: "Campaign", streamed: bool, fresh: bool) -> Undisturbed:
-    """The calibration, with nothing in its way."""
-    folder = begin(campaign, "undisturbed", fresh)
+def undisturbed(campaign: "Campaign", kind: Kind) -> Undisturbed:
+    """The command, with nothing in its way."""
+    folder = begin(campaign, "undisturbed", kind)
     tell = folder.with_name("changes")
-    end = wait(launch(Start(argv_of(streamed), folder, before=counting(tell))))
+    end = wait(launch(Start(argv_of(kind), folder, before=counting(tell))))
     if end.code:
-        raise SystemExit(f"fp8q {' '.join(argv_of(streamed))}: ended with {end.code}: {end.err}")
-    return Undisturbed(digests(folder / "quantized"), int(tell.read_text()), end.seconds)
+        raise SystemExit(f"fp8q {' '.join(argv_of(kind))}: ended with {end.code}: {end.err}")
+    return Undisturbed(digests(folder / kind.out), int(tell.read_text()), end.seconds)
 
 
-def begin(campaign: "Campaign", name: str, fresh: bool) -> Path:
-    """A world of its own, without a run to go on with where `fresh`."""
+def begin(campaign: "Campaign", name: str, kind: Kind) -> Path:
+    """A world of its own, without a run to go on with where the kind is fresh."""
     folder = campaign.root / name
     campaign.clear(folder)
     copy_world(campaign.world, folder)
-    if fresh:
+    if kind.fresh:
         shutil.rmtree(folder / "quantized")
     return folder
 
 
 def kill_cases(campaign: "Campaign", seed: int, count: int) -> list[Killed]:
-    """Kill `count` calibrations, each at a moment of its own, and finish them."""
-    references: dict[tuple[bool, bool], Undisturbed] = {}
+    """Kill `count` commands, each at a moment of its own, and finish them."""
+    references: dict[Kind, Undisturbed] = {}
     killed = []
     for index in range(count):
         draw = random.Random(f"{seed}:kill:{index}")
-        kind = (index % 3 == 2, index % FRESH_EVERY == FRESH_EVERY - 1)
+        kind = kind_of(index)
         if kind not in references:
-            references[kind] = undisturbed(campaign, *kind)
+            references[kind] = undisturbed(campaign, kind)
         done = kill_one(campaign, draw, references[kind], kind, real=index % REAL_EVERY == REAL_EVERY - 1)
         for fault in done.faults:
             print(f"KILL {seed}:{index} {done.what}\n    {fault}", flush=True)
@@ -142,33 +171,30 @@ def kill_cases(campaign: "Campaign", seed: int, count: int) -> list[Killed]:
     return killed
 
 
-def kill_one(
-    campaign: "Campaign", draw: random.Random, reference: Undisturbed, kind: tuple[bool, bool], real: bool
-) -> Killed:
+def kill_one(campaign: "Campaign", draw: random.Random, reference: Undisturbed, kind: Kind, real: bool) -> Killed:
     """One kill, and the same command again to its end."""
-    streamed, fresh = kind
-    folder = begin(campaign, "killed", fresh)
+    folder = begin(campaign, "killed", kind)
     number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
     at, moment = draw.randint(1, reference.changes), draw.uniform(0.05, 1) * (reference.seconds + 10 * real)
     if draw.random() < 0.6 and not real:
         what = f"before change {at} of {reference.changes}"
-        first = wait(launch(Start(argv_of(streamed), folder, before=ending(at, number))))
+        first = wait(launch(Start(argv_of(kind), folder, before=ending(at, number))))
     else:
         what = f"after {moment:.2f} of {reference.seconds:.2f} s"
-        first = after(Start(argv_of(streamed), folder, real=real), moment, number)
-    what = f"{number.name} {what}{', streamed' * streamed}{', fresh' * fresh}{', a real process' * real}"
+        first = after(Start(argv_of(kind), folder, real=real), moment, number)
+    what = f"{number.name} {what}{kind}{', a real process' * real}"
     temporary = folder.with_name("killed.tmp")
     faults = of_interrupt(first, number) if number != signal.SIGKILL else []
     if number != signal.SIGKILL:
         faults += [f"TMPDIR/{name} is left" for name in snapshot(temporary)]
     shutil.rmtree(temporary)
-    again = wait(launch(Start(argv_of(streamed), folder)))
+    again = wait(launch(Start(argv_of(kind), folder)))
     if again.code:
         faults.append(f"the second run ended with {again.code}: {again.err[-300:]}")
     else:
-        faults += differences(reference.files, digests(folder / "quantized"))
+        faults += differences(reference.files, digests(folder / kind.out))
     campaign.clear(folder)
-    return Killed(what, streamed, tuple(faults))
+    return Killed(what, kind.streamed, kind.converts, tuple(faults))
 
 
 def after(start: Start, seconds: float, number: int) -> Ended:

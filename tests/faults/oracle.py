@@ -5,6 +5,7 @@ run records of its making (fingerprints, options, notes) and nothing that was sa
 """
 
 import json
+import os
 import stat
 import unicodedata
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from case import GENERATE, ON_CHECKPOINTS, ON_LEARNED, Case
+from case import GENERATE, ON_CHECKPOINTS, ON_HOSTILE, ON_LEARNED, Case
 from workers import SMALL_FILE, Ended
 
 #: Exit codes of whatever is foreseen; with a closed or full output, 1 too.
@@ -190,8 +191,9 @@ def is_work(name: str) -> bool:
 
 def content(path: Path) -> bytes:
     """The bytes of a file, or none: what a case put there may be a pipe, a device, or larger than memory."""
-    status = path.stat()
-    return path.read_bytes() if stat.S_ISREG(status.st_mode) and status.st_size < LARGEST else b""
+    if not path.is_file() or not os.access(path, os.R_OK):
+        return b""
+    return path.read_bytes() if path.stat().st_size < LARGEST else b""
 
 
 def read_json(path: Path) -> Any:
@@ -206,7 +208,7 @@ def outputs(run: Path) -> set[str]:
         if (run / "comparison.json").is_file():  # of two checkpoints
             return {"comparison.json", "tokens.npz", "report.html", ".lock"}
         if (run / "config.json").is_file():  # a converted checkpoint, without a record of its files
-            return {path.name for path in run.iterdir() if not path.name.startswith(".")}
+            return {str(path.relative_to(run)) for path in run.rglob("*") if not path.name.startswith(".")}
         stages = read_json(run / "run.json")["stages"]
         return {name for stage in stages.values() for name in stage["outputs"]} | own
     except NO_RECORD:
@@ -231,8 +233,10 @@ def result(case: Case, before: Snapshot, end: Ended) -> Result:
         told["asked"] = [*case.argv, case.typed]  # what is shown follows from what was asked, which is recorded nowhere
         told["record"] = content(case.folder / case.base[1] / "run.json").decode("utf-8", "replace")
         made["stdout"] = sha256(end.out.replace(str(case.folder), "").encode()).hexdigest()
-    if case.base in ON_CHECKPOINTS:
+    if case.base in (*ON_CHECKPOINTS, *ON_HOSTILE):
         told["asked"] = [*case.argv, case.what if "comparison.json" in case.what else ""]
+        if case.base[0] == "lint":  # which shows what it reads
+            told["asked"].append(case.what)
         if case.base[0] == "convert":  # records nothing of its source
             told["source"] = {path.name: sha256(content(path)).hexdigest() for path in sources(case)}
         else:

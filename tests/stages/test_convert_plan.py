@@ -132,7 +132,7 @@ class TestRefusedBeforeWriting:
         )
 
     @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-    def test_a_matrix_of_integers(
+    def test_a_weight_of_integers(
         self, source: Path, fp8q: Fp8q, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
     ) -> None:
         with_tensors(source, **{f"{Q}.weight": torch.zeros(64, 64, dtype=dtype)})
@@ -190,6 +190,12 @@ class TestRefusedBeforeWriting:
         assert told.startswith(f"{source / CONFIG}: would have ")
         assert told.endswith("900 are the most that are read of such a file; it is damaged, or not to be trusted")
         assert (headers.LONGEST, untrusted.JSON_BYTES) == (100_000_000, 64 << 20)
+
+
+def test_a_tensor_without_values_is_copied(source: Path, tmp_path: Path) -> None:
+    with_tensors(source, **{"model.empty": torch.zeros(0, 4)})
+    out = convert(str(source), tmp_path / "fp8", OPTIONS, SILENT).path
+    assert load_file(out / SINGLE)["model.empty"].shape == (0, 4)
 
 
 def test_a_mask_may_be_infinite(source: Path, tmp_path: Path) -> None:
