@@ -78,12 +78,20 @@ def writing(out: Path, planned: PlannedFiles, progress: Reporter) -> Iterator[No
     """
     with disk_errors(out):
         made = make_directory(out)
+        had_lock = exists(out / LOCK)
         with _held(out):
             fresh = not exists(out / PROGRESS)
-            if fresh:
-                _begin(out, planned, made)
-            else:
-                _go_on(out, planned, progress)
+            try:
+                if fresh:
+                    check_contents(out)  # again, since another call may have written it meanwhile
+                    _check_room(out, planned, 0)
+                else:
+                    _go_on(out, planned, progress)
+            except InputError:
+                if not had_lock:
+                    (out / LOCK).unlink(missing_ok=True)
+                remove_empty(made)
+                raise
             sweep = partial(_sweep, out)
             try:
                 write_document(out / PROGRESS, ConvertProgress(key=planned.key))
@@ -110,17 +118,6 @@ def _held(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(out, "another fp8q process is writing here", "wait for it, or name another") from None
         yield
-
-
-def _begin(out: Path, planned: PlannedFiles, made: list[Path]) -> None:
-    """Refuse a directory that another call has written since it was looked at, and one without the room."""
-    try:
-        check_contents(out)
-        _check_room(out, planned, 0)
-    except InputError:
-        (out / LOCK).unlink(missing_ok=True)
-        remove_empty(made)
-        raise
 
 
 def _go_on(out: Path, planned: PlannedFiles, progress: Reporter) -> None:

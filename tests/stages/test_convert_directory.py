@@ -162,6 +162,14 @@ def test_a_fault_removes_what_the_call_wrote_and_nothing_else(
     assert not (tmp_path / "a").exists()
 
 
+def test_a_refused_call_leaves_no_lock_of_its_own(sharded: Path, tmp_path: Path, fp8q: Fp8q) -> None:
+    out = tmp_path / "fp8"
+    out.mkdir()
+    (out / PROGRESS).write_text('{"key": "another"}')
+    assert "holds a convert in progress of another model" in fp8q("convert", sharded, "--out", out).complaint()
+    assert [path.name for path in out.iterdir()] == [PROGRESS]
+
+
 def test_a_call_that_is_killed_before_its_record_is_gone_on_with(sharded: Path, tmp_path: Path) -> None:
     out = tmp_path / "fp8"
     out.mkdir()

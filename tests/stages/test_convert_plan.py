@@ -39,7 +39,7 @@ def in_files(source: Path, *names: str) -> None:
     """Spread the weights of `source` over files of these names, with an index."""
     tensors = load_file(source / SINGLE)
     (source / SINGLE).unlink()
-    index = {}
+    index = dict[str, str]()
     for number, file in enumerate(names):
         some = dict(list(tensors.items())[number :: len(names)])
         save_file(some, source / file, {"format": "pt"})
