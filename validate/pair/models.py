@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...calibrate.checkpoint.companions import companion_files
+from ...calibrate.checkpoint.config_fields import check_sizes
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE, QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import TensorHeader, find_weights, read_headers
 from ...calibrate.input.silence import muted
 from ...calibrate.input.untrusted import error_text, foreign, read_json
-from ...calibrate.model.architecture import read_config
+from ...calibrate.model.architecture import read_config, text_fields
 from ...calibrate.model.source import Source, combined_digest, file_digests, load_model, open_source
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.files import Strict, sha256_file
@@ -40,7 +41,9 @@ BLOCKS = "fp8"
 
 
 def check_directory(path: Path, option: str) -> dict[str, Any]:
-    """Return the fields of config.json of a checkpoint; raise InputError where `path` holds none, or is a run."""
+    """Return the fields of config.json of a checkpoint; raise InputError where `path` holds none, or is a run, and for
+    sizes that its weights cannot have, of which transformers would make lists without end.
+    """
     subject = f"{option}{path}"
     if path.suffix == ".gguf":
         raise InputError(
@@ -50,7 +53,11 @@ def check_directory(path: Path, option: str) -> dict[str, Any]:
         raise InputError(subject, "there is no such directory", "give that of a Hugging Face checkpoint")
     if Run(path).exists():
         raise InputError(subject, "is a run of fp8q, and a checkpoint is wanted here", f"give {path / 'model'}")
-    return read_config(path, subject)
+    fields = read_config(path, subject)
+    shapes = [header.shape for header in weight_headers(path, fields).values()]
+    for part in (fields, text_fields(fields)):
+        check_sizes(path / "config.json", part, shapes)
+    return fields
 
 
 def check_same_shape(original: "PreTrainedConfig", candidate: "PreTrainedConfig", option: str) -> None:
