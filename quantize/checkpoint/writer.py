@@ -37,7 +37,6 @@ from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
-from ...core.files import json_text
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
 from ..codes.blocks import SIDE
