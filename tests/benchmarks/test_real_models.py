@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fp8q.api import ExportOptions, calibrate, convert
-from fp8q.options import CalibrateOptions
+from fp8q.options import CalibrateOptions, ConvertForm
 from fp8q.quantize.scales.decisions import TensorScale, load_scales
 from fp8q.stages.corpus import load_tokens, opening_of
 
@@ -112,7 +112,7 @@ def test_a_tail_gives_second_codes_to_the_second_half_and_to_64_positions_before
 
 @pytest.mark.parametrize("form", ["dynamic", "block"])
 def test_the_weights_of_a_checkpoint_are_within_half_a_step_of_the_original_s(
-    demo_checkpoint: Path, tmp_path: Path, form: str
+    demo_checkpoint: Path, tmp_path: Path, form: ConvertForm
 ) -> None:
     from real_rows import dequantized
 
