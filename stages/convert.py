@@ -30,7 +30,8 @@ from ..options import ConvertOptions
 from ..quantize.conversion.card import card, unquantized_by_reason
 from ..quantize.conversion.config import converted_config, index_of
 from ..quantize.conversion.plan import CheckpointPlan, plan_checkpoint
-from ..quantize.conversion.rules import load_rules, select_tensors
+from ..quantize.conversion.rules import load_rules
+from ..quantize.conversion.selection import select_tensors
 from ..quantize.conversion.shards import CheckpointWriter
 from ..quantize.reading.fp8_tensors import open_checkpoint
 from ..quantize.reading.quantization_config import CONFIG
@@ -45,7 +46,8 @@ MOST_THREADS = 8
 class Converted:
     """The checkpoint that was written.
 
-    `quantized`: the tensors of codes; `kept`: reason -> the matrices that keep their type; `largest_error_steps` of the
+    `quantized`: the tensors of codes; `kept`: reason -> the matrices that keep their type; `decided_by`: the class of
+    transformers that said what is a linear layer, or that names did, and why; `largest_error_steps` of the
     step between neighbouring codes, `largest_relative_error` of a value that has a normal code; `resumed`: files of an
     earlier call that were checked and kept; `left`: name -> reason of what is not copied from beside the weights;
     `warnings`: findings of the lint that are no errors.
@@ -56,6 +58,7 @@ class Converted:
     layout: str
     quantized: int
     kept: dict[str, list[str]]
+    decided_by: str
     source_bytes: int
     written_bytes: int
     largest_error_steps: float
@@ -94,11 +97,8 @@ def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) 
     _check_out(out, source)
     headers = read_headers(source.files)
     check_integer_weights(headers)
-    rules = load_rules(options.rules)
-    selection = select_tensors(rules, source.config, headers, options.skip, options.mtp)
-    plan = plan_checkpoint(
-        source.files, headers, source.config, rules, selection, (options.form, options.chosen_layout)
-    )
+    selection = select_tensors(load_rules(options.rules), source.config, headers, options.skip, options.mtp)
+    plan = plan_checkpoint(source.files, headers, selection, (options.form, options.chosen_layout))
     check_plan(plan, source.name, source.path, source.config)
     for line in source.others.remarks():
         progress.note(f"not copied: {line}")
@@ -169,6 +169,7 @@ def _write(source: _Source, plan: CheckpointPlan, out: Path, options: ConvertOpt
         plan.layout,
         plan.quantized,
         unquantized_by_reason(plan.unquantized),
+        plan.decided_by,
         source.nbytes,
         sum((out / shard.name).stat().st_size for shard in plan.shards),
         writer.errors.steps,

@@ -78,6 +78,11 @@ class Conversions:
 
         return rename_source_key(stored, self._renamings, self._converters, self._prefix, self._places)
 
+    def operations(self, pattern: str | None) -> tuple[str, ...]:
+        """The names of the operations of the conversion that has `pattern`; none for a tensor that is not converted."""
+        made = next((converter for converter in self._converters if pattern in converter.source_patterns), None)
+        return tuple(type(operation).__name__ for operation in made.operations) if made else ()
+
     def stored_names(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the names of experts' weights, as `expert_names` does."""
         names: dict[str, str] = {}

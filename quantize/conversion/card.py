@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from ...core.errors import visible
 from ..codes.blocks import SIDE
 from .coding import Errors
+from .name_tensors import WEIGHT
 from .plan import CheckpointPlan
-from .rules import WEIGHT
 
 TEXT = """\
 ---
@@ -17,7 +17,8 @@ tags: [fp8{tag}]
 
 # {name}, FP8
 
-Converted by fp8q from the names and shapes of its tensors, without text and without running the model: {form}.
+Converted by fp8q without text and without running the model: {form}.
+Linear layers are what {decided_by} says.
 {quantized:,} tensors are E4M3 codes. Each code was decoded and compared with the number that it stands for: the largest
 error is {steps:.3g} of a step between codes, and {relative:.2%} of a value.
 
@@ -68,6 +69,7 @@ def card(plan: CheckpointPlan, name: str, errors: Errors, left: Sequence[str]) -
         tag=", compressed-tensors" if plan.layout == "compressed-tensors" else "",
         form=FORMS[plan.form],
         quantized=plan.quantized,
+        decided_by=plan.decided_by,
         steps=errors.steps,
         relative=errors.relative,
         kept="\n".join(lines),

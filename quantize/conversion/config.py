@@ -16,7 +16,6 @@ from ...calibrate.checkpoint.weights import SINGLE
 from ...core.files import json_text
 from ..codes.blocks import SIDE
 from .plan import CheckpointPlan
-from .rules import WEIGHT
 
 #: The output head, which is a module of its own where its tensor is the embedding's.
 HEAD = "lm_head"
@@ -25,15 +24,10 @@ _OTHER_FILES = ("transformers_weights",)
 
 
 def unquantized_modules(plan: CheckpointPlan, config: Mapping[str, Any]) -> list[str]:
-    """The modules that loaders must not take for FP8, sorted; of a stack of experts the module that holds it, and what
-    vLLM calls by another name under both. `config`: config.json of the source.
+    """The modules that loaders must not take for FP8, sorted: those that the plan declares, and what vLLM calls by
+    another name. `config`: config.json of the source.
     """
-    named = {
-        name.removesuffix(WEIGHT) if name.endswith(WEIGHT) else name.rpartition(".")[0]
-        for name, reason in plan.unquantized.items()
-        if not reason.startswith("embedding")
-    }
-    return sorted({HEAD, *named, *(vllm_name(config, module) for module in named)})
+    return sorted({HEAD, *plan.declared, *(vllm_name(config, module) for module in plan.declared)})
 
 
 def quantization_fields(plan: CheckpointPlan, config: Mapping[str, Any]) -> dict[str, object]:

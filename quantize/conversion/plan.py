@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ...calibrate.checkpoint.weights import TensorHeader
 from ...core.headers import StoredTensor, make_header, read_header
 from ...options import ConvertForm, ConvertLayout
 from ..codes.blocks import SIDE
 from ..codes.formats import CODE_DTYPE
-from .rules import WEIGHT, Rules, Selection, stack_split
+from .name_tensors import WEIGHT
+from .selection import Selection, Stack
 
 #: The bytes of a value, by the type as safetensors spells it, where it has a power of two of them.
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
@@ -48,7 +48,8 @@ class Copied:
 class Matrix:
     """A matrix to quantize: `rows` and `columns` at the byte `start` of the source, in its type `dtype`.
 
-    Its codes are written as the tensor `codes`, its scales as `scales`.
+    Its codes are written as the tensor `codes`, its scales as `scales`. `stride`: of a matrix that is stored [in, out]
+    as columns of a wider one, the values from one of its inputs to the next; 0 for one that is stored [out, in].
     """
 
     name: str
@@ -58,6 +59,7 @@ class Matrix:
     columns: int
     codes: str
     scales: str
+    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class ShardPlan:
 class CheckpointPlan:
     """All files to write, in `form` and `layout`, and why matrices are kept, by the name of each tensor.
 
-    `cast`: the type of the source's weights, where the tensors that are kept are cast from it to BF16.
+    `cast`: the type of the source's weights, where the tensors that are kept are cast from it to BF16. `declared` and
+    `decided_by` are the selection's.
     """
 
     form: ConvertForm
@@ -83,6 +86,8 @@ class CheckpointPlan:
     shards: tuple[ShardPlan, ...]
     unquantized: Mapping[str, str]
     cast: str | None = None
+    declared: frozenset[str] = frozenset()
+    decided_by: str = ""
 
     @property
     def quantized(self) -> int:
@@ -98,68 +103,65 @@ class CheckpointPlan:
 def plan_checkpoint(
     files: Sequence[Path],
     headers: Mapping[str, TensorHeader],
-    config: Mapping[str, Any],
-    rules: Rules,
     selection: Selection,
     form: tuple[ConvertForm, ConvertLayout],
 ) -> CheckpointPlan:
-    """Plan the checkpoint in the form and layout `form`, whose source has `files`, their `headers`, and `config`."""
+    """Plan the checkpoint in the form and layout `form`, whose source has `files` with their `headers`."""
     types = Counter[str]()
     for name in (*selection.matrices, *selection.stacks):
         types[headers[name].dtype] += prod(headers[name].shape)
     usual = types.most_common(1)[0][0]
-    planner = _Planner(form, config, rules, selection, None if usual == "BF16" else usual, dict(selection.unquantized))
+    planner = _Planner(form, selection, None if usual == "BF16" else usual)
     shards = tuple(planner.shard(file) for file in files)
-    return CheckpointPlan(*form, shards, planner.unquantized, planner.cast)
+    return CheckpointPlan(*form, shards, selection.unquantized, planner.cast, selection.declared, selection.decided_by)
 
 
 @dataclass
 class _Planner:
-    """Plans one file after the other, and adds to `unquantized` the stacks that cannot be split."""
+    """Plans one file after the other."""
 
     form: tuple[ConvertForm, ConvertLayout]
-    config: Mapping[str, Any]
-    rules: Rules
     selection: Selection
     cast: str | None
-    unquantized: dict[str, str]
     _written: dict[str, Written] = field(default_factory=dict)
 
     def shard(self, file: Path) -> ShardPlan:
         """Plan the file that is made of `file`."""
         self._written, copies, matrices = {}, list[Copied](), list[Matrix]()
-        chosen = {*self.selection.matrices, *self.selection.stacks}
-        for name, stored in read_header(file).items():
-            made = tuple(self._matrices(name, stored)) if name in chosen else ()
-            matrices += made
-            if not made:
+        for stored_name, stored in read_header(file).items():
+            name = self.selection.renamed.get(stored_name, stored_name)
+            if stored_name in self.selection.stacks:
+                matrices += self._experts(self.selection.stacks[stored_name], stored)
+            elif stored_name in self.selection.matrices:
+                rows, columns = stored.shape
+                matrices.append(self._matrix(name.removesuffix(WEIGHT), stored, stored.start, (rows, columns)))
+            else:
                 cast = stored.dtype == self.cast and len(stored.shape) > 1
                 copies.append(Copied(name, stored, cast))
                 self._written[name] = Written("BF16" if cast else stored.dtype, stored.shape)
         return ShardPlan(file, file.name, self._written, tuple(copies), tuple(matrices))
 
-    def _matrices(self, name: str, stored: StoredTensor) -> Iterator[Matrix]:
-        """Cut the tensor `name` into matrices, and plan their codes and scales; nothing for one that must be kept."""
-        if len(stored.shape) == 2:
-            yield self._matrix(name.removesuffix(WEIGHT), stored, stored.start, *stored.shape)
-            return
-        count, rows, columns = stored.shape
-        parts = stack_split(self.rules, self.config, name, stored.shape)
-        if isinstance(parts, str):
-            self.unquantized[name] = parts
-            return
-        high, stem, size = rows // len(parts), name.rpartition(".")[0], _SIZES[stored.dtype] * columns
-        for index in range(count):
-            for place, part in enumerate(parts):
-                start = stored.start + (index * rows + place * high) * size
-                yield self._matrix(f"{stem}.{index}.{part}", stored, start, high, columns)
+    def _experts(self, stack: Stack, stored: StoredTensor) -> Iterator[Matrix]:
+        """Cut a stack of experts into matrices, and plan their codes and scales."""
+        count, *sides = stored.shape
+        outputs, inputs = reversed(sides) if stack.turned else sides
+        parts = len(stack.modules) // count
+        high, size = outputs // parts, _SIZES[stored.dtype]
+        for index, module in enumerate(stack.modules):
+            expert, place = divmod(index, parts)
+            start = stored.start + expert * outputs * inputs * size
+            if stack.turned:
+                yield self._matrix(module, stored, start + place * high * size, (high, inputs), outputs)
+            else:
+                yield self._matrix(module, stored, start + place * high * inputs * size, (high, inputs))
 
-    def _matrix(self, module: str, stored: StoredTensor, start: int, rows: int, columns: int) -> Matrix:
+    def _matrix(self, module: str, stored: StoredTensor, start: int, sides: tuple[int, int], stride: int = 0) -> Matrix:
+        rows, columns = sides
         blocks, fp8 = self.form[0] == "block", self.form[1] == "fp8"
         codes, scales = f"{module}{WEIGHT}", f"{module}{WEIGHT}_scale{'_inv' if fp8 else ''}"
         self._written[codes] = Written(CODE_DTYPE, (rows, columns))
         self._written[scales] = Written("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, 1))
-        return Matrix(codes, start, stored.dtype, rows, columns, codes, scales)
+        return Matrix(codes, start, stored.dtype, rows, columns, codes, scales, stride)
 
 
 def placed(written: Mapping[str, Written]) -> tuple[bytes, dict[str, StoredTensor]]:

@@ -139,11 +139,7 @@ def _matrix_part(matrix: Matrix, top: int, bottom: int) -> Part:
     """The work on the rows from `top` to `bottom` of `matrix`: codes, proof, scales."""
 
     def work(shard: Shard) -> tuple[Errors, int]:
-        kind = TYPES[matrix.dtype]
-        raw = shard.get(
-            matrix.start + top * matrix.columns * kind.itemsize, (bottom - top) * matrix.columns * kind.itemsize
-        )
-        values = torch.from_numpy(raw).view(kind).reshape(bottom - top, matrix.columns)
+        values = _rows(shard, matrix, top, bottom)
         coded = encode_part(matrix.name, values, shard.blocks)
         if not coded.errors.steps <= HALF_STEP:
             raise BackendError(
@@ -156,9 +152,22 @@ def _matrix_part(matrix: Matrix, top: int, bottom: int) -> Part:
         first = top // SIDE if shard.blocks else top
         shard.put(coded.codes, codes.start + top * matrix.columns)
         shard.put(coded.scales, scales.start + 4 * first * coded.scales.shape[1])
-        return coded.errors, raw.size
+        return coded.errors, values.nbytes
 
     return work
+
+
+def _rows(shard: Shard, matrix: Matrix, top: int, bottom: int) -> torch.Tensor:
+    """Read the rows from `top` to `bottom` of `matrix`; of one that is stored [in, out] they are columns."""
+    kind = TYPES[matrix.dtype]
+    if not matrix.stride:
+        start, size = matrix.start + top * matrix.columns * kind.itemsize, (bottom - top) * matrix.columns
+        return torch.from_numpy(shard.get(start, size * kind.itemsize)).view(kind).reshape(-1, matrix.columns)
+    wide = [
+        shard.get(matrix.start + (row * matrix.stride + top) * kind.itemsize, (bottom - top) * kind.itemsize)
+        for row in range(matrix.columns)
+    ]
+    return torch.from_numpy(np.stack(wide)).view(kind).T.contiguous()
 
 
 def _copied_part(copied: Copied, start: int, end: int) -> Part:
