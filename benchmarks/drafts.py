@@ -71,7 +71,8 @@ def joined_in_fp8(source: Path, folder: Path) -> Path:
     """`fp8q convert --mtp` by a rule that does not keep what servers read in BF16 alone."""
     rules = folder.with_suffix(".toml")
     text = RULES.read_text(encoding="utf-8")
-    rules.write_text(text.replace('"shared_head"', '"-"').replace('"eh_proj"', '"-"'), encoding="utf-8")
+    text = text.replace('"shared_head"', '"-"').replace('"eh_proj"', '"-"').replace('"o_proj"', '"o_proj", "eh_proj"')
+    rules.write_text(text, encoding="utf-8")
     return convert(source, folder, ConvertOptions(mtp=True, rules=rules)).path
 
 

@@ -507,6 +507,7 @@ def show_converted(speak: "Terminal", model: str, written: "Converted", as_json:
     speak.table("Matrices kept in the source's type", ("reason", "count", "first"), rows)
     for line in written.warnings:
         speak.note(line)
+    speak.say(f"What is a linear layer was decided by {written.decided_by}.")
     speak.say(
         f"{written.quantized:,} tensors of codes in the form {written.form} ({written.layout}): "
         f"{size(written.source_bytes)} -> {size(written.written_bytes)}. Proof: every code decoded; the "
