@@ -22,6 +22,8 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,10 @@ TOWERS: dict[str, int] = {
     "max_source_positions": 32, "encoder_layers": 2, "decoder_layers": 2, "projection_dim": 64,
     "num_global_layers": 2, "mm_tokens_per_image": 4,
 }  # fmt: skip
+#: Lists with an entry for each layer, which follow from the number of layers where they are left out.
+BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "full_attn_layers", "moe_layers")
+#: Classes at a time, a thread each.
+JOBS = 3
 Row = dict[str, Any]
 
 
@@ -86,7 +92,7 @@ def shrunk(fields: dict[str, Any]) -> dict[str, Any]:
     small: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            small[key] = value | shrunk(value)
+            small[key] = {inner: size for inner, size in value.items() if inner not in BY_LAYER} | shrunk(value)
         elif type(value) is int and key in TOWERS | SIZES | SMALLER:
             small[key] = (TOWERS | SIZES | SMALLER)[key]
     return small
@@ -99,7 +105,8 @@ def configuration(name: str, model_type: str) -> PreTrainedConfig:
     try:
         if chosen in every() and chosen not in CONFIGURATIONS:
             fields = sizes(chosen)
-            fields |= {key: value for key, value in SMALLER.items() if key in fields and key not in FURTHER}
+            if chosen not in FURTHER:
+                fields |= {key: value for key, value in SMALLER.items() if key in fields}
         elif chosen in CONFIGURATIONS:
             fields = CONFIGURATIONS[chosen]
         else:
@@ -238,10 +245,17 @@ def main() -> int:
     if wanted and options.save and (RESULTS / f"{options.save}.json").exists():
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
         rows, kept = before["rows"], {"kept": {"commit": before["commit"], "not": options.names}}
-    for name, model_type in classes().items():
-        if wanted is None or {name, CONFIG_MAPPING[model_type].__name__} & {*wanted}:
-            rows[name] = guarded(outcome, name, model_type)
-            print(f"{name}: {shown(rows[name])}", flush=True)
+    chosen = {
+        name: model_type
+        for name, model_type in classes().items()
+        if wanted is None or {name, CONFIG_MAPPING[model_type].__name__} & {*wanted}
+    }
+    with ThreadPoolExecutor(JOBS) as pool:
+        for name, row in zip(
+            chosen, pool.map(partial(guarded, outcome), *zip(*chosen.items(), strict=True)), strict=True
+        ):
+            rows[name] = row
+            print(f"{name}: {shown(row)}", flush=True)
     counts = Counter(
         next((key for key in ("refused", "unmade", "failed") if key in row), "right" if right(row) else "wrong")
         for row in rows.values()

@@ -126,6 +126,10 @@ class Conversions:
             return None
         return FUSED[tensor][made.source_patterns.index(pattern)]
 
+    def reads_single_experts(self, tensor: str) -> bool:
+        """Tell whether transformers loads the fused `tensor` from files that hold each expert's weights apart."""
+        return self._maker(tensor) is not None
+
     def _maker(self, tensor: str) -> "WeightConverter | None":
         """The conversion to `tensor` that stacks all experts and concatenates gate and up."""
         from transformers.core_model_loading import Concatenate, MergeModulelist

@@ -31,6 +31,7 @@ WEIGHT = ".weight"
 _OF_EXPERTS = ("MergeModulelist", "ErnieFuseAndSplitTextVisionExperts")
 #: Conversions that join weights along their rows, with their scales.
 _JOINING = (*_OF_EXPERTS, "Concatenate")
+WHOLE = "a stack of experts that transformers reads whole alone, and in FP8 on GPUs alone"
 Place = Literal["layer", "tower", "outside"]
 
 
@@ -150,6 +151,8 @@ class _Judge:
         as_stored = not operations and shape == tuple(self.tensors[target].shape)
         patched = MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__, {})
         if as_stored and module_name in self.fused:
+            if not self.table.reads_single_experts(leaf):
+                return Verdict(module_name, WHOLE, place=place)
             return Verdict(module_name, place=place, parts=("",))
         if as_stored and patched and leaf in FUSED:
             stem = name.rpartition(".")[0]

@@ -229,7 +229,7 @@ def _declared(
         if reason.partition(":")[0] == EMBEDDING.partition(":")[0]:
             continue
         module = name.removesuffix(WEIGHT)
-        declared.add(module)
+        declared |= {module, selection.renamed.get(name, name).removesuffix(WEIGHT)}
         owner = module.rpartition(".")[0]
         if not name.endswith(WEIGHT) and "expert" in owner.rpartition(".")[2]:
             declared.add(owner)

@@ -2,6 +2,7 @@
 of the configuration, and layers for multi-token prediction.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ JOINED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 HEADS = ("lm_head", "embed_out", "output", "proj_out")
+#: Where attention has a GEMM of such a name (BigBird-Pegasus, RWKV).
+IN_A_LAYER = re.compile(r"\.\d+\.")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
 
 
@@ -108,7 +111,7 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
         return
     for module, codes in checkpoint.codes.items():
         last = module.rpartition(".")[2]
-        if last in HEADS or last in EMBEDDINGS:
+        if (last in HEADS and not IN_A_LAYER.search(module)) or last in EMBEDDINGS:
             what = "head" if last in HEADS else "embedding"
             yield codes.weight, f"is a {what} in FP8, and {_who_ties(checkpoint.config)}; leave it in BF16"
 
@@ -124,7 +127,7 @@ def head_of_tied_embedding(checkpoint: Checkpoint) -> Broken:
     in_float = {
         name.removesuffix(".weight").rpartition(".")[2]: name
         for name, tensor in checkpoint.tensors.items()
-        if name.endswith(".weight") and tensor.dtype in FLOAT_TYPES
+        if name.endswith(".weight") and tensor.dtype in FLOAT_TYPES and not IN_A_LAYER.search(name)
     }
     head = next((in_float[name] for name in HEADS if name in in_float), None)
     embedding = next((in_float[name] for name in EMBEDDINGS if name in in_float), None)
