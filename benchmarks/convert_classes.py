@@ -26,11 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
 import transformers
-from result import RESULTS, arguments, described, publish
+from result import RESULTS, STARTED, arguments, described, publish
 from small_configurations import CONFIGURATIONS, FURTHER, SIZES, every, sizes
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
@@ -64,7 +65,7 @@ TOWERS: dict[str, int] = {
 #: Lists with an entry for each layer, which follow from the number of layers where they are left out.
 BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers", "full_attn_layers", "moe_layers")
 #: Classes at a time, a thread each.
-JOBS = 3
+JOBS = 6
 Row = dict[str, Any]
 
 
@@ -200,8 +201,10 @@ def outcome(name: str, model_type: str) -> Row:
             return {"failed": first_line(error)}
 
 
-def guarded(work: Callable[[str, str], Row], name: str, model_type: str) -> Row:
-    """The row of one class, from a process of its own."""
+def guarded(work: Callable[[str, str], Row], until: float, name: str, model_type: str) -> Row | None:
+    """The row of one class, from a process of its own; None where it would begin after the time `until`."""
+    if monotonic() > until:
+        return None
     context = get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=lambda: there.send(work(name, model_type)), daemon=True)
@@ -237,11 +240,13 @@ def main() -> int:
     """Try each class, print, and say by the exit status whether all that are converted are right."""
     parser = arguments(__doc__)
     parser.add_argument("--names", help="only these classes or configurations, with commas between")
+    parser.add_argument("--minutes", type=float, default=600.0, help="leave out what would begin later")
     options = parser.parse_args()
     head = described("convert_classes")
     wanted = options.names.split(",") if options.names else None
     rows: dict[str, Row] = {}
     kept: dict[str, Any] = {}
+    left_out: list[str] = []
     if wanted and options.save and (RESULTS / f"{options.save}.json").exists():
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
         rows, kept = before["rows"], {"kept": {"commit": before["commit"], "not": options.names}}
@@ -252,8 +257,13 @@ def main() -> int:
     }
     with ThreadPoolExecutor(JOBS) as pool:
         for name, row in zip(
-            chosen, pool.map(partial(guarded, outcome), *zip(*chosen.items(), strict=True)), strict=True
+            chosen,
+            pool.map(partial(guarded, outcome, STARTED + 60 * options.minutes), *zip(*chosen.items(), strict=True)),
+            strict=True,
         ):
+            if row is None:
+                left_out.append(name)
+                continue
             rows[name] = row
             print(f"{name}: {shown(row)}", flush=True)
     counts = Counter(
@@ -262,7 +272,13 @@ def main() -> int:
     )
     print(dict(counts), file=sys.stderr)
     passed = not counts["failed"] and not counts["wrong"]
-    figures = {"rows": dict(sorted(rows.items())), "counts": dict(counts), "limit": LIMIT, "passed": passed}
+    figures = {
+        "rows": dict(sorted(rows.items())),
+        "counts": dict(counts),
+        "left_out": left_out,
+        "limit": LIMIT,
+        "passed": passed,
+    }
     return publish(head, kept | figures, options.save)
 
 

@@ -34,7 +34,7 @@ class NamedTensors:
         widths = {value for key, value in fields if key in _WIDTHS}
         self.sizes = {value for _, value in fields}
         self.widths = widths or {columns for _, columns in tables}
-        self.vocabularies = vocabulary_sizes(config) | {rows for rows, _ in tables}
+        self.vocabularies = vocabulary_sizes(config) or {rows for rows, _ in tables}
         self.types = {str(value) for place, value in walk(dict(config)) if place.rpartition("\0")[2] == "model_type"}
         self.turned = {
             layer_of(name): name

@@ -158,9 +158,9 @@ def _is_matrix(name: str, shape: tuple[int, ...], least_side: int) -> bool:
     """Tell whether a tensor is one that servers multiply by, or a stack of such, by its shape and its name."""
     if len(shape) == 2 and name.endswith(WEIGHT):
         return True
-    if len(shape) not in (2, 3) or min(shape[-2:]) < max(least_side, 2) or name.endswith(("bias", "scale")):
+    if len(shape) not in (2, 3) or name.endswith(("bias", "scale")):
         return False
-    return len(shape) == 3 or "expert" in name
+    return "expert" in name or (len(shape) == 3 and min(shape[-2:]) >= max(least_side, 2))
 
 
 class _Chooser:
