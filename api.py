@@ -173,8 +173,8 @@ def convert(
     model: str | Path, out: str | Path, options: ConvertOptions = ConvertOptions(), progress: Reporter = LOGGED,
     **settings: "Unpack[keywords.ConvertSettings]",
 ) -> "Converted":  # fmt: skip
-    """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`, by the names and shapes
-    of its tensors: without text, without running a model, and without a class of transformers.
+    """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`: without text and
+    without running a model. Its class in transformers says what is a linear layer; names and shapes do without one.
 
     Every code is proven. A killed call goes on where it stopped; of a call that fails nothing is left. Raises
     InputError for a source that is quantized already, pickled or damaged, for rules and patterns that match nothing,

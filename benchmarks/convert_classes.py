@@ -4,11 +4,12 @@
 
 Every class of transformers that its mappings call a causal language model, one from sequences to sequences, or one from
 images and text to text (of which text alone is run), with random weights in two layers of width 64. Each is converted
-(`--form dynamic`), loaded again by transformers in its own class, and run beside the BF16 model on the same tokens:
-KL(BF16 || FP8) in nats, the mean over positions (limit 10^-2), and no key may be missing or left over. Beside it stands
-the KL of the BF16 model with zeros in the place of what was quantized, so that a KL of nearly nothing is seen to mean
-something. Of each: the linear layers of the class (`nn.Linear`, without those of experts, which are tensors there),
-the tensors of codes, and what was kept and why. Random weights say nothing of accuracy.
+(`--form dynamic`), loaded again by transformers in its own class, and run beside the BF16 weights on the same tokens,
+both in FP32 (CTRL's own code mixes types in BF16): KL(BF16 || FP8) in nats, the mean over positions (limit 10^-2), and
+no key may be missing or left over. Beside it stands the KL of the BF16 model with zeros in the place of what was
+quantized, so that a KL of nearly nothing is seen to mean something. Of each: the linear layers of the class
+(`nn.Linear`, without those of experts, which are tensors there), the tensors of codes, and what was kept and why. Random
+weights say nothing of accuracy.
 
 Each class has a process of its own, forked from one that has imported everything; what takes more than `SECONDS` is
 ended. Prints a line for each, and last one line of JSON. Exit status 1 where one that is not refused is not right.
@@ -144,7 +145,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
         mels = getattr(model.config, "num_mel_bins", None) or getattr(model.config, "input_feat_per_channel", 80)
         length = 2 * getattr(model.config, "max_source_positions", 32)
         shape = (1, mels, length) if hasattr(model.config, "num_mel_bins") else (1, length, mels)
-        arguments = {"input_features": torch.ones(shape, dtype=torch.bfloat16)}
+        arguments = {"input_features": torch.ones(shape)}
     if model.config.is_encoder_decoder:
         arguments["decoder_input_ids"] = ids
     with torch.no_grad():
@@ -160,14 +161,14 @@ def tried(name: str, model_type: str, folder: Path) -> Row:
     kind = type(model)
     row: Row = {"linear": len(linear), "stored": len(model.state_dict())}
     try:
-        model = kind.from_pretrained(folder / "model", dtype=torch.bfloat16)
+        model = kind.from_pretrained(folder / "model", dtype=torch.float32)
         expected = logits(model)
     except Exception as error:
         raise UnmadeError(first_line(error)) from error
     written = convert(str(folder / "model"), folder / "fp8", ConvertOptions(threads=1), SILENT)
     row |= {"coded": written.quantized, "decided_by": written.decided_by}
     row["kept"] = {reason.partition(":")[0]: len(modules) for reason, modules in written.kept.items()}
-    loaded, info = kind.from_pretrained(folder / "fp8", dtype=torch.bfloat16, output_loading_info=True)
+    loaded, info = kind.from_pretrained(folder / "fp8", dtype=torch.float32, output_loading_info=True)
     row["misfits"] = sum(len(keys) for keys in info.values())
     p, q, zero = (torch.log_softmax(each.double(), -1) for each in (expected, logits(loaded), control(model, folder)))
     return row | {"kl": kl(p, q), "kl_without": kl(p, zero)}

@@ -114,7 +114,7 @@ def calibrate(
 def convert_checkpoint(
     model: Model, /, *, out: ConvertedOut, options: ConvertOptions = ConvertOptions(), common: Common = Common()
 ) -> None:
-    """Write an FP8 checkpoint for servers by the names and shapes of tensors, without text and without running a model.
+    """Write an FP8 checkpoint for servers by a model's class or its tensors' names, without text or a run.
 
     Inputs are scaled where it is served. Takes any architecture, and less than 1 GB of memory. Each code is proven;
     the loss of accuracy is not measured: `fp8q compare MODEL --model OUT` does that.

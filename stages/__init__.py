@@ -36,7 +36,7 @@ They write nothing into a run:
     compare_endpoint  a server and the checkpoint that it is said to serve, without a run
     compare_pair     two checkpoints of one model on a text, without a run; its results have a directory of their own
     other_text       text other than the calibration text, read with the run's options
-    convert          an FP8 checkpoint by the names and shapes of tensors, without a run
+    convert          an FP8 checkpoint by a class or the names of tensors, without a run
     push             a checkpoint and its card to the Hugging Face hub
     preflight        refuse, before the first stage writes, what later ones would refuse
     inspect          every module, and the outliers

@@ -1,4 +1,4 @@
-"""`fp8q convert`: write an FP8 checkpoint by the names and shapes of tensors, without text and without a model.
+"""`fp8q convert`: write an FP8 checkpoint by a model's class or the names of its tensors, without running it.
 
 The directory is no run (`convert_directory`). What can be refused is refused before anything is written
 (`convert_plan`). The call that was killed goes on, and checks the files that are finished. config.json comes last, so
@@ -86,8 +86,8 @@ class _Source:
 
 
 def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) -> Converted:
-    """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`, by the names and shapes
-    of its tensors: without text, without running a model, and without a class of transformers.
+    """Write an FP8 checkpoint of `model`, a directory or a hub name, into the directory `out`: without text and
+    without running a model. Its class in transformers says what is a linear layer; names and shapes do without one.
 
     Every code is proven. A killed call goes on where it stopped; of a call that fails nothing is left. Raises
     InputError for a source that is quantized already, pickled or damaged, for rules and patterns that match nothing,

@@ -71,9 +71,19 @@ def _named(config: Mapping[str, Any]) -> tuple[type[PreTrainedModel], type[PreTr
     for kind in kinds:
         wanted = kind.config_class
         configuration = CONFIG_MAPPING.get(model_type, wanted)
-        if wanted is not None and configuration is not None and issubclass(configuration, wanted):
+        if configuration is not None and _takes(kind, configuration):
             return kind, configuration
     raise NoClassError(f"{kinds[0].__name__} is no class for the model_type {model_type}")
+
+
+def _takes(kind: type[PreTrainedModel], configuration: type[PreTrainedConfig]) -> bool:
+    """Tell whether a class of models takes a class of configurations: its own; or, where it names none, one that is
+    defined beside it.
+    """
+    wanted = kind.config_class
+    if wanted is None or wanted is PreTrainedConfig:
+        return kind.__module__.rpartition(".")[0] == configuration.__module__.rpartition(".")[0]
+    return issubclass(configuration, wanted)
 
 
 def _mapped(model_type: str) -> list[str]:

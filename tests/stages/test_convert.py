@@ -348,6 +348,26 @@ def test_a_checkpoint_in_another_type_becomes_bf16(demo_checkpoint: Path, tmp_pa
     assert json.loads((found.path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_experts_that_are_stored_in_out_are_turned_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4's: transformers makes modules of them where a checkpoint is quantized."""
+    from transformers import AutoModelForCausalLM
+
+    fields = {"intermediate_size_mlp": 96, "num_local_experts": 2, "head_dim": 16, "interleave_moe_layer_step": 1}
+    source = random_of(tmp_path / "llama4", "Llama4TextConfig", fields)
+    monkeypatch.setattr(shards, "PART_VALUES", 1000)
+    found = convert(str(source), tmp_path / "fp8", DYNAMIC, SILENT)
+    experts = "model.layers.1.feed_forward.experts"
+    stored, made = load_file(source / SINGLE), dequantized(found.path)
+    gate, up = stored[f"{experts}.gate_up_proj"][1].T.chunk(2)
+    for name, wanted in (("gate", gate), ("up", up), ("down", stored[f"{experts}.down_proj"][1].T)):
+        got = made[f"{experts}.1.{name}_proj.weight"].float()
+        assert float((got - wanted.float()).abs().max() / wanted.abs().max()) < 0.04
+    _, info = AutoModelForCausalLM.from_pretrained(found.path, output_loading_info=True)
+    assert not any(info.values())
+
+
 def test_a_large_matrix_is_cut_into_parts(
     demo_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
