@@ -8,8 +8,8 @@ images and text to text (of which text alone is run), with random weights in two
 both in FP32 (CTRL's own code mixes types in BF16): KL(BF16 || FP8) in nats, the mean over positions (limit 10^-2), and
 no key may be missing or left over. Beside it stands the KL of the BF16 model with zeros in the place of what was
 quantized, so that a KL of nearly nothing is seen to mean something. Of each: the linear layers of the class
-(`nn.Linear`, without those of experts, which are tensors there), the tensors of codes, and what was kept and why. Random
-weights say nothing of accuracy.
+(`nn.Linear`, but for those of experts, which are tensors there), the tensors of codes, and what was kept and why.
+Random weights say nothing of accuracy.
 
 Each class has a process of its own, forked from one that has imported everything; what takes more than `SECONDS` is
 ended. Prints a line for each, and last one line of JSON. Exit status 1 where one that is not refused is not right.
