@@ -85,7 +85,8 @@ def classes() -> dict[str, str]:
     for mapping in mappings:
         for model_type, name in mapping.items():
             for each in (name,) if isinstance(name, str) else name:
-                named.setdefault(each, model_type)
+                if each not in named or model_type.endswith("_text"):  # Llama 4's is named for both
+                    named[each] = model_type
     return dict(sorted(named.items()))
 
 
@@ -125,7 +126,7 @@ def first_line(error: BaseException) -> str:
 
 
 def random_model(name: str, model_type: str) -> PreTrainedModel:
-    """The class `name` in BF16 with random weights, norms around 1."""
+    """The class `name` in BF16 with random weights, norms around what the class makes them."""
     torch.manual_seed(0)
     made = configuration(name, model_type)
     try:
@@ -133,7 +134,8 @@ def random_model(name: str, model_type: str) -> PreTrainedModel:
     except Exception as error:
         raise UnmadeError(first_line(error)) from error
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=0.0 if parameter.dim() > 1 else 1.0, std=0.06)
+        start = torch.zeros_like(parameter) if parameter.dim() > 1 else parameter.detach()
+        parameter.data = start + 0.06 * torch.randn_like(start)
     return torch.nn.Module.to(model, torch.bfloat16).eval()
 
 

@@ -50,7 +50,7 @@ def class_model(config: Mapping[str, Any], shapes: Collection[tuple[int, ...]]) 
     _check_counts(config, len(shapes))
     fields = {key: value for key, value in config.items() if key not in _OTHER_FIELDS}
     with foreign(lambda error: NoClassError(f"{kind.__name__} cannot be made of it: {error_text(error)}")):
-        made = configuration.from_dict(fields)
+        made = configuration.from_dict(configuration._decode_special_floats(fields))  # `{"__float__": "Infinity"}`
         made._attn_implementation = needed_attention(made)
         with quiet_transformers(), _without_values():
             model: PreTrainedModel = kind._from_config(made, dtype=torch.bfloat16)
