@@ -171,4 +171,24 @@ def convert_seconds() -> str:
     return table([gb(result["bytes"]), "time", "of `cp -r`", "processor time", "memory"], rows)
 
 
-ONE_GPU, MEMORY, CONVERT = (llama_on_one_gpu,), (streaming,), (convert_seconds,)
+def convert_classes() -> str:
+    """What became of a tiny random model of each class that generates text, in `fp8q convert`."""
+    result = load("convert_classes")
+    rows = result["rows"]
+    converted = {name: row for name, row in rows.items() if "kl" in row}
+    right = [row for row in converted.values() if row["kl"] < result["limit"] and not row["misfits"]]
+    others = [[kind, f"{sum(kind in row for row in rows.values())}"] for kind in ("refused", "unmade", "failed")]
+    figures = [
+        ["classes tried", f"{len(rows)}"],
+        ["converted, and loaded again", f"{len(converted)}"],
+        ["of these with a KL below the limit, and each key in its place", f"{len(right)}"],
+        ["linear layers of these", f"{sum(row['linear'] for row in right):,}"],
+        ["tensors of codes, single experts among them", f"{sum(row['coded'] for row in right):,}"],
+        ["matrices kept", f"{sum(sum(row['kept'].values()) for row in right):,}"],
+        ["largest KL of these, nats", f"{max(row['kl'] for row in right):.1e}"],
+        *others,
+    ]
+    return table(["a tiny random model of each class", ""], figures)
+
+
+ONE_GPU, MEMORY, CONVERT = (llama_on_one_gpu,), (streaming,), (convert_classes, convert_seconds)

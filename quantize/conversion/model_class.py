@@ -69,8 +69,8 @@ def _named(config: Mapping[str, Any]) -> tuple[type[PreTrainedModel], type[PreTr
             f"transformers {transformers.__version__} has no class {architecture or f'for {model_type}'}"
         )
     for kind in kinds:
-        wanted = kind.config_class
-        configuration = CONFIG_MAPPING.get(model_type, wanted)
+        known = model_type in CONFIG_MAPPING  # which loads lazily: its `get` finds nothing
+        configuration = CONFIG_MAPPING[model_type] if known else kind.config_class
         if configuration is not None and _takes(kind, configuration):
             return kind, configuration
     raise NoClassError(f"{kinds[0].__name__} is no class for the model_type {model_type}")
