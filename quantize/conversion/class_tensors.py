@@ -187,7 +187,8 @@ class _Judge:
             return {}
         unfold(self.model)
         parts, renamed = defaultdict[str, list[str]](list), dict[str, str]()
-        for name, part in views(self.model, shapes).items():
+        for view_name, part in views(self.model, shapes).items():
+            name = _in_layer_of(view_name, part.tensor)
             if part.index is not None:
                 parts[part.tensor].append(name.removesuffix(WEIGHT))
             elif name != part.tensor:
@@ -196,6 +197,12 @@ class _Judge:
             if verdict.parts == ("",):
                 verdicts[name] = Verdict(verdict.module, place=verdict.place, parts=tuple(parts[name]))
         return renamed
+
+
+def _in_layer_of(name: str, stored: str) -> str:
+    """Give `name` the beginning of the `stored` name, up to the number of the layer: a file has one for all tensors."""
+    layer, stored_layer = LAYER.match(name), LAYER.match(stored)
+    return f"{stored_layer[1]}{name[layer.end(1) :]}" if layer and stored_layer else name
 
 
 def _heads(model: PreTrainedModel) -> list[nn.Module | None]:

@@ -192,7 +192,8 @@ class _Chooser:
 
     def _named_embedding(self, module: str, candidate: _Candidate) -> str | None:
         """The reason of the rule for what is called an embedding, a head or a convolution where no class knows it."""
-        return kept_by_name(self.entries, module) if candidate.place is None else None
+        other_class = (candidate.reason or "").startswith("a ")
+        return kept_by_name(self.entries, module) if candidate.place is None or other_class else None
 
     def _stands_there(self, entry: Keep, module: str, candidate: _Candidate) -> bool:
         """Tell whether an entry keeps a module for its place."""
