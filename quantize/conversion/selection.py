@@ -204,7 +204,7 @@ class _Chooser:
 
 def _parted(stacks: Mapping[str, Stack], unquantized: Mapping[str, str]) -> list[str]:
     """The stacks that would be cut although another stack of their experts is kept."""
-    kept = {expert_block(name) for name in unquantized if "expert" in name}
+    kept = {expert_block(name) for name in unquantized if ".experts." in name}
     return [name for name in stacks if expert_block(name) in kept]
 
 
@@ -225,7 +225,7 @@ def _declared(
     """
     written = {*selection.matrices, *selection.stacks}
     declared: set[str] = set()
-    blocks = {expert_block(name) for name in written if "expert" in name}
+    blocks = {expert_block(name) for name in written if ".experts." in name}
     for name, reason in selection.unquantized.items():
         if reason.partition(":")[0] == EMBEDDING.partition(":")[0]:
             continue
