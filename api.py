@@ -180,7 +180,7 @@ def convert(
     InputError for a source that is quantized already, pickled or damaged, for rules and patterns that match nothing,
     and for an `out` that holds anything else than a convert in progress.
     """
-    needs("calibrate", ("torch",))
+    needs("calibrate", ("torch", "transformers"))
     from .stages.convert import convert
 
     return convert(str(model), Path(out), with_settings(options, settings), progress)

@@ -8,18 +8,16 @@ each stack of experts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
 from ...calibrate.checkpoint.weights import TensorHeader
 from ...core.errors import InputError
+from .class_tensors import ClassTensors, Place, class_tensors
+from .model_class import NoClassError
 from .name_tensors import WEIGHT, NamedTensors
 from .reasons import EMBEDDING
 from .rules import RULES, Keep, Rules, kept_by_name
-
-if TYPE_CHECKING:
-    from .class_tensors import ClassTensors, Place
 
 #: The types that are quantized, as safetensors spells them.
 FLOAT_TYPES = ("BF16", "F16", "F32")
@@ -106,11 +104,6 @@ def select_tensors(
 
 def _ask_class(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> tuple["ClassTensors | None", str]:
     """The verdicts of the model's class, and its name; or None, and why names decide."""
-    if find_spec("transformers") is None:
-        return None, "names and shapes (transformers is not installed)"
-    from .class_tensors import class_tensors
-    from .model_class import NoClassError
-
     try:
         judged = class_tensors(config, headers)
     except NoClassError as error:
