@@ -136,7 +136,8 @@ def random_model(name: str, model_type: str) -> PreTrainedModel:
     for parameter in model.parameters():
         start = torch.zeros_like(parameter) if parameter.dim() > 1 else parameter.detach()
         parameter.data = start + 0.06 * torch.randn_like(start)
-    return torch.nn.Module.to(model, torch.bfloat16).eval()
+    torch.nn.Module.to(model, torch.bfloat16).eval()
+    return model
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -144,7 +145,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     ids = (torch.arange(TOKENS) * 7 % 50 + 4).reshape(1, TOKENS)
     arguments: dict[str, Any] = {"input_ids": ids}
     if model.main_input_name == "input_features":
-        mels = getattr(model.config, "num_mel_bins", None) or getattr(model.config, "input_feat_per_channel", 80)
+        mels: Any = getattr(model.config, "num_mel_bins", None) or getattr(model.config, "input_feat_per_channel", 80)
         length = 2 * getattr(model.config, "max_source_positions", 32)
         shape = (1, mels, length) if hasattr(model.config, "num_mel_bins") else (1, length, mels)
         arguments = {"input_features": torch.ones(shape)}
@@ -170,7 +171,8 @@ def tried(name: str, model_type: str, folder: Path) -> Row:
     written = convert(str(folder / "model"), folder / "fp8", ConvertOptions(threads=1), SILENT)
     row |= {"coded": written.quantized, "decided_by": written.decided_by}
     row["kept"] = {reason.partition(":")[0]: len(modules) for reason, modules in written.kept.items()}
-    loaded, info = kind.from_pretrained(folder / "fp8", dtype=torch.float32, output_loading_info=True)
+    again: Any = kind.from_pretrained(folder / "fp8", dtype=torch.float32, output_loading_info=True)
+    loaded, info = again
     row["misfits"] = sum(len(keys) for keys in info.values())
     p, q, zero = (torch.log_softmax(each.double(), -1) for each in (expected, logits(loaded), control(model, folder)))
     return row | {"kl": kl(p, q), "kl_without": kl(p, zero)}

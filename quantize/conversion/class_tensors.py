@@ -36,7 +36,7 @@ Place = Literal["layer", "tower", "outside"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """The class's word on a stored tensor: the `module` that it belongs to; the `reason` why it is kept, None where it
     can be quantized; and whether it is a `matrix`, which is listed where it is kept.
 
@@ -61,7 +61,7 @@ class ClassTensors:
     """
 
     name: str
-    verdicts: Mapping[str, Verdict]
+    verdicts: Mapping[str, Judgement]
     linears: Mapping[str, tuple[str, ...]]
     file_names: Mapping[str, str]
     renamed: Mapping[str, str]
@@ -101,7 +101,7 @@ class _Judge:
         self.fused = fused(model)
         self.towers = frozenset(non_text_modules(model)) if model.can_generate() else frozenset[str]()
 
-    def verdict(self, name: str, shape: tuple[int, ...]) -> Verdict | None:
+    def verdict(self, name: str, shape: tuple[int, ...]) -> Judgement | None:
         """Judge the stored tensor `name`; None for one that the class does not know."""
         target, pattern = self.table.model_name(name)
         if target not in self.tensors:
@@ -110,19 +110,19 @@ class _Judge:
         module_name, _, leaf = target.rpartition(".")
         module, place = self.modules[module_name], self._place(module_name)
         if any(operation in _OF_EXPERTS for operation in operations) and len(shape) == 2:
-            return Verdict(module_name, self._conversion(operations), place=place)
+            return Judgement(module_name, self._conversion(operations), place=place)
         if leaf == "weight" and isinstance(module, nn.Linear):
             if not operations and shape != tuple(module.weight.shape):
                 return None  # not the class of this file: names decide
-            return Verdict(module_name, self._of_linear(module_name, module, operations), place=place)
+            return Judgement(module_name, self._of_linear(module_name, module, operations), place=place)
         if isinstance(module, nn.Embedding):
-            return Verdict(module_name, EMBEDDING, place=place)
+            return Judgement(module_name, EMBEDDING, place=place)
         if isinstance(module, Conv1D):
-            return Verdict(module_name, CONV1D, place=place)
+            return Judgement(module_name, CONV1D, place=place)
         if len(shape) == 3 and not isinstance(module, nn.modules.conv._ConvNd):
             return self._of_stack(name, target, shape, operations)
         reason = f"a {type(module).__name__}, which is no linear layer"
-        return Verdict(module_name, reason, name.endswith(WEIGHT) or "expert" in name, place=place)
+        return Judgement(module_name, reason, name.endswith(WEIGHT) or "expert" in name, place=place)
 
     def _of_linear(self, name: str, module: nn.Linear, operations: tuple[str, ...]) -> str | None:
         """The reason why the weight of a linear layer is kept; None where it can be quantized."""
@@ -142,32 +142,32 @@ class _Judge:
             return None
         return "transformers makes other tensors of it when it loads it, and their scales have no place"
 
-    def _of_stack(self, name: str, target: str, shape: tuple[int, ...], operations: tuple[str, ...]) -> Verdict:
+    def _of_stack(self, name: str, target: str, shape: tuple[int, ...], operations: tuple[str, ...]) -> Judgement:
         """Judge a tensor with three axes that is no convolution: experts of a layer, mostly."""
         module_name, _, leaf = target.rpartition(".")
         module, place = self.modules[module_name], self._place(module_name)
         if "Transpose" in operations:
-            return Verdict(module_name, TURNED, place=place)
+            return Judgement(module_name, TURNED, place=place)
         as_stored = not operations and shape == tuple(self.tensors[target].shape)
         patched = MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__, {})
         if as_stored and module_name in self.fused:
             if not self.table.reads_single_experts(leaf):
-                return Verdict(module_name, WHOLE, place=place)
-            return Verdict(module_name, place=place, parts=("",))
+                return Judgement(module_name, WHOLE, place=place)
+            return Judgement(module_name, place=place, parts=("",))
         if as_stored and patched and leaf in FUSED:
             stem = name.rpartition(".")[0]
             parts = tuple(f"{stem}.{index}.{part}" for index in range(shape[0]) for part in FUSED[leaf])
-            return Verdict(module_name, place=place, parts=parts, turned=True)
+            return Judgement(module_name, place=place, parts=parts, turned=True)
         if getattr(module, "is_transposed", False):
-            return Verdict(module_name, TURNED, place=place)
-        return Verdict(module_name, f"{type(module).__name__}: experts in a form of their own", place=place)
+            return Judgement(module_name, TURNED, place=place)
+        return Judgement(module_name, f"{type(module).__name__}: experts in a form of their own", place=place)
 
     def _place(self, module: str) -> Place:
         if module in self.towers:
             return "tower"
         return "layer" if LAYER.match(f"{module}.") else "outside"
 
-    def linears(self, verdicts: Mapping[str, Verdict]) -> dict[str, tuple[str, ...]]:
+    def linears(self, verdicts: Mapping[str, Judgement]) -> dict[str, tuple[str, ...]]:
         """Each linear layer of the class -> the stored tensors that its weight is made of."""
         stored: dict[str, list[str]] = defaultdict(list)
         for name, verdict in verdicts.items():
@@ -181,7 +181,7 @@ class _Judge:
         """The name of `module` in files."""
         return self.table.original(f"{module}{WEIGHT}").removesuffix(WEIGHT)
 
-    def cut(self, verdicts: dict[str, Verdict], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    def cut(self, verdicts: dict[str, Judgement], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         """Enter the names of experts into the `verdicts` on stacks; return the tensors that get other names with it."""
         if all(verdict.parts != ("",) for verdict in verdicts.values()):
             return {}
@@ -195,7 +195,7 @@ class _Judge:
                 renamed[part.tensor] = name
         for name, verdict in verdicts.items():
             if verdict.parts == ("",):
-                verdicts[name] = Verdict(verdict.module, place=verdict.place, parts=tuple(parts[name]))
+                verdicts[name] = Judgement(verdict.module, place=verdict.place, parts=tuple(parts[name]))
         return renamed
 
 

@@ -25,7 +25,7 @@ _UNKNOWN = "not known to be a linear layer, by its name and its shape"
 
 
 class NamedTensors:
-    """What names and shapes tell of the tensors of a checkpoint."""
+    """Judges the tensors of a checkpoint by their names and shapes."""
 
     def __init__(self, rules: Rules, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]):
         self.rules, self.headers = rules, headers
@@ -37,7 +37,7 @@ class NamedTensors:
         self.vocabularies = vocabulary_sizes(config) or {rows for rows, _ in tables}
         self.types = {str(value) for place, value in walk(dict(config)) if place.rpartition("\0")[2] == "model_type"}
         self.turned = {
-            layer_of(name): name
+            numbered_layer(name): name
             for name, header in headers.items()
             if (entry := self._linear(name)) is not None and self._is_turned(entry, header.shape)
         }
@@ -50,7 +50,7 @@ class NamedTensors:
         entry = self._linear(name)
         if entry is None or not self._fits(entry, rows, columns):
             return _UNKNOWN
-        if rows == columns and (other := self.turned.get(layer_of(name))) is not None:
+        if rows == columns and (other := self.turned.get(numbered_layer(name))) is not None:
             return f"square, and {other.removesuffix(WEIGHT)} of its layer is stored [in, out]"
         return None if module else _UNKNOWN
 
@@ -109,7 +109,7 @@ class NamedTensors:
         return name.removesuffix(WEIGHT).rpartition(".")[2] in _TABLES
 
 
-def layer_of(name: str) -> str:
+def numbered_layer(name: str) -> str:
     """The beginning of a name up to the first number, which counts layers; empty outside of them."""
     layer = LAYER.match(name)
     return layer[1] if layer else ""

@@ -131,7 +131,7 @@ def _candidates(
 
 
 def _by_name(name: str, header: TensorHeader, names: NamedTensors, least_side: int) -> _Candidate | None:
-    """What the name and shape of a tensor tell; None for one that is no matrix."""
+    """Judge a tensor by its name and shape; None for one that is no matrix."""
     if not _is_matrix(name, header.shape, least_side):
         return None
     if len(header.shape) == 2 and name.endswith(WEIGHT):
@@ -197,8 +197,8 @@ class _Chooser:
 
 def _parted(stacks: Mapping[str, Stack], unquantized: Mapping[str, str]) -> list[str]:
     """The stacks that would be cut although another stack of their experts is kept."""
-    kept = {expert_block(name) for name in unquantized if ".experts." in name}
-    return [name for name in stacks if expert_block(name) in kept]
+    blocks = {expert_block(name) for name in unquantized if ".experts." in name}
+    return [name for name in stacks if expert_block(name) in blocks]
 
 
 def expert_block(name: str) -> str:

@@ -3,6 +3,7 @@
 Of each a line says why it is among them.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,6 @@ def family_headers(family: str) -> dict[str, TensorHeader]:
     )
 
 
-def headers(shapes: dict[str, tuple[int, ...]], dtype: str = "BF16") -> dict[str, TensorHeader]:
+def headers(shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> dict[str, TensorHeader]:
     """Headers of tensors of these shapes."""
     return {name: TensorHeader(Path("model.safetensors"), dtype, shape) for name, shape in shapes.items()}
