@@ -18,8 +18,8 @@ from ..core.errors import InputError
 from ..core.findings import Finding
 from ..core.headers import LONGEST
 from ..quantize.conversion.config import converted_config, index_of, quantization_fields
+from ..quantize.conversion.name_tensors import WEIGHT
 from ..quantize.conversion.plan import CheckpointPlan, Matrix, placed
-from ..quantize.conversion.rules import WEIGHT
 from ..quantize.conversion.shards import check_small_tensors
 from ..quantize.lint.check import RULES
 from ..quantize.reading.fp8_tensors import Checkpoint, Float32s, Located

@@ -24,8 +24,8 @@ from ...core.files import PARTIAL, created, disk_errors, is_own_file, not_follow
 from ...core.headers import StoredTensor, damaged, header_bytes
 from ..codes.blocks import SIDE
 from .coding import Errors, encode_part, refused_values
+from .name_tensors import WEIGHT
 from .plan import CheckpointPlan, Copied, Matrix, ShardPlan, placed
-from .rules import WEIGHT
 
 #: Values of a matrix, and bytes of a tensor that is copied, in one part; blocks may make the least part larger.
 PART_VALUES, PART_BYTES = 1 << 21, 8 << 20
