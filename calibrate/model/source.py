@@ -28,6 +28,7 @@ from ..checkpoint.adapter import Adapter
 from ..checkpoint.companions import TOKENIZER, check_companions, companion_files, tokenizer_digests
 from ..checkpoint.config_fields import check_sizes
 from ..checkpoint.mtp_layers import mtp_prefixes
+from ..checkpoint.name_patterns import check_one_pattern
 from ..checkpoint.recognizer import Recognizer, no_codes
 from ..checkpoint.weights import Coding, TensorPart, Weights, find_weights, read_headers
 from ..input.hub import fetch_model, is_hub_name
@@ -44,12 +45,16 @@ from .architecture import (
     unknown_rotary,
 )
 from .bf16_gemms import compute_gemms_in_fp32
+from .expert_modules import experts_of
 from .expert_names import views
+from .gemms import gemm_modules
 from .load import HEADER_TYPE, headers, load_tensors, renamed_tensors
 from .skeleton import check_buffers, empty, fp32_tensors
 
 #: Bytes that are hashed at a time, and the most such pieces at once: 64 MB of memory.
 PIECE, PIECES_AT_ONCE = 4 << 20, 16
+#: The types of weights, as safetensors spells them.
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 #: Names of directories that do not describe the model in them.
 GENERIC_NAMES = ("checkpoint", "model", "final", "best", "latest")
 
@@ -290,7 +295,8 @@ def load_model(source: Source, dtype: torch.dtype, device: str = "cpu") -> PreTr
 def _check_model(source: Source) -> Source:
     """Make the model on the meta device and load the headers into it, without reading weights.
 
-    This finds experts in an unknown form, buffers without finite values, and missing, unexpected and misshapen tensors.
+    This finds experts in an unknown form, buffers without finite values, missing, unexpected and misshapen tensors, and
+    weights of other types or names than their loaders take.
     Returns the source with the names of its tensors and the parts of stored tensors that they are.
     """
     skeleton = meta_model(source)
@@ -314,7 +320,26 @@ def _check_model(source: Source) -> Source:
     renamed = renamed_tensors(loaded, stored)
     fp32_names = (fp32_tensors(skeleton, weights.names(), renamed, dtype) for dtype in (torch.bfloat16, torch.float16))
     in_bf16, in_fp16 = fp32_names
-    return replace(source, renamed=renamed, fp32=in_bf16, fp32_in_files=in_bf16 | in_fp16)
+    source = replace(source, renamed=renamed, fp32=in_bf16, fp32_in_files=in_bf16 | in_fp16)
+    _check_types(source, loaded)
+    blocks = tuple(f"{experts.rpartition('.')[0]}." for experts in experts_of(loaded))
+    gemms = [name for name in gemm_modules(loaded) if name.startswith(blocks)]
+    check_one_pattern({name: source.stored(f"{name}.weight").removesuffix(".weight") for name in gemms}, source.name)
+    return source
+
+
+def _check_types(source: Source, model: PreTrainedModel) -> None:
+    """Raise InputError for a parameter of `model` that is stored as no float: transformers would cast it."""
+    weights = source.weights()
+    names = set(weights.names())
+    for name, _ in model.named_parameters():
+        under = source.stored(name)
+        if under in names and weights.dtype(under) not in FLOAT_TYPES:
+            raise InputError(
+                source.name,
+                f"{under} is stored as {weights.dtype(under)}, and weights are of {', '.join(FLOAT_TYPES)}",
+                "copy or download the checkpoint again",
+            )
 
 
 def _load(

@@ -3,16 +3,18 @@
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
+from pydantic_core import PydanticCustomError
 from safetensors import safe_open
 
+from ...calibrate.checkpoint.name_patterns import NUMBER, name_pattern
 from ...calibrate.checkpoint.weights import INDEX
 from ...core.errors import InputError
-from ...core.files import read_document
+from ...core.files import PLAIN, read_document
 from ...core.headers import read_header
 from ...core.run import Run
 
@@ -70,25 +72,21 @@ def tensor_files(directory: Path) -> Mapping[str, str]:
     return index
 
 
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
-
 def patterns_of(stored: Mapping[str, str]) -> dict[str, str]:
     """Patterns of module names -> patterns of their names in files, from `stored` (module -> name in the files).
 
     Modules that the files call as the model does are left out.
     """
-    patterns = {
-        NUMBER.sub("{}", module): NUMBER.sub("{}", under) for module, under in stored.items() if module != under
-    }
-    assert all(in_files(module, patterns) == under for module, under in stored.items()), "numbers go in the same order"
+    patterns = {name_pattern(module): name_pattern(under) for module, under in stored.items() if module != under}
+    assert all(in_files(module, patterns) == under for module, under in stored.items()), "open_source checks the names"
     return patterns
 
 
 def in_files(module: str, patterns: Mapping[str, str]) -> str:
     """The name of `module` in the files, by `patterns` of `patterns_of`."""
-    under = patterns.get(NUMBER.sub("{}", module))
-    return under.format(*NUMBER.findall(module)) if under else module
+    under = patterns.get(name_pattern(module))
+    numbers = iter(NUMBER.findall(module))
+    return re.sub(r"\{\}", lambda _: next(numbers), under) if under else module
 
 
 def stored_patterns(directory: Path) -> dict[str, str]:
@@ -97,10 +95,17 @@ def stored_patterns(directory: Path) -> dict[str, str]:
     return read_document(path, Configured).fp8q.stored if path.is_file() else {}
 
 
+def _as_many_numbers(patterns: dict[str, str]) -> dict[str, str]:
+    """Check that each pattern of names in files has as many numbers as that of its module."""
+    if any(under.count("{}") != module.count("{}") for module, under in patterns.items()):
+        raise PydanticCustomError(PLAIN, "must have as many numbers ({}) in a name in files as in the module's")
+    return patterns
+
+
 class FP8QFields(BaseModel):
     """The fields of config.json that fp8q wrote."""
 
-    stored: dict[str, str] = {}
+    stored: Annotated[dict[str, str], AfterValidator(_as_many_numbers)] = {}
 
 
 class Configured(BaseModel):

@@ -135,6 +135,22 @@ def test_an_expert_too_many_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_experts_of_one_layer_under_other_names_than_those_of_another(tmp_path: Path) -> None:
+    path = random_mixture(tmp_path / "mixtral", "mixtral")
+    start = "model.layers.1.block_sparse_moe.experts."
+
+    def without_prefix(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(start)]:
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(path, without_prefix)
+    assert refusal(path) == (
+        f"{path}: its files name layers.1.block_sparse_moe.experts.0.w1 in another way than "
+        "model.layers.0.block_sparse_moe.experts.0.w1, and loaders find experts by one pattern of names; write the "
+        "checkpoint again, as `save_pretrained` of transformers does"
+    )
+
+
 class Fused(nn.Module):
     """Two experts as transformers holds them; each method is a way to differ from the form that is taken."""
 

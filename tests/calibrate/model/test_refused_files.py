@@ -191,6 +191,18 @@ def test_tensors_that_the_model_lacks_misses_or_has_otherwise(damaged: Path) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "spelled"), [(torch.bool, "BOOL"), (torch.uint8, "U8"), (torch.int64, "I64"), (torch.complex64, "C64")]
+)
+def test_a_weight_that_is_stored_as_no_float(damaged: Path, dtype: torch.dtype, spelled: str) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    rewrite(damaged, lambda tensors: tensors.update({name: torch.ones(tensors[name].shape, dtype=dtype)}))
+    assert refusal(damaged) == (
+        f"{damaged}: {name} is stored as {spelled}, and weights are of F64, F32, F16, BF16; copy or download the "
+        "checkpoint again"
+    )
+
+
 def test_nan_in_a_weight(damaged: Path) -> None:
     name = "model.layers.2.self_attn.o_proj.weight"
     rewrite(damaged, lambda tensors: tensors[name][5, 7:9].fill_(float("nan")))

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fp8q.core.errors import InputError
-from fp8q.quantize.reading.run_checkpoint import stored_scales, tensor_files
+from fp8q.quantize.reading.run_checkpoint import in_files, stored_patterns, stored_scales, tensor_files
 
 INDEX = "model.safetensors.index.json"
 
@@ -55,3 +55,17 @@ def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path, {"up.weight_scale": "model-2.safetensors"})
     with pytest.raises(FileNotFoundError):
         stored_scales(directory, ["up"])
+
+
+def test_patterns_of_names_have_the_numbers_of_their_modules(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"fp8q": {"stored": {"layers.{}.up": "layers.{}.w{}"}}}))
+    with pytest.raises(InputError) as told:
+        stored_patterns(tmp_path)
+    assert str(told.value) == (
+        f"{tmp_path}/config.json: does not read as fp8q's config.json: fp8q.stored must have as many numbers ({{}}) in "
+        "a name in files as in the module's; restore it, or calibrate again into a new directory"
+    )
+
+
+def test_braces_in_the_name_of_a_file_are_no_field_of_a_format() -> None:
+    assert in_files("layers.3.up", {"layers.{}.up": "{a}.{}.w1"}) == "{a}.3.w1"
