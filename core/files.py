@@ -400,10 +400,10 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-#: The exceptions that readers of safetensors, npz, JSON and ONNX raise for a malformed file.
+#: The exceptions that readers of safetensors, npz, JSON, ONNX and checkpoints raise for a malformed file.
 DAMAGE = (
-    ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError, RuntimeError,
-    SafetensorError, TypeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error,
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError,
+    RuntimeError, SafetensorError, StopIteration, TypeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
 
 

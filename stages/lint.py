@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from ..calibrate.input.untrusted import exists
 from ..core.errors import GateError, InputError
-from ..core.files import disk_errors, read_document
+from ..core.files import disk_errors
 from ..core.findings import Finding, places
 from ..core.run import Run
 from ..export.lint.check import FORM, lint_graph, run_expectation
@@ -27,7 +27,7 @@ from ..quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served
 from ..quantize.lint.rules import CheckpointRule
 from ..quantize.lint.servers import READ, TITLES, ServerRule
 from ..quantize.reading.run_checkpoint import stored_scales
-from ..quantize.scales.decisions import Scales, load_scales
+from ..quantize.scales.decisions import load_scales, read_scales
 from ..serve.lint.check import RULES as REPOSITORY_RULES
 from ..serve.lint.check import lint_engines, lint_repository
 from ..serve.lint.folder import is_repository
@@ -239,7 +239,7 @@ def expectation(run: Run) -> Expectation:
 
     Raises InputError where scales.json does not read.
     """
-    scales = load_scales(run) if run.exists() else read_document(run.scales, Scales)
+    scales = load_scales(run) if run.exists() else read_scales(run.scales)
     weight_scales: Mapping[str, Array]
     try:
         weight_scales = stored_scales(run.model, scales.fp8_gemms)

@@ -26,7 +26,7 @@ from ..calibrate.model.gemms import attention_heads, gemm_modules, output_channe
 from ..calibrate.model.source import Source, load_model
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
-from ..core.files import replacing, write_document
+from ..core.files import reading, replacing, write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
@@ -93,8 +93,14 @@ class Saved:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read the results in the file at `path`; empty ones where there is no file."""
-        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
+        """Read the results in the file at `path`; empty ones where there is no file.
+
+        Raises InputError for a file that is damaged.
+        """
+        if not path.is_file():
+            return cls(path)
+        with reading(path, "what a killed call left", "remove it"):
+            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
 
     def save(self) -> None:
         """Write all fields to the file."""

@@ -55,7 +55,7 @@ class EngineInfo(Strict):
         description="whether its graph chooses branches, as for experts; null: built before this was noted",
     )
     evidence: Literal["plan", "inspector", "unknown"]
-    profiles: list[Profile]
+    profiles: list[Profile] = Field(min_length=1)
     build_seconds: float
 
 

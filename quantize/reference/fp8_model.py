@@ -127,9 +127,13 @@ class Reference:
         sum_values_in(self.model, accumulator)
 
     def layer(self, module: str) -> FP8Linear:
-        """The FP8 layer `module`."""
-        layer = self.model.get_submodule(module)
-        assert isinstance(layer, FP8Linear), "what scales.json has in weights is quantized in the checkpoint"
+        """The FP8 layer `module`.
+
+        Raises InputError where the checkpoint has no codes of it, although scales.json has: one of the two was changed.
+        """
+        layer = dict(self.model.named_modules()).get(module)
+        if not isinstance(layer, FP8Linear):
+            raise InputError(module, "is in FP8 by scales.json, and the checkpoint has no codes of it", RESTORE)
         return layer
 
 

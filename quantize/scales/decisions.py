@@ -5,6 +5,7 @@ by one function, `unfit`. ModelOpt maps such an amax to scale 1.0 in silence; he
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from ...calibrate.measure.histogram import INFINITY, Histogram, magnitudes
 from ...calibrate.measure.statistics import Statistics, TensorStatistics
 from ...core.errors import InputError
-from ...core.files import Strict, read_document
+from ...core.files import RESTORE, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, BLOCK, DYNAMIC, ONE, TWO, Clipping, Form, KvCache
 from ..codes.formats import E4M3, TWO_TERMS, CodeGrid, Grid
@@ -292,7 +293,18 @@ class AttentionScales(Strict):
 
 def load_scales(run: Run) -> Scales:
     """Read `scales.json`; raises InputError when it is missing or not the file `fp8q calibrate` wrote."""
-    return read_document(run.require(run.scales, "quantize"), Scales)
+    return read_scales(run.require(run.scales, "quantize"))
+
+
+def read_scales(path: Path) -> Scales:
+    """Read the `scales.json` at `path`; raises InputError where it lacks a module's weight or input."""
+    scales = read_document(path, Scales)
+    weights, inputs = set(scales.weights), set(scales.modules)
+    if alone := min(weights - inputs, default=None):
+        raise InputError(path, f"has {alone} in weights, and neither in activations nor in bf16_inputs", RESTORE)
+    if alone := min(inputs - weights, default=None):
+        raise InputError(path, f"has the input of {alone}, and not its weight", RESTORE)
+    return scales
 
 
 def unfit(histogram: Histogram | None) -> Skipped | None:

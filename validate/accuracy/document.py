@@ -146,7 +146,7 @@ class AgainstStored(Strict):
 
     positions: int
     top: int
-    runtimes: dict[str, StoredDistance]
+    runtimes: dict[str, StoredDistance] = Field(min_length=1)
 
 
 class RuntimeAccuracy(Strict):

@@ -163,6 +163,5 @@ def graph_vocabulary(run: Run) -> int:
 
     with reading(run.onnx, "an ONNX graph"):
         graph = onnx.load_model(run.onnx, load_external_data=False).graph
-    return int(
-        next(output for output in graph.output if output.name == "logits").type.tensor_type.shape.dim[-1].dim_value
-    )
+        logits = {output.name: output for output in graph.output}["logits"]
+        return int(logits.type.tensor_type.shape.dim[-1].dim_value)

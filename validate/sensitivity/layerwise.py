@@ -16,7 +16,7 @@ import torch
 
 from ...calibrate.measure.hidden_states import Batches
 from ...calibrate.model.source import Source
-from ...core.files import replacing
+from ...core.files import reading, replacing
 from ...core.reporter import Reporter
 from ...quantize.scales.decisions import Scales
 from .backward import Backward, Collect, refused_with
@@ -42,8 +42,14 @@ class LayerwiseResults:
 
     @classmethod
     def load(cls, path: Path) -> "LayerwiseResults":
-        """Load the results in the file at `path`; empty where there is no file."""
-        return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
+        """Load the results in the file at `path`; empty where there is no file.
+
+        Raises InputError for a file that is damaged.
+        """
+        if not path.is_file():
+            return cls(path)
+        with reading(path, "what a killed call left", "remove it"):
+            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
 
     def save(self, step: int) -> None:
         """Save all results, after so many steps."""

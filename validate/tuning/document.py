@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from ...core.columns import Column, Table, count, increase, nats, number_column, size, text_column
-from ...core.files import Strict, read_document
+from ...core.files import PLAIN, Strict, read_document
 from ...core.run import Run
 from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server
 from .choices import Group, Mix, Shape, changes, members
@@ -149,6 +150,13 @@ class Tuning(Strict):
         default=None, description="tokens of a window that are read as a prompt; losses are of those behind it"
     )
     rise_over_kl: float = Field(description="by which a rise of NLL follows from KL")
+
+    @field_validator("chosen")
+    @classmethod
+    def _for_a_budget(cls, chosen: Chosen | None, others: ValidationInfo) -> Chosen | None:
+        if chosen is not None and others.data.get("max_kl") is None and others.data.get("max_ppl_increase") is None:
+            raise PydanticCustomError(PLAIN, "must be null without max_kl or max_ppl_increase")
+        return chosen
 
 
 def point(shape: Shape, mix: Mix, kl_nats: float, measured: bool) -> Point:

@@ -3,10 +3,11 @@
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from ...core.columns import Column, Table, increase, nats, number_column, share, size, text_column
-from ...core.files import Strict, read_document
+from ...core.files import PLAIN, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, KvCache, Server
 from ..accuracy.decision import of_100, percent
@@ -63,6 +64,13 @@ class FormChoice(Strict):
     needs_plugin: bool = Field(description="whether vLLM computes it with fp8q-vllm alone")
     recipe: FormRecipe
     rows: list[FormRow]
+
+    @field_validator("rows")
+    @classmethod
+    def _one_is_chosen(cls, rows: list[FormRow]) -> list[FormRow]:
+        if sum(row.chosen for row in rows) != 1:
+            raise PydanticCustomError(PLAIN, "must have one that is chosen")
+        return rows
 
     @property
     def chosen(self) -> FormRow:
