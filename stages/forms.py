@@ -310,7 +310,8 @@ def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy
     except GateError as error:
         accuracy, gate = load_accuracy(run), error
     worse = accuracy.verdict is not None and accuracy.verdict.kind == "worse"
-    if options.finds_form:
+    # a form that was chosen before the call was killed may be broken: there is no loss to begin a search with
+    if options.finds_form and accuracy.verdict is not None and loss_and_limits(accuracy.verdict) is not None:
         key = _key(run, options)
         if not FORMS.is_current(run, key) and (worse or _chosen_before(run, key)):
             return _find(run, notes, options, accuracy)
@@ -394,7 +395,7 @@ def _find(run: Run, notes: Notes, options: RunOptions, first: Accuracy) -> Accur
 def _numbers(accuracy: Accuracy) -> dict[str, float]:
     """The loss of the runtime that decides, and the tokens that it is of."""
     verdict, tokens = accuracy.verdict, accuracy.protocol.tokens
-    assert verdict is not None, "an evaluation has a verdict"
+    assert verdict is not None, "`validate` of this version writes one, and files of others are made anew"
     numbers = {"rise": verdict.perplexity_increase, "kl": verdict.kl_nats, "flips": verdict.flips, "tokens": tokens}
     return {name: number or 0.0 for name, number in numbers.items()}
 
@@ -402,7 +403,7 @@ def _numbers(accuracy: Accuracy) -> dict[str, float]:
 def _loss_and_limits(accuracy: Accuracy) -> tuple[RuntimeLoss, Limits]:
     """The loss of the runtime that decides, and the limits that it was held against."""
     known = loss_and_limits(accuracy.verdict) if accuracy.verdict else None
-    assert known is not None, "an evaluation has a verdict on a comparison with BF16"
+    assert known is not None, "`validate_acceptable` looked, and a verdict that is worse compares"
     return known
 
 

@@ -158,15 +158,26 @@ class Chain(LayerChain):
         with self.weights.filled(self.inside(index)):
             yield self.model
 
+    def ends(self) -> tuple[str, nn.Embedding, str]:
+        """Return the name of the embedding of the model, the embedding, and the name of the output head.
+
+        Raises NoChainError for a model that looks tokens up in another module, or makes logits in none.
+        """
+        embedding, head = self.model.get_input_embeddings(), output_head(self.model)
+        if not isinstance(embedding, nn.Embedding):
+            raise NoChainError(
+                self.described, f"looks tokens up in {type(embedding).__name__}, which is no nn.Embedding"
+            )
+        if head is None:
+            raise NoChainError(self.described, "names no module that makes the logits")
+        return next(name for name, module in self.model.named_modules() if module is embedding), embedding, head
+
     @contextmanager
     def behind_layers(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Fill what comes behind the layers; yield a function from the hidden states [windows, positions, width] that
         leave the last layer to their logits. The embedding is not read.
         """
-        embedding, head = self.model.get_input_embeddings(), output_head(self.model)
-        assert isinstance(embedding, nn.Embedding), "tokens are looked up"
-        assert head is not None, "a causal language model makes logits"
-        (name,) = (name for name, module in self.model.named_modules() if module is embedding)
+        name, embedding, head = self.ends()
         needed = [module for module in self.outside if module != name and not module.startswith(f"{name}.")]
         leaving: list[torch.Tensor] = []
 

@@ -112,7 +112,7 @@ class _Scaled:
 
 def _scaled(graph: Indexed, matmul: GraphGemm) -> _Scaled:
     weight, after = weight_of(graph, matmul), behind(graph, matmul)
-    assert weight is not None
+    assert weight is not None, "`_is_dq` and `_is_mul` looked"
     assert weight.dequantize is not None, "its weight is codes"
     if after:
         compute = attribute(after[-1], "to", TensorProto.FLOAT)
@@ -155,7 +155,7 @@ def _alone(graph: Indexed, matmuls: list[GraphGemm]) -> list[GraphGemm]:
 
 def _read_by(graph: Indexed, side: Operand) -> Iterator[NodeProto]:
     """Yield the nodes that read the result of a DequantizeLinear, through Transposes."""
-    assert side.dequantize is not None, "both sides are codes"
+    assert side.dequantize is not None, "both sides are codes, as `activation_of` found"
     waiting = [side.dequantize.output[0]]
     for value in waiting:
         for node, _ in graph.readers.get(value, ()):
@@ -190,11 +190,20 @@ def _answer(graph: Indexed, scaled: _Scaled, form: WeightScale) -> Iterator[tupl
     kind = TensorProto.FLOAT if form == "mul" else scaled.compute
     for value, side in zip(scaled.matmul.node.input, scaled.matmul.operands, strict=True):
         assert side.dequantize is not None, "both sides are codes"
-        next(entry for entry in side.dequantize.attribute if entry.name == "output_dtype").i = kind
+        _set_output_type(side.dequantize, kind)
         while value != side.dequantize.output[0]:
             yield value, kind
             value = graph.producers[value].input[0]
         yield value, kind
+
+
+def _set_output_type(dequantize: NodeProto, kind: int) -> None:
+    """Let a DequantizeLinear state its output type, which without `output_dtype` is that of its scale."""
+    entry = next((entry for entry in dequantize.attribute if entry.name == "output_dtype"), None)
+    if entry is None:
+        dequantize.attribute.append(helper.make_attribute("output_dtype", kind))
+    else:
+        entry.i = kind
 
 
 def _keep_unit(graph: GraphProto) -> None:

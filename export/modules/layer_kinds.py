@@ -226,9 +226,9 @@ def _same(one: object, other: object) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, list | tuple):
-        assert isinstance(other, list | tuple)
+        assert isinstance(other, list | tuple), "both are of one type"
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):
-        assert isinstance(other, dict)
+        assert isinstance(other, dict), "both are of one type"
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return isinstance(one, PLAIN) and one == other

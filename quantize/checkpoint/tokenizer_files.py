@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from ...calibrate.checkpoint.companions import GENERATION, TOKENIZER, TOKENIZER_CONFIG
+from ...calibrate.model.architecture import text_fields
 from ...calibrate.model.source import Source
 from ...calibrate.model.tokenizer import (
     TokenDifference,
@@ -109,7 +110,7 @@ def _end_as(directory: Path, end: int | None) -> None:
     file = directory / GENERATION
     fields = _fields(file)
     config = json.loads((directory / "config.json").read_bytes())
-    end_ids = fields.get(END, (config.get("text_config", {}) | config).get(END))
+    end_ids = fields.get(END, config.get(END, text_fields(config).get(END)))
     known = end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids]
     if end is not None and end not in known:
         file.write_text(json.dumps(fields | {END: [*known, end]}, indent=2) + "\n", encoding="utf-8")

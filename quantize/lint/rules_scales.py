@@ -152,8 +152,8 @@ def block_tiles(checkpoint: Checkpoint) -> Broken:
     """
     for codes in checkpoint.codes.values():
         if codes.scale is not None and _untiled(codes):
-            assert codes.scheme is not None
-            assert codes.scheme.block is not None
+            assert codes.scheme is not None, "what is untiled has a scheme in blocks"
+            assert codes.scheme.block is not None, "each form gives blocks a size where none is written"
             rows, columns = codes.scheme.block
             wanted = [-(-codes.shape[-2] // rows), -(-codes.shape[-1] // columns)]
             shape = list(checkpoint.tensors[codes.scale].shape)

@@ -44,7 +44,7 @@ def backend(model: ModelFolder) -> Broken:
     """A model names one backend, that of its files: a Python model's is python, an engine's tensorrt, or the platform
     tensorrt_plan.
     """
-    assert model.config is not None
+    assert model.config is not None, "`model_rule` leaves out what does not parse"
     platform, named = str(model.config.platform), str(model.config.backend)
     if not platform and not named:
         yield model.place(), 'names no backend; set backend: "python", or the platform of an engine'

@@ -193,7 +193,7 @@ def batching(model: ModelFolder) -> Broken:
     """fp8q's Python model answers each request in pieces, when it will (decoupled), and batches requests itself: with a
     max_batch_size of 1, as Triton's OpenAI front end sends them. Without the first no request is ever answered.
     """
-    assert model.config is not None
+    assert model.config is not None, "`model_rule` leaves out what does not parse"
     if not model.config.model_transaction_policy.decoupled:
         yield model.place(), f"the model is not decoupled; set model_transaction_policy, or {AGAIN}"
     if model.config.max_batch_size != 1:
@@ -205,7 +205,7 @@ def instances(model: ModelFolder) -> Broken:
     """fp8q's Python model has one instance, or one on each GPU that is named: each loads the weights and has a cache of
     its own, and requests are batched within one. Without a kind Triton makes one for each GPU that the host has.
     """
-    assert model.config is not None
+    assert model.config is not None, "`model_rule` leaves out what does not parse"
     groups, kinds = list(model.config.instance_group), import_schema()[0].ModelInstanceGroup
     if not groups or any(group.kind == kinds.KIND_AUTO or _on_all(group, kinds) for group in groups):
         yield (

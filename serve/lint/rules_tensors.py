@@ -73,7 +73,7 @@ def profile_batches(model: ModelFolder) -> Broken:
     take, and not 0 where its dimensions leave the batch out. Where no profile is named Triton uses the first alone; one
     that is not there keeps the model from loading.
     """
-    assert model.config is not None
+    assert model.config is not None, "`model_rule` leaves out what does not parse"
     if (engine := engine_of(model)) is None:
         return
     indices = [str(index) for index in range(len(engine.profiles))]
@@ -106,7 +106,7 @@ def warm_up(model: ModelFolder) -> Broken:
     """A warm-up request holds every input that is not optional, of its type, within max_batch_size and, of a plain
     engine, within the dimensions of a profile. A server does not begin to serve a model whose warm-up fails.
     """
-    assert model.config is not None
+    assert model.config is not None, "`model_rule` leaves out what does not parse"
     engine = engine_of(model)
     inputs = {entry.name: entry for entry in model.config.input}
     for request in model.config.model_warmup:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 #: Tokens of a prompt that the first characters of the answer are decoded with.
 NEIGHBOURS = 32
-#: The number of positions a model was made for, as every config.json that fp8q writes has it, whatever the source's
-#: called it.
-POSITIONS = "max_position_embeddings"
+#: The number of positions a model was made for: the first is how every config.json that fp8q writes has it, the others
+#: are how originals call it, with which checkpoints are compared.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 #: fp8q's own field there: the number of positions that its graphs serve, if that is less.
 FP8Q_FIELDS = "fp8q"
 MOST_POSITIONS = 2**31 - 1
@@ -94,12 +94,13 @@ class Vocabulary:
         """
         config, generation = directory / "config.json", directory / "generation_config.json"
         fields = _read_json(config)
-        text = fields.get("text_config", fields)  # models of text and images keep the language model's numbers there
+        text = fields.get("text_config") or fields  # models of text and images keep the language model's numbers there
         tokens = text if isinstance(text, dict) else {}
         tokens = tokens | fields | (_read_json(generation) if generation.is_file() else {})
-        positions = text.get(POSITIONS) if isinstance(text, dict) else None
+        stated = [text[key] for key in POSITIONS if text.get(key) is not None] if isinstance(text, dict) else []
+        positions = stated[0] if stated else None
         if not isinstance(positions, int) or not 0 < positions <= MOST_POSITIONS:
-            raise ModelFileError(config, "names no number of positions", f"add {POSITIONS}")
+            raise ModelFileError(config, "names no number of positions", f"add {POSITIONS[0]}")
         fp8q_fields = fields.get(FP8Q_FIELDS)
         served = fp8q_fields.get("positions") if isinstance(fp8q_fields, dict) else None
         positions = min(positions, served) if isinstance(served, int) else positions

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
-from fp8q.options import CalibrateOptions
+from fp8q.core.errors import GateError
+from fp8q.options import CalibrateOptions, RunOptions
+from fp8q.stages import forms
 from fp8q.stages.forms import FormCandidates, _roundings, _without_bf16
+from fp8q.validate.accuracy.document import Verdict
 from fp8q.validate.tuning.choices import Group, Mix, Shape
 
 GROUPS = (Group("q", {"q": (4, 4)}), Group("o", {"o": (4, 4)}))
@@ -45,3 +48,21 @@ def test_no_further_weights_stay_in_bf16_where_their_share_was_asked_for() -> No
     assert all(
         group.forms == tuple(form for form in GROUPS[0].forms if form != "bf16") for group in _without_bf16(GROUPS)
     )
+
+
+def test_a_form_that_broke_after_a_killed_search_begins_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = GateError("the reference", "has the perplexity nan")
+
+    def validated(*_: Any) -> Any:
+        raise broken
+
+    verdict = Verdict(kind="broken", sentence="Broken", limit=0.01, kl_limit_nats=0.1, flips_limit=0.1)
+    monkeypatch.setattr(forms, "validate", validated)
+    monkeypatch.setattr(forms, "load_accuracy", lambda run: SimpleNamespace(verdict=verdict))
+    monkeypatch.setattr(forms, "_key", lambda run, options: None)
+    monkeypatch.setattr(forms, "_chosen_before", lambda run, key: {"form": []})
+    monkeypatch.setattr(forms, "FORMS", SimpleNamespace(is_current=lambda run, key: False))
+    nothing: Any = None
+    with pytest.raises(GateError) as raised:
+        forms.validate_acceptable(nothing, nothing, RunOptions())
+    assert raised.value is broken

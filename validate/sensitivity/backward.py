@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from ...calibrate.measure.chain import Chain, cloned_calls
@@ -28,7 +27,6 @@ from ...calibrate.measure.hidden_states import Batches, HiddenStates
 from ...calibrate.measure.stream import check_space, going_on
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall, LayersReached, NoChainError, standing_in
-from ...calibrate.model.gemms import output_head
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
@@ -73,6 +71,7 @@ class Backward(Chain):
         """
         with self.refused():
             super().__init__(source, device, torch.float32, rounded=False)
+            self.ends()
         self.batches, self.folder = batches, folder
         files = [*map(self._entering_file, range(self.layers.count + 1)), *map(self._gradient_file, range(2))]
         size = sum(ids.size for ids in batches.values()) * self.layer_output.width * self.layer_output.dtype.itemsize
@@ -168,11 +167,7 @@ class Backward(Chain):
         """Run the modules after the layers and the loss, forward and back. The embedding is not read."""
         count = self.layers.count
         leaving = self._entering(count)
-        embedding = self.model.get_input_embeddings()
-        assert isinstance(embedding, nn.Embedding), "tokens are looked up"
-        (name,) = (name for name, module in self.model.named_modules() if module is embedding)
-        head = output_head(self.model)
-        assert head is not None, "a causal language model makes logits"
+        name, embedding, head = self.ends()
         needed = [module for module in self.outside if module != name and not module.startswith(f"{name}.")]
 
         def blank(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -245,7 +240,7 @@ class Backward(Chain):
 def check_chain(source: Source, device: str, remedy: str) -> None:
     """Raise InputError, with a `remedy`, for a model that cannot run forward and back layer by layer."""
     with refused_with(remedy):
-        Chain(source, device, torch.float32, rounded=False)
+        Chain(source, device, torch.float32, rounded=False).ends()
 
 
 @contextmanager

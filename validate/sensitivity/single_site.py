@@ -65,7 +65,7 @@ class Float:
         with ExitStack() as stack:
             for index in wanted:
                 layer = prefix.layers.modules(quantizer.model)[index] if prefix else None
-                assert layer is not None
+                assert layer is not None, "without a prefix no layer is wanted"
                 stack.callback(layer.register_forward_pre_hook(self._keep(index), with_kwargs=True).remove)
             self.log_p = self._run(new_cache(quantizer.model))
 

@@ -224,7 +224,8 @@ def in_files(name: str, stored: Mapping[str, str]) -> str:
     """The name that the module has in files; `stored`: patterns of both, in which `{}` is a number."""
     for module, file in stored.items():
         if match := re.fullmatch(re.escape(module).replace(r"\{\}", r"(\d+)"), name):
-            return file.format(*match.groups())
+            numbers = iter(match.groups())
+            return re.sub(r"\{\}", lambda _: next(numbers, "{}"), file)
     return name
 
 

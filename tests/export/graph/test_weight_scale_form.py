@@ -85,6 +85,19 @@ def test_a_graph_in_fp32_needs_no_cast(decoder: Decoders) -> None:
     assert not [node.name for node in model.graph.node if node.op_type == "Cast"]
 
 
+def test_a_dequantize_that_states_no_type_gets_the_form_s(decoder: Decoders) -> None:
+    written = decoder(compute=TensorProto.FLOAT)
+    model = loaded(written.path)
+    dequantize = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
+    for node in dequantize:  # its type is that of its scale then
+        stated = [entry for entry in node.attribute if entry.name != "output_dtype"]
+        del node.attribute[:]
+        node.attribute.extend(stated)
+    in_form(model, written.path.parent, "mul")
+    types = {entry.i for node in dequantize for entry in node.attribute if entry.name == "output_dtype"}
+    assert (len(rescaled(model)), types) == (7, {TensorProto.FLOAT})
+
+
 def read_elsewhere(model: ModelProto) -> None:
     """Something else takes the input of gate and up, as codes give it."""
     model.graph.node.append(

@@ -1,5 +1,6 @@
 """The tokenizer that was calibrated with is the one beside the weights, and the one that a run opens again."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import auto_of
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
+from fp8q.quantize.checkpoint.tokenizer_files import _end_as
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.stages import CORPUS, QUANTIZE
 from fp8q.stages.shared.sources import source_of
@@ -42,3 +44,10 @@ def test_another_choice_of_tokenizer_is_another_text_and_another_checkpoint(
         auto_of(run.model)("1969")["input_ids"]
         == Tokenizer.from_file(str(run.model / "tokenizer.json")).encode("1969").ids
     )
+
+
+def test_an_end_beside_a_configuration_that_leaves_the_text_out(tmp_path: Path) -> None:
+    config = {"eos_token_id": 1, "text_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    _end_as(tmp_path, 7)
+    assert json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8")) == {"eos_token_id": [1, 7]}

@@ -228,6 +228,12 @@ def test_a_tokenizer_saved_with_truncation_and_padding_does_neither(tmp_path: Pa
     assert len(vocabulary.encode("a b a b a b")) > 4
 
 
+@pytest.mark.parametrize("key", ["n_positions", "max_position_embeddings", "n_ctx"])
+def test_originals_call_the_number_of_positions_otherwise(tmp_path: Path, key: str) -> None:
+    tokenizer = Tokenizer(BPE({"a": 0}, []))
+    assert Vocabulary.read(write(tmp_path, tokenizer, config={key: 9, "text_config": None})).positions == 9
+
+
 def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def message() -> str:
         with pytest.raises(ModelFileError) as raised:
