@@ -224,9 +224,14 @@ def in_files(name: str, stored: Mapping[str, str]) -> str:
     """The name that the module has in files; `stored`: patterns of both, in which `{}` is a number."""
     for module, file in stored.items():
         if match := re.fullmatch(re.escape(module).replace(r"\{\}", r"(\d+)"), name):
-            numbers = iter(match.groups())
-            return re.sub(r"\{\}", lambda _: next(numbers, "{}"), file)
+            return filled(file, match.groups())
     return name
+
+
+def filled(pattern: str, numbers: Iterable[str]) -> str:
+    """Put `numbers` in the places of `{}` in a name; those that are left over stay, and name no module."""
+    remaining = iter(numbers)
+    return re.sub(r"\{\}", lambda _: next(remaining, "{}"), pattern)
 
 
 def number_of(name: str) -> int | None:
