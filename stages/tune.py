@@ -93,14 +93,9 @@ class Saved:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Read the results in the file at `path`; empty ones where there is no file.
-
-        Raises InputError for a file that is damaged.
-        """
-        if not path.is_file():
-            return cls(path)
+        """Read the results in the file at `path`, empty where there is none; raises InputError for a damaged file."""
         with reading(path, "what a killed call left", "remove it"):
-            return cls(path, **json.loads(path.read_text(encoding="utf-8")))
+            return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
 
     def save(self) -> None:
         """Write all fields to the file."""
