@@ -38,7 +38,7 @@ from fp8q.api import (
 from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.export.engine.plan import read_plan
-from fp8q.options import Terms
+from fp8q.options import BF16, Terms
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.serving_cost import BF16_OPERATIONS
 from fp8q.serve.loop.sessions import Batch, open_session
@@ -59,7 +59,7 @@ def operations(run: Run, positions: int) -> int:
     shapes = {value.name: value.type.tensor_type.shape.dim for value in graph.value_info}
     scales_of_run = load_scales(run)
     cost = {f"{name}.matmul": 1 for name in scales_of_run.fp8_gemms}
-    cost |= {f"{name}.matmul": BF16_OPERATIONS for name in scales_of_run.bf16_inputs}
+    cost |= {f"{name}.matmul": BF16_OPERATIONS for name in scales_of_run.in_form(BF16)}
     total = 0
     for node in graph.node:
         if node.name in cost:

@@ -30,8 +30,10 @@ from fp8q.export.engine.profiles import profiles
 from fp8q.export.graph import trace
 from fp8q.export.modules import operators
 from fp8q.export.modules.graph_model import GraphLinear, GraphPlan, QuantizedInput, rounded
+from fp8q.options import TWO
 from fp8q.quantize.codes.formats import TWO_TERMS
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import Scheme
 
 Form = Callable[[GraphLinear, torch.Tensor], torch.Tensor]
 WRITTEN = "product and sum in FP32"
@@ -104,7 +106,7 @@ def built(run: Run, form: Form | None, target: str) -> dict[str, Any]:
         trace.fp8_groups(load_record(run).groups, scales),
         frozenset(scales.kv_cache),
         torch.bfloat16,
-        two_terms=frozenset(scales.two_terms if form else ()),
+        schemes={name: Scheme(input=TWO) for name in scales.fp8_gemms} if form else {},
     )
     path = run.model / "form.onnx"
     with patch.object(GraphLinear, "forward", form or GraphLinear.forward):

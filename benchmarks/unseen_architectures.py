@@ -62,6 +62,7 @@ from fp8q.core.run import Run
 from fp8q.export.modules.graph_model import GraphPlan, prepare_graph
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes
 from fp8q.serve.loop.cache import BLOCK
 from fp8q.serve.loop.sessions import OnnxRuntimeSession
 from fp8q.stages.corpus import load_tokens
@@ -229,7 +230,7 @@ def as_it_is(run: Run, ids: np.ndarray) -> dict[str, Any]:
         "kl_nats": kl(p, q),
         "promised_products": view.promised_products,
         "fp8_products": view.fp8_products,
-        "two_terms": len(load_scales(run).two_terms),
+        "two_terms": len(in_two_codes(load_scales(run).forms)),
         "two_terms_found": view.terms_found or 0,
         "keys_that_do_not_fit": misfits(run),
     }

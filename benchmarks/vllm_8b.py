@@ -30,9 +30,11 @@ from result import arguments, described, publish
 from safetensors.torch import save_file
 from vllm_jobs import installed_plugin
 
-from fp8q.quantize.checkpoint.writer import DeclaredInputs, quantization_config
+from fp8q.options import BF16, DYNAMIC, ONE
+from fp8q.quantize.checkpoint.writer import quantization_config
 from fp8q.quantize.codes.encoding import CODE
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.scales.scheme import Scheme
 
 #: Of an activation: a power of two, as two codes ask for.
 INPUT_SCALE = 2.0**-6
@@ -159,12 +161,8 @@ def config_of(form: Form, shape: Shape) -> dict[str, Any]:
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     if form.inputs:
-        config["quantization_config"] = quantization_config(
-            ["lm_head"],
-            None,
-            False,
-            DeclaredInputs(None if form.inputs == "bf16" else (), None if form.inputs == "dynamic" else ()),
-        )
+        scheme = Scheme("channel", {"bf16": BF16, "dynamic": DYNAMIC}.get(form.inputs, ONE))
+        config["quantization_config"] = quantization_config(["lm_head"], None, dict.fromkeys(names, scheme), False)
     if form.fp8q:
         tails = {"tails": dict.fromkeys(names, TAIL)} if form.fp8q == "tails" else {}
         config["fp8q"] = {"two_terms": names, **tails}

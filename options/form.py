@@ -52,6 +52,11 @@ class Form:
         return WORDS[self.kind] if self.tail is None else f"a tail of {self.tail}"
 
     @property
+    def static(self) -> bool:
+        """Tell whether the codes have a scale that is stored, and not one that is computed at run time."""
+        return self.kind in ("one", "two", "tail")
+
+    @property
     def terms(self) -> Literal[0, 1, 2]:
         """The number of codes that a value has where it has most; 0 for BF16."""
         return 0 if self.kind == "bf16" else 2 if self.kind in ("two", "tail") else 1

@@ -10,6 +10,7 @@ from ..export.engine.build import build_engines, resolve
 from ..export.engine.info import EngineInfo, check_share, load_engines
 from ..options import DEFAULT_SEQ_LEN, EngineOptions
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.scheme import tails_of
 from .other_text import positions
 from .pipeline.stage import NO_FACTS, Key, Notes
 from .pipeline.stages import build_engine_stage
@@ -34,12 +35,12 @@ def build_engine(run: Run, notes: Notes, options: EngineOptions) -> list[EngineI
     )
     options = replace(options, max_seq_len=max_seq_len)
     if scales is not None:
-        _check_calls(scales.tails.values(), options, max_seq_len)
+        _check_calls(tails_of(scales.forms).values(), options, max_seq_len)
     key = Key(inputs, options, NO_FACTS)
     if not stage.is_current(run, key):
         with stage.writing(run, key, notes) as log:
-            fp8_modules, alone = (scales.fp8_gemms, scales.bf16_inputs) if scales else ([], [])
-            log.outputs += build_engines(run, fp8_modules, options, notes, alone)
+            forms = {module: scales.forms[module] for module in scales.weights} if scales else {}
+            log.outputs += build_engines(run, forms, options, notes)
     built = load_engines(run, precision, options.adapter)
     if precision == "fp8":
         check_share(built, options.min_fp8_share)

@@ -14,6 +14,7 @@ from ..core.run import Run
 from ..core.run_writer import WorkFolder
 from ..options import CompareOptions
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.scheme import tails_of
 from ..serve.local.chat_template import ChatTemplate
 from ..serve.loop.text import ModelFileError, Vocabulary
 from ..validate.accuracy.document import load_accuracy
@@ -89,7 +90,7 @@ def _asked(
     except ModelFileError as error:
         raise InputError(error.subject, error.fault, error.remedy) from None
     server, longest = find_server(client, options.served, stored_tokens, vocabulary)
-    tail = min(load_scales(run).tails.values(), default=None)
+    tail = min(tails_of(load_scales(run).forms).values(), default=None)
     prompts = prompts_of(stored_tokens, tail, options.windows, longest)
     asked = ask_all(server, prompts, folder, tail, notes)
     windows = np.nonzero(stored_tokens.positions)[0]
@@ -162,7 +163,7 @@ def renderer_of(model: Path, notes: Reporter) -> Callable[[str], str] | None:
 def _run(run: Run, stored_tokens: TopTokens, options: CompareOptions, notes: Reporter) -> ModelComparison:
     needs("calibrate", CALIBRATE_MODULES)
     assert options.model is not None, "the caller looked"
-    tail = min(load_scales(run).tails.values(), default=None)
+    tail = min(tails_of(load_scales(run).forms).values(), default=None)
     prompts = prompts_of(stored_tokens, tail, options.windows, None)
     answers = run_checkpoint(options.model, run.model, prompts, device(), notes)
     more = more_positions(load_accuracy(run).protocol, stored_tokens, tail, name_in_commands(run.root))

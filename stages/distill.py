@@ -35,7 +35,7 @@ from ..core.errors import InputError
 from ..core.files import Strict, remove, write_document
 from ..core.memory import return_freed_blocks
 from ..core.run import Run
-from ..options import DistillOptions, LearningGradients
+from ..options import BLOCK, DistillOptions, LearningGradients
 from ..options.distill import LearnedScales, LearningOptions, WeightLearningOptions
 from ..quantize.learning.block_training import BlockSchedule
 from ..quantize.learning.blocks import BlockLearning, BlockText
@@ -480,7 +480,7 @@ def train(
 
 def check_no_blocks(run: Run) -> None:
     """Raise InputError for a run with GEMMs in block form."""
-    if load_scales(run).block_inputs:
+    if load_scales(run).in_form(BLOCK):
         raise InputError(
             run.root,
             "has GEMMs in block form, of which nothing is learned",

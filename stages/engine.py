@@ -25,7 +25,9 @@ from ..export.engine.two_terms import TERMS
 from ..export.lint.check import run_expectation, sound_graph
 from ..export.lint.rules import Expectation
 from ..export.onnx_file.indexed import Indexed
+from ..options import BF16
 from ..quantize.scales.decisions import Scales, load_scales
+from ..quantize.scales.scheme import in_two_codes
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def view(
     if gemm_types.kind == "unknown" and reason is None:
         reason = next(iter(gemm_types.unknown.values()), "it shows no expected GEMM")
     skipped = {module: skipped.reason for module, skipped in scales.skipped.items()}
-    skipped |= dict.fromkeys(scales.bf16_inputs, "its weight alone is FP8, its input stays in BF16")
+    skipped |= dict.fromkeys(scales.in_form(BF16), "its weight alone is FP8, its input stays in BF16")
     return EngineView(
         file=str(file),
         runtime=info.runtime,
@@ -144,7 +146,7 @@ def view(
         ),
         factors_found=proof.matching(FACTORS),
         inputs_found=proof.matching(INPUT),
-        terms_found=proof.matching(TERMS) if expected.two_terms else None,
+        terms_found=proof.matching(TERMS) if in_two_codes(expected.forms) else None,
         differences=proof.differences,
         narrow=tuple(sorted(gemm_types.narrow)),
         products=tuple(gemm_rows(plan, profiles)) if plan else (),

@@ -23,6 +23,7 @@ from ..core.run import Run
 from ..options import EvaluateOptions
 from ..quantize.checkpoint.card_additions import TASKS, state_in_card
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.scheme import tails_of
 from ..validate.endpoint.asking import find_model
 from ..validate.endpoint.client import Client
 from ..validate.tasks.document import (
@@ -184,7 +185,7 @@ def _float(run: Run, source: Source, runtime: str) -> PreTrainedModel:
 
 def _fp8(run: Run) -> PreTrainedModel:
     """The FP8 model; of tails the answers' own form, since lm-eval scores question and answer in one call."""
-    as_served = 0 if load_scales(run).tails else None
+    as_served = 0 if tails_of(load_scales(run).forms) else None
     return load_fp8_model(run, Notes(SILENT), ("bfloat16", "fast"), None, as_served, None)
 
 

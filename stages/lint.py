@@ -28,6 +28,7 @@ from ..quantize.lint.rules import CheckpointRule
 from ..quantize.lint.servers import READ, TITLES, ServerRule
 from ..quantize.reading.run_checkpoint import stored_scales
 from ..quantize.scales.decisions import load_scales, read_scales
+from ..quantize.scales.scheme import in_two_codes
 from ..serve.lint.check import RULES as REPOSITORY_RULES
 from ..serve.lint.check import lint_engines, lint_repository
 from ..serve.lint.folder import is_repository
@@ -159,12 +160,12 @@ def lint_run(path: Path) -> LintedRun:
 def note_elsewhere(run: Run) -> str | None:
     """Say what other servers make of a run's second terms, and what that costs this model; None where it has none."""
     scales = load_scales(run)
-    if not scales.two_terms:
+    in_two = in_two_codes(scales.forms)
+    if not in_two:
         return None
     forms = " and ".join(sorted({scale.form.words for scale in scales.activations.values() if scale.terms == 2}))
     note = (
-        f"{len(scales.two_terms)} inputs in {forms}, of which transformers, and vLLM without fp8q-vllm, run the first "
-        "term alone"
+        f"{len(in_two)} inputs in {forms}, of which transformers, and vLLM without fp8q-vllm, run the first term alone"
     )
     cost = load_accuracy(run).one_term_cost if "validate" in run.record().stages else None
     return f"{note}: {cost or f'`fp8q validate {run.root}` measures what that costs'}"

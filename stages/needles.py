@@ -6,6 +6,7 @@ from ..core.files import write_document
 from ..core.run import Run
 from ..options import ValidateOptions
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.scheme import in_two_codes
 from ..validate.needles.document import NeedleScores, load_needles
 from ..validate.needles.prompts import Haystack, Needle, digest_of, make_needles, read_haystack
 from ..validate.needles.scoring import find, needle_runtimes, needle_sums, sums_cost
@@ -30,7 +31,7 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> NeedleScore
     if not NEEDLES.is_current(run, key):
         note_other_arithmetic(run, notes)
         scales, sums = load_scales(run), {}
-        runtimes = needle_runtimes(run, source, device(), bool(scales.two_terms), bool(scales.kv_cache))
+        runtimes = needle_runtimes(run, source, device(), bool(in_two_codes(scales.forms)), bool(scales.kv_cache))
         notes.note(
             f"--needles: {len(needles)} prompts, {sum(len(needle.ids) for needle in needles):,} tokens in all, are "
             f"read by each of {', '.join(runtimes)}"

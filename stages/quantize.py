@@ -17,7 +17,7 @@ from ..core.errors import InputError
 from ..core.files import replacing, write_document
 from ..core.run import Run
 from ..export.graph.reuse import carry_graphs
-from ..options import BF16, RescaleOptions, ScaleOptions, WeightRounding
+from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
 from ..quantize.learning.linear import LearnedCodes
@@ -222,7 +222,7 @@ def ragged_note(statistics: Statistics, scales: Scales) -> str | None:
     first = group_of(statistics.record.groups)
     widths = {
         module: len(statistics.tensors[f"{first.get(module, module)}.input"].amax_channels)
-        for module in scales.block_inputs
+        for module in scales.in_form(BLOCK)
     }
     ragged = [module for module, width in widths.items() if width % SIDE]
     if not ragged:
@@ -270,7 +270,7 @@ def _rounding(
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
         batches = {batch: windows[start : start + size] for batch, start in enumerate(range(0, len(windows), size))}
         with QUANTIZE.working(run, key, notes) as folder:
-            inputs = scales.activations | dict.fromkeys(scales.bf16_inputs)
+            inputs = scales.activations | dict.fromkeys(scales.in_form(BF16))
             few = starved(statistics, options.min_expert_tokens)
             activations = {name: scale for name, scale in inputs.items() if name not in few}
             made = SequentialRounding(source, activations, scaling, batches, folder, device()).run(notes)
@@ -278,7 +278,7 @@ def _rounding(
     else:
         gptq = options.weight_rounding == "gptq"
         lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
-        lost |= dict.fromkeys(scales.bf16_inputs, 0.0)
+        lost |= dict.fromkeys(scales.in_form(BF16), 0.0)
         first = group_of(record.groups)
         compensations = compensations_of(run, statistics, options, run.moments, first, lost) if gptq else None
         yield Rounding(scaling, compensations, inherited=inherited, codes=codes if gptq else None)
@@ -303,7 +303,7 @@ def compensations_of(
 
 def weight_scaling(source: Source, statistics: Statistics, scales: Scales, options: ScaleOptions) -> WeightScaling:
     """Decide how the scales of the weights in `scales.modules` are chosen, and choose those that several share."""
-    blocks = frozenset(scales.block_inputs)
+    blocks = frozenset(scales.in_form(BLOCK))
     if options.weight_scale == "channel":
         return WeightScaling(options.weight_method, blocks=blocks)
     experts, weights = tuple(f"{layer}." for layer in statistics.record.experts or {}), source.weights()

@@ -17,6 +17,7 @@ from ..core.run import Run
 from ..options import SensitivityOptions
 from ..quantize.reference.fp8_model import load_reference, open_codes
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.scheme import tails_of
 from ..validate.sensitivity.document import AS_IT_IS, Predicted, Sensitivity, Site, load_sensitivity, ranked_losses
 from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
 from ..validate.sensitivity.gradients import predict_sites, summed
@@ -95,7 +96,9 @@ def _locate(run: Run, source: Source, options: SensitivityOptions, folder: Path,
     tokens = sum(len(ids) * (ids.shape[1] - prompt) for ids in batches)
     left = left_of_sites(quantizer, sites, Gathered(folder / "moments"), load_tokens(run, run.calibration).size)
     modules = ranked_losses(scales, sites, tokens, summed(progress.predicted), _over_all(progress), left)
-    return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
+    return Sensitivity(
+        windows=windows, tokens=tokens, prompt=prompt if tails_of(scales.forms) else None, modules=modules
+    )
 
 
 def in_layers(source: Source) -> str:
@@ -144,7 +147,9 @@ def _locate_streamed(run: Run, source: Source, options: SensitivityOptions, fold
     predicted = layerwise.results
     tokens = sum(len(batch) * (batch.shape[1] - prompt) for batch in ids)
     modules = ranked_losses(scales, sites, tokens, summed(predicted.predicted), {}, predicted.left)
-    return Sensitivity(windows=windows, tokens=tokens, prompt=prompt if scales.tails else None, modules=modules)
+    return Sensitivity(
+        windows=windows, tokens=tokens, prompt=prompt if tails_of(scales.forms) else None, modules=modules
+    )
 
 
 def _batches(run: Run, options: SensitivityOptions, where: str) -> tuple[list[torch.Tensor], int]:

@@ -18,6 +18,7 @@ from ..quantize.checkpoint.card_additions import (
     state_validated,
 )
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.scheme import in_two_codes, tails_of
 from ..validate.accuracy.card import card_table, repeating_command
 from ..validate.accuracy.decision import decide, noise_floor
 from ..validate.accuracy.document import (
@@ -217,7 +218,7 @@ def with_runtimes(run: Run, options: ValidateOptions, notes: Notes) -> ValidateO
         if reason:
             check_runtimes(options.runtimes, run, reason)
         return options
-    names = (*options.chosen, *((ONE_TERM_ALONE,) if load_scales(run).two_terms else ()))
+    names = (*options.chosen, *((ONE_TERM_ALONE,) if in_two_codes(load_scales(run).forms) else ()))
     if reason:
         left = ", ".join(name for name in names if name not in WITHOUT_GRAPH)
         notes.note(f"{left}: left out, since {run.root} has no ONNX graph")
@@ -232,7 +233,7 @@ def as_a_server_reads(run: Run, options: ValidateOptions, notes: Notes) -> Valid
     What such a run writes depends on the phase, and no server reads a whole window as a prompt. Without tails, or with
     an accumulator, whole windows stay the default.
     """
-    tails = load_scales(run).tails.values()
+    tails = tails_of(load_scales(run).forms).values()
     calibrated = load_tokens(run, run.calibration).shape[1]
     window = options.context or min(calibrated, positions(run) or calibrated)
     served = behind_a_prompt(options, window, tails=bool(tails))

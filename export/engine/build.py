@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from ...core.findings import places
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...core.run_files import graph_names
-from ...options import DEFAULT_SEQ_LEN, EngineOptions
+from ...options import BF16, DEFAULT_SEQ_LEN, EngineOptions, Form
 from ...quantize.reading.run_checkpoint import checkpoint_of
 from ..graph.plain_attention import write_plain_attention
 from ..graph.weight_scale_form import link_data, other, recorded_form, write_form
@@ -94,23 +94,22 @@ def known_targets(runtime: Runtime, gpu: str | None) -> tuple[str, ...]:
     return tuple(name.lower() for name in members if targets.capability(name.lower()))
 
 
-def build_engines(
-    run: Run, fp8_modules: Sequence[str], options: EngineOptions, report: Reporter, bf16_inputs: Collection[str] = ()
-) -> list[Path]:
+def build_engines(run: Run, forms: Mapping[str, Form], options: EngineOptions, report: Reporter) -> list[Path]:
     """Build `engines/<target>.plan` for every target of the resolved `options`, and return all written files.
 
     Each plan comes with its proof, a trtexec script, the JSON of TensorRT's inspector, and its graph if its other form
-    or plain attention was built (`in_buildable_form`). `fp8_modules`: the modules whose GEMM must run on FP8; if there
-    are none, the types are recorded instead. `bf16_inputs`: the modules whose weight is FP8 and whose input is not.
+    or plain attention was built (`in_buildable_form`). `forms`: modules whose weight is FP8 -> the form of their input;
+    the GEMMs of all but those in BF16 must run on FP8, and where there are none, the types are recorded instead.
     `check_share` judges the share of FP8; an engine that falls short stays with its JSON, so that it can be examined.
     Nothing is replaced before all engines are built; engines of other targets, built from an earlier graph, are removed
     then. Raises InputError when the graph breaks a rule of `lint_file`, BackendError when the builder fails.
     """
     assert options.runtime != "auto", "the options are resolved"
+    fp8_modules = [module for module, form in forms.items() if form != BF16]
     graph = checkpoint_of(run, options.precision) / graph_names(options.adapter)[0]
     directory = engines_of(run, options.precision, options.adapter)
     if options.precision == "fp8":
-        expected = Expectation(dict.fromkeys(fp8_modules), attention=expected_attention(run), bf16_inputs=bf16_inputs)
+        expected = Expectation(dict.fromkeys(fp8_modules), attention=expected_attention(run), forms=forms)
         check_buildable(graph, expected)
     else:
         sound_graph(graph)
@@ -159,7 +158,7 @@ def together(directory: Path) -> Iterator[Path]:
 
 def check_buildable(onnx_file: Path, expected: Expectation) -> None:
     """Raise InputError where the graph or its external data cannot be built."""
-    if not expected.input_scales and not expected.bf16_inputs:
+    if not expected.input_scales and not expected.weights_alone:
         raise InputError(
             onnx_file,
             "scales.json expects no GEMM on FP8, so there is nothing to build",

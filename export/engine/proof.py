@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
+from ...quantize.scales.scheme import in_two_codes
 from ..lint.rules import Expectation
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
@@ -104,11 +105,11 @@ def _terms(
 ) -> Iterator[Difference]:  # fmt: skip
     """Yield the inputs that are expected in two terms and whose GEMMs do not multiply both."""
     graph, expected = graph_and_expected
-    two_terms = expected.two_terms or ()
-    both = [numbers for numbers in gemms if numbers.module in two_terms]
-    attention = {node: scales for node, scales in expected.attention.items() if node in two_terms}
+    in_two = in_two_codes(expected.forms)
+    both = [numbers for numbers in gemms if numbers.module in in_two]
+    attention = {node: scales for node, scales in expected.attention.items() if node in in_two}
     if pool is not None:
-        yield from compare_terms(plan, pool, both, profiles, expected.tails)
+        yield from compare_terms(plan, pool, both, profiles, expected.forms)
         yield from compare_attention(plan, pool, list(attended(graph, attention)), profiles)
     else:
         reason = "its constants do not read"

@@ -27,6 +27,7 @@ from dataclasses import replace
 from itertools import product as pairs
 from math import prod
 
+from ...options import Form
 from ...quantize.codes.formats import TWO_TERMS
 from .expected_gemms import ExpectedAttention, ExpectedGemm
 from .numbers import MOVES, OPERANDS, Difference, moved_by, quantizer_of
@@ -41,11 +42,11 @@ _BATCH = 1009
 
 
 def compare_terms(
-    plan: Plan, pool: Pool, gemms: Sequence[ExpectedGemm], profiles: Sequence[str], tails: Mapping[str, int]
+    plan: Plan, pool: Pool, gemms: Sequence[ExpectedGemm], profiles: Sequence[str], forms: Mapping[str, Form]
 ) -> Iterator[Difference]:
     """Yield those of `gemms`, expected in two terms, that do not multiply both, or where this is unknown.
 
-    `profiles`: their names, in order. `tails`: modules with the second term in so many last positions of a call alone.
+    `profiles`: their names, in order. `forms`: module -> the form of its input.
     """
     for program in plan.programs:
         profile = profiles[program.profile]
@@ -60,7 +61,7 @@ def compare_terms(
                 what = f"it is {len(statements)} GEMMs"
                 yield Difference(gemm.module, profile, TERMS, what, "one of two terms")
             elif statements:
-                read, tail = _Read(program, pool), tails.get(gemm.module)
+                read, tail = _Read(program, pool), forms[gemm.module].tail
                 for what, expected, known in _faults(read, gemm, statements[0], roots, tail):
                     yield Difference(gemm.module, profile, TERMS, what, expected, known)
 

@@ -5,7 +5,7 @@ Any FP8 graph can be checked, others' too. With an expectation (which modules ru
 also held against `scales.json` and against the interface that serving relies on. The rules are in the files `rules_…`.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +13,7 @@ from ...core.errors import InputError
 from ...core.files import read_document
 from ...core.findings import Finding, enter_rules
 from ...core.run import Run
+from ...options import ONE, TWO, Form
 from ...quantize.scales.decisions import AttentionScales, Scales
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
@@ -43,21 +44,18 @@ def lint_file(
     input_scales: Mapping[str, float | None] | None = None,
     weight_scales: Mapping[str, Array] | None = None,
     attention: Mapping[str, tuple[float, float]] | None = None,
-    two_terms: Collection[str] | None = None,
-    tails: Mapping[str, int] = MappingProxyType({}),
+    forms: Mapping[str, Form] = MappingProxyType({}),
 ) -> list[Finding]:
     """Check an ONNX file; return its findings in the order of the rules' numbers.
 
     `input_scales`: module -> the scale of its input as in `scales.json` (None: any); None for a graph without a run.
     `weight_scales`: module -> the scales of its weight, float32 [output channels], of the modules to compare.
-    `attention`: as `expected_attention` returns it; `two_terms` and `tails`: as in `Expectation`. Raises InputError if
-    there is no such file, or it is no ONNX model.
+    `attention`: as `expected_attention` returns it; `forms`: as in `Expectation`. Raises InputError if there is no such
+    file, or it is no ONNX model.
     """
     return lint_graph(
         load_graph(onnx_file),
-        None
-        if input_scales is None
-        else Expectation(input_scales, weight_scales or {}, attention or {}, two_terms, tails),
+        None if input_scales is None else Expectation(input_scales, weight_scales or {}, attention or {}, forms=forms),
     )
 
 
@@ -103,12 +101,13 @@ def run_expectation(run: Run, scales: Scales, weight_scales: Mapping[str, Array]
 
     Raises InputError for an `attention.json` that does not read or lacks a scale.
     """
-    attention, two_terms = expected_attention(run), scales.two_terms
-    if attention and read_document(run.attention, AttentionScales).terms > 1:
-        two_terms = [*two_terms, *attention]
+    attention, forms = expected_attention(run), scales.forms
+    if attention:
+        in_two = read_document(run.attention, AttentionScales).terms == TWO.terms
+        forms |= dict.fromkeys(attention, TWO if in_two else ONE)
     inputs = {module: activation.scale for module, activation in scales.activations.items()}
     cache = {name: scale.stored for name, scale in scales.kv_cache.items()}
-    return Expectation(inputs, weight_scales, attention, two_terms, scales.tails, cache, frozenset(scales.bf16_inputs))
+    return Expectation(inputs, weight_scales, attention, cache, forms)
 
 
 def lint_graph(graph: Indexed, expected: Expectation | None) -> list[Finding]:

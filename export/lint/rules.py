@@ -5,12 +5,14 @@ Its docstring gives the reason, which `fp8q lint --explain` and docs/lint.md sho
 new rule.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
 from ...core.findings import Broken, Finding, Severity, first_places
+from ...options import BF16, Form
+from ...quantize.scales.scheme import modules_in
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array
@@ -28,25 +30,26 @@ class Expectation:
 
     `input_scales`: the modules on FP8, with the scale of their input (None: not known). `weight_scales`: module -> the
     scales of its weight [output channels].
-    `attention`: the attention GEMMs on FP8, by node, with the scales of both sides. `two_terms`: the modules, and the
-    attention GEMMs by node, whose (first) input is two codes a value; None if not known. `tails`: module -> the number
-    of last positions of a call that alone have the second code. `cache`: the cached tensors (`<attention>.k`,
-    `<attention>.v`) on FP8 codes -> their scales, float32 [1] or [heads, 1, 1] (None: not known). `bf16_inputs`: the
-    modules whose weight is codes and whose input is BF16.
+    `attention`: the attention GEMMs on FP8, by node, with the scales of both sides. `cache`: the cached tensors
+    (`<attention>.k`, `<attention>.v`) on FP8 codes -> their scales, float32 [1] or [heads, 1, 1] (None: not known).
+    `forms`: the modules, and the attention GEMMs by node, of which the form of the (first) input is known -> that form.
     """
 
     input_scales: Mapping[str, float | None]
     weight_scales: Mapping[str, Array] = field(default_factory=dict)
     attention: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    two_terms: Collection[str] | None = None
-    tails: Mapping[str, int] = field(default_factory=dict)
     cache: Mapping[str, Array | None] = field(default_factory=dict)
-    bf16_inputs: Collection[str] = ()
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def modules(self) -> list[str]:
         """The modules whose GEMM runs on FP8 codes on both sides."""
         return list(self.input_scales)
+
+    @property
+    def weights_alone(self) -> list[str]:
+        """The modules whose weight is codes and whose input is BF16."""
+        return modules_in(self.forms, BF16)
 
 
 Check = Callable[[Indexed], Broken]

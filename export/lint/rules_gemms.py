@@ -98,7 +98,7 @@ def expected_gemm_in_fp8(graph: Indexed, expected: Expectation) -> Broken:
     Nothing expected is a failure.
     """
     gemms = {gemm.node.name: gemm for gemm in graph.gemms}
-    if not expected.input_scales and not expected.bf16_inputs:
+    if not expected.input_scales and not expected.weights_alone:
         yield "", "nothing is expected on FP8; calibrate with fewer --skip"
     for module in expected.input_scales:
         gemm = gemms.get(names.matmul(module))
@@ -111,7 +111,7 @@ def expected_gemm_in_fp8(graph: Indexed, expected: Expectation) -> Broken:
 @expectation_rule("F204", "unpromised-product")
 def unexpected_gemm(graph: Indexed, expected: Expectation) -> Broken:
     """Every GEMM with an FP8 weight is expected: a module that `scales.json` keeps in BF16 stays so."""
-    known = {*expected.input_scales, *expected.bf16_inputs}
+    known = {*expected.input_scales, *expected.weights_alone}
     for gemm in graph.gemms:
         if weight_of(graph, gemm) is not None and names.module_of(gemm.node.name) not in known:
             yield gemm.node.name, f"its weight is FP8, which scales.json does not expect; {_AGAIN}"
@@ -124,7 +124,7 @@ def weights_alone(graph: Indexed, expected: Expectation) -> Broken:
     Codes for that input would round what was measured as exact.
     """
     gemms = {gemm.node.name: gemm for gemm in graph.gemms}
-    for module in expected.bf16_inputs:
+    for module in expected.weights_alone:
         gemm = gemms.get(names.matmul(module))
         if gemm is None or weight_of(graph, gemm) is None:
             fault = "there is no such GEMM" if gemm is None else "its weight is not FP8 codes"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from onnx import NodeProto, TensorProto
 
 from ...core.findings import Broken
+from ...options import TWO
 from ...quantize.codes.formats import TWO_TERMS
 from ..onnx_file import names
 from ..onnx_file.indexed import GraphGemm, Indexed
@@ -96,19 +97,20 @@ def two_terms(graph: Indexed, expected: Expectation) -> Broken:
     the second it is as rounded as one term's, and what is added to the wrong share is another value. With a tail, the
     second terms are of the last positions of a call alone, and are added to these.
     """
-    for gemm in graph.gemms if expected.two_terms is not None else ():
+    for gemm in graph.gemms if expected.forms else ():
         attends = gemm.node.name in expected.attention
         name = gemm.node.name if attends else names.module_of(gemm.node.name) or ""
         side = gemm.operands[0] if attends else activation_of(graph, gemm)
         quantize = quantize_of(graph, side) if side is not None else None
-        if expected.two_terms is None or quantize is None or not (attends or name in expected.input_scales):
+        form = expected.forms.get(name)
+        if form is None or quantize is None or not (attends or name in expected.input_scales):
             continue
-        joined = concat_of(graph, quantize)
-        if joined is None and name in expected.two_terms:
+        joined, in_two = concat_of(graph, quantize), form.terms == TWO.terms
+        if joined is None and in_two:
             yield gemm.node.name, f"is expected in two terms, and {quantize.name} reads no Concat of both; {_AGAIN}"
-        elif joined is not None and name not in expected.two_terms:
+        elif joined is not None and not in_two:
             yield gemm.node.name, f"takes two terms, and scales.json expects one; {_AGAIN}"
-        elif joined is not None and (reason := terms_fault(graph, gemm, (joined, quantize), expected.tails.get(name))):
+        elif joined is not None and (reason := terms_fault(graph, gemm, (joined, quantize), form.tail)):
             yield gemm.node.name, f"is expected in two terms: {reason}; {_AGAIN}"
 
 

@@ -21,9 +21,11 @@ from transformers.pytorch_utils import Conv1D
 from ...calibrate.model.classes import nested
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
+from ...options import BF16
 from ...quantize.codes.encoding import CODE
 from ...quantize.codes.formats import TWO_TERMS
 from ...quantize.reference.linear import replace_linears
+from ...quantize.scales.scheme import Scheme
 from . import operators
 from .attention import (
     GraphCache,
@@ -56,26 +58,26 @@ class GraphPlan:
 
     `groups`: first module -> quantized modules that share its input. `cache`: the cached tensors on codes,
     `<attention>.k` or `.v`; `cache_heads`: those among them with a scale for each head -> the number of heads. `dtype`:
-    the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `two_terms`: the modules
-    whose input is two codes a value; `tails`: those with the second in so many last positions of a call alone.
-    `bf16_inputs`: the modules of which the weight alone is codes; `tensor_weights`: those whose whole weight has one
-    scale. `attention`: codes for each query or probability, 0
-    for attention without codes. `adapter`: the name of the adapter beside the GEMMs.
-    `asked_logits`: the graph has an input that says which positions' logits it gives, and gives no others.
+    the compute type of everything else. `code`: the type of the codes, INT8 for a baseline. `schemes`: module
+    -> its scheme; one that is absent has one code a value, and a scale for each output channel.
+    `attention`: codes for each query or probability, 0 for attention without codes. `adapter`: the name of the adapter
+    beside the GEMMs. `asked_logits`: the graph has an input that says which positions' logits it gives, and gives no
+    others.
     """
 
     groups: Mapping[str, list[str]]
     cache: Collection[str]
     dtype: torch.dtype
     code: torch.dtype = CODE
-    two_terms: frozenset[str] = frozenset()
-    tails: Mapping[str, int] = field(default_factory=dict)
-    bf16_inputs: frozenset[str] = frozenset()
-    tensor_weights: frozenset[str] = frozenset()
+    schemes: Mapping[str, Scheme] = field(default_factory=dict)
     cache_heads: Mapping[str, int] = field(default_factory=dict)
     attention: int = 0
     adapter: str | None = None
     asked_logits: bool = True
+
+    def scheme(self, module: str) -> Scheme:
+        """The scheme of a quantized module."""
+        return self.schemes.get(module, Scheme())
 
 
 class QuantizedInput(nn.Module):
@@ -384,13 +386,13 @@ def prepare_graph(model: PreTrainedModel, plan: GraphPlan) -> Graph:
     layers: dict[str, nn.Module] = {}
     places = experts_of(model)
     for members in groups_by_expert(places, plan.groups):
-        terms = 2 if members[0] in plan.two_terms else 1
-        alone = members[0] in plan.bf16_inputs
-        quantized = InputAsItIs(plan) if alone else QuantizedInput(plan, terms, tail=plan.tails.get(members[0]))
+        form = plan.scheme(members[0]).input
+        quantized = InputAsItIs(plan) if form == BF16 else QuantizedInput(plan, form.terms, tail=form.tail)
         for name in members:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear | Conv1D), f"{name} is no linear layer"
-            layers[name] = GraphLinear(linear, quantized, name == members[0], plan, name in plan.tensor_weights)
+            in_one = plan.scheme(name).weights == "tensor"
+            layers[name] = GraphLinear(linear, quantized, name == members[0], plan, in_one)
     replace_linears(model, layers)
     for name, experts in places.items():
         model.set_submodule(name, GraphExperts(experts))

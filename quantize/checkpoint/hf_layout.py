@@ -21,6 +21,7 @@ from ...calibrate.model.classes import needed_attention, non_text_modules
 from ...calibrate.model.expert_modules import experts_of
 from ...calibrate.model.gemms import attention_modules, output_channel_axis
 from ...calibrate.model.source import Source, meta_model
+from ...options import BF16
 from ..reading.quantization_config import FP8Q_FORM
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
@@ -168,7 +169,7 @@ class HfLayout:
             )
         if self.experts:
             vllm = ", and vLLM documents this layout, with a scale for each token of what experts read"
-            if not self.experts.isdisjoint(scales.bf16_inputs):
+            if not self.experts.isdisjoint(scales.in_form(BF16)):
                 vllm = f"; {NO_EXPERT_WEIGHTS_ALONE}"
             return (
                 f"transformers 5.14 has no FP8 form for the experts of {architecture}, and ends with an error when it "

@@ -1,10 +1,12 @@
 """Write the model card of the FP8 checkpoint: its formats, how it was made, and how to load it."""
 
 from ...calibrate.model.source import Source
+from ...options import BF16, BLOCK, DYNAMIC, TWO
 from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
 from ..scales.policy import mixed_experts_warning
+from ..scales.scheme import tails_of
 from .card_additions import (
     ACCURACY,
     NOT_EVALUATED,
@@ -91,7 +93,7 @@ transformers reads all of them.
 
 """
 #: The paragraph on activations in dynamic form.
-DYNAMIC = """\
+IN_DYNAMIC = """\
 **Per token**: the input of {modules} gets a scale for each token where it is served, amax / 448, and none is stored.
 config.json says so in compressed-tensors' form, which vLLM, SGLang, TensorRT-LLM and transformers read.
 
@@ -235,12 +237,12 @@ def _activations(scales: Scales) -> str:
     """Name the scales of inputs that are codes."""
     if scales.static_inputs or not scales.activations:
         return STATIC if scales.static_inputs else IN_BF16
-    return DYNAMIC_SCALES if scales.dynamic_inputs else GROUP_SCALES
+    return DYNAMIC_SCALES if scales.in_form(DYNAMIC) else GROUP_SCALES
 
 
 def _unit(scales: Scales) -> str:
     """Name the part of a weight that has one scale, and who shares it."""
-    if scales.block_inputs and len(scales.block_inputs) == len(scales.weights):
+    if len(scales.in_form(BLOCK)) == len(scales.weights) > 0:
         return "block of 128 x 128"
     if not scales.tensor_weights:
         return "output channel"
@@ -264,21 +266,21 @@ def _graphs(form: HfLayout) -> str:
 
 def _terms(scales: Scales) -> str:
     """Describe the modules in two terms, with a tail, in dynamic form, and with FP8 weights alone; empty without."""
-    tails = scales.tails
-    throughout = [module for module in scales.two_terms if module not in tails]
+    tails, throughout = tails_of(scales.forms), scales.in_form(TWO)
     text = TERMS.format(modules=_some(throughout, scales)) if throughout else ""
     for positions in sorted(set(tails.values())):
         modules = [module for module, tail in tails.items() if tail == positions]
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
     text += ONE_TERM_COST.format(cost=NOT_MEASURED) if text else ""
-    text += DYNAMIC.format(modules=_some(scales.dynamic_inputs, scales)) if scales.dynamic_inputs else ""
-    text += BLOCKS.format(modules=_some(scales.block_inputs, scales)) if scales.block_inputs else ""
-    return text + (WEIGHTS_ALONE.format(modules=_some(scales.bf16_inputs, scales)) if scales.bf16_inputs else "")
+    for form, sentence in ((DYNAMIC, IN_DYNAMIC), (BLOCK, BLOCKS), (BF16, WEIGHTS_ALONE)):
+        if modules := scales.in_form(form):
+            text += sentence.format(modules=_some(modules, scales))
+    return text
 
 
 def _gemm_counts(scales: Scales) -> str:
     """Count the GEMMs by the sides that are codes."""
-    both, alone = len(scales.fp8_gemms), len(scales.bf16_inputs)
+    both, alone = len(scales.fp8_gemms), len(scales.in_form(BF16))
     parts = [f"{both} GEMMs run on FP8 codes on both sides"] if both else []
     parts += [f"{alone} {'others' if both else 'GEMMs'} have FP8 weights alone"] if alone else []
     return ", ".join(parts)
@@ -329,10 +331,10 @@ def _loading(architecture: str, scales: Scales, form: HfLayout) -> str:
         return UNLOADABLE.format(architecture=architecture)
     if form.experts:
         remark = mixed_experts_warning(form.layers, scales)
-        dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.bf16_inputs)
+        dynamic = form.experts.isdisjoint(scales.static_inputs) and form.experts.isdisjoint(scales.in_form(BF16))
         static = "" if dynamic else STATIC_EXPERTS.format(file=EXPERT_FILE)
         vllm = PARTED_EXPERTS.format(remark=markdown_text(remark)) if remark else HOSTED_EXPERTS.format(static=static)
-        alone = not remark and not form.experts.isdisjoint(scales.bf16_inputs)
+        alone = not remark and not form.experts.isdisjoint(scales.in_form(BF16))
         return MIXTURE.format(vllm=f"{NO_EXPERT_WEIGHTS_ALONE}." if alone else vllm)
     hosted = CACHE_SCALES_APART if cache_parts == "kv" and not form.cache else HOSTED[cache_parts]
     return LOADABLE.format(

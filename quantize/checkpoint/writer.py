@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -39,11 +39,13 @@ from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
+from ...options import BF16, BLOCK, DYNAMIC, ONE, Form
 from ..codes.blocks import SIDE
 from ..codes.formats import E4M3, INT8
 from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, FP8Q_CONFIG, FP8Q_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
+from ..scales.scheme import Scheme, form_fields, modules_in
 from ..weights.channels import QuantizedWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
 from .model_card import model_card
@@ -51,9 +53,14 @@ from .narrowing import Narrowing
 from .ties import TIE, Ties, ties_of
 from .tokenizer_files import write_companions, written_remark
 
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
+
 SHARD_BYTES = 512 << 20
 #: The GEMMs of experts, as a pattern of compressed-tensors.
 EXPERTS = r"re:.*\.experts\.\d+\..*"
+#: The forms that the class Linear is declared with: the first of them that a module has.
+_OF_THE_CLASS = (ONE, DYNAMIC, BLOCK, BF16)
 
 
 def quantize_checkpoint(
@@ -96,7 +103,7 @@ def quantize_checkpoint(
         wide_cache=scales.wide_cache,
         queries=scales.queries,
         skipped=scales.skipped | skipped,
-        bf16_inputs=[module for module in scales.bf16_inputs if module in summaries],
+        bf16_inputs=[module for module in scales.in_form(BF16) if module in summaries],
     )
     if scales.format == "int8":
         write_config(source, directory, INTEGERS, ties)
@@ -243,84 +250,75 @@ class ShardWriter:
         self.pending = {}
 
 
-@dataclass(frozen=True)
-class DeclaredInputs:
-    """The modules whose inputs are not quantized (`bf16`), have a scale for each token (`dynamic`), or for each 128
-    values of a token, with weights in blocks (`block`); None: all modules that the others do not name.
-    """
-
-    bf16: Sequence[str] | None = ()
-    dynamic: Sequence[str] | None = ()
-    block: Sequence[str] | None = ()
-
-
-def declared_inputs(scales: Scales, form: HfLayout) -> DeclaredInputs:
-    """Name the modules of each form in `scales` as the files do."""
-    bf16, dynamic, block = (
-        sorted(map(form.in_files, modules))
-        for modules in (scales.bf16_inputs, scales.dynamic_inputs, scales.block_inputs)
-    )
-    if scales.static_inputs:
-        return DeclaredInputs(bf16, dynamic, block)
-    if dynamic:
-        return DeclaredInputs(bf16, None, block)
-    return DeclaredInputs(bf16, (), None) if block else DeclaredInputs(None)
-
-
 def quantization_config(
-    ignore: Sequence[str],
-    cache: Literal["tensor", "attn_head"] | None,
-    experts: bool = False,
-    named: DeclaredInputs = DeclaredInputs(),
-    tensor_weights: bool = False,
+    ignore: Sequence[str], cache: Literal["tensor", "attn_head"] | None, schemes: Mapping[str, Scheme], experts: bool
 ) -> dict[str, object]:
     """Make the `quantization_config` of config.json by compressed-tensors' own schema.
 
     `ignore`: the modules that stay in BF16; `cache`: whose values share a scale of the cache, None where it has none;
-    `experts`: whether the model has
-    any. Experts are declared with a scale for each token: loaders have no static one where weights have channel scales.
-    `named`: the modules whose inputs are not static, one by one, since loaders take the scheme of a name before that of
-    a class. `tensor_weights`: weights but those of experts have one scale each.
+    `schemes`: the name in the files of each quantized module -> its scheme; `experts`: whether the model has any.
+
+    The class Linear has the first of `_OF_THE_CLASS` that a module has; modules in other forms are named one by one,
+    since loaders take the scheme of a name before that of a class. Experts are declared with a scale for each token:
+    loaders have no static one where weights have channel scales.
     """
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 
-    def args(strategy: str, dynamic: bool = False) -> QuantizationArgs:
-        sizes: dict[str, dict[str, Any]] = {"block": {"block_structure": [SIDE, SIDE]}, "group": {"group_size": SIDE}}
-        size = sizes.get(strategy, {})
-        return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic, **size)
-
-    tokens, in_groups = args("token", dynamic=True), args("group", dynamic=True)
-    inputs = None if named.bf16 is None else tokens if named.dynamic is None else args("tensor")
+    forms = {module: scheme.input for module, scheme in schemes.items()}
+    declared = {ONE if form.static else form for form in forms.values()}  # loaders take two codes, or a tail, for one
+    of_the_class = next((form for form in _OF_THE_CLASS if form in declared), BF16)
+    by_tensor = any(scheme.weights == "tensor" for scheme in schemes.values())
+    strategy = "tensor" if by_tensor else "channel"
     groups: dict[str, QuantizationScheme] = {}
 
-    def add(name: str, targets: Sequence[str], inputs: QuantizationArgs | None, strategy: str) -> None:
+    def add(name: str, targets: Sequence[str], form: Form, strategy: str) -> None:
         if targets:
-            scheme = QuantizationScheme(targets=[*targets], weights=args(strategy), input_activations=inputs)
-            groups[name] = scheme
+            weights = _arguments("block" if form == BLOCK else strategy)
+            groups[name] = QuantizationScheme(targets=[*targets], weights=weights, input_activations=_inputs(form))
 
-    def dense(names: Sequence[str] | None) -> list[str]:
-        return [name for name in names or () if not re.fullmatch(EXPERTS.removeprefix("re:"), name)]
+    def named(form: Form) -> list[str]:
+        return [] if form == of_the_class else sorted(modules_in(forms, form))
 
-    strategy = "tensor" if tensor_weights else "channel"
-    if named.block is None:
-        add("group_0", ["Linear"], in_groups, "block")
-    else:
-        add("group_0", ["Linear"], inputs, strategy)
-    add("weights_alone", dense(named.bf16) if tensor_weights else named.bf16 or (), None, strategy)
-    if tensor_weights:
-        add("experts_alone", [name for name in named.bf16 or () if name not in dense(named.bf16)], None, "channel")
-    add("dynamic", dense(named.dynamic) if tensor_weights else named.dynamic or (), tokens, strategy)
-    add("block", named.block or (), in_groups, "block")
-    if experts and named.block is not None and (named.bf16 is not None or tensor_weights):
-        add("group_1", [EXPERTS], None if named.bf16 is None else tokens, "channel")
+    def split(modules: Sequence[str]) -> tuple[list[str], list[str]]:
+        of_experts = [name for name in modules if re.fullmatch(EXPERTS.removeprefix("re:"), name)]
+        return [name for name in modules if name not in of_experts], of_experts
+
+    add("group_0", ["Linear"], of_the_class, strategy)
+    dense_alone, experts_alone = split(named(BF16))
+    add("weights_alone", dense_alone if by_tensor else named(BF16), BF16, strategy)
+    if by_tensor:
+        add("experts_alone", experts_alone, BF16, "channel")
+    dense_dynamic, _ = split(named(DYNAMIC))
+    add("dynamic", dense_dynamic if by_tensor else named(DYNAMIC), DYNAMIC, strategy)
+    add("block", named(BLOCK), BLOCK, strategy)
+    if experts and of_the_class != BLOCK and (of_the_class != BF16 or by_tensor):
+        add("group_1", [EXPERTS], BF16 if of_the_class == BF16 else DYNAMIC, "channel")
     config = QuantizationConfig(
         config_groups=groups,
         format="float-quantized",
         quantization_status="compressed",
         ignore=list(ignore),
-        kv_cache_scheme=args(cache) if cache else None,
+        kv_cache_scheme=_arguments(cache) if cache else None,
     )
     return dict(config.model_dump(mode="json", exclude_none=True))
+
+
+def _inputs(form: Form) -> "QuantizationArgs | None":
+    """Declare an input in `form`; None for one in BF16."""
+    if form == BF16:
+        return None
+    if form.static:
+        return _arguments("tensor")
+    return _arguments("group" if form == BLOCK else "token", dynamic=True)
+
+
+def _arguments(strategy: str, dynamic: bool = False) -> "QuantizationArgs":
+    """Declare E4M3 codes with a scale for each part of a tensor that `strategy` names."""
+    from compressed_tensors.quantization import QuantizationArgs
+
+    sizes: dict[str, dict[str, Any]] = {"block": {"block_structure": [SIDE, SIDE]}, "group": {"group_size": SIDE}}
+    size = sizes.get(strategy, {})
+    return QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, dynamic=dynamic, **size)
 
 
 def write_config(
@@ -360,17 +358,7 @@ def _copy_other_files(source: Source, directory: Path) -> None:
 
 def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout, ties: Ties) -> str | None:
     """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
-    fields: dict[str, object] = {"two_terms": scales.two_terms} if scales.two_terms else {}
-    if scales.tails:
-        fields["tails"] = scales.tails
-    if scales.dynamic_inputs:
-        fields["dynamic_inputs"] = scales.dynamic_inputs
-    if scales.block_inputs:
-        fields["block_inputs"] = scales.block_inputs
-    if scales.bf16_inputs:
-        fields["bf16_inputs"] = scales.bf16_inputs
-    if form.bf16_cache:
-        fields["wide_cache"] = [*form.bf16_cache.values()]
+    fields = form_fields(scales.forms, form.bf16_cache.values())
     if patterns := patterns_of(form.stored):
         fields["stored"] = patterns
     if form.positions is not None:
@@ -384,9 +372,8 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         quantization_config(
             sorted([*map(form.in_files, scales.skipped), *form.ignored]),
             form.cache_strategy(scales),
+            {form.in_files(module): scheme for module, scheme in scales.schemes.items() if scheme.weights},
             bool(form.experts),
-            declared_inputs(scales, form),
-            bool(scales.tensor_weights),
         )
         if form.loadable
         else UNLOADABLE,

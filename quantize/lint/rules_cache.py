@@ -9,6 +9,7 @@ from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint, cache_parts
 from ..reading.quantization_config import CONFIG
 from ..reading.run_checkpoint import CACHE_FILE, FP8Q_CONFIG
+from ..scales.scheme import bf16_caches_in
 from .rules import AGAIN, checkpoint_rule
 from .rules_scales import readable
 
@@ -101,7 +102,6 @@ def scales_of_heads(checkpoint: Checkpoint) -> Broken:
 
 def _bf16_cache_layers(checkpoint: Checkpoint) -> list[int]:
     """The layers that fp8q's own field of config.json leaves out of an FP8 cache that servers know of."""
-    fields = checkpoint.config.get(FP8Q_CONFIG)
-    named = fields.get("wide_cache") if isinstance(fields, dict) and checkpoint.declared.cache else None
-    numbers = (re.search(r"\.(\d{1,6})\.", str(name)) for name in (named if isinstance(named, list) else []))
+    named = bf16_caches_in(checkpoint.config.get(FP8Q_CONFIG)) if checkpoint.declared.cache else []
+    numbers = (re.search(r"\.(\d{1,6})\.", name) for name in named)
     return [int(number[1]) for number in numbers if number]

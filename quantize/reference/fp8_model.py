@@ -32,9 +32,10 @@ from ...calibrate.model.load import decoder_lists, load_beside_layers, renamed_i
 from ...calibrate.model.skeleton import skeleton
 from ...core.errors import InputError
 from ...core.files import RESTORE, reading
-from ...options import Accumulator
+from ...options import BLOCK, DYNAMIC, ONE, Accumulator
 from ..codes.encoding import code_values
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, FP8Q_CONFIG, tensor_files
+from ..scales.scheme import bf16_caches_in, forms_in
 from .attention import attend_in_codes, sum_values_in
 from .linear import BlockLinear, CallPositions, FP8Linear, Mode, Tail, replace_linears
 
@@ -144,11 +145,7 @@ class StoredCodes:
         """Open the checkpoint in `directory`, whose `config` makes `model`; layers compute on `device` in `mode`."""
         self.model, self.config, self.mode, self.device = model, config, mode, device
         fields = getattr(config, FP8Q_CONFIG, {})
-        self.two_terms, self.tails = frozenset(fields.get("two_terms", ())), fields.get("tails", {})
-        self.bf16_inputs = frozenset(fields.get("bf16_inputs", ()))
-        self.dynamic_inputs = frozenset(fields.get("dynamic_inputs", ()))
-        self.block_inputs = frozenset(fields.get("block_inputs", ()))
-        self.bf16_cache = frozenset(fields.get("wide_cache", ()))
+        self.forms, self.bf16_cache = forms_in(fields), frozenset(bf16_caches_in(fields))
         self.call = CallPositions()
         self.where = tensor_files(directory)
         self._shards = {file: safe_open(directory / file, "pt") for file in set(self.where.values())}
@@ -218,17 +215,16 @@ class StoredCodes:
 
     def layer(self, module: str) -> FP8Linear:
         """Make the FP8 layer for the GEMM `module`."""
-        if module in self.block_inputs:
+        form = self.forms.get(module, ONE)
+        if form == BLOCK:
             return self.block_layer(module)
         codes, scale = self.weight(module)
-        terms = 2 if module in self.two_terms else 1
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
-        static = module not in self.bf16_inputs | self.dynamic_inputs
-        input_scale = self.read(f"{module}.input_scale")[0] if static else None
-        layer = FP8Linear(codes, scale, input_scale, bias, self.mode, terms)
-        layer.dynamic = module in self.dynamic_inputs
-        if module in self.tails:
-            layer.tail = Tail(self.tails[module], self.call, experts_around(self.model, module))
+        input_scale = self.read(f"{module}.input_scale")[0] if form.static else None
+        layer = FP8Linear(codes, scale, input_scale, bias, self.mode, form.terms or 1)
+        layer.dynamic = form == DYNAMIC
+        if form.tail is not None:
+            layer.tail = Tail(form.tail, self.call, experts_around(self.model, module))
         return layer
 
     def block_layer(self, module: str) -> BlockLinear:

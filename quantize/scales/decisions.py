@@ -32,6 +32,7 @@ from .clip import (
     underflow,
 )
 from .expert_scales import Starved
+from .scheme import Scheme, modules_in
 
 #: Which of a layer's keys (`k`) and values (`v`) are codes, for each `--kv-cache`.
 CACHE_PARTS: dict[KvCache, str] = {"off": "", "v": "v", "fp8": "kv"}
@@ -222,14 +223,17 @@ class Scales(Strict):
         return coded | dict.fromkeys(self.bf16_inputs, BF16)
 
     @property
-    def dynamic_inputs(self) -> list[str]:
-        """The modules of `activations` whose input gets a scale for each token at run time."""
-        return [module for module, form in self.forms.items() if form == DYNAMIC]
+    def schemes(self) -> dict[str, Scheme]:
+        """Map every module of `weights` and of `skipped` to its scheme."""
+        forms = self.forms
+        quantized = {
+            module: Scheme(weight.granularity or "channel", forms[module]) for module, weight in self.weights.items()
+        }
+        return quantized | {module: Scheme(None, BF16, skipped.reason) for module, skipped in self.skipped.items()}
 
-    @property
-    def block_inputs(self) -> list[str]:
-        """The modules whose weight has a scale for each block, and their input one for each 128 values of a token."""
-        return [module for module, form in self.forms.items() if form == BLOCK]
+    def in_form(self, *forms: Form) -> list[str]:
+        """List the `modules` whose input has one of `forms`."""
+        return modules_in(self.forms, *forms)
 
     @property
     def static_inputs(self) -> dict[str, TensorScale]:
@@ -245,18 +249,6 @@ class Scales(Strict):
     def tensor_weights(self) -> list[str]:
         """The modules whose whole weight has one scale."""
         return [module for module, weight in self.weights.items() if weight.granularity == "tensor"]
-
-    @property
-    def two_terms(self) -> list[str]:
-        """The modules whose input is two codes a value, in all positions of a call or in its last ones."""
-        return [module for module, activation in self.activations.items() if activation.terms == 2]
-
-    @property
-    def tails(self) -> dict[str, int]:
-        """The modules of `two_terms` with the second code in so many last positions of a call alone."""
-        return {
-            module: activation.tail for module, activation in self.activations.items() if activation.tail is not None
-        }
 
     @property
     def cache_parts(self) -> str:

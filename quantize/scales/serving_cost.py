@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .decisions import Scales, TensorScale
+from ...options import BF16, Form
+from .decisions import Scales
 
 #: Bytes of a value that is no code, and of a weight's or channel's scale.
 BF16_BYTES, SCALE_BYTES = 2, 4
@@ -44,9 +45,13 @@ def tail_terms(length: int) -> float:
     return 1 + min(length, PROMPT) / PROMPT
 
 
-def prompt_terms(scale: TensorScale) -> float:
-    """The codes for each value of an activation in a prompt of `PROMPT` tokens."""
-    return scale.terms if scale.tail is None else tail_terms(scale.tail)
+def prompt_operations(form: Form) -> float:
+    """The multiplications of FP8 codes that one of a GEMM with an input in `form` costs, in a prompt of `PROMPT`
+    tokens.
+    """
+    if form == BF16:
+        return BF16_OPERATIONS
+    return form.terms if form.tail is None else tail_terms(form.tail)
 
 
 def largest_batch(memory: int, held: int, sequence: int) -> int:
@@ -63,16 +68,15 @@ def cost_of(weights: Mapping[str, tuple[int, ...]], cache: Mapping[str, int], sc
 
     `weights`: module -> shape of its weight; `cache`: cache tensor, `<module>.k` or `.v` -> its values a position.
     """
-    terms = {name: prompt_terms(scale) for name, scale in scales.activations.items()} if scales else {}
-    terms |= dict.fromkeys(scales.bf16_inputs, BF16_OPERATIONS) if scales else {}
+    operations = {name: prompt_operations(form) for name, form in scales.forms.items()} if scales else {}
     codes = scales.kv_cache if scales else {}
     channels = {name: scale.stored for name, scale in scales.weights.items()} if scales else {}
     sizes = {module: math.prod(shape) for module, shape in weights.items()}
     return Cost(
         sum(
-            size + SCALE_BYTES * channels[module] if module in terms else BF16_BYTES * size
+            size + SCALE_BYTES * channels[module] if module in operations else BF16_BYTES * size
             for module, size in sizes.items()
         ),
         sum(values * (1 if name in codes else BF16_BYTES) for name, values in cache.items()),
-        round(sum(size * terms.get(module, BF16_OPERATIONS) for module, size in sizes.items())),
+        round(sum(size * operations.get(module, BF16_OPERATIONS) for module, size in sizes.items())),
     )

@@ -8,6 +8,7 @@ from ...core.errors import GateError, InputError
 from ...core.run import Run
 from ...options import FLOAT, NOT_SERVED, VerdictLimits
 from ...quantize.scales.decisions import load_scales
+from ...quantize.scales.scheme import in_two_codes
 from ...validate.accuracy.decision import beside_limit, measured_of_100, of_100, percent
 from ...validate.accuracy.document import Accuracy, Verdict
 from ...validate.accuracy.limits import tune_budget
@@ -70,7 +71,7 @@ def check_verdict(run: Run, accuracy: Accuracy, limits: VerdictLimits) -> None:
     verdict = accuracy.verdict
     if verdict and verdict.kind in ("worse", "broken"):
         graph = run.without_graph() is None
-        plugin = run.scales.is_file() and bool(load_scales(run).two_terms)
+        plugin = run.scales.is_file() and bool(in_two_codes(load_scales(run).forms))
         tune = tune_command(name_in_commands(run.root), tune_budget(verdict), graph, plugin)
         beyond = " and ".join(_beyond(verdict, limits))
         raise GateError(f"{verdict.runtime}", beyond, f"`{tune}` finds the cheapest mix that meets it")

@@ -29,6 +29,7 @@ from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.perplexity import cut
@@ -196,7 +197,7 @@ def test_it_loses_what_the_reference_loses(name: str, answered: Callable[[str], 
     assert len(losses(answer)) == asked.windows * (CONTEXT - 1)
     found, expected = float(np.mean(answer["kl_nats"])), asked.kl(wide_cache=name in WIDE_CACHES)
     others = {"bf16": asked.bf16_kl()}
-    if load_scales(asked.run).two_terms:
+    if in_two_codes(load_scales(asked.run).forms):
         others["two terms"] = asked.kl(first_terms=False, wide_cache=name in WIDE_CACHES)
     assert 1 / MOST < found / expected < MOST
     assert not [other for other, kl in others.items() if kl / expected > 1 / MOST]

@@ -14,6 +14,7 @@ from fp8q.calibrate.model.source import load_model
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 
@@ -50,7 +51,7 @@ def other_models(run: Run) -> dict[str, Logits]:
         return found
 
     found = {"unquantized": logits_of_rows(run, lambda ids: model(input_ids=ids, use_cache=False).logits)}
-    if load_scales(run).two_terms:
+    if in_two_codes(load_scales(run).forms):
         found["two terms"] = logits_of_rows(run, reference)
         loaded.take_first_terms()
     return found | {"one term": logits_of_rows(run, reference)}

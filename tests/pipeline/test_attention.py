@@ -169,7 +169,7 @@ def test_the_lint_holds_the_graph_to_attention_on_codes(copied: Run) -> None:
     assert [str(finding) for finding in api.lint(copied.onnx).findings] == expected
     with pytest.raises(InputError) as error:
         build_engines(
-            copied, load_scales(copied).fp8_gemms, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), SILENT
+            copied, load_scales(copied).forms, api.EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), SILENT
         )
     assert str(error.value) == f"{copied.onnx}: {expected[0]} (1 more)"
 

@@ -10,6 +10,7 @@ from fp8q import api
 from fp8q.core.errors import GateError
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes, tails_of
 from fp8q.stages.validate import validate
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.verdict import next_steps, report_verdict, standing
@@ -83,8 +84,8 @@ def test_codes_that_gptq_rounds_weigh_first_tokens(made: Run) -> None:
 
 def test_no_form_is_chosen_that_the_server_does_not_compute(made: Run) -> None:
     scales = load_scales(made)
-    assert not scales.two_terms
-    assert not scales.tails
+    assert not in_two_codes(scales.forms)
+    assert not tails_of(scales.forms)
 
 
 def test_another_call_does_nothing_again(made: Run, demo_checkpoint: Path, demo_texts: Any) -> None:

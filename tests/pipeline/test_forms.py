@@ -19,6 +19,7 @@ from fp8q.export.graph.weight_scale_form import write_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.loading import load_graph
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.lint import expectation
 from fp8q.stages.pipeline.stages import EXPORT
@@ -45,7 +46,7 @@ def test_every_architecture_is_the_same_model_in_both_forms(
 ) -> None:
     model = Path(shutil.copytree(finished.run.model, tmp_path / "model"))
     promised, scales = expectation(finished.run), load_scales(finished.run)
-    modules, two_terms = set(scales.fp8_gemms), set(scales.two_terms)
+    modules, two_terms = set(scales.fp8_gemms), set(in_two_codes(scales.forms))
     for name in (GRAPH, GRAPH_FP32):
         before = (model / name).read_bytes()
         write_form(model / name, model / name, "mul")

@@ -18,6 +18,7 @@ from fp8q.core.run import Run
 from fp8q.quantize.checkpoint.card_additions import COST, NOT_MEASURED, markdown_text, state_in_card
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import tails_of
 from fp8q.serve.loop.sessions import open_session
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.as_served import served, torch_start
@@ -81,11 +82,11 @@ def at_once(loaded: Reference, windows: np.ndarray, answered: int) -> np.ndarray
 
 def test_the_files_say_which_positions_are_exact_and_that_others_run_one_term(run: Run) -> None:
     scales = load_scales(run)
-    assert scales.tails == dict.fromkeys(scales.weights, TAIL)
+    assert tails_of(scales.forms) == dict.fromkeys(scales.weights, TAIL)
     assert {np.frexp(each.scale)[0] for each in scales.activations.values()} == {0.5}
     assert terms(scales) == "a tail of 16"
     config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
-    assert config["fp8q"]["tails"] == scales.tails
+    assert config["fp8q"]["tails"] == tails_of(scales.forms)
     assert config["fp8q"]["two_terms"] == [*scales.weights]
     card = (run.model / "README.md").read_text(encoding="utf-8")
     assert "where fp8q's graphs and engines read the input of every FP8 GEMM, each decoded token and the" in card
@@ -186,7 +187,7 @@ def check_that_the_cost_of_one_term_is_stated(run: Run) -> None:
     assert NOT_MEASURED not in card
     linted = api.lint(run.root)
     assert linted.parts[-1].what == (
-        f"{len(load_scales(run).two_terms)} inputs in a tail of 16, of which transformers, and vLLM without fp8q-vllm, "
+        f"{len(load_scales(run).weights)} inputs in a tail of 16, of which transformers, and vLLM without fp8q-vllm, "
         f"run the first term alone: {cost}"
     )
     before = run.record()

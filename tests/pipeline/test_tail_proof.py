@@ -17,6 +17,7 @@ from fp8q.core.run import Run
 from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.export.lint.check import lint_graph
 from fp8q.export.onnx_file.indexed import Indexed
+from fp8q.options import ONE, TWO, Form
 from fp8q.stages.lint import expectation
 
 from .test_engine_proof import behind, named, shown
@@ -190,14 +191,17 @@ def test_the_lint_wants_the_terms_added_in_fp32(run: Run) -> None:
 
 
 def test_the_lint_is_content_with_a_tail_and_names_one_that_is_promised_otherwise(run: Run) -> None:
-    tails = dict(expectation(run).tails)
-    others = {name: tail for name, tail in tails.items() if name != DOWN}
+    forms = dict(expectation(run).forms)
     is_promised = "is expected in two terms: its second term is of the last 16 positions, and not of"
     for change in (unchanged, behind(unchanged)):
         assert linted(run, change) == []
-        assert linted(run, change, tails=others) == [f"{is_promised} all positions; {AGAIN}"]
-        assert linted(run, change, tails=tails | {DOWN: 32}) == [f"{is_promised} the last 32 positions; {AGAIN}"]
-        assert linted(run, change, two_terms=[*others]) == [f"takes two terms, and scales.json expects one; {AGAIN}"]
+        assert linted(run, change, forms=forms | {DOWN: TWO}) == [f"{is_promised} all positions; {AGAIN}"]
+        assert linted(run, change, forms=forms | {DOWN: Form("tail", 32)}) == [
+            f"{is_promised} the last 32 positions; {AGAIN}"
+        ]
+        assert linted(run, change, forms=forms | {DOWN: ONE}) == [
+            f"takes two terms, and scales.json expects one; {AGAIN}"
+        ]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -21,6 +21,7 @@ from fp8q.export.graph.weight_scale_form import in_form
 from fp8q.export.lint.check import lint_graph, run_expectation
 from fp8q.export.onnx_file.indexed import Indexed
 from fp8q.export.onnx_file.loading import load_graph
+from fp8q.options import ONE
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.lint import expectation
 
@@ -212,8 +213,8 @@ def test_the_lint_names_a_product_without_both_terms(run: Run, form: Any, change
 def test_the_lint_is_content_with_both_terms_and_names_those_that_nobody_promised(run: Run) -> None:
     for change in (unchanged, behind(unchanged)):
         assert linted(run, change) == []
-        kept = [name for name in expectation(run).two_terms or () if name != DOWN]
-        assert linted(run, change, two_terms=kept) == [f"takes two terms, and scales.json expects one; {AGAIN}"]
+        forms = {**expectation(run).forms, DOWN: ONE}
+        assert linted(run, change, forms=forms) == [f"takes two terms, and scales.json expects one; {AGAIN}"]
 
 
 def test_products_of_one_tensor_share_both_terms_and_each_is_one(run: Run) -> None:

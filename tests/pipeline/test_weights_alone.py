@@ -19,6 +19,7 @@ from fp8q.core.run import Run
 from fp8q.export.engine.info import load_engines
 from fp8q.export.lint.check import lint_graph, run_expectation
 from fp8q.export.onnx_file.loading import load_graph
+from fp8q.options import BF16
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.serving_cost import cost_of
@@ -83,7 +84,7 @@ def dequantized_logits(run: Run, source: Path, windows: np.ndarray) -> np.ndarra
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wide = {
         f"{module}.weight": tensors[f"{module}.weight"].float() * tensors[f"{module}.weight_scale"]
-        for module in load_scales(run).bf16_inputs
+        for module in load_scales(run).in_form(BF16)
     }
     model.load_state_dict(wide, strict=False)
     with torch.inference_mode():
@@ -93,13 +94,13 @@ def dequantized_logits(run: Run, source: Path, windows: np.ndarray) -> np.ndarra
 
 def test_the_files_say_that_no_input_is_codes(run: Run) -> None:
     scales, tensors = load_scales(run), tensors_of(run)
-    assert scales.bf16_inputs == [*scales.weights]
+    assert scales.in_form(BF16) == [*scales.weights]
     assert scales.activations == {}
     assert scales.fp8_gemms == []
     assert terms(scales) == "weights alone in FP8"
     assert [name for name in tensors if name.endswith("input_scale")] == []
     config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
-    assert config["fp8q"]["bf16_inputs"] == scales.bf16_inputs
+    assert config["fp8q"]["bf16_inputs"] == scales.in_form(BF16)
     (group,) = config["quantization_config"]["config_groups"].values()
     assert group["targets"] == ["Linear"]
     assert "input_activations" not in group
@@ -110,17 +111,17 @@ def test_the_files_say_that_no_input_is_codes(run: Run) -> None:
 
 def test_a_pattern_takes_whole_groups_and_says_so(mixed: Run) -> None:
     scales = load_scales(mixed)
-    assert scales.bf16_inputs[:2] == NAMED
-    assert len(scales.bf16_inputs) == 2 * 4 + 1
-    assert set(scales.activations).isdisjoint(scales.bf16_inputs)
-    assert len(scales.activations) + len(scales.bf16_inputs) == len(scales.weights) == 28
+    assert scales.in_form(BF16)[:2] == NAMED
+    assert len(scales.in_form(BF16)) == 2 * 4 + 1
+    assert set(scales.activations).isdisjoint(scales.in_form(BF16))
+    assert len(scales.activations) + len(scales.in_form(BF16)) == len(scales.weights) == 28
     assert mixed.record().stages["quantize"].notes[-1] == (
         "--bf16-input: model.layers.0.mlp.gate_proj and 3 more read the same tensor as a module that it names, and "
         "take weights alone in FP8 with it"
     )
     config = json.loads((mixed.model / "config.json").read_text(encoding="utf-8"))
     groups = config["quantization_config"]["config_groups"]
-    assert groups["weights_alone"]["targets"] == sorted(scales.bf16_inputs)
+    assert groups["weights_alone"]["targets"] == sorted(scales.in_form(BF16))
     assert groups["group_0"]["input_activations"]["strategy"] == "tensor"
 
 
@@ -128,7 +129,7 @@ def test_weights_are_those_of_two_terms_and_nothing_else_is_lost(
     run: Run, demo_run: Run, demo_checkpoint: Path, windows: np.ndarray
 ) -> None:
     ours, other = tensors_of(run), tensors_of(demo_run)
-    for module in load_scales(run).bf16_inputs:
+    for module in load_scales(run).in_form(BF16):
         assert torch.equal(ours[f"{module}.weight"].view(torch.uint8), other[f"{module}.weight"].view(torch.uint8))
     np.testing.assert_allclose(
         reference_logits(run, windows), dequantized_logits(run, demo_checkpoint, windows), atol=CLOSE
@@ -163,7 +164,7 @@ def test_transformers_loads_it_and_leaves_those_inputs_alone(
         for name, module in model.named_modules()
         if hasattr(module, "quantization_scheme") and name in load_scales(run).weights
     }
-    alone = set(load_scales(run).bf16_inputs)
+    alone = set(load_scales(run).in_form(BF16))
     assert {name for name, bf16 in schemes.items() if bf16} == alone
     assert len(schemes) == 28
     if form == "run":
@@ -203,7 +204,7 @@ def test_an_engine_multiplies_bf16_by_dequantized_weights_and_holds_codes(
     assert info.ran is not None
     assert all(kind.startswith("bf16 × bf16") for kind in info.ran)
     plan, tensors = (run.engines / "sm89.plan").read_bytes(), tensors_of(run)
-    for module in load_scales(run).bf16_inputs:
+    for module in load_scales(run).in_form(BF16):
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
         assert any(first_bytes(each) in plan for each in (codes, codes.t()))
         wide = (codes.float() * scale).to(torch.bfloat16)

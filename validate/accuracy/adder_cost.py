@@ -19,6 +19,7 @@ from ...quantize.codes.formats import CODE_DTYPE
 from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.scales.decisions import load_scales
+from ...quantize.scales.scheme import in_two_codes
 from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
 from .perplexity import Evaluation
 from .runtimes import logits_of, open_reference, vocabulary
@@ -71,7 +72,7 @@ def multiply_adds_per_token(run: Run) -> int:
     """Count the multiplications of codes for a token: one for each code of the checkpoint, two where the input is in
     two terms.
     """
-    twice = {f"{module}.weight" for module in load_scales(run).two_terms}
+    twice = {f"{module}.weight" for module in in_two_codes(load_scales(run).forms)}
     headers = (read_header(shard) for shard in sorted(run.model.glob("*.safetensors")))
     return sum(
         prod(tensor.shape) * (2 if name in twice else 1)

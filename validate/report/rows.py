@@ -15,7 +15,7 @@ from ...core.headers import read_header
 from ...core.record import FP8_STAGES
 from ...core.run import Run
 from ...export.engine.info import engine_stage, load_engines
-from ...options import Precision
+from ...options import BF16, BLOCK, Precision
 from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
 from ...quantize.scales.decisions import GRIDS, INHERITED, Scales, TensorScale, WeightScales, group_of, load_scales
 from ..advice.findings import converged_after, outlier_channels
@@ -158,7 +158,7 @@ def module_rows(run: Run) -> list[ModuleRow]:
         _fp8(module, "product", name, scales.activations[module], statistics.tensors.get(name), scales.weights[module])
         for module, name in tensor_of.items()
     ]
-    rows += [_weight_alone(module, scales.weights[module]) for module in scales.bf16_inputs]
+    rows += [_weight_alone(module, scales.weights[module]) for module in scales.in_form(BF16)]
     rows += [
         ModuleRow(module, "product", reason=skipped.reason, value=skipped.value, samples=skipped.samples)
         for module, skipped in scales.skipped.items()
@@ -319,7 +319,7 @@ def fact_rows(run: Run) -> list[FactRow]:
 
 def weight_unit(scales: Scales) -> str:
     """Name the parts of weights that have a scale each."""
-    in_one, in_blocks = len(scales.tensor_weights), len(scales.block_inputs)
+    in_one, in_blocks = len(scales.tensor_weights), len(scales.in_form(BLOCK))
     if in_blocks:
         return "a scale per block of 128 x 128" + (", or per output channel" if in_blocks < len(scales.weights) else "")
     if not in_one:

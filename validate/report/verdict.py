@@ -13,6 +13,7 @@ from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
 from ...options import BF16
 from ...quantize.scales.decisions import Scales, load_scales
+from ...quantize.scales.scheme import in_two_codes
 from ..accuracy.decision import decide, limits_of, one_code, verdict_limits
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
 from ..accuracy.limits import DEFAULT_RISE, tune_budget

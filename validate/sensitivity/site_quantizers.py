@@ -17,6 +17,7 @@ from ...quantize.reference.fp8_model import experts_around, fp8_cache, round_to_
 from ...quantize.reference.linear import CallPositions, FP8Linear, Tail
 from ...quantize.scales.clip import power_of_two_ceil
 from ...quantize.scales.decisions import Scales, TensorScale
+from ...quantize.scales.scheme import tails_of
 from ...quantize.weights.sequential import gemm_input
 from ..accuracy.perplexity import prompt_of
 from .document import Site
@@ -90,14 +91,14 @@ class Quantizer:
         self.coded = coded
         self.cache_scales = coded.cache_scales
         self.positions = 0
-        self._experts = {name: experts_around(model, name) for name in scales.tails}
+        self._experts = {name: experts_around(model, name) for name in tails_of(scales.forms)}
 
     def prompt(self, positions: int) -> int:
         """The tokens of a window of so many `positions` before the first that is scored: half of it where the run has
         tails, which servers read as a prompt, and 1 else.
         """
         self.positions = positions
-        return prompt_of(positions) if self.scales.tails else 1
+        return prompt_of(positions) if tails_of(self.scales.forms) else 1
 
     def input_error(self, module: str, x: torch.Tensor, terms: Literal[1, 2] | None = None) -> torch.Tensor:
         """Compute the error of rounding the input `x` of `module`; in so many `terms`, by default the run's."""

@@ -21,7 +21,7 @@ from fp8q.export.engine import runtime, targets
 from fp8q.export.engine.build import BuildProgress, Job, build, build_engines
 from fp8q.export.engine.info import EngineInfo, check_share, load_engines
 from fp8q.export.engine.profiles import profiles
-from fp8q.options import EngineOptions
+from fp8q.options import ONE, EngineOptions
 
 Decoders = Callable[..., Any]
 Edit = Callable[[Path, Callable[[ModelProto], None]], None]
@@ -67,7 +67,9 @@ def run(tmp_path: Path, decoder: Decoders) -> tuple[Run, Any]:
 def test_engines_are_written_with_what_is_known_of_them(run: tuple[Run, Any]) -> None:
     where, written = run
     heard = Heard()
-    files = build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 4, 128), heard)
+    files = build_engines(
+        where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 4, 128), heard
+    )
     assert [file.relative_to(where.root).as_posix() for file in files] == [
         f"engines/{target}.{kind}" for target in ("sm89", "sm120") for kind in ("plan", "json", "sh")
     ]
@@ -111,7 +113,7 @@ def test_engines_of_an_earlier_build_do_not_outlive_it(run: tuple[Run, Any]) -> 
     (where.engines / "sm120.plan").write_bytes(b"of another checkpoint")
     (where.engines / "sm120.json").write_text("{}")
     (where.engines / "sm120.sh").write_text("")
-    build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), SILENT)
+    build_engines(where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), SILENT)
     assert sorted(path.name for path in where.engines.iterdir()) == ["sm89.json", "sm89.plan", "sm89.sh"]
 
 
@@ -123,7 +125,7 @@ def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fail
     where.record_file.write_text("{}")
     with RunWriter(where).stage("build-engine", {}, {}) as log:
         log.outputs += build_engines(
-            where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 16), SILENT
+            where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 16), SILENT
         )
     before = {path.name: path.read_bytes() for path in where.engines.iterdir()}
 
@@ -135,7 +137,7 @@ def test_engines_of_an_earlier_build_stay_as_they_were_when_a_second_target_fail
     monkeypatch.setattr(engine, "build", fails_for_the_second)
     with pytest.raises(BackendError, match="the builder failed"), RunWriter(where).stage("build-engine", {}, {}) as log:
         log.outputs += build_engines(
-            where, written.modules, EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 32), SILENT
+            where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89", "sm120"), 1, 32), SILENT
         )
     assert {path.name: path.read_bytes() for path in where.engines.iterdir()} == before
     assert [info.target for info in load_engines(where)] == ["sm89", "sm120"]  # the record still counts them
@@ -148,7 +150,7 @@ def test_the_options_of_a_build_reach_its_profiles_and_its_script(run: tuple[Run
     options = EngineOptions(
         "tensorrt-rtx", ("sm89",), 4, 128, max_prompt=64, opt_batch=2, opt_seq_len=32, workspace=512
     )
-    build_engines(where, written.modules, options, SILENT)
+    build_engines(where, dict.fromkeys(written.modules, ONE), options, SILENT)
     info = read_document(where.engines / "sm89.json", EngineInfo)
     assert info.profiles == list(profiles(4, 128, 64, 2, 32))
     assert info.fp8_products == 7
@@ -166,7 +168,7 @@ def test_a_graph_of_an_opset_that_the_parser_only_pretends_to_know_is_not_built(
 
     edited(written.path, newer)
     with pytest.raises(InputError) as refused:
-        build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
+        build_engines(where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     message = (
         "F301 opset: opset 40 is newer than 24, the last that TensorRT-RTX was seen to build in FP8; export with "
         "opset 23"
@@ -184,7 +186,7 @@ def test_a_recorded_stage_gives_its_engines_back(run: tuple[Run, Any]) -> None:
     assert str(none.value) == f"{where.engines}: holds no engine; run `fp8q build-engine {where.root}` first"
     with RunWriter(where).stage("build-engine", {}, {}) as log:
         log.outputs += build_engines(
-            where, written.modules, EngineOptions("tensorrt-rtx", ("sm120", "sm89"), 1, 16), SILENT
+            where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm120", "sm89"), 1, 16), SILENT
         )
     assert [info.target for info in load_engines(where)] == ["sm89", "sm120"]
 
@@ -196,7 +198,9 @@ def test_a_product_that_runs_wide_is_noted_and_fails_the_gate_and_the_engine_sta
     written = decoder(wide_inputs=(DOWN,))
     monkeypatch.setattr(engine, "check_buildable", lambda *_: None)  # the lint would have stopped it
     heard = Heard()
-    build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard)
+    build_engines(
+        Run(tmp_path), dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard
+    )
     assert heard.notes == [f"sm89: {DOWN} is not FP8 on both sides: bf16 × bf16 -> bf16 in profile 0"]
     info = read_document(tmp_path / "engines" / "sm89.json", EngineInfo)
     assert (info.fp8_products, info.wide_products, info.evidence) == (6, [DOWN], "plan")
@@ -217,7 +221,9 @@ def test_scales_narrower_than_fp32_are_noted_and_do_not_count(
     written = decoder(scale_type=TensorProto.BFLOAT16)
     monkeypatch.setattr(engine, "check_buildable", lambda *_: None)
     heard = Heard()
-    build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard)
+    build_engines(
+        Run(tmp_path), dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), heard
+    )
     assert heard.notes == [
         (
             f"sm89: 7 FP8 GEMMs (as {DOWN}) answer in less than FP32: their weights' scales are per tensor, or "
@@ -239,7 +245,9 @@ def test_scales_narrower_than_fp32_are_noted_and_do_not_count(
 def test_a_graph_that_breaks_a_rule_is_not_built(tmp_path: Path, decoder: Decoders) -> None:
     written = decoder(wide_inputs=(DOWN,))
     with pytest.raises(InputError) as refused:
-        build_engines(Run(tmp_path), written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
+        build_engines(
+            Run(tmp_path), dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89",)), SILENT
+        )
     assert str(refused.value) == (
         f"{written.path}: F203 promised-product: {DOWN}.matmul: is expected on FP8: its weight is FP8 but its input "
         "is not, "
@@ -254,7 +262,7 @@ def test_external_data_cut_short_are_found_before_the_build(run: tuple[Run, Any]
     weights.write_bytes(weights.read_bytes()[:-100])
     size = weights.stat().st_size
     with pytest.raises(InputError) as refused:
-        build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
+        build_engines(where, dict.fromkeys(written.modules, ONE), EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     assert str(refused.value) == (
         f"{written.path}: F403 external-bounds: model.norm.weight: its data end at byte {size + 100} of "
         f"model.safetensors, which has {size}; copy the graph's whole directory again"
@@ -263,7 +271,7 @@ def test_external_data_cut_short_are_found_before_the_build(run: tuple[Run, Any]
 
 def test_nothing_promised_is_nothing_to_build(run: tuple[Run, Any]) -> None:
     with pytest.raises(InputError) as refused:
-        build_engines(run[0], [], EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
+        build_engines(run[0], {}, EngineOptions("tensorrt-rtx", ("sm89",)), SILENT)
     assert str(refused.value) == (
         f"{run[1].path}: scales.json expects no GEMM on FP8, so there is nothing to build; calibrate with fewer --skip"
     )
@@ -289,7 +297,12 @@ def test_ctrl_c_stops_the_builder_and_leaves_nothing(run: tuple[Run, Any]) -> No
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
     try:
         with pytest.raises(KeyboardInterrupt):
-            build_engines(where, written.modules, EngineOptions("tensorrt-rtx", ("sm89",), 1, 16), Interrupting())
+            build_engines(
+                where,
+                dict.fromkeys(written.modules, ONE),
+                EngineOptions("tensorrt-rtx", ("sm89",), 1, 16),
+                Interrupting(),
+            )
     finally:
         signal.signal(signal.SIGINT, before)
     assert not where.engines.exists()
@@ -333,7 +346,9 @@ def test_a_file_where_the_engines_belong_is_named_before_anything_is_built(
         place.write_bytes(b"")
     heard = Heard()
     with pytest.raises(InputError) as refused, disk_errors(tmp_path):
-        build_engines(run[0], run[1].modules, EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), heard)
+        build_engines(
+            run[0], dict.fromkeys(run[1].modules, ONE), EngineOptions(runtime="tensorrt-rtx", targets=("sm89",)), heard
+        )
     assert str(refused.value) == f"{place}: stands where a directory belongs; remove it, or name another"
     assert heard.tracks == []
 

@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 from onnx import ModelProto, TensorProto, helper
 
+from fp8q.options import BF16, ONE, TWO
+
 from .changes import AGAIN, DOWN, GATE, LAYER, UP, Case, add_tensor, each, insert, node, set_attribute, set_tensor
 
 
@@ -333,7 +335,7 @@ CASES = [
     Case(
         "F214",
         (f"{DOWN}.matmul: is expected in two terms, and {DOWN}.input.quantize reads no Concat of both; {AGAIN}",),
-        two_terms=(DOWN,),
+        forms={DOWN: TWO},
     ),
     Case(
         "F214",
@@ -342,7 +344,10 @@ CASES = [
             for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
         ),
         options={"two_terms": True},
-        two_terms=(),
+        forms={
+            f"{LAYER}.{name}_proj": ONE
+            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+        },
     ),
     Case(
         "F215",
@@ -350,12 +355,12 @@ CASES = [
             f"{DOWN}.matmul: is expected with its weight alone in FP8, and its input is quantized; {AGAIN}",
             f"other.matmul: is expected with its weight in FP8: there is no such GEMM; {AGAIN}",
         ),
-        bf16_inputs=(DOWN, "other"),
+        forms={DOWN: BF16, "other": BF16},
     ),
     Case(
         "F215",
         (f"{DOWN}.matmul: is expected with its weight in FP8: its weight is not FP8 codes; {AGAIN}",),
         wide_weight,
-        bf16_inputs=(DOWN,),
+        forms={DOWN: BF16},
     ),
 ]

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
+from fp8q.options import Form
+
 Decoders = Callable[..., Any]
 Edit = Callable[[Path, Callable[[ModelProto], None]], None]
 LAYER = "model.layers.0"
@@ -31,8 +33,7 @@ class Case:
     promised: dict[str, float | None] | None = None
     weight_scales: dict[str, Any] = field(default_factory=dict)
     attention: dict[str, tuple[float, float]] = field(default_factory=dict)
-    two_terms: tuple[str, ...] | None = None
-    bf16_inputs: tuple[str, ...] = ()
+    forms: dict[str, Form] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
 
 

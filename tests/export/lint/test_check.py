@@ -16,6 +16,7 @@ from fp8q.core.errors import InputError
 from fp8q.export.lint.check import RULES, Finding, lint_file, lint_graph
 from fp8q.export.lint.rules import Expectation
 from fp8q.export.onnx_file.loading import load_graph
+from fp8q.options import BF16
 
 from . import cases_codes, cases_gemms, cases_graph, cases_storage
 from .changes import (
@@ -122,8 +123,8 @@ def test_a_broken_graph_gives_the_rule_and_its_words_and_nothing_else(
     edited(written.path, case.change)
     inputs = promise_of(case, written)
     promise = None if inputs is None else Expectation(
-        {name: scale for name, scale in inputs.items() if name not in case.bf16_inputs},
-        case.weight_scales, case.attention, case.two_terms, cache=case.cache, bf16_inputs=case.bf16_inputs,
+        {name: scale for name, scale in inputs.items() if case.forms.get(name) != BF16},
+        case.weight_scales, case.attention, case.cache, case.forms,
     )  # fmt: skip
     found = lint_graph(load_graph(written.path), promise)
     head = f"{case.rule} {RULES[case.rule].name}: "

@@ -14,6 +14,7 @@ from google.protobuf import text_format
 from fp8q.export.lint.check import RULES, lint_file, lint_graph
 from fp8q.export.lint.rules import Expectation
 from fp8q.export.onnx_file.loading import load_graph
+from fp8q.options import BF16, TWO
 
 PAGE = Path(__file__).with_name("examples.md")
 #: What the page says that scales.json and the checkpoint hold.
@@ -21,7 +22,7 @@ PROMISED, WEIGHT_SCALES = {"up": 0.5}, {"up": np.ones(16, np.float32)}
 #: And attention.json, for the rule about attention alone.
 ATTENTION = {"F212": {"attend.attention_scores": (0.5, 0.5)}}
 #: And of two terms, and of weights alone, for the rules about those.
-TWO_TERMS, BF16_INPUTS = {"F214": ["up"]}, {"F215": ["up"]}
+FORMS = {"F214": {"up": TWO}, "F215": {"up": BF16}}
 #: And of a cache, for its rule.
 CACHE = {"F318": {"attend.k": np.array([0.25, 0.5], np.float32).reshape(2, 1, 1)}}
 
@@ -109,15 +110,13 @@ def test_every_rule_has_an_example_in_order() -> None:
 def test_the_example_breaks_its_rule_with_the_words_that_are_printed(entry: Section, tmp_path: Path) -> None:
     number = entry.title.partition(" ")[0]
     path = write(changed(entry.difference), tmp_path)
-    alone = BF16_INPUTS.get(number, ())
-    inputs = {name: scale for name, scale in PROMISED.items() if name not in alone}
+    inputs = {name: scale for name, scale in PROMISED.items() if FORMS.get(number, {}).get(name) != BF16}
     promise = Expectation(
         inputs,
         WEIGHT_SCALES,
         ATTENTION.get(number, {}),
-        TWO_TERMS.get(number),
-        cache=CACHE.get(number, {}),
-        bf16_inputs=frozenset(alone),
+        CACHE.get(number, {}),
+        FORMS.get(number, {}),
     )
     found = lint_graph(load_graph(path), promise if RULES[number].scope == "promised" else None)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings

@@ -193,7 +193,7 @@ def test_whoever_opens_a_graph_looks_at_its_places_first(directory: Path) -> Non
     for path, opened in (
         (run.onnx_fp32, lambda: session(run, "onnxruntime")),
         (run.onnx_fp32, lambda: external_data(run.onnx_fp32)),
-        (run.baselines / "bf16" / "model.onnx", lambda: build_engines(run, (), options, SILENT)),
+        (run.baselines / "bf16" / "model.onnx", lambda: build_engines(run, {}, options, SILENT)),
     ):
         with pytest.raises(InputError) as told:
             opened()

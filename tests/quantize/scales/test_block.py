@@ -127,12 +127,12 @@ def test_nearest_codes_and_scales_are_those_of_convert_bit_for_bit(
 def test_the_files_and_documents_say_so(nearest: Run, block: Run, notes: Notes) -> None:
     scales = load_scales(block)
     assert set(scales.forms.values()) == {BLOCK}
-    assert scales.block_inputs == [*scales.weights]
-    assert (scales.dynamic_inputs, scales.static_inputs) == ([], {})
+    assert scales.in_form(BLOCK) == [*scales.weights]
+    assert (scales.in_form(DYNAMIC), scales.static_inputs) == ([], {})
     down = scales.weights[f"{LAYER}.mlp.down_proj"]
     assert (down.granularity, down.blocks, down.channels, down.stored, down.rounding) == ("block", 12, 256, 12, "gptq")
     assert not [name for name in tensors_of(block.model) if name.endswith("input_scale")]
-    assert json.loads((block.model / "config.json").read_text())["fp8q"] == {"block_inputs": scales.block_inputs}
+    assert json.loads((block.model / "config.json").read_text())["fp8q"] == {"block_inputs": scales.in_form(BLOCK)}
     card = (block.model / "README.md").read_text(encoding="utf-8")
     assert "E4M3 weights with one scale per block of 128 x 128, E4M3 activations with one\nscale per 128 values" in card
     assert "**In blocks**: the weights of every FP8 GEMM have a scale for each block of 128 x 128" in card

@@ -103,8 +103,10 @@ def test_the_files_have_no_input_scales_and_the_codes_of_the_static_form(first_l
     assert group["targets"] == ["Linear"]
     assert group["weights"]["strategy"] == "channel"
     assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("token", True)
-    assert json.loads((dynamic.model / "config.json").read_text())["fp8q"] == {"dynamic_inputs": scales.dynamic_inputs}
-    assert scales.dynamic_inputs == [*scales.weights] == scales.fp8_gemms
+    assert json.loads((dynamic.model / "config.json").read_text())["fp8q"] == {
+        "dynamic_inputs": scales.in_form(DYNAMIC)
+    }
+    assert scales.in_form(DYNAMIC) == [*scales.weights] == scales.fp8_gemms
     assert scales.static_inputs == {}
     assert set(scales.forms.values()) == {DYNAMIC}
     kept = {name: scale.model_copy(update={"dynamic": None}) for name, scale in scales.activations.items()}
@@ -128,7 +130,7 @@ def test_one_form_again_gives_back_the_files_of_before(
 def test_patterns_mix_it_with_other_forms(rescaled_layer: RescaledLayer) -> None:
     run = rescaled_layer(form=("*.down_proj=dynamic", "*.o_proj=bf16"))
     layer, groups = "model.layers.0", groups_of(run)
-    assert groups["dynamic"]["targets"] == load_scales(run).dynamic_inputs == [f"{layer}.mlp.down_proj"]
+    assert groups["dynamic"]["targets"] == load_scales(run).in_form(DYNAMIC) == [f"{layer}.mlp.down_proj"]
     assert groups["weights_alone"]["targets"] == [f"{layer}.self_attn.o_proj"]
     assert groups["group_0"]["input_activations"]["strategy"] == "tensor"
     assert terms(load_scales(run)) == "dynamic in 1 of 7, weights alone in FP8 in 1 of 7"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fp8q.quantize.scales.decisions import Scales, TensorScale, WeightScales
-from fp8q.quantize.scales.serving_cost import Cost, cost_of, prompt_terms
+from fp8q.quantize.scales.serving_cost import Cost, cost_of, prompt_operations
 
 #: Two GEMMs of 4 × 8 and 6 × 4, and a cache of 2 values for each of keys and values.
 WEIGHTS = {"a": (4, 8), "head": (6, 4)}
@@ -48,6 +48,6 @@ def test_a_step_reads_the_weights_once_and_the_cache_of_every_position() -> None
 @pytest.mark.parametrize(("terms", "tail", "found"), [(1, None, 1), (2, None, 2), (2, 64, 1.03125), (2, 4096, 2)])
 def test_a_tail_costs_its_share_of_a_long_prompt(terms: int, tail: int | None, found: float) -> None:
     scale = TENSOR.model_copy(update={"terms": terms, "tail": tail})
-    assert prompt_terms(scale) == found
+    assert prompt_operations(scale.form) == found
     one = Scales(weights={"a": A}, activations={"a": scale}, skipped={})
     assert cost_of({"a": (4, 1024)}, {}, one).prefill_operations == 4096 * found

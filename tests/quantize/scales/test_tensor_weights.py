@@ -18,13 +18,14 @@ from fp8q.calibrate.model.source import Source
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import DistillOptions, ScaleOptions
-from fp8q.quantize.checkpoint.writer import DeclaredInputs, quantization_config
+from fp8q.options import BF16, DYNAMIC, ONE, DistillOptions, ScaleOptions
+from fp8q.quantize.checkpoint.writer import quantization_config
 from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.lint.check import checkpoint_findings
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import Scheme
 from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, quantize_scaled
 from fp8q.quantize.weights.mse import mse_scale, mse_scales
 from fp8q.quantize.weights.tensor_scales import joined_families, tensor_scales
@@ -178,16 +179,17 @@ def test_the_graph_has_one_scale_and_gives_the_logits_of_the_reference(
 
 def test_experts_keep_a_scale_for_each_channel_in_config() -> None:
     expert = "model.layers.0.mlp.experts.3.up_proj"
-    config: Any = quantization_config(
-        [], None, True, DeclaredInputs((), [expert, "model.layers.0.x"]), tensor_weights=True
-    )
+    static = {"model.layers.0.y": Scheme("tensor", ONE)}
+    dynamic = {expert: Scheme("channel", DYNAMIC), "model.layers.0.x": Scheme("tensor", DYNAMIC)}
+    config: Any = quantization_config([], None, static | dynamic, experts=True)
     groups = {name: (group["targets"], group["weights"]["strategy"]) for name, group in config["config_groups"].items()}
     assert groups == {
         "group_0": (["Linear"], "tensor"),
         "dynamic": (["model.layers.0.x"], "tensor"),
         "group_1": ([r"re:.*\.experts\.\d+\..*"], "channel"),
     }
-    config = quantization_config([], None, True, DeclaredInputs([expert, "model.layers.0.x"]), tensor_weights=True)
+    alone = {expert: Scheme("channel", BF16), "model.layers.0.x": Scheme("tensor", BF16)}
+    config = quantization_config([], None, static | alone, experts=True)
     groups = {name: (group["targets"], group["weights"]["strategy"]) for name, group in config["config_groups"].items()}
     assert groups["weights_alone"] == (["model.layers.0.x"], "tensor")
     assert groups["experts_alone"] == ([expert], "channel")

@@ -18,6 +18,7 @@ from fp8q.core.run_writer import RunWriter
 from fp8q.options import CalibrateOptions, Clipping, RescaleOptions, ScaleOptions
 from fp8q.quantize.checkpoint.baselines import write_int8
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes, tails_of
 from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
@@ -76,8 +77,8 @@ def test_every_product_takes_two_and_the_cache_keeps_its_own(run: Run, copied: R
     }
     assert copied.record().stages["measure"] == measured
     two, one = load_scales(run), load_scales(copied)
-    assert two.two_terms == [name for group in GROUPS for name in group]
-    assert one.two_terms == []
+    assert in_two_codes(two.forms) == [name for group in GROUPS for name in group]
+    assert in_two_codes(one.forms) == []
     for name, scale in two.activations.items():
         assert np.frexp(scale.scale)[0] == 0.5
         assert one.activations[name].scale <= scale.scale < 2 * one.activations[name].scale
@@ -128,19 +129,19 @@ def test_a_tail_has_the_weights_and_scales_of_two_terms(copied: Run, source: Sou
     chosen(copied, source, quantize_stage.rescaled(copied, RescaleOptions(activation_terms="tail", exact_tail=16)))
     tail = load_scales(copied)
     assert weights.read_bytes() == before
-    assert tail.tails == {name: 16 for group in GROUPS for name in group}
+    assert tails_of(tail.forms) == {name: 16 for group in GROUPS for name in group}
     assert {name: scale.model_copy(update={"tail": None}) for name, scale in tail.activations.items()} == (
         two.activations
     )
-    assert tail.two_terms == two.two_terms
+    assert in_two_codes(tail.forms) == in_two_codes(two.forms)
 
 
 def test_one_member_s_tail_is_its_group_s_which_is_said(copied: Run, source: Source) -> None:
     some = RescaleOptions(activation_terms=1, tail=("*.up_proj",), two_terms=("*.o_proj",))
     chosen(copied, source, quantize_stage.rescaled(copied, some))
     scales = load_scales(copied)
-    assert scales.tails == dict.fromkeys(GROUPS[2], 64)
-    assert scales.two_terms == [*GROUPS[1], *GROUPS[2]]
+    assert tails_of(scales.forms) == dict.fromkeys(GROUPS[2], 64)
+    assert in_two_codes(scales.forms) == [*GROUPS[1], *GROUPS[2]]
     assert copied.record().stages["quantize"].notes[-1] == (
         "--tail: model.layers.0.mlp.gate_proj read the same tensor as a module that it names, and take a tail with it"
     )

@@ -13,6 +13,7 @@ from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import tails_of
 from fp8q.validate.advice import remedy as remedy_module
 from fp8q.validate.advice.remedy import LossSums, command_for, evaluation_text, remedy_of, texts_of
 from fp8q.validate.sensitivity.document import KlAfter, Loss, Sensitivity
@@ -72,7 +73,7 @@ def test_what_is_advised_can_be_done(demo_run: Run, tmp_path: Path, fp8q: Any, w
     with without_graphs():
         fp8q(*remedy.command.split()[1:])
     scales = load_scales(run)
-    assert scales.tails
+    assert tails_of(scales.forms)
     assert {weight.rounding for weight in scales.weights.values()} == {"gptq"}
 
 

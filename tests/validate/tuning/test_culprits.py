@@ -16,6 +16,7 @@ from fp8q.api import CalibrateOptions, SensitivityOptions, TuneOptions, Validate
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.shared.sources import source_of
 
@@ -102,4 +103,4 @@ def test_outlier_channels_take_two_terms(
     with without_graphs():
         run = api.calibrate(str(tmp_path / "damaged"), texts[0], tmp_path / "run", texts[1], options)
     scales = load_scales(healed(run, DAMAGED, "activation", "two_terms"))
-    assert set(scales.two_terms) == GROUP
+    assert set(in_two_codes(scales.forms)) == GROUP

@@ -16,6 +16,7 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.scales.scheme import in_two_codes, tails_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.pipeline.stage import Notes
@@ -183,8 +184,8 @@ def test_what_is_applied_is_what_was_measured(tuned: Tuning, run: Run, keeping_g
     assert copy.onnx.is_file()
     scales = load_scales(copy)
     recipe = found.chosen.recipe
-    assert scales.two_terms == [name for name in scales.weights if name in {*recipe.tail, *recipe.two_terms}]
-    assert scales.tails == dict.fromkeys((name for name in scales.weights if name in recipe.tail), 64)
+    assert in_two_codes(scales.forms) == [name for name in scales.weights if name in {*recipe.tail, *recipe.two_terms}]
+    assert tails_of(scales.forms) == dict.fromkeys((name for name in scales.weights if name in recipe.tail), 64)
     assert {weight.rounding for weight in scales.weights.values()} == {found.chosen.weight_rounding}
     assert scales.weights.keys() == load_scales(run).weights.keys() - {*recipe.skip}
     assert list(dict.fromkeys(name.rpartition(".")[0] for name in scales.wide_cache)) == recipe.kv_skip
