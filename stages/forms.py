@@ -29,8 +29,7 @@ from ..core.memory import release_memory
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter, WorkFolder
-from ..options import DYNAMIC, TWO, FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
-from ..options.form import Form as InputForm
+from ..options import DYNAMIC, TWO, Form, FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
@@ -41,7 +40,7 @@ from ..validate.accuracy.perplexity import prompt_of
 from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
 from ..validate.sensitivity.document import Sensitivity
-from ..validate.tuning.choices import CODES, SERVED, Form, Group, Mix, RoundingName, Shape, limited_to
+from ..validate.tuning.choices import CODES, SERVED, Group, GroupForm, Mix, RoundingName, Shape, limited_to
 from ..validate.tuning.form_choice import (
     ALLOW_MORE,
     NO_FORM_MEETS,
@@ -189,12 +188,12 @@ def _beginning(task: FormTask) -> tuple[dict[str, tuple[str, ...]], Mix]:
     return {first: tuple(members) for first, members in progress.groups.items()}, mix
 
 
-def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[Form, ...]:
+def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[GroupForm, ...]:
     """List the forms on codes that `server` computes and the model may have."""
-    possible: dict[Form, InputForm] = {
-        "dynamic": DYNAMIC, "tail": InputForm("tail", asked.tail_length), "two_terms": TWO,
+    possible: dict[GroupForm, Form] = {
+        "dynamic": DYNAMIC, "tail": Form("tail", asked.tail_length), "two_terms": TWO,
     }  # fmt: skip
-    forms: list[Form] = ["one_term"]
+    forms: list[GroupForm] = ["one_term"]
     for form, input_form in possible.items():
         if form in SERVED[server][0]:
             try:
@@ -215,7 +214,7 @@ def _without_bf16(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(replace(group, forms=tuple(form for form in group.forms if form != "bf16")) for group in groups)
 
 
-def _without_dearer(groups: Sequence[Group], on_codes: tuple[Form, ...]) -> tuple[Group, ...]:
+def _without_dearer(groups: Sequence[Group], on_codes: tuple[GroupForm, ...]) -> tuple[Group, ...]:
     """Leave out two codes and weights alone where a group may have a tail: that loses as little of answers for less."""
     dearer = {"two_terms", "weights_alone"}
     return tuple(

@@ -44,8 +44,8 @@ from ..validate.tuning.choices import (
     CACHES,
     COARSEST,
     ROUNDINGS,
-    Form,
     Group,
+    GroupForm,
     Mix,
     Price,
     RoundingName,
@@ -213,7 +213,7 @@ def _candidates(
     """The scales of all choices, the places of their codes, and the available ways of rounding."""
     statistics = load_statistics(run)
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
-    gemms, inputs = gemms_of(source, options), dict["Form", "Mapping[str, TensorScale]"]()
+    gemms, inputs = gemms_of(source, options), dict["GroupForm", "Mapping[str, TensorScale]"]()
     for form, asked in options_of(options, source.max_positions).items():
         inputs[form] = choose_scales(source, statistics, gemms, asked).activations
     roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]

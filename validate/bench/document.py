@@ -32,7 +32,7 @@ from ...serve.loop.sessions import NEW
 #: Writes a measured quantity, with four digits.
 DIGITS = "{:.4g}".format
 #: The types that the cache may have.
-Form = Literal["bf16", "fp8"]
+CacheForm = Literal["bf16", "fp8"]
 
 
 class BenchProtocol(Strict):
@@ -79,8 +79,8 @@ class Capacity(Strict):
     weight_bytes: int = Field(description="all weights, as they are stored")
     step_bytes: int = Field(description="that a decode step of one sequence at its last position reads")
     improvement: float = Field(description="the first variant's step_bytes over these: what decoding can gain at most")
-    cache_bytes: dict[Form, int] = Field(description="of a position, in either form")
-    largest_batch: dict[Form, int] = Field(description="sequences that fit beside the weights")
+    cache_bytes: dict[CacheForm, int] = Field(description="of a position, in either form")
+    largest_batch: dict[CacheForm, int] = Field(description="sequences that fit beside the weights")
 
 
 class Bench(Strict):
@@ -120,7 +120,7 @@ def bench_table(rows: Sequence[BenchRow]) -> Table[BenchRow]:
 def capacity_table(bench: Bench) -> Table[Capacity]:
     """Tabulate the capacities, for the memory and the sequences that its title names."""
 
-    def largest(form: Form) -> Column[Capacity]:
+    def largest(form: CacheForm) -> Column[Capacity]:
         return Column(f"largest batch, {form.upper()} cache", lambda row: row.largest_batch[form], count)
 
     columns: tuple[Column[Any], ...] = (
@@ -219,7 +219,7 @@ def capacities(models: Sequence[tuple[str, Footprint]], positions: int, memory: 
     first = models[0][1].cost.step_bytes(positions)
     rows = []
     for name, model in models:
-        cache: dict[Form, int] = {"bf16": BF16_BYTES * model.values, "fp8": model.values}
+        cache: dict[CacheForm, int] = {"bf16": BF16_BYTES * model.values, "fp8": model.values}
         rows.append(
             Capacity(
                 variant=name,

@@ -104,7 +104,7 @@ def standing(run: Run) -> Standing:
         repository=current("triton"),
         alone=name_in_commands(run.model) if run.without_graph() else None,
         form=forms_in_words(scales),
-        plugin=bool(scales.two_terms),
+        plugin=bool(in_two_codes(scales.forms)),
         one_code=_one_code(run),
         more=_more(run),
         remedy=remedy_of(run) if current("sensitivity") else None,

@@ -31,10 +31,10 @@ from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
 from ..accuracy.perplexity import prompt_of
 from ..sensitivity.site_quantizers import input_with_tail
-from .choices import Form, Mix
+from .choices import GroupForm, Mix
 
 #: The rounding of codes, and the form of the activation that they are for.
-Kind = tuple[str, Form]
+Kind = tuple[str, GroupForm]
 #: Says of a folder that what was gathered in it is complete.
 DONE = "done"
 
@@ -48,14 +48,14 @@ class Candidates:
 
     model: PreTrainedModel
     groups: Mapping[str, tuple[str, ...]]
-    inputs: Mapping[Form, Mapping[str, TensorScale]]
+    inputs: Mapping[GroupForm, Mapping[str, TensorScale]]
     codes: Mapping[Kind, RoundedCodes]
     cache: Mapping[str, torch.Tensor]
     tails: Mapping[str, Tail]
     call: CallPositions
 
     @property
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[GroupForm, ...]:
         """The forms in which weights are codes."""
         return (*self.inputs, "weights_alone")
 
@@ -75,14 +75,14 @@ class Candidates:
         """Layer index -> name of the module that writes that layer of the cache."""
         return attention_modules(self.model)
 
-    def weight(self, module: str, rounding: str, form: Form) -> torch.Tensor:
+    def weight(self, module: str, rounding: str, form: GroupForm) -> torch.Tensor:
         """Dequantize the codes of a weight, float32 [out, in]."""
         rounded = self.codes[rounding, form].get(module)
         assert rounded is not None, "every GEMM is rounded in every way before it is looked at"
         codes, scale = rounded
         return (codes.float() * scale[:, None]).to(self.model.device)
 
-    def input(self, module: str, form: Form, x: torch.Tensor) -> torch.Tensor:
+    def input(self, module: str, form: GroupForm, x: torch.Tensor) -> torch.Tensor:
         """Dequantize the codes of the input `x` of the GEMM `module`."""
         if form == "weights_alone":
             return x
@@ -129,7 +129,7 @@ class Candidates:
             yield fp8_cache({name: scale for name, scale in self.cache.items() if mix.codes(name)}, self.model)
 
     def _rounding(
-        self, name: str, form: Form
+        self, name: str, form: GroupForm
     ) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
         return lambda module, inputs: (self.input(name, form, inputs[0]), *inputs[1:])
 

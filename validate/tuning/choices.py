@@ -18,23 +18,24 @@ from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, S
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
 from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_BYTES, Cost, tail_terms
 
-Form = Literal["one_term", "dynamic", "tail", "two_terms", "weights_alone", "bf16"]
-FORMS: tuple[Form, ...] = get_args(Form)
+#: The form of a group of GEMMs: that of their input, or `bf16` where their weights stay in BF16 too.
+GroupForm = Literal["one_term", "dynamic", "tail", "two_terms", "weights_alone", "bf16"]
+FORMS: tuple[GroupForm, ...] = get_args(GroupForm)
 #: The values of `--activation-terms` for the forms that `tune` has candidates of, but BF16.
-TERMS: dict[Form, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
+TERMS: dict[GroupForm, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
 #: The forms that a server computes as fp8q does, of dense GEMMs and of experts. vLLM has no GEMM of experts in
 #: two terms or with FP8 weights alone, and wants all experts of a layer in one form. No graph has dynamic scales.
-ONE_CODE: tuple[Form, ...] = ("one_term", "weights_alone", "bf16")
-STATIC: tuple[Form, ...] = tuple(form for form in FORMS if form != "dynamic")
-EXPERTS_IN_VLLM: tuple[Form, ...] = ("one_term",)
-SERVED: Mapping[Server, tuple[tuple[Form, ...], tuple[Form, ...]]] = {
+ONE_CODE: tuple[GroupForm, ...] = ("one_term", "weights_alone", "bf16")
+STATIC: tuple[GroupForm, ...] = tuple(form for form in FORMS if form != "dynamic")
+EXPERTS_IN_VLLM: tuple[GroupForm, ...] = ("one_term",)
+SERVED: Mapping[Server, tuple[tuple[GroupForm, ...], tuple[GroupForm, ...]]] = {
     "tensorrt": (STATIC, STATIC),
     "vllm-plugin": (FORMS, EXPERTS_IN_VLLM),
     "vllm": (("one_term", "dynamic", "weights_alone", "bf16"), EXPERTS_IN_VLLM),
     "any": (ONE_CODE, EXPERTS_IN_VLLM),
 }
 #: The form that loses most.
-COARSEST: Form = "one_term"
+COARSEST: GroupForm = "one_term"
 RoundingName = Literal["nearest", "gptq", "sequential"]
 #: Those that `tune` has candidates of.
 ROUNDINGS: tuple[RoundingName, ...] = ("nearest", "gptq")
@@ -43,7 +44,7 @@ CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
 SECONDARY = 1e-4
 
 
-def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, ScaleOptions]:
+def options_of(options: ScaleOptions, positions: int | None) -> dict[GroupForm, ScaleOptions]:
     """Return form of codes of inputs -> `options` that give it to every module; inherited scales are those of one term.
 
     A tail is as long as `options` have it; a model of no more `positions` (None: no limit) has none.
@@ -56,7 +57,7 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
         q_scale=False,
     )
     exact = replace(plain, inherit=False)
-    by_form: dict[Form, ScaleOptions] = {"one_term": plain}
+    by_form: dict[GroupForm, ScaleOptions] = {"one_term": plain}
     tail = options.tail_length
     if positions is None or tail < positions:
         by_form["tail"] = replace(exact, activation_terms="tail", exact_tail=tail)
@@ -67,12 +68,12 @@ def options_of(options: ScaleOptions, positions: int | None) -> dict[Form, Scale
 CODES = "fp8"
 
 
-def variant(rounding: str, form: Form) -> str:
+def variant(rounding: str, form: GroupForm) -> str:
     """Name a group's loss in one form, its weights rounded so."""
     return f"{rounding} {form}"
 
 
-def form_of(scale: TensorScale | None) -> Form:
+def form_of(scale: TensorScale | None) -> GroupForm:
     """The form of an activation with this scale; None: it stays in BF16, before a weight in FP8."""
     if scale is None:
         return "weights_alone"
@@ -93,17 +94,17 @@ class Group:
     name: str
     weights: Mapping[str, tuple[int, int]]
     tail: int = DEFAULT_EXACT_TAIL
-    forms: tuple[Form, ...] = FORMS
+    forms: tuple[GroupForm, ...] = FORMS
 
-    def bytes_of(self, form: Form) -> int:
+    def bytes_of(self, form: GroupForm) -> int:
         """Return the bytes that a decode step reads of their weights."""
         if form == "bf16":
             return sum(BF16_BYTES * prod(shape) for shape in self.weights.values())
         return sum(prod(shape) + SCALE_BYTES * shape[0] for shape in self.weights.values())
 
-    def operations_of(self, form: Form) -> int:
+    def operations_of(self, form: GroupForm) -> int:
         """Count the multiplications for each token of a prompt, in multiplications of FP8 codes."""
-        terms: dict[Form, float] = {"one_term": 1, "dynamic": 1, "tail": tail_terms(self.tail), "two_terms": 2}
+        terms: dict[GroupForm, float] = {"one_term": 1, "dynamic": 1, "tail": tail_terms(self.tail), "two_terms": 2}
         return round(sum(map(prod, self.weights.values())) * terms.get(form, BF16_OPERATIONS))
 
 
@@ -113,12 +114,12 @@ class Mix:
     whose cache stays in BF16.
     """
 
-    forms: Mapping[str, Form]
+    forms: Mapping[str, GroupForm]
     rounding: str
     kv_cache: KvCache
     wide_cache: tuple[str, ...] = ()
 
-    def groups_in(self, form: Form) -> list[str]:
+    def groups_in(self, form: GroupForm) -> list[str]:
         """List the groups in this form."""
         return [name for name, group_form in self.forms.items() if group_form == form]
 

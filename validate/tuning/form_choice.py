@@ -11,11 +11,11 @@ from ...core.files import PLAIN, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, KvCache, Server
 from ..accuracy.decision import of_100, percent
-from .choices import Form, Group, Mix
+from .choices import Group, GroupForm, Mix
 from .form_search import input_form
 
 #: A form in words, by its name in a mix.
-WORDS: dict[Form, str] = {
+WORDS: dict[GroupForm, str] = {
     "one_term": "one code",
     "dynamic": "one code, scales of tokens",
     "two_terms": "two codes",
@@ -81,7 +81,7 @@ class FormChoice(Strict):
 def mix_in_words(groups: tuple[Group, ...], mix: Mix, tail: int) -> str:
     """Describe a mix in words: `a tail of 64`, or the numbers of modules in each form."""
     words = {**WORDS, "tail": input_form("tail", tail).words}
-    counts = Counter[Form]()
+    counts = Counter[GroupForm]()
     for group in groups:
         counts[mix.forms[group.name]] += len(group.weights)
     (form, most), *others = counts.most_common()

@@ -15,10 +15,9 @@ from fnmatch import fnmatchcase
 from math import prod
 from re import sub
 
-from ...options import BF16, DYNAMIC, ONE, TWO, KvCache, ScaleOptions
-from ...options.form import Form as InputForm
+from ...options import BF16, DYNAMIC, ONE, TWO, Form, KvCache, ScaleOptions
 from ..sensitivity.document import Sensitivity
-from .choices import CODES, FORMS, Form, Group, Mix, Price, RoundingName, Shape, members, variant
+from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, members, variant
 from .solve import Correction, Losses, Problem, same
 
 #: A mix that uses this share of what is aimed at is not made cheaper.
@@ -37,7 +36,7 @@ class EvenPrice(Price):
 
 
 def group_losses(
-    sensitivity: Sensitivity, on_codes: Sequence[Form], roundings: tuple[RoundingName, ...], kv_cache: KvCache
+    sensitivity: Sensitivity, on_codes: Sequence[GroupForm], roundings: tuple[RoundingName, ...], kv_cache: KvCache
 ) -> Losses:
     """Sum the predicted losses of weights and inputs for each group of GEMMs, in every form and rounding.
 
@@ -53,7 +52,12 @@ def group_losses(
         read = [weights[name] for name in loss.shared_by or [loss.module] if name in weights]
         exact = loss.kl_after.two_terms or 0.0
         by_token = loss.kl_nats if loss.kl_after.dynamic is None else loss.kl_after.dynamic
-        inputs: dict[Form, float] = {"one_term": loss.kl_nats, "dynamic": by_token, "tail": exact, "two_terms": exact}
+        inputs: dict[GroupForm, float] = {
+            "one_term": loss.kl_nats,
+            "dynamic": by_token,
+            "tail": exact,
+            "two_terms": exact,
+        }
         group = parts.setdefault(loss.module, {})
         for rounding in roundings:
             compensated = rounding == "gptq" != roundings[0]
@@ -141,9 +145,9 @@ def uniform_forms(shape: Shape, losses: Losses, run_mix: Mix) -> list[Mix]:
     return listed
 
 
-def input_form(form: Form, tail: int) -> InputForm:
+def input_form(form: GroupForm, tail: int) -> Form:
     """Return the form of inputs, as `--form` has it; of a module in BF16 that of one code, which has no effect."""
-    forms = {"dynamic": DYNAMIC, "tail": InputForm("tail", tail), "two_terms": TWO, "weights_alone": BF16}
+    forms = {"dynamic": DYNAMIC, "tail": Form("tail", tail), "two_terms": TWO, "weights_alone": BF16}
     return forms.get(form, ONE)
 
 
@@ -151,7 +155,7 @@ def mix_options(groups: Sequence[Group], mix: Mix, tail: int, before: ScaleOptio
     """The options of `fp8q scales` that make `mix` of a run with the options `before`: the form of most weights for all
     modules, and rules for the others, of all layers at once where these agree.
     """
-    weights = Counter[Form]()
+    weights = Counter[GroupForm]()
     for group in groups:
         if mix.forms[group.name] != "bf16":
             weights[mix.forms[group.name]] += sum(map(prod, group.weights.values()))

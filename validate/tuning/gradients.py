@@ -15,7 +15,7 @@ from ...calibrate.model.gemms import output_channel_axis
 from ..sensitivity.document import Predicted
 from ..sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
 from .candidates import Candidates
-from .choices import CODES, ROUNDINGS, Form, variant
+from .choices import CODES, ROUNDINGS, GroupForm, variant
 
 
 def predict_choices(
@@ -53,7 +53,7 @@ def predict_choices(
     return result, {name: x.shape[1] * x.shape[3] for name, x in seen.cache.items()}
 
 
-def _output_error(candidates: Candidates, module: str, rounding: str, form: Form, x: torch.Tensor) -> torch.Tensor:
+def _output_error(candidates: Candidates, module: str, rounding: str, form: GroupForm, x: torch.Tensor) -> torch.Tensor:
     """ŵ x̂ - w x."""
     gemm = candidates.gemms[module]
     weight = gemm.weight

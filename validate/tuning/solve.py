@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ...options import KvCache
 from ...quantize.scales.decisions import CACHE_PARTS
-from .choices import CODES, FORMS, Form, Group, Mix, Price, RoundingName, Shape, changes, variant
+from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, changes, variant
 
 #: Parts of the budget that losses are counted in.
 LEVELS = 20_000
@@ -133,7 +133,7 @@ CHANGED = 1e-9
 #: The choices for the cache of a layer: codes, or the compute type.
 CODED, IN_BF16 = "coded", "wide"
 #: Forms that cost the same, and lose nothing but the rounding of weights: a group is offered one of them.
-EXACT: tuple[Form, ...] = ("two_terms", "weights_alone")
+EXACT: tuple[GroupForm, ...] = ("two_terms", "weights_alone")
 #: The smallest loss whose logarithm is taken.
 SMALLEST = 1e-12
 
@@ -150,9 +150,9 @@ class Losses:
     parts: Mapping[str, Mapping[str, float]]
     roundings: tuple[RoundingName, ...]
     caches: tuple[KvCache, ...]
-    on_codes: tuple[Form, ...]
+    on_codes: tuple[GroupForm, ...]
 
-    def group(self, name: str, form: Form, rounding: str) -> float:
+    def group(self, name: str, form: GroupForm, rounding: str) -> float:
         """Return the loss of a group in a form; 0 in BF16, or where no token reached it."""
         return 0.0 if form == "bf16" or name not in self.parts else self.parts[name][variant(rounding, form)]
 
@@ -219,7 +219,7 @@ class Problem:
         rounding = min(losses.roundings, key=lambda method: min(losses.group(*item, method) for item in finest.items()))
         left = min(finest, key=lambda name: losses.group(name, finest[name], rounding))
         in_bf16 = {group.name for group in self.shape.groups if "bf16" in group.forms and group.name != left}
-        forms: dict[str, Form] = {name: "bf16" if name in in_bf16 else form for name, form in finest.items()}
+        forms: dict[str, GroupForm] = {name: "bf16" if name in in_bf16 else form for name, form in finest.items()}
         return Mix({**self.run_mix.forms, **forms}, rounding, losses.caches[0])
 
     @property
@@ -294,7 +294,7 @@ class Problem:
             for form in self._forms(group)
         ]
 
-    def _forms(self, group: Group) -> list[Form]:
+    def _forms(self, group: Group) -> list[GroupForm]:
         """List the forms that `group` may take: one of those that lose nothing but the rounding of weights; its form in
         the run where no loss of it is known.
         """

@@ -10,8 +10,8 @@ from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.validate.tuning.choices import (
     FORMS,
     ROUNDINGS,
-    Form,
     Group,
+    GroupForm,
     Mix,
     Price,
     Shape,
@@ -199,7 +199,7 @@ def test_something_stays_in_fp8_whatever_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("own", ["one_term", "two_terms"])
-def test_a_group_whose_loss_is_not_known_stays_as_it_is(own: Form) -> None:
+def test_a_group_whose_loss_is_not_known_stays_as_it_is(own: GroupForm) -> None:
     """No token came by `down`: of q and k 3 is too much for a budget of 2, and 1 is not."""
     losses = replace(LOSSES, parts={name: found for name, found in LOSSES.parts.items() if name != "down"})
     tried = Problem(losses, SHAPE, Price(SHAPE.plain, "memory", 10), mix(down=own))

@@ -6,7 +6,7 @@ import pytest
 
 from fp8q.options import ScaleOptions
 from fp8q.validate.sensitivity.document import KlAfter, Loss, Sensitivity
-from fp8q.validate.tuning.choices import SERVED, Form, Group, Mix, Shape, limited_to
+from fp8q.validate.tuning.choices import SERVED, Group, GroupForm, Mix, Shape, limited_to
 from fp8q.validate.tuning.form_choice import mix_in_words
 from fp8q.validate.tuning.form_search import (
     EvenPrice,
@@ -45,7 +45,7 @@ SENSITIVITY = Sensitivity(
 )
 
 
-def search(server: str, forms: tuple[Form, ...]) -> FormSearch:
+def search(server: str, forms: tuple[GroupForm, ...]) -> FormSearch:
     losses = group_losses(SENSITIVITY, forms, ("nearest", "gptq"), "off")
     shape = shape_of(GROUPS, SHAPES, 64, SHAPES)
     groups = limited_to(shape.groups, server, ())  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_where_nothing_meets_the_aim_modules_stay_in_bf16() -> None:
 )
 def test_no_form_is_offered_that_the_server_does_not_compute(server: str, forms: set[str]) -> None:
     assert {*SERVED[server][0]} - {"bf16"} == forms  # type: ignore[index]
-    every: tuple[Form, ...] = ("one_term", "dynamic", "tail", "two_terms")
+    every: tuple[GroupForm, ...] = ("one_term", "dynamic", "tail", "two_terms")
     found = search(server, every)
     whole = uniform_forms(found.problem.shape, found.problem.losses, found.problem.run_mix)
     assert {form for mix in whole for form in mix.forms.values()} == forms
@@ -117,7 +117,7 @@ def test_no_form_is_offered_that_the_server_does_not_compute(server: str, forms:
 
 def test_a_mix_is_given_by_few_rules() -> None:
     groups = tuple(Group(name, {name: (10, 10)}, 64) for name in GROUPS)
-    forms: dict[str, Form] = {
+    forms: dict[str, GroupForm] = {
         "layers.0.q": "bf16", "layers.0.down": "tail", "layers.1.q": "one_term", "layers.1.down": "tail"
     }  # fmt: skip
     mix = Mix(forms, "gptq", "off")

@@ -22,7 +22,7 @@ from fp8q.stages.other_text import evaluation
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import PredictedCandidates, batches_of, check_met, parted, predicted_candidates
-from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, Form, Mix
+from fp8q.validate.tuning.choices import ROUNDINGS, TERMS, GroupForm, Mix
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.gradients import predict_choices
 from fp8q.validate.tuning.joint import Measured, believed, measure_mixes, ratio
@@ -123,7 +123,7 @@ def test_the_model_as_the_run_s_mix_has_it_is_the_checkpoint(
 def test_a_group_s_loss_is_predicted_as_it_is_measured(
     prepared: PredictedCandidates, choosing: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    wide: dict[str, Form] = dict.fromkeys(prepared.run_mix.forms, "bf16")
+    wide: dict[str, GroupForm] = dict.fromkeys(prepared.run_mix.forms, "bf16")
     for rounding in ROUNDINGS:
         for form in TERMS:
             predicted, measured = 0.0, 0.0
