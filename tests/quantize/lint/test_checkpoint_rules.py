@@ -168,6 +168,17 @@ def odd_blocks(it: Damaged) -> None:
     it.tensors[f"{DOWN}.weight"] = it.tensors[f"{DOWN}.weight"][:192]
 
 
+def name_no_down_projection(it: Damaged) -> None:
+    (group,) = it.quantization["config_groups"].values()
+    group["targets"] = ["re:.*self_attn.*", "re:.*(gate|up)_proj$"]
+
+
+def rotate_while_running(it: Damaged) -> None:
+    place = {"targets": ["re:.*o_proj$"], "location": "input"}
+    back = place | {"location": "weight_input", "inverse": True}
+    it.quantization["transform_config"] = {"config_groups": {"R4": {"type": "hadamard", "apply": [place, back]}}}
+
+
 def set_one(name: str, value: float) -> Callable[[Damaged], None]:
     """The first value of a module's scale (`weight` or `input`) of the module O."""
 
@@ -290,6 +301,11 @@ CASES = {
     "a code of NaN": Case("C123", set_code(3, 5, 0x7F), of(f"{O}.weight")),
     "a code of NaN with its sign": Case("C123", set_code(-1, -1, 0xFF), of(f"{O}.weight")),
     "a scale without its weight": Case("C124", lambda it: drop(it, f"{O}.weight"), lambda it: it.scale(O)),
+    "codes that no target names": Case("C130", name_no_down_projection, of("model.layers.0.mlp.down_proj.weight"),
+                                       ("compressed-tensors",)),
+    "a field that nobody knows": Case("C131", lambda it: it.quantization.update(weight_rotation="hadamard"),
+                                      of("config.json"), ("fp8",)),
+    "rotations while it runs": Case("C132", rotate_while_running, of("config.json"), ("compressed-tensors",)),
     "a weight cut off": Case("C125", lambda it: it.tensors.update(
         {f"{O}.weight": it.tensors[f"{O}.weight"][:64, :100]}), of(f"{O}.weight"), STATIC),
 }  # fmt: skip
