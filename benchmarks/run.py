@@ -87,6 +87,7 @@ BY_HAND: Mapping[str, str] = {
         "../shared/data/wikitext-2-raw-test.txt"
     ),
     "convert": "convert.py",
+    "convert_classes": "convert_classes.py",
     "mxfp8": "mxfp8.py",
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(exact|gptq, (weighed|16|the worst)|nearest)'",

@@ -25,7 +25,7 @@ KEYWORDS, PAGE = ROOT / "options" / "keywords.py", ROOT / "docs" / "reference" /
 INNER = {"form_named", "explicit"}
 HEAD = '''"""The options that the functions of `fp8q.api` take by name, for type checkers and editors.
 
-Made by `python docs/public_api.py --write` of the option classes; not to be changed by hand.
+Written by `docs/public_api.py` from the option classes; not to be changed by hand.
 """
 
 from collections.abc import Sequence

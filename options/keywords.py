@@ -1,6 +1,6 @@
 """The options that the functions of `fp8q.api` take by name, for type checkers and editors.
 
-Made by `python docs/public_api.py --write` of the option classes; not to be changed by hand.
+Written by `docs/public_api.py` from the option classes; not to be changed by hand.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class CalibrateSettings(TypedDict, total=False):
     seed: int | None
     revision: str | None
     trust_remote_code: bool
-    tokenizer: Literal["file", "auto"]
+    tokenizer: Literal["file", "auto"] | None
     adapter: Sequence[str | Path]
     adapter_mode: Literal["merge", "beside"]
     batch_size: int
@@ -340,7 +340,7 @@ class RunSettings(TypedDict, total=False):
     seed: int | None
     revision: str | None
     trust_remote_code: bool
-    tokenizer: Literal["file", "auto"]
+    tokenizer: Literal["file", "auto"] | None
     adapter: Sequence[str | Path]
     adapter_mode: Literal["merge", "beside"]
     batch_size: int

@@ -37,6 +37,8 @@ They write nothing into a run:
     compare_pair     two checkpoints of one model on a text, without a run; its results have a directory of their own
     other_text       text other than the calibration text, read with the run's options
     convert          an FP8 checkpoint by a class or the names of tensors, without a run
+    convert_plan     what would be wrong with it, found before its first byte
+    convert_directory  its directory, which one call at a time writes
     push             a checkpoint and its card to the Hugging Face hub
     preflight        refuse, before the first stage writes, what later ones would refuse
     inspect          every module, and the outliers
@@ -45,6 +47,8 @@ They write nothing into a run:
     load             the FP8 model as Hugging Face's, for lm-eval and notebooks
     serve            the FP8 model, and the BF16 model, by OpenAI's API
     lint             an ONNX file, a Triton repository, a checkpoint or all of a run against the rules
+
+    cpu_time         the seconds of a token on this CPU, by those of calibrating
 
 They join stages:
 

@@ -7,7 +7,7 @@ number; and GPT-2 calls its positions `n_positions`. A default written here woul
 The defaults that transformers' classes declare are a table beside this file, so that hosts without transformers give
 the same answer, in no time. It holds the classes that generate text, and the language models in them. A type that it
 does not know is asked of transformers where that is installed: an older table misses new types, but gives no other
-value than before (docs/decisions/0095). `benchmarks/class_defaults.py --write` makes it, and a test holds it.
+value than before (docs/decisions/0095). `benchmarks/class_defaults.py` writes it, and a test holds it.
 """
 
 import json

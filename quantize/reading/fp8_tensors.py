@@ -28,17 +28,18 @@ from ...calibrate.checkpoint.weights import INDEX, SINGLE
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header
-from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, Form, Granularity, Scheme, declared_form
+from ..scales.scheme import Granularity
+from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, DeclaredScheme, FileForm, declared_form
 
 Float32s = npt.NDArray[np.float32]
 CODES = "F8_E4M3"
-#: Form -> the names that the scale of a weight may have; the form's own loader reads the first.
-WEIGHT_SCALES: Mapping[Form, tuple[str, ...]] = {
+#: FileForm -> the names that the scale of a weight may have; the form's own loader reads the first.
+WEIGHT_SCALES: Mapping[FileForm, tuple[str, ...]] = {
     "compressed-tensors": ("weight_scale",),
     "modelopt": ("weight_scale",),
     "fp8": ("weight_scale_inv", "weight_scale", "scale"),
 }
-INPUT_SCALES: Mapping[Form, tuple[str, ...]] = {
+INPUT_SCALES: Mapping[FileForm, tuple[str, ...]] = {
     "compressed-tensors": ("input_scale",),
     "modelopt": ("input_scale",),
     "fp8": ("activation_scale", "input_scale"),
@@ -74,7 +75,7 @@ class Codes:
     shape: tuple[int, ...]
     scale: str | None
     input_scale: str | None
-    scheme: Scheme | None
+    scheme: DeclaredScheme | None
     granularity: Granularity | None = None
     block: tuple[int, int] | None = None
 
@@ -206,7 +207,7 @@ def cache_parts(name: str) -> str:
 
 
 def granularity_of(
-    scale: tuple[int, ...], weight: tuple[int, ...], scheme: Scheme | None
+    scale: tuple[int, ...], weight: tuple[int, ...], scheme: DeclaredScheme | None
 ) -> tuple[Granularity | None, tuple[int, int] | None]:
     """Find the granularity of a scale of shape `scale`, and the rows and columns of the weight that share a value.
 

@@ -24,9 +24,10 @@ from typing import Any, Literal
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
+from ..scales.scheme import Granularity
 from .quantization_fields import FieldRemark, field_remarks
 
-Form = Literal["compressed-tensors", "modelopt", "fp8"]
+FileForm = Literal["compressed-tensors", "modelopt", "fp8"]
 
 
 class Matcher:
@@ -35,7 +36,7 @@ class Matcher:
     `rank`: 0 for a name, 1 for a pattern, 2 for a class; of several entries that match, the lowest rank counts.
     """
 
-    def __init__(self, text: str, form: Form, source: PatternFile):
+    def __init__(self, text: str, form: FileForm, source: PatternFile):
         """Take the entry `text` of the file `source`.
 
         Raises InputError for an expression that does not compile, or that might take forever to match.
@@ -62,8 +63,7 @@ class Matcher:
 
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
-#: Weights have one scale, one for each output channel, or one for each block of `Scheme.block`.
-Granularity = Literal["tensor", "channel", "block"]
+#: The parts of a weight that share a scale, as they are written.
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
 #: Inputs have one scale in the checkpoint, a scale that is computed at run time, or are not quantized.
 Inputs = Literal["static", "dynamic", "none"]
@@ -109,7 +109,7 @@ MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
 
 
 @dataclass(frozen=True)
-class Scheme:
+class DeclaredScheme:
     """The quantization of a module; `block`: rows and columns of the weight that share a scale, where it has blocks."""
 
     weights: Granularity
@@ -122,7 +122,7 @@ class SchemeGroup:
     """The modules that `targets` match, under one scheme."""
 
     targets: tuple[str, ...]
-    scheme: Scheme
+    scheme: DeclaredScheme
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class DeclaredQuantization:
     """
 
     source: Path
-    form: Form
+    form: FileForm
     groups: tuple[SchemeGroup, ...]
     ignore: tuple[str, ...] | None
     cache: bool
@@ -153,7 +153,7 @@ class DeclaredQuantization:
         return tuple(Matcher(pattern, self.form, self._patterns) for pattern in self.ignore or ())
 
     @cached_property
-    def _targets(self) -> tuple[tuple[Matcher, Scheme], ...]:
+    def _targets(self) -> tuple[tuple[Matcher, DeclaredScheme], ...]:
         """Matchers of all targets with their schemes, the most specific first (compressed-tensors' `match_targets`)."""
         targets = [
             (Matcher(target, self.form, self._patterns), group.scheme)
@@ -166,7 +166,7 @@ class DeclaredQuantization:
         """The entry of `ignore` that leaves a module out; None where there is none."""
         return next((matcher.text for matcher in self._matchers if matcher.matches(module)), None)
 
-    def scheme(self, module: str) -> Scheme | None:
+    def scheme(self, module: str) -> DeclaredScheme | None:
         """The scheme of a module; None where it is in `ignore` or no target matches it."""
         if self.ignored_by(module) is not None:
             return None
@@ -266,15 +266,15 @@ def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
     return DeclaredQuantization(source, "modelopt", tuple(groups), names, bool(cache), remarks=remarks)
 
 
-def _modelopt_scheme(source: Path, algorithm: str) -> Scheme:
+def _modelopt_scheme(source: Path, algorithm: str) -> DeclaredScheme:
     if algorithm.upper() not in MODELOPT:
         of = "awq" if algorithm.upper().startswith("W4A16") and "NVFP4" not in algorithm.upper() else algorithm
         raise refused(source, f"quant_method is 'modelopt' with quant_algo {algorithm or None!r}", of)
     return _scheme(*MODELOPT[algorithm.upper()])
 
 
-def _scheme(weights: Granularity, inputs: Inputs) -> Scheme:
-    return Scheme(weights, inputs, BLOCK if weights == "block" else None)
+def _scheme(weights: Granularity, inputs: Inputs) -> DeclaredScheme:
+    return DeclaredScheme(weights, inputs, BLOCK if weights == "block" else None)
 
 
 def _fine_grained(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
@@ -285,7 +285,7 @@ def _fine_grained(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
     ignore = said.get("modules_to_not_convert") or said.get("ignored_layers")
     names = None if ignore is None else _names(ignore, source, "modules_to_not_convert")
     inputs: Inputs = "static" if activation == "static" else "dynamic"
-    scheme = Scheme("block" if block else "tensor", inputs, block)
+    scheme = DeclaredScheme("block" if block else "tensor", inputs, block)
     cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
     groups, assumed = (SchemeGroup((".*",), scheme),), "weight_block_size" not in said
     remarks = field_remarks("fp8", said)
@@ -340,7 +340,7 @@ def _group(source: Path, name: str, group: Any) -> SchemeGroup:
     static = isinstance(activations, dict) and not activations.get("dynamic", False)
     inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
     block = (_block(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
-    scheme = Scheme(granularity, inputs, block)
+    scheme = DeclaredScheme(granularity, inputs, block)
     return SchemeGroup(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
 
 

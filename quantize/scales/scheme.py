@@ -30,7 +30,7 @@ _LISTS = {"dynamic_inputs": DYNAMIC, "block_inputs": BLOCK, "bf16_inputs": BF16}
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a module is quantized.
+    """The quantization of a module.
 
     `weights`: the part of the weight that shares a scale; None: the module stays in BF16, for the `reason`. `input`:
     the form of its input.

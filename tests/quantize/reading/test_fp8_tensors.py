@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from fp8q.calibrate.input.patterns import PatternFile
 from fp8q.core.errors import InputError
 from fp8q.quantize.reading.fp8_tensors import Checkpoint, open_checkpoint
-from fp8q.quantize.reading.quantization_config import Form, Matcher, Scheme
+from fp8q.quantize.reading.quantization_config import DeclaredScheme, FileForm, Matcher
 
 from . import fp8_checkpoints
 
@@ -35,19 +35,22 @@ def dequantized(checkpoint: Checkpoint, module: str) -> np.ndarray:
     return np.asarray(values * scales)
 
 
-FORMS: dict[str, tuple[Callable[[Path, Path], Path], Scheme]] = {
-    "compressed tensor": (fp8_checkpoints.compressed, Scheme("tensor", "static")),
-    "compressed channel": (lambda s, f: fp8_checkpoints.compressed(s, f, "channel"), Scheme("channel", "dynamic")),
+FORMS: dict[str, tuple[Callable[[Path, Path], Path], DeclaredScheme]] = {
+    "compressed tensor": (fp8_checkpoints.compressed, DeclaredScheme("tensor", "static")),
+    "compressed channel": (
+        lambda s, f: fp8_checkpoints.compressed(s, f, "channel"),
+        DeclaredScheme("channel", "dynamic"),
+    ),
     "compressed block": (
         lambda s, f: fp8_checkpoints.compressed(s, f, "block"),
-        Scheme("block", "dynamic", (128, 128)),
+        DeclaredScheme("block", "dynamic", (128, 128)),
     ),
-    "fp8 blocks": (fp8_checkpoints.fine_grained, Scheme("block", "dynamic", (128, 128))),
+    "fp8 blocks": (fp8_checkpoints.fine_grained, DeclaredScheme("block", "dynamic", (128, 128))),
     "fp8 odd blocks": (
         lambda s, f: fp8_checkpoints.fine_grained(s, f, (100, 96)),
-        Scheme("block", "dynamic", (100, 96)),
+        DeclaredScheme("block", "dynamic", (100, 96)),
     ),
-    "fp8 tensor": (lambda s, f: fp8_checkpoints.fine_grained(s, f, None), Scheme("tensor", "static")),
+    "fp8 tensor": (lambda s, f: fp8_checkpoints.fine_grained(s, f, None), DeclaredScheme("tensor", "static")),
 }
 
 
@@ -126,5 +129,5 @@ def test_a_scale_is_read_in_any_type_that_scales_have(
         ("fp8", "mlp.gate", "model.layers.1.mlp.gate_proj", False),
     ],
 )
-def test_names_are_matched_as_the_forms_loader_does(form: Form, pattern: str, module: str, matched: bool) -> None:
+def test_names_are_matched_as_the_forms_loader_does(form: FileForm, pattern: str, module: str, matched: bool) -> None:
     assert Matcher(pattern, form, PatternFile(Path("config.json"))).matches(module) is matched

@@ -15,7 +15,7 @@ from loaded_runtimes import compare_runtimes
 from fp8q.core.errors import GateError, InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
-from fp8q.options import VerdictLimits
+from fp8q.options import TWO, VerdictLimits
 from fp8q.stages.shared.gates import check_numbers, check_verdict
 from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy
@@ -199,7 +199,7 @@ def test_a_run_with_second_codes_is_tuned_for_the_server_that_multiplies_them(
     far = Accuracy(protocol=protocol, runtimes={"bf16": bf16, "reference": bf16.model_copy(update=FAR)})
     worse = far.model_copy(update={"verdict": decide(far, {}, ONE)})
     for modules, server in ((["a"], "vllm-plugin"), ([], "vllm")):
-        scales = SimpleNamespace(two_terms=modules)
+        scales = SimpleNamespace(forms=dict.fromkeys(modules, TWO))
         monkeypatch.setattr("fp8q.stages.shared.gates.load_scales", lambda run, scales=scales: scales)
         with pytest.raises(GateError, match=f" --for {server} --max-kl 0.00995` finds the cheapest mix"):
             check_verdict(Run(tmp_path), worse, ONE)

@@ -325,7 +325,11 @@ def test_what_cannot_be_loaded_leaves_nothing_behind(compared: Compare, tmp_path
 
 @pytest.mark.parametrize(("name", "content", "fault"), [
     ("tokenizer_config.json", b"{", "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2"),
-    ("generation_config.json", b"[", "does not parse: Expecting value at line 1, column 2; copy or download it again"),
+    (
+        "generation_config.json",
+        b"[",
+        "is not JSON (Expecting value: line 1 column 2 (char 1)); copy it again from the model",
+    ),
     ("chat_template.jinja", b"\xff", "is no text in UTF-8 ('utf-8' codec can't decode byte 0xff in position 0:"),
 ])  # fmt: skip
 def test_a_damaged_file_beside_the_weights_is_named_before_any_model_runs(

@@ -292,12 +292,12 @@ Usage = namedtuple("Usage", ("total", "used", "free"))
 def test_a_disk_without_room_is_refused_with_the_numbers(
     compared_briefly: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of three windows 64 · 256 values in BF16 twice and FP32, of two for modules in BF16 twice; each in two files."""
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - 1_048_575, 1_048_575))
+    """Of ten windows 64 · 256 values in BF16 twice and FP32, of two for modules in BF16 twice; each in two files."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(10**9, 10**9 - 2_883_583, 2_883_583))
     with pytest.raises(InputError) as refused:
         compared_briefly(stream=True)
     told = str(refused.value)
-    assert told.startswith("--stream: the hidden states take 1.05 MB on the disk of ")
+    assert told.startswith("--stream: the hidden states take 2.88 MB on the disk of ")
     assert told.endswith("free some, name another directory with --out, or give a smaller --max-tokens")
     assert not (tmp_path / "out").exists()
 
