@@ -29,13 +29,9 @@ ATTENTION_SCALES = "attention.safetensors"
 ADAPTERS = "adapters"
 #: The name of the adapter that `fp8q distill --train adapter` learned on the checkpoint, beside which it lies.
 LEARNED = "learned"
-#: The key of config.json for fields that only fp8q reads: `two_terms`, the modules whose input is two codes a value,
-#: which other loaders take for one; `tails`, those among them with second codes in so many last positions of a call
-#: alone; `dynamic_inputs`, the modules whose input has a scale for each token, as config.json's groups say too;
-#: `block_inputs`, those whose weight has a scale for each block, and their input one for each 128 values of a token;
-#: `bf16_inputs`, the modules of which the weight alone is codes; `wide_cache`, the attention modules whose cache
-#: stays in BF16 although the files have its scales; `stored`, patterns of the GEMMs' names in the files where the model
-#: calls them otherwise, with `{}` for each number.
+#: The key of config.json for fields that only fp8q reads: the forms of inputs and the layers whose cache stays in BF16
+#: (`quantize.scales.scheme`); `stored`, patterns of the GEMMs' names in the files where the model calls them otherwise,
+#: with `{}` for each number.
 FP8Q_CONFIG = "fp8q"
 #: The field under that key for the number of positions that a graph serves, where that is fewer than the model's.
 FP8Q_POSITIONS = "positions"

@@ -1,0 +1,81 @@
+"""Schemes of modules, and their spelling in config.json."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8q.options import BF16, BLOCK, DYNAMIC, ONE, TWO, Form
+from fp8q.quantize.scales.scheme import (
+    Scheme,
+    bf16_caches_in,
+    form_fields,
+    forms_in,
+    in_two_codes,
+    modules_in,
+    tails_of,
+)
+
+FORMS = {"a": ONE, "b": TWO, "c": Form("tail", 16), "d": DYNAMIC, "e": BLOCK, "f": BF16}
+FIELDS = {
+    "two_terms": ["b", "c"],
+    "tails": {"c": 16},
+    "dynamic_inputs": ["d"],
+    "block_inputs": ["e"],
+    "bf16_inputs": ["f"],
+    "wide_cache": ["layers.0.attn"],
+}
+forms = st.sampled_from([ONE, TWO, DYNAMIC, BLOCK, BF16]) | st.integers(1, 4096).map(lambda n: Form("tail", n))
+
+
+def test_each_form_has_its_list_in_config_json() -> None:
+    assert form_fields(FORMS, ["layers.0.attn"]) == FIELDS
+    assert list(form_fields(FORMS, ["layers.0.attn"])) == list(FIELDS)
+    assert form_fields({"a": ONE}) == {}
+
+
+def test_the_lists_give_the_forms_again() -> None:
+    assert forms_in(FIELDS) == {module: form for module, form in FORMS.items() if form != ONE}
+    assert bf16_caches_in(FIELDS) == ["layers.0.attn"]
+
+
+@given(st.dictionaries(st.text(min_size=1), forms))
+def test_what_is_written_is_what_is_read(chosen: dict[str, Form]) -> None:
+    read = forms_in(form_fields(chosen))
+    assert {module: read.get(module, ONE) for module in chosen} == chosen
+    assert read.keys() <= chosen.keys()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        [],
+        "two_terms",
+        {"two_terms": 3, "tails": ["b"], "dynamic_inputs": {"d": 1}},
+        {"two_terms": [1, None], "tails": {"c": 16}},
+        {"bf16_inputs": "abc"},
+    ],
+)
+def test_what_is_malformed_counts_as_absent(fields: Any) -> None:
+    assert forms_in(fields) == {}
+    assert bf16_caches_in(fields) == []
+
+
+@pytest.mark.parametrize("positions", [0, -1, True, 1.5, "16", None])
+def test_a_tail_of_no_length_is_two_codes_everywhere(positions: Any) -> None:
+    assert forms_in({"two_terms": ["a"], "tails": {"a": positions, "unlisted": 16}}) == {"a": TWO}
+
+
+def test_modules_are_listed_by_their_form() -> None:
+    assert modules_in(FORMS, BF16, DYNAMIC) == ["d", "f"]
+    assert in_two_codes(FORMS) == ["b", "c"]
+    assert tails_of(FORMS) == {"c": 16}
+
+
+def test_a_gemm_is_fp8_where_weight_and_input_are_codes() -> None:
+    assert [form for form in FORMS if Scheme("channel", FORMS[form]).fp8_gemm] == ["a", "b", "c", "d", "e"]
+    assert [form for form in FORMS if Scheme("tensor", FORMS[form]).weight_alone] == ["f"]
+    left = Scheme(None, BF16, "output head")
+    assert (left.fp8_gemm, left.weight_alone) == (False, False)
