@@ -58,11 +58,12 @@ class BesideWeights:
         """The bytes of the files that are copied."""
         return sum(file.stat().st_size for file in self.copied.values())
 
-    def remarks(self) -> list[str]:
-        """A line for each reason, with the names of what is left behind for it."""
+    def remarks(self, *unsaid: str) -> list[str]:
+        """A line for each reason but those `unsaid`, with the names of what is left behind for it."""
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in self.left.items():
-            names_by_reason.setdefault(reason, []).append(visible(name))
+            if reason not in unsaid:
+                names_by_reason.setdefault(reason, []).append(visible(name))
         lines = []
         for reason, names in names_by_reason.items():
             more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from ...calibrate.checkpoint.beside_weights import beside_weights
+from ...calibrate.checkpoint.beside_weights import CARD_REASON, HIDDEN, beside_weights
 from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
 from ...calibrate.checkpoint.weights import INDEX
@@ -109,6 +109,7 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS, ties)
         return done
     tokenized = _write_companions(source, directory, done, form, ties)
+    left = beside_weights(source.path, source.weight_files)
     for remark in (
         narrowing.remark,
         ties.remark,
@@ -118,7 +119,7 @@ def quantize_checkpoint(
         form.query_remark(done),
         form.limit,
         form.mtp_remark,
-        *(f"left beside the source: {line}" for line in beside_weights(source.path, source.weight_files).remarks()),
+        *(f"left beside the source: {line}" for line in left.remarks(CARD_REASON, HIDDEN)),
     ):
         if remark is not None:
             report.note(remark)

@@ -121,8 +121,10 @@ def _other_tokens_step(run: Run) -> NextStep | None:
 
 
 def _more(run: Run) -> str:
-    """The option that evaluates more text: the one that `fp8q validate` noted where windows were too few."""
-    if not wrote(run, run.accuracy, "validate"):
+    """The option that evaluates more text, for a verdict that is not known: the one that `fp8q validate` noted where
+    windows were too few.
+    """
+    if report_verdict(run).kind != "unknown" or not wrote(run, run.accuracy, "validate"):
         return LONGER_TEXT
     windows = len(next(iter(load_token_losses(run).values())))
     most = enough_tokens(load_accuracy(run).protocol, windows)
