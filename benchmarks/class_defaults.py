@@ -24,8 +24,20 @@ def declared_types() -> dict[str, ClassDefaults]:
         if kind in table or kind not in CONFIG_MAPPING:
             continue
         table[kind] = declared_by(CONFIG_MAPPING[kind])
+        if untied := untied_classes(kind):
+            table[kind]["untied"] = untied
         waiting += [inner] if (inner := table[kind].get("text")) else []
     return dict(sorted(table.items()))
+
+
+def untied_classes(kind: str) -> list[str]:
+    """The causal language models of the type `kind` that name no tied weights: transformers ties none then."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    mapped = NAMES.get(kind, ())
+    names = [mapped] if isinstance(mapped, str) else list(mapped)
+    return [name for name in names if not getattr(getattr(transformers, name), "_tied_weights_keys", None)]
 
 
 def rendered(table: dict[str, ClassDefaults]) -> str:

@@ -33,12 +33,13 @@ FIELDS = (
 class ClassDefaults(TypedDict, total=False):
     """The fields of a class: `defaults` of those that have one, None where it follows from others in a way of the
     class's own; `names` of fields in the class's files, where those are others; `text`, the type of the language model
-    inside it.
+    inside it; `untied`, the classes of models that tie no head, whatever the configuration says.
     """
 
     defaults: dict[str, Any]
     names: dict[str, str]
     text: str
+    untied: list[str]
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,10 +70,14 @@ def config_field(config: Mapping[str, Any], name: str) -> Any:
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
     """Tell whether the output head of the model of config.json is the embedding.
 
-    Where a model of several modalities states nothing, both its class and that of its language model must tie: of one
-    alone some loaders follow the one, and some the other.
+    A few classes of transformers tie nothing, whatever is stated. Where a model of several modalities states nothing,
+    both its class and that of its language model must tie: of one alone some loaders follow the one, some the other.
     """
     text = language_model(config)
+    architectures = config.get("architectures")
+    untied = declared_fields(_type(config)).get("untied", [])
+    if isinstance(architectures, list) and any(name in untied for name in architectures[:1]):
+        return False
     for part in (config, text):
         if TIE in part:
             return bool(part[TIE])

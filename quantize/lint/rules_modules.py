@@ -5,11 +5,11 @@ of the configuration, and layers for multi-token prediction.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from ...calibrate.checkpoint.class_defaults import TIE, language_model, ties_embeddings
+from ...calibrate.checkpoint.class_defaults import TIE, config_field, language_model, ties_embeddings
 from ...calibrate.checkpoint.mtp_layers import mtp_layers, mtp_prefixes
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
@@ -28,7 +28,21 @@ JOINED = (
 HEADS = ("lm_head", "embed_out", "output", "proj_out")
 #: Where attention has a GEMM of such a name (BigBird-Pegasus, RWKV).
 IN_A_LAYER = re.compile(r"\.\d+\.")
-EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "input_embedding", "shared")
+
+
+def vocabulary_table(checkpoint: Checkpoint, module: str) -> Literal["head", "embedding"] | None:
+    """Tell whether `module` is an output head or an embedding of tokens: a matrix outside of the numbered layers that
+    is called so and has a row for each token. A projection in an image's encoder, which is called so too, has fewer.
+    """
+    last = module.rpartition(".")[2]
+    if last not in HEADS + EMBEDDINGS or IN_A_LAYER.search(module):
+        return None
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    tokens = config_field(checkpoint.config, "vocab_size")
+    if weight is None or len(weight.shape) != 2 or (type(tokens) is int and weight.shape[0] < tokens):
+        return None
+    return "head" if last in HEADS else "embedding"
 
 
 def joined_modules(checkpoint: Checkpoint) -> Iterator[list[str]]:
@@ -110,9 +124,7 @@ def tied_head(checkpoint: Checkpoint) -> Broken:
     if not ties_embeddings(checkpoint.config):
         return
     for module, codes in checkpoint.codes.items():
-        last = module.rpartition(".")[2]
-        if (last in HEADS and not IN_A_LAYER.search(module)) or last in EMBEDDINGS:
-            what = "head" if last in HEADS else "embedding"
+        if (what := vocabulary_table(checkpoint, module)) is not None:
             yield codes.weight, f"is a {what} in FP8, and {_who_ties(checkpoint.config)}; leave it in BF16"
 
 
@@ -124,13 +136,13 @@ def head_of_tied_embedding(checkpoint: Checkpoint) -> Broken:
     """
     if not ties_embeddings(checkpoint.config):
         return
-    in_float = {
-        name.removesuffix(".weight").rpartition(".")[2]: name
+    in_float = [
+        name.removesuffix(".weight")
         for name, tensor in checkpoint.tensors.items()
-        if name.endswith(".weight") and tensor.dtype in FLOAT_TYPES and not IN_A_LAYER.search(name)
-    }
-    head = next((in_float[name] for name in HEADS if name in in_float), None)
-    embedding = next((in_float[name] for name in EMBEDDINGS if name in in_float), None)
+        if name.endswith(".weight") and tensor.dtype in FLOAT_TYPES
+    ]
+    head = _first_table(checkpoint, in_float, HEADS)
+    embedding = _first_table(checkpoint, in_float, EMBEDDINGS)
     if head is None:
         return
     if embedding is None:
@@ -138,6 +150,15 @@ def head_of_tied_embedding(checkpoint: Checkpoint) -> Broken:
     elif not checkpoint.same_bytes(head, embedding):
         remedy = f"say {TIE} false, or leave one out"
         yield head, f"is not {embedding}, and {_who_ties(checkpoint.config)}; {remedy}"
+
+
+def _first_table(checkpoint: Checkpoint, modules: list[str], names: tuple[str, ...]) -> str | None:
+    """The weight of the head or embedding among `modules` whose name comes first in `names`, if there is one."""
+    for last in names:
+        for module in modules:
+            if module.rpartition(".")[2] == last and vocabulary_table(checkpoint, module) is not None:
+                return f"{module}.weight"
+    return None
 
 
 def _who_ties(config: Mapping[str, Any]) -> str:
@@ -175,7 +196,8 @@ def unnamed_codes(checkpoint: Checkpoint) -> Broken:
         if checkpoint.declared.ignored_by(module) is not None:  # C121
             continue
         of_class = target is not None and target.is_class
-        if target is None or (of_class and module.rpartition(".")[2] in EMBEDDINGS and "Embedding" not in target.text):
+        is_embedding = vocabulary_table(checkpoint, module) == "embedding"
+        if target is None or (of_class and is_embedding and "Embedding" not in target.text):
             source = _source(checkpoint.declared)
             yield codes.weight, f"is in FP8, and no target of {source} names {module}; name it there, or {AGAIN}"
 

@@ -10,7 +10,7 @@ from ...calibrate.input.patterns import BoundedPattern, PatternFile
 from ...core.findings import Broken
 from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import CONFIG, Matcher
-from .rules_modules import EMBEDDINGS, HEADS, joined_modules
+from .rules_modules import joined_modules, vocabulary_table
 from .rules_scales import FLOAT_TYPES, readable
 from .rules_server_forms import ASK
 from .servers import Applies, Served, server_rule
@@ -289,9 +289,9 @@ def head_in_codes(served: Served) -> Broken:
     if checkpoint is None or checkpoint.declared.form == "modelopt":
         return
     for module, codes in checkpoint.codes.items():
-        last = module.rpartition(".")[2]
-        head = last in HEADS
-        if (head or last in EMBEDDINGS) and not _made_of_codes(served, checkpoint, module, head):
+        table = vocabulary_table(checkpoint, module)
+        head = table == "head"
+        if table is not None and not _made_of_codes(served, checkpoint, module, head):
             what = "output head" if head else "embedding"
             ends = ", or ends with an error over it" if served.server == "vllm" else ""
             copied = f"it copies the codes without their scale{ends}"

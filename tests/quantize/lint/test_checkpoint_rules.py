@@ -148,6 +148,7 @@ def cut(it: Damaged) -> None:
 
 def head_in_codes(it: Damaged) -> None:
     it.tensors |= {f"lm_head.{name[len(O) + 1 :]}": it.tensors[name].clone() for name in [*it.tensors] if O in name}
+    it.config["vocab_size"] = it.tensors["lm_head.weight"].shape[0]
 
 
 def another_head(it: Damaged) -> None:
@@ -415,3 +416,59 @@ def test_a_head_in_fp8_is_lost_where_the_class_ties_it(
         assert tied == []
     else:
         assert tied == [f"C118 tied-head: lm_head.weight: is a head in FP8, and {said}; leave it in BF16"]
+
+
+def image_encoder(it: Damaged) -> None:
+    """Janus: an attention inside its encoder of images ends in a `proj_out`, and the head is the embedding."""
+    it.tensors["model.vqmodel.encoder.mid.attn_1.proj_out.weight"] = torch.ones(512, 512, dtype=torch.bfloat16)
+
+
+def longer_embedding(it: Damaged) -> None:
+    """CPM-Ant: the embedding has another name, and rows for prompts besides those of the head."""
+    head = it.tensors.pop("model.embed_tokens.weight")
+    it.tensors |= {"cpmant.input_embedding.weight": torch.cat([head, head[:64]]), "lm_head.weight": head}
+    it.config |= {"model_type": "cpmant", "architectures": ["CpmAntForCausalLM"]}
+
+
+def head_of_another_name(it: Damaged) -> None:
+    it.tensors["shared.weight"] = it.tensors.pop("model.embed_tokens.weight")
+    it.tensors["lm_head.weight"] = 2 * it.tensors["shared.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        (image_encoder, []),
+        (longer_embedding, []),
+        (
+            head_of_another_name,
+            [
+                (
+                    "C129 head-beside-tie: lm_head.weight: is not shared.weight, and config.json ties both; "
+                    "say tie_word_embeddings false, or leave one out"
+                )
+            ],
+        ),
+    ],
+)
+def test_a_head_has_a_row_for_each_token(
+    damaged: Callable[[str], Damaged], change: Callable[[Damaged], None], lines: list[str]
+) -> None:
+    it = damaged("compressed-tensors")
+    it.config["tie_word_embeddings"] = True
+    change(it)
+    it.save()
+    assert [str(finding) for finding in checkpoint_findings(it.folder)[1] if finding.rule in ("C118", "C129")] == lines
+
+
+@pytest.mark.parametrize(("rows", "rules"), [(2048, ["C118"]), (2047, [])])
+def test_codes_of_a_projection_that_is_called_as_a_head_are_none(
+    damaged: Callable[[str], Damaged], rows: int, rules: list[str]
+) -> None:
+    it = damaged("compressed-tensors")
+    it.config["tie_word_embeddings"] = True
+    it.quantization["ignore"] = []
+    it.tensors["encoder.mid.proj_out.weight"] = torch.zeros(rows, 256).to(torch.float8_e4m3fn)
+    it.tensors["encoder.mid.proj_out.weight_scale"] = torch.tensor([0.001])
+    it.save()
+    assert [finding.rule for finding in checkpoint_findings(it.folder)[1] if finding.rule == "C118"] == rules
