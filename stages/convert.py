@@ -50,7 +50,8 @@ class Converted:
     transformers that said what is a linear layer, or that names did, and why; `largest_error_steps` of the
     step between neighbouring codes, `largest_relative_error` of a value that has a normal code; `resumed`: files of an
     earlier call that were checked and kept; `left`: name -> reason of what is not copied from beside the weights;
-    `warnings`: findings of the lint that are no errors.
+    `warnings`: findings of the lint that are no errors; `unloadable`: why transformers loads no FP8 checkpoint of this
+    class, if it does not.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class Converted:
     resumed: tuple[str, ...]
     left: dict[str, str]
     warnings: tuple[str, ...]
+    unloadable: str | None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,8 @@ def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) 
     check_plan(plan, source.name, source.path, source.config)
     for line in source.others.remarks():
         progress.note(f"not copied: {line}")
+    if plan.unloadable is not None:
+        progress.note(plan.unloadable)
     with writing(out, _planned_files(source, plan), progress):
         return _write(source, plan, out, options, progress)
 
@@ -177,6 +181,7 @@ def _write(source: _Source, plan: CheckpointPlan, out: Path, options: ConvertOpt
         tuple(writer.checked),
         dict(source.others.left),
         lint_written(checkpoint),
+        plan.unloadable,
     )
 
 

@@ -83,6 +83,21 @@ class Conversions:
         made = next((converter for converter in self._converters if pattern in converter.source_patterns), None)
         return tuple(type(operation).__name__ for operation in made.operations) if made else ()
 
+    def cutting(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The ends of names of weights in files of which transformers makes several weights -> those of these.
+
+        transformers' quantizers add the names of scales to the sources of each conversion whose first weight is in no
+        quantized layer (`HfQuantizer.update_weight_conversions`), and a conversion of several tensors to several ends
+        with an error, whatever the files hold.
+        """
+        return tuple(
+            (_unescaped(converter.source_patterns[0]), tuple(map(_unescaped, converter.target_patterns)))
+            for converter in self._converters
+            if len(converter.target_patterns) > 1
+            and not any(operation.supports_many_to_many for operation in converter.operations)
+            and all(source.endswith(".weight") for source in converter.source_patterns)
+        )
+
     def stored_names(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the names of experts' weights, as `expert_names` does."""
         names: dict[str, str] = {}

@@ -18,7 +18,7 @@ tags: [fp8{tag}]
 # {name}, FP8
 
 Converted by fp8q without text and without running the model: {form}.
-Linear layers are what {decided_by} says.
+Linear layers are what {decided_by} says.{unloadable}
 {quantized:,} tensors are E4M3 codes. Each code was decoded and compared with the number that it stands for: the largest
 error is {steps:.3g} of a step between codes, and {relative:.2%} of a value.
 
@@ -70,6 +70,7 @@ def card(plan: CheckpointPlan, name: str, errors: Errors, left: Sequence[str]) -
         form=FORMS[plan.form],
         quantized=plan.quantized,
         decided_by=plan.decided_by,
+        unloadable=f"\n**{plan.unloadable}.**" if plan.unloadable else "",
         steps=errors.steps,
         relative=errors.relative,
         kept="\n".join(lines),

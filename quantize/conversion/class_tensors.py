@@ -58,6 +58,7 @@ class ClassTensors:
 
     `linears`: each linear layer of the class -> the stored tensors that it is made of, and `file_names` its name in
     files, by the name of the module. `renamed`: stored tensors that get another name when experts are cut apart.
+    `cutting`: ends of names of stored weights -> those of the several weights that transformers makes of each.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ClassTensors:
     linears: Mapping[str, tuple[str, ...]]
     file_names: Mapping[str, str]
     renamed: Mapping[str, str]
+    cutting: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def class_tensors(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> ClassTensors:
@@ -84,7 +86,8 @@ def class_tensors(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
         linears = judge.linears(verdicts)
         file_names = {name: judge.file_name(name) for name in linears}
         renamed = judge.cut(verdicts, shapes)
-    return ClassTensors(f"{kind} of transformers {transformers.__version__}", verdicts, linears, file_names, renamed)
+    name = f"{kind} of transformers {transformers.__version__}"
+    return ClassTensors(name, verdicts, linears, file_names, renamed, judge.table.cutting())
 
 
 class _Judge:

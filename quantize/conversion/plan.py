@@ -77,8 +77,8 @@ class ShardPlan:
 class CheckpointPlan:
     """All files to write, in `form` and `layout`, and why matrices are kept, by the name of each tensor.
 
-    `cast`: the type of the source's weights, where the tensors that are kept are cast from it to BF16. `declared` and
-    `decided_by` are the selection's.
+    `cast`: the type of the source's weights, where the tensors that are kept are cast from it to BF16. `declared`,
+    `decided_by` and `unloadable` are the selection's.
     """
 
     form: ConvertForm
@@ -88,6 +88,7 @@ class CheckpointPlan:
     cast: str | None = None
     declared: frozenset[str] = frozenset()
     decided_by: str = ""
+    unloadable: str | None = None
 
     @property
     def quantized(self) -> int:
@@ -113,7 +114,15 @@ def plan_checkpoint(
     usual = types.most_common(1)[0][0]
     planner = _Planner(form, selection, None if usual == "BF16" else usual)
     shards = tuple(planner.shard(file) for file in files)
-    return CheckpointPlan(*form, shards, selection.unquantized, planner.cast, selection.declared, selection.decided_by)
+    return CheckpointPlan(
+        *form,
+        shards,
+        selection.unquantized,
+        planner.cast,
+        selection.declared,
+        selection.decided_by,
+        selection.unloadable,
+    )
 
 
 @dataclass

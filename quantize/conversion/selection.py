@@ -39,7 +39,8 @@ class Selection:
     reason of each, by the name of its tensor.
 
     `declared`: the modules that loaders must not take for FP8; `renamed`: tensors that are written under another name;
-    `decided_by`: the class of transformers that said what is a linear layer, or that names did, and why.
+    `decided_by`: the class of transformers that said what is a linear layer, or that names did, and why; `unloadable`:
+    why transformers loads no FP8 checkpoint of the class, if it does not.
     """
 
     matrices: tuple[str, ...]
@@ -48,6 +49,7 @@ class Selection:
     declared: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
     decided_by: str = ""
+    unloadable: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,22 @@ def select_tensors(
             f"all {len(unquantized)} matrices of the checkpoint stay as they are, so there is nothing to quantize",
             f"skip fewer with --skip, or change a copy of {RULES} and give it with --rules",
         )
-    selection = Selection(
-        tuple(matrices), stacks, unquantized, renamed=judged.renamed if judged else {}, decided_by=why
-    )
+    selection = Selection(tuple(matrices), stacks, unquantized, decided_by=why)
+    if judged is not None:
+        selection = replace(selection, renamed=judged.renamed, unloadable=_unloadable(judged, matrices))
     return replace(selection, declared=_declared(selection, headers, judged))
+
+
+def _unloadable(judged: ClassTensors, matrices: Sequence[str]) -> str | None:
+    """The reason why transformers loads no checkpoint of the class whose `matrices` are codes, if it does not."""
+    coded = [f"{judged.verdicts[name].module}{WEIGHT}" for name in matrices if name in judged.verdicts]
+    for source, targets in judged.cutting:
+        if not any(name.endswith(targets[0]) for name in coded):
+            return (
+                f"{judged.name} loads no FP8 checkpoint, whatever is quantized: it makes {' and '.join(targets)} of "
+                f"{source}, and its quantizers take no such conversion; servers with a class of their own do not ask it"
+            )
+    return None
 
 
 def _ask_class(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> tuple["ClassTensors | None", str]:

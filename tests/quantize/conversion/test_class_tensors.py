@@ -201,6 +201,23 @@ def test_a_shape_that_is_not_the_classs_leaves_it_to_the_name() -> None:
     assert found.unquantized == {"model.layers.0.self_attn.k_proj.weight": reason}
 
 
+def test_a_class_whose_weights_are_cut_when_it_is_loaded_says_that_it_cannot_be() -> None:
+    config = SMALL | {
+        "model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"], "head_dim": 16, "num_key_value_heads": 4,
+        "num_layers_per_stack": 1,
+    }  # fmt: skip
+    layer = "model.H_module.layers.0"
+    shapes = {f"{layer}.mlp.gate_up_proj.weight": (192, 64), f"{layer}.mlp.down_proj.weight": (64, 96)}
+    found = select_tensors(load_rules(), config, headers(shapes))
+    assert found.matrices == (f"{layer}.mlp.down_proj.weight",)
+    assert found.unloadable == (
+        f"{found.decided_by} loads no FP8 checkpoint, whatever is quantized: it makes mlp.gate_proj.weight and "
+        "mlp.up_proj.weight of mlp.gate_up_proj.weight, and its quantizers take no such conversion; servers with a "
+        "class of their own do not ask it"
+    )
+    assert selected("LlamaForCausalLM").unloadable is None
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
