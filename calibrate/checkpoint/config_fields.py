@@ -82,6 +82,11 @@ def _count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_INT
 
 
+def _positions(value: object) -> bool:
+    """Tell whether a value is a number of positions; transformers writes 1200.0 of them (MusicFlamingo)."""
+    return _count(int(value) if isinstance(value, float) and value.is_integer() else value)
+
+
 def _without_windows(config: Mapping[str, Any]) -> bool:
     layer_types = config.get("layer_types")
     listed = isinstance(layer_types, list) and bool(layer_types)
@@ -106,7 +111,8 @@ def _small(value: object) -> bool:
 #: Which keys, what their values must be unless they are null, and how to say it.
 KINDS: tuple[tuple[Callable[[str], object], Callable[[object], bool], str], ...] = (
     ({"architectures", "layer_types"}.__contains__, _strings, "a list of names"),
-    ({*LAYERS, *POSITIONS, "sliding_window"}.__contains__, _count, f"a whole number from 1 to {LARGEST_INT:,}"),
+    (set(POSITIONS).__contains__, _positions, f"a whole number from 1 to {LARGEST_INT:,}"),
+    ({*LAYERS, "sliding_window"}.__contains__, _count, f"a whole number from 1 to {LARGEST_INT:,}"),
     (
         {"vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"}.__contains__,
         _count,

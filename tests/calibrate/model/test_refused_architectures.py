@@ -76,7 +76,9 @@ def test_a_model_of_which_two_parts_read_text(damaged: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("field", "value"), [("hidden_size", "wide"), ("num_hidden_layers", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "wide"), ("num_hidden_layers", 0), ("max_position_embeddings", 64.5)]
+)
 def test_what_config_json_says_of_the_language_model_inside_is_looked_at(
     damaged: Path, field: str, value: object
 ) -> None:
