@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8q.calibrate.checkpoint.config_fields import check_fields
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.errors import InputError
@@ -129,6 +130,11 @@ def test_names_of_models_and_shards_that_no_file_can_have(damaged: Path) -> None
 WHOLE = "a whole number from 1 to 2,147,483,647"
 
 
+def test_a_number_of_positions_may_be_a_whole_float() -> None:
+    """transformers writes so what it takes from a rotary base (MusicFlamingo)."""
+    check_fields(Path("config.json"), {"max_position_embeddings": 1200.0})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "kind"),
     [
@@ -143,6 +149,8 @@ WHOLE = "a whole number from 1 to 2,147,483,647"
         ("hidden_size", [256], WHOLE),
         ("vocab_size", 10**12, WHOLE),
         ("max_position_embeddings", "512", WHOLE),
+        ("max_position_embeddings", 1200.5, WHOLE),
+        ("max_position_embeddings", 1e12, WHOLE),
         ("eos_token_id", {"a": 1}, "a token id or a list of them"),
         ("pad_token_id", [[0]], "a token id or a list of them"),
         ("rope_parameters", 10000.0, "an object"),
