@@ -30,7 +30,8 @@ EXPERTS = 1 << 16
 LARGEST_INT = 2**31 - 1
 _SIZE = re.compile(r"(\w+_(size|dim|heads|rank|groups)|n_(embd|inner|head|heads)|d_(model|ff|kv))")
 _NO_SIZE = re.compile(r"window|chunk|block|batch|cache|image|patch|kernel")
-_EPSILON = re.compile(r"(\w+_)?(eps|epsilon)")
+#: A norm's; `eps` alone may be 0: it is ProphetNet's smoothing of labels.
+_EPSILON = re.compile(r"\w+_(eps|epsilon)|epsilon")
 
 
 def check_fields(file: Path, config: Mapping[str, Any]) -> None:

@@ -135,6 +135,11 @@ def test_a_number_of_positions_may_be_a_whole_float() -> None:
     check_fields(Path("config.json"), {"max_position_embeddings": 1200.0})
 
 
+def test_a_smoothing_of_labels_may_be_none() -> None:
+    """ProphetNet calls it `eps`, as others call what a norm adds."""
+    check_fields(Path("config.json"), {"eps": 0.0})
+
+
 @pytest.mark.parametrize(
     ("key", "value", "kind"),
     [
