@@ -109,8 +109,7 @@ def quantize_checkpoint(
         write_config(source, directory, INTEGERS, ties)
         return done
     tokenized = _write_companions(source, directory, done, form, ties)
-    left = beside_weights(source.path, source.weight_files)
-    for remark in (
+    remarks = (
         narrowing.remark,
         ties.remark,
         tokenized,
@@ -119,10 +118,10 @@ def quantize_checkpoint(
         form.query_remark(done),
         form.limit,
         form.mtp_remark,
-        *(f"left beside the source: {line}" for line in left.remarks(CARD_REASON, HIDDEN)),
-    ):
-        if remark is not None:
-            report.note(remark)
+        *_left_behind(source),
+    )
+    for remark in filter(None, remarks):
+        report.note(remark)
     return done
 
 
@@ -343,6 +342,12 @@ def write_config(
             text[TIE] = False
     config |= {"dtype": "bfloat16"} | ({"quantization_config": quantization} if quantization else {}) | more
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _left_behind(source: Source) -> list[str]:
+    """State which files beside the weights of `source` are not copied, and why."""
+    left = beside_weights(source.path, source.weight_files)
+    return [f"left beside the source: {line}" for line in left.remarks(CARD_REASON, HIDDEN)]
 
 
 def _copy_other_files(source: Source, directory: Path) -> None:
