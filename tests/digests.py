@@ -11,6 +11,7 @@ The demo gets its graph too. The other architectures need `../shared/checkpoints
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -22,9 +23,10 @@ from typing import Any
 from fp8q.api import calibrate, convert
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "examples" / "demo" / "checkpoint"
-TEXT = ROOT / "examples" / "demo" / "calibration.txt"
-CHECKPOINTS = ROOT.parent / "shared" / "checkpoints"
+#: Relative to `ROOT`: a run records the names that it was given.
+DEMO = Path("examples/demo/checkpoint")
+TEXT = Path("examples/demo/calibration.txt")
+CHECKPOINTS = Path("../shared/checkpoints")
 ARCHITECTURES = ("llama", "qwen2", "gemma", "opt", "mixtral", "gpt2", "stories260k")
 #: Options of a calibration, by the name of the run.
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -77,7 +79,7 @@ def _made(out: Path, make: Any) -> dict[str, str]:
         make(out)
         return written(out)
     except Exception as error:  # a form that an architecture refuses: the refusal is what is compared
-        return {"error": f"{type(error).__name__}: {error}".replace(str(out), "OUT")}
+        return {"error": f"{type(error).__name__}: {error}".replace(str(out), "OUT").replace(str(ROOT), "ROOT")}
     finally:
         shutil.rmtree(out, ignore_errors=True)
 
@@ -98,10 +100,12 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="the file that the digests are written to")
     parser.add_argument("--against", type=Path, help="digests of before")
     arguments = parser.parse_args()
+    out, against = arguments.out.absolute(), arguments.against and arguments.against.absolute()
+    os.chdir(ROOT)
     with tempfile.TemporaryDirectory() as folder:
         after = digests(Path(folder))
-    arguments.out.write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
-    changed = differences(json.loads(arguments.against.read_text(encoding="utf-8")), after) if arguments.against else []
+    out.write_text(json.dumps(after, indent=1) + "\n", encoding="utf-8")
+    changed = differences(json.loads(against.read_text(encoding="utf-8")), after) if against else []
     print("\n".join(changed) or f"{sum(map(len, after.values()))} files of {len(after)} outputs")
     return 1 if changed else 0
 
