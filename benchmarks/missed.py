@@ -77,6 +77,18 @@ def _convert(result: Figures) -> Iterator[str]:
         yield f"memory: {result['peak_bytes'] / 1e9:.2f} GB (at most {result['limit_bytes'] / 1e9:g})"
 
 
+def _convert_classes(result: Figures) -> Iterator[str]:
+    for name, row in result["rows"].items():
+        if "failed" in row:
+            yield f"{name}: {row['failed'].splitlines()[0]}"
+        elif "kl" in row and row["misfits"]:
+            yield f"{name}: {row['misfits']} keys do not fit"
+        elif "kl" in row and row["kl"] >= max(result["limit"], row["kl_without"] / 20):
+            share = row["kl"] / row["kl_without"]
+            least = f"at most {result['limit']:g}, or 5 % of that with zeros"
+            yield f"{name}: KL {row['kl']:.1e}, {share:.1%} of that with zeros ({least})"
+
+
 def _tune(result: Figures) -> Iterator[str]:
     limits = result["limits"]
     for model, found in result["results"].items():
@@ -134,6 +146,7 @@ def _wrong_models(result: Figures) -> Iterator[str]:
 
 LIMITS: Mapping[str, Callable[[Figures], Iterator[str]]] = {
     "convert": _convert,
+    "convert_classes": _convert_classes,
     "generate": _generate,
     "memory": _memory,
     "distill_memory": _distill_memory,
