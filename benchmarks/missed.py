@@ -80,7 +80,7 @@ def _convert(result: Figures) -> Iterator[str]:
 def _convert_classes(result: Figures) -> Iterator[str]:
     for name, row in result["rows"].items():
         if "failed" in row:
-            yield f"{name}: {row['failed'].splitlines()[0]}"
+            yield f"{name}: transformers does not load it again ({row['failed'].partition(':')[0]})"
         elif "kl" in row and row["misfits"]:
             yield f"{name}: {row['misfits']} keys do not fit"
         elif "kl" in row and row["kl"] >= max(result["limit"], row["kl_without"] / 20):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -21,7 +22,7 @@ from fp8q.core.run import Run
 from fp8q.validate.accuracy.document import load_token_losses
 
 from .conftest import Texts
-from .noise import check_one_model
+from .noise import mean_noise, root_mean_square
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = (
@@ -241,7 +242,10 @@ def test_the_runtime_of_the_recipe_is_validated(package: Path, demo_checkpoint: 
     document = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     rows = {row["runtime"]: row for row in document["accuracy"]}
     assert list(rows) == ["bf16", "reference", "reference-exact"]
-    check_one_model(load_token_losses(Run(package.parent / "run")), "reference", "reference-exact")
+    losses = load_token_losses(Run(package.parent / "run"))  # both in BF16, whose own rounding is as large as FP8's
+    difference, tokens = root_mean_square(losses["reference"], losses["reference-exact"])
+    mean = np.nanmean(losses["reference"] - losses["reference-exact"], dtype=np.float64)
+    assert abs(mean) <= mean_noise(difference, tokens)
 
 
 WINDOWS = """
