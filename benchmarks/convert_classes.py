@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from result import RESULTS, STARTED, arguments, described, publish
+from result import RESULTS, ROOT, STARTED, arguments, described, publish
 from small_configurations import CONFIGURATIONS, FURTHER, LATENT_SIZES, SIZES, every, sizes
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
@@ -240,7 +240,7 @@ def outcome(name: str, model_type: str) -> Row:
         try:
             return tried(name, model_type, Path(folder))
         except InputError as refused:
-            return {"refused": str(refused).replace(f"{folder}/", "")}
+            return {"refused": str(refused).replace(f"{folder}/", "").replace(f"{ROOT}/", "")}
         except UnmadeError as error:
             return {"unmade": str(error)}
         except Exception as error:  # noqa: BLE001 - the sweep goes on, and says what was not caught
