@@ -103,9 +103,9 @@ def classes() -> dict[str, str]:
     named: dict[str, str] = {}
     for mapping in mappings:
         for model_type, name in mapping.items():
-            for each in (name,) if isinstance(name, str) else name:
-                if each not in named or model_type.endswith("_text"):  # Llama 4's is named for both
-                    named[each] = model_type
+            for kind in (name,) if isinstance(name, str) else name:
+                if kind not in named or model_type.endswith("_text"):  # Llama 4's is named for both
+                    named[kind] = model_type
     return dict(sorted(named.items()))
 
 
@@ -206,7 +206,9 @@ def tried(name: str, model_type: str, folder: Path) -> Row:
     again: Any = kind.from_pretrained(folder / "fp8", dtype=torch.float32, output_loading_info=True)
     loaded, info = again
     row["misfits"] = sum(len(keys) for keys in info.values())
-    p, q, zero = (torch.log_softmax(each.double(), -1) for each in (expected, logits(loaded), control(model, folder)))
+    p, q, zero = (
+        torch.log_softmax(scores.double(), -1) for scores in (expected, logits(loaded), control(model, folder))
+    )
     return row | {"kl": kl(p, q), "kl_without": kl(p, zero)}
 
 
@@ -275,9 +277,9 @@ def shown(row: Row) -> str:
     for key in OTHER:
         if key in row:
             return f"{key}: {row[key]}"
-    kept = ", ".join(f"{count} {reason}" for reason, count in row["kept"].items())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in row["kept"].items())
     return (
-        f"{'right' if right(row) else 'WRONG'}: {row['linear']} linear layers, {row['coded']} coded; kept {kept}; "
+        f"{'right' if right(row) else 'WRONG'}: {row['linear']} linear layers, {row['coded']} coded; kept {reasons}; "
         f"KL {row['kl']:.2e} ({row['kl_without']:.1e} without), {row['misfits']} keys do not fit; {row['decided_by']}"
     )
 
@@ -291,11 +293,11 @@ def main() -> int:
     head = described("convert_classes")
     wanted = options.names.split(",") if options.names else None
     rows: dict[str, Row] = {}
-    kept: dict[str, Any] = {}
+    earlier: dict[str, Any] = {}
     left_out: list[str] = []
     if wanted and options.save and (RESULTS / f"{options.save}.json").exists():
         before = json.loads((RESULTS / f"{options.save}.json").read_text(encoding="utf-8"))
-        rows, kept = before["rows"], {"kept": {"commit": before["commit"], "not": options.names}}
+        rows, earlier = before["rows"], {"kept": {"commit": before["commit"], "not": options.names}}
     chosen = {
         name: model_type
         for name, model_type in classes().items()
@@ -324,7 +326,7 @@ def main() -> int:
         "limit": LIMIT,
         "passed": passed,
     }
-    return publish(head, kept | figures, options.save)
+    return publish(head, earlier | figures, options.save)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ PARTS: Mapping[str, str] = {
     "serve": "serve.py --threads 1",
 }  # fmt: skip
 BY_HAND: Mapping[str, str] = {
-    "convert_classes": "convert_classes.py --minutes 32",
     "distill": "distill.py",
     "distill_ways": (
         "distill.py --learned 400 --forms 'two codes' --ways 'end to end' 'layer by layer' "
@@ -88,6 +87,7 @@ BY_HAND: Mapping[str, str] = {
         "../shared/data/wikitext-2-raw-test.txt"
     ),
     "convert": "convert.py",
+    "convert_classes": "convert_classes.py",
     "mxfp8": "mxfp8.py",
     "weight_levers": "weight_levers.py smollm2 --rows '^(nearest|gptq, (16|256|the))'",
     "weight_levers_gemma3": "weight_levers.py gemma3 --rows '^(exact|gptq, (weighed|16|the worst)|nearest)'",

@@ -40,16 +40,6 @@ class Scheme:
     input: Form = ONE
     reason: str | None = None
 
-    @property
-    def fp8_gemm(self) -> bool:
-        """Tell whether the GEMM multiplies codes by codes."""
-        return self.weights is not None and self.input.terms > 0
-
-    @property
-    def weight_alone(self) -> bool:
-        """Tell whether the weight is codes and the input is not."""
-        return self.weights is not None and self.input == BF16
-
 
 def modules_in(forms: Mapping[str, Form], *wanted: Form) -> list[str]:
     """List the modules of `forms` that have one of the forms `wanted`, in their order."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.options import BF16, BLOCK, DYNAMIC, ONE, TWO, Form
+from fp8q.quantize.scales.decisions import Scales, Skipped, TensorScale, WeightScales
 from fp8q.quantize.scales.scheme import (
     Scheme,
     bf16_caches_in,
@@ -74,8 +75,28 @@ def test_modules_are_listed_by_their_form() -> None:
     assert tails_of(FORMS) == {"c": 16}
 
 
-def test_a_gemm_is_fp8_where_weight_and_input_are_codes() -> None:
-    assert [form for form in FORMS if Scheme("channel", FORMS[form]).fp8_gemm] == ["a", "b", "c", "d", "e"]
-    assert [form for form in FORMS if Scheme("tensor", FORMS[form]).weight_alone] == ["f"]
-    left = Scheme(None, BF16, "output head")
-    assert (left.fp8_gemm, left.weight_alone) == (False, False)
+def test_scales_give_each_module_its_scheme() -> None:
+    """Of a weight under one scale, one in blocks, one alone, and a module that stays in BF16."""
+    weight = WeightScales(method="amax", axis=0, channels=4, scale_min=1.0, scale_max=1.0, sqnr_db=30.0)
+    activation = TensorScale(
+        method="amax", amax=1.0, clip=1.0, scale=1.0, saturation=0.0, underflow=0.0, sqnr_db=30.0, tail=16, terms=2
+    )
+    scales = Scales(
+        weights={
+            "a": weight.model_copy(update={"granularity": "tensor"}),
+            "b": weight.model_copy(update={"granularity": "block"}),
+            "c": weight,
+        },
+        activations={
+            "a": activation,
+            "b": activation.model_copy(update={"terms": 1, "tail": None, "dynamic": True, "block": True}),
+        },
+        bf16_inputs=["c"],
+        skipped={"head": Skipped(reason="output head")},
+    )
+    assert scales.schemes == {
+        "a": Scheme("tensor", Form("tail", 16)),
+        "b": Scheme("block", BLOCK),
+        "c": Scheme("channel", BF16),
+        "head": Scheme(None, BF16, "output head"),
+    }
