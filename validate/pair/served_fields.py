@@ -20,6 +20,7 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig, PreTrainedConfig
 
+from ...calibrate.checkpoint.class_defaults import DERIVED, config_field
 from ...calibrate.checkpoint.companions import GENERATION
 from ...calibrate.checkpoint.config_fields import POSITIONS, abbreviated
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
@@ -99,16 +100,13 @@ class ConfigFile:
 
     def implied(self, path: str) -> object:
         """The value that models take for a field that is not set; None where that is not known."""
-        text, field = self.text, path.rpartition(".")[2]
-        heads = getattr(text, "num_attention_heads", None)
-        if field == "num_key_value_heads":
-            return heads
-        if field == "head_dim" and isinstance(heads, int):
-            return getattr(text, "hidden_size", 0) // heads
+        fields, field = self.text.to_dict(), path.rpartition(".")[2]
+        if field in DERIVED:
+            return config_field(fields, field)
         if field == "n_inner":
-            return 4 * getattr(text, "hidden_size", 0)
+            return 4 * getattr(self.text, "hidden_size", 0)
         if field in POSITIONS:
-            return max_positions(text.to_dict())
+            return max_positions(fields)
         return ROTARY.get(field) if "rope" in path else None
 
 
