@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from fp8q.serve.loop.text import ModelFileError, TextStream, Vocabulary, beginning, special_tokens
+from fp8q.calibrate.checkpoint import config_fields
+from fp8q.serve.loop.text import POSITIONS, ModelFileError, TextStream, Vocabulary, beginning, special_tokens
 
 WORDS = ["the", "he", "in", "Ġt", "Ġa"]
 MERGES = [("h", "e"), ("t", "he"), ("i", "n"), ("Ġ", "t"), ("Ġ", "a")]
@@ -268,3 +269,8 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path, monkeypatch
         f"{tokenizer}: the library that reads it is missing (import of tokenizers halted; None in sys.modules); "
         "install it with `pip install tokenizers`"
     )
+
+
+def test_positions_have_the_names_that_calibration_knows() -> None:
+    """The loop is copied without fp8q, and so has a list of its own."""
+    assert POSITIONS == config_fields.POSITIONS
