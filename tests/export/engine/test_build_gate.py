@@ -6,6 +6,7 @@ from fp8q.core.errors import GateError
 from fp8q.export.engine.build import remarks
 from fp8q.export.engine.info import EngineInfo, check_share
 from fp8q.export.engine.plan import Evidence
+from fp8q.export.engine.profiles import profiles
 
 
 def info(**changes: object) -> EngineInfo:
@@ -18,7 +19,9 @@ def info(**changes: object) -> EngineInfo:
         "fp8_products": 12,
         "wide_products": [],
     }
-    return EngineInfo.model_validate(known | {"evidence": "plan", "profiles": [], "build_seconds": 1.0} | changes)
+    return EngineInfo.model_validate(
+        known | {"evidence": "plan", "profiles": [*profiles(1, 64)], "build_seconds": 1.0} | changes
+    )
 
 
 def test_evidence_that_cannot_be_read_does_not_meet_a_share() -> None:
