@@ -15,6 +15,7 @@ Triton's utilities get their classes only after this module is imported, so they
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from .generate import GenerationError, Generator
 from .here import open_here
 from .request import MOST_STOP_WORDS, BusyError, Piece, Request, RequestError
 from .service import Failed, Service
+from .sessions import SessionError
 from .text import Vocabulary
 
 LOG = logging.getLogger("fp8q")
+AGAIN = "write the repository again with `fp8q triton RUN`"
 
 
 @dataclass
@@ -84,14 +87,13 @@ class TritonPythonModel:
         """Open the engine or graph, and the tokenizer, that config.pbtxt names, on the GPU that Triton made this
         instance for, if it did; Triton shows what is raised as the reason why the model does not load.
         """
-        parameters = {
-            name: value["string_value"] for name, value in json.loads(args["model_config"])["parameters"].items()
-        }
-        version, weights = Path(__file__).parent, parameters["weights"]
+        config = json.loads(args["model_config"])
+        version, weights = Path(__file__).parent, _parameter(config, "weights")
+        runtime, max_batch = _parameter(config, "runtime"), _max_batch(config)
         vocabulary = Vocabulary.read(version / weights)
         gpu = int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else None
-        session = open_here(version, weights, parameters["runtime"], gpu)
-        self._service = Service(Generator(session, vocabulary, int(parameters["max_batch"])))
+        session = open_here(version, weights, runtime, gpu)
+        self._service = Service(Generator(session, vocabulary, max_batch))
 
     def execute(self, requests: list[Any]) -> None:
         """Read the requests' tensors, which Triton takes back afterwards, and hand them in."""
@@ -121,6 +123,28 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Return once every request is answered."""
         self._service.close()
+
+
+def _parameter(config: Mapping[str, Any], name: str) -> str:
+    """Return a parameter of config.pbtxt.
+
+    Raises SessionError where it is not there.
+    """
+    value = config.get("parameters", {}).get(name, {}).get("string_value")
+    if not value:
+        raise SessionError(f"config.pbtxt: has no parameter {name}; {AGAIN}")
+    return str(value)
+
+
+def _max_batch(config: Mapping[str, Any]) -> int:
+    """Return how many requests the loop steps at once.
+
+    Raises SessionError for anything but a positive whole number.
+    """
+    value = _parameter(config, "max_batch")
+    if not (value.isascii() and value.isdigit() and int(value)):
+        raise SessionError(f"config.pbtxt: max_batch is {value}, and not a number of requests from 1 on; {AGAIN}")
+    return int(value)
 
 
 def _wanted(request: Any) -> dict[str, bool]:

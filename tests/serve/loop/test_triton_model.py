@@ -82,26 +82,28 @@ def loaded(home: Path, kind: str = "CPU", device: int = 0) -> Iterator[Served]:
         for path in (home / "1", home):  # in this order, at the end of the path: pb_stub.cc, Stub::StubSetup
             patch.setattr(sys, "path", [*sys.path, str(path)])
         before = set(sys.modules)
-        model = importlib.import_module("1.model").TritonPythonModel()
-        utilities = importlib.import_module("triton_python_backend_utils")
-        utilities.install()
-        config = (home / "config.pbtxt").read_text()
-        model.initialize(
-            {
-                "model_config": model_config(config),
-                "model_instance_kind": kind,
-                "model_instance_device_id": str(device),
-                "model_name": "demo",
-                "model_version": "1",
-                "model_repository": str(home),
-            }
-        )
-        yield Served(model, utilities, config)
-        model.finalize()
-        assert not model._service.alive
-        for name in set(sys.modules) - before:
-            if name.split(".")[0] in ("1", "triton_python_backend_utils"):
-                del sys.modules[name]
+        try:
+            model = importlib.import_module("1.model").TritonPythonModel()
+            utilities = importlib.import_module("triton_python_backend_utils")
+            utilities.install()
+            config = (home / "config.pbtxt").read_text()
+            model.initialize(
+                {
+                    "model_config": model_config(config),
+                    "model_instance_kind": kind,
+                    "model_instance_device_id": str(device),
+                    "model_name": "demo",
+                    "model_version": "1",
+                    "model_repository": str(home),
+                }
+            )
+            yield Served(model, utilities, config)
+            model.finalize()
+            assert not model._service.alive
+        finally:
+            for name in set(sys.modules) - before:
+                if name.split(".")[0] in ("1", "triton_python_backend_utils"):
+                    del sys.modules[name]
 
 
 @pytest.fixture
@@ -123,6 +125,25 @@ def test_the_model_opens_the_gpu_of_its_instance(engine_run: Run, kind: str, dev
         host.knows(plan, engine_run.model / "model.fp32.onnx")
         with loaded(engine_run.triton / "demo", kind, device):
             assert host.driver.current == gpu
+
+
+@pytest.mark.parametrize(("before", "after", "fault"), [
+    ('key: "weights"', 'key: "weight"', "has no parameter weights"),
+    ('string_value: "2"', 'string_value: "two"', "max_batch is two, and not a number of requests from 1 on"),
+    ('string_value: "2"', 'string_value: "0"', "max_batch is 0, and not a number of requests from 1 on"),
+    ('string_value: "2"', 'string_value: ""', "has no parameter max_batch"),
+])  # fmt: skip
+def test_an_edited_configuration_is_refused_by_name(counting_run: Run, before: str, after: str, fault: str) -> None:
+    write_repository(counting_run, TritonOptions(name="demo", max_batch=2), SILENT)
+    path = counting_run.triton / "demo" / "config.pbtxt"
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with (
+        pytest.raises(Exception, match=rf"^config\.pbtxt: {fault}; write the repository again with `fp8q triton RUN`$"),
+        loaded(counting_run.triton / "demo"),
+    ):
+        pass
 
 
 def test_one_response_without_stream(served: Served) -> None:
