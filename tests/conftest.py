@@ -70,11 +70,13 @@ collect_ignore = ["elsewhere"]
 
 
 #: What takes longest, begun in this order where several workers are at it, so that none has half a minute's work left
-#: when the others have done; each the beginning of a group's name.
+#: when the others have done; each the beginning of a group's name, of which the longest counts. Those that read the
+#: demo's run come after the file that makes it: beside it they would wait for it.
 LONGEST = (
-    "faults/test_campaign", "architecture", "pipeline", "calibrate/ranks", "test_merge", "cli/test_signals",
-    "cli/test_scales", "docs/test_commands", "quantize/reference/test_kv_cache", "export/engine",
-    "benchmarks/test_gpu", "validate/tuning/test_culprits", "validate",
+    "faults/test_campaign", "pipeline/test_demo_run", "architecture", "pipeline", "calibrate/ranks", "test_merge",
+    "cli/test_signals", "cli/test_scales", "docs/test_commands", "quantize/reference/test_kv_cache", "export/engine",
+    "benchmarks/test_gpu", "validate/tuning/test_culprits", "validate", "pipeline/test_compare_endpoint",
+    "serve/web/test_serve_demo",
 )  # fmt: skip
 
 
@@ -93,7 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             later = set() if LEVEL not in os.environ else {*groups.values()} - computing(groups)
             items.sort(key=lambda item: (groups[item] in later, by_commit(groups[item])))
             return
-        items.sort(key=lambda item: next((i for i, name in enumerate(LONGEST) if groups[item].startswith(name)), 99))
+        items.sort(key=lambda item: turn(groups[item]))
+
+
+def turn(group: str) -> int:
+    """Return the place of a group's tests by `LONGEST`; those that it does not name come last."""
+    names = [name for name in LONGEST if group.startswith(name)]
+    return LONGEST.index(max(names, key=len)) if names else len(LONGEST)
 
 
 @pytest.hookimpl(optionalhook=True)
