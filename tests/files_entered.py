@@ -22,6 +22,7 @@ from fp8q.calibrate.checkpoint.weights import find_weights, read_headers
 from fp8q.calibrate.input.untrusted import read_json
 from fp8q.calibrate.model.source import open_source
 from fp8q.core.reporter import SILENT
+from fp8q.quantize.checkpoint.hf_layout import hf_layout_of
 from fp8q.quantize.checkpoint.writer import quantize_checkpoint
 from fp8q.quantize.conversion.plan import plan_checkpoint
 from fp8q.quantize.conversion.rules import load_rules
@@ -76,9 +77,11 @@ def calibrated() -> Write:
     source = open_source(str(DEMO), fingerprinted=False)
     scales = Scales(weights={}, activations={}, skipped={}, bf16_inputs=["model.layers.0.mlp.down_proj"])
 
+    layout = hf_layout_of(source, scales)
+
     def write(out: Path) -> None:
         find_weights(DEMO, "demo")
-        quantize_checkpoint(source, out, scales, Rounding(WeightScaling("amax")), SILENT)
+        quantize_checkpoint(source, out, scales, Rounding(WeightScaling("amax")), layout, SILENT)
 
     return write
 
