@@ -69,6 +69,6 @@ def index_of(plan: CheckpointPlan) -> bytes | None:
     """The text of the index; None for one file under the name that loaders look for without an index."""
     if [shard.name for shard in plan.shards] == [SINGLE]:
         return None
-    files = {name: shard.name for shard in plan.shards for name in shard.written}
+    files = {name: shard.name for shard in plan.shards for name in shard.tensors}
     weight_map = {name: files[name] for name in sorted(files)}
     return json_text({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})
