@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.checkpoint.weights import INDEX, SINGLE
+from ...calibrate.checkpoint.weights import INDEX, SINGLE, read_index
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header, value_bits
@@ -261,18 +261,7 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX
     if not exists(path):
         raise InputError(directory, f"has no safetensors weights: neither {SINGLE} nor {INDEX}", "copy the whole of it")
-    index = read_json(path, finite=False)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
-        raise InputError(
-            path, "does not read as a safetensors index (an object with a weight_map)", "copy or download it again"
-        )
-    outside = next((file for file in shards.values() if Path(file).name != file or "\0" in file), None)
-    if outside is not None:
-        raise InputError(
-            path, f"names {outside!r}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
-        )
-    return shards
+    return read_index(path, linted=True)
 
 
 def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, StoredTensor]]:
