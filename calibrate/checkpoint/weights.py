@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.errors import InputError
-from ...core.files import regular_file
+from ...core.files import json_text, regular_file
 from ...core.headers import StoredTensor, read_header
 from ...core.reporter import SILENT, Reporter
 from ..input.untrusted import AGAIN, error_text, exists, foreign, local_path, read_json
@@ -137,6 +137,11 @@ def read_index(path: Path, linted: bool = False) -> dict[str, str]:
             path, f"names {shown}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
         )
     return shards
+
+
+def index_text(files: Mapping[str, str], nbytes: int) -> bytes:
+    """Make the text of an index of `files` (tensor -> name of its file); `nbytes`: the bytes of all tensors."""
+    return json_text({"metadata": {"total_size": nbytes}, "weight_map": {name: files[name] for name in sorted(files)}})
 
 
 def read_headers(files: tuple[Path, ...]) -> dict[str, StoredTensor]:

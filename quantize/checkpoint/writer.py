@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from ...calibrate.checkpoint.beside_weights import CARD_REASON, HIDDEN, beside_weights
 from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
-from ...calibrate.checkpoint.weights import INDEX
+from ...calibrate.checkpoint.weights import INDEX, index_text
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
@@ -237,8 +237,7 @@ class ShardWriter:
             shard = f"model-{number + 1:05}-of-{count:05}.safetensors"
             self._temporary(number).rename(self.directory / shard)
             index |= dict.fromkeys(names, shard)
-        document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
-        (self.directory / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (self.directory / INDEX).write_bytes(index_text(index, self.total))
 
     def _temporary(self, number: int) -> Path:
         return self.directory / f"shard-{number}"

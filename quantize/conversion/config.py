@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...calibrate.checkpoint.mtp_layers import vllm_name
-from ...calibrate.checkpoint.weights import SINGLE
+from ...calibrate.checkpoint.weights import SINGLE, index_text
 from ...core.files import json_text
 from ..codes.blocks import SIDE
 from .plan import CheckpointPlan
@@ -70,5 +70,4 @@ def index_of(plan: CheckpointPlan) -> bytes | None:
     if [shard.name for shard in plan.shards] == [SINGLE]:
         return None
     files = {name: shard.name for shard in plan.shards for name in shard.tensors}
-    weight_map = {name: files[name] for name in sorted(files)}
-    return json_text({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})
+    return index_text(files, plan.nbytes)
