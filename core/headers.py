@@ -1,5 +1,5 @@
-"""Read the headers of safetensors files: names, types, shapes and positions of the tensors, without their data and
-without torch.
+"""Read and make the headers of safetensors files: names, types, shapes and positions of the tensors, without their data
+and without torch.
 
 The format is 8 bytes of length, JSON, data. The safetensors library validates a whole file when it opens one, and is
 used for files of users (`calibrate.checkpoint.weights`). But it does not give the byte at which a tensor begins, which
@@ -9,7 +9,7 @@ a graph that points into the file needs; and the lint reports files that are cut
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 from .errors import InputError
@@ -17,16 +17,31 @@ from .files import regular_file
 
 #: The longest header in bytes: the limit of the safetensors library.
 LONGEST = 100_000_000
+#: Bits of a value of the types whose names do not say so.
+BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file: its type as safetensors spells it, its shape, and its bytes, from `start` to `end`."""
 
+    file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.end - self.start
+
+
+def value_bits(dtype: str) -> int:
+    """The bits of a value of a type: 16 for `BF16`, 8 for `F8_E4M3`; 0 for a type that is not known."""
+    digits = dtype.partition("_")[0].lstrip("BFIUC")
+    by_name = int(digits) if digits.isdecimal() and len(digits) < 4 else 0
+    return BITS.get(dtype, by_name)
 
 
 def header_bytes(file: Path) -> bytes:
@@ -49,6 +64,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         entries = json.loads(raw)
         return {
             name: StoredTensor(
+                file,
                 str(entry["dtype"]),
                 tuple(map(int, entry["shape"])),
                 *(8 + len(raw) + int(offset) for offset in entry["data_offsets"]),
@@ -60,22 +76,28 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise damaged(file, f"its header does not read: {type(error).__name__}") from None
 
 
-def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, StoredTensor]]:
-    """Make the first bytes of a file, up to its data, of `tensors`: name -> type, shape and bytes, in their order; and
-    the place of each tensor in the file.
+def make_header(
+    file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """Make the first bytes of `file`, up to its data, of `tensors`: name -> type and shape; and where each tensor lies.
+
+    Wider types come first, so that each value lies at a multiple of its size, which readers that map a file need.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    ends = [*accumulate((size for _, _, size in tensors.values()), initial=0)]
-    for (name, (dtype, shape, _)), start, end in zip(tensors.items(), ends, ends[1:], strict=False):
+    offsets: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: -value_bits(tensors[name][0])):
+        dtype, shape = tensors[name]
+        start, end = end, end + prod(shape) * value_bits(dtype) // 8
+        offsets[name] = start, end
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data = 8 + len(text)
-    places = {
-        name: StoredTensor(dtype, shape, data + start, data + end)
-        for (name, (dtype, shape, _)), start, end in zip(tensors.items(), ends, ends[1:], strict=False)
+    stored = {
+        name: StoredTensor(file, *tensors[name], data + start, data + end) for name, (start, end) in offsets.items()
     }
-    return len(text).to_bytes(8, "little") + text, places
+    return len(text).to_bytes(8, "little") + text, stored
 
 
 def damaged(file: Path, why: object) -> InputError:

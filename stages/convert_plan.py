@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ..calibrate.checkpoint.weights import INDEX, SINGLE, WEIGHTS_END, TensorHeader
+from ..calibrate.checkpoint.weights import INDEX, SINGLE, WEIGHTS_END
 from ..calibrate.input.untrusted import JSON_BYTES
 from ..core.errors import InputError
 from ..core.findings import Finding
-from ..core.headers import LONGEST
+from ..core.headers import LONGEST, StoredTensor
 from ..quantize.conversion.config import converted_config, index_of, quantization_fields
 from ..quantize.conversion.name_tensors import WEIGHT
-from ..quantize.conversion.plan import CheckpointPlan, Matrix, placed
+from ..quantize.conversion.plan import CheckpointPlan, Matrix
 from ..quantize.conversion.shards import check_small_tensors
 from ..quantize.lint.check import RULES
-from ..quantize.reading.fp8_tensors import Checkpoint, Float32s, Located
+from ..quantize.reading.fp8_tensors import Checkpoint, Float32s
 from ..quantize.reading.quantization_config import CONFIG, declared_in
 
 #: The rule of the lint that reads every code: no NaN is within half a step of a number, as the proof finds.
@@ -53,7 +53,7 @@ class PlannedCheckpoint(Checkpoint):
         return super().values(name)
 
 
-def check_integer_weights(headers: Mapping[str, TensorHeader]) -> None:
+def check_integer_weights(headers: Mapping[str, StoredTensor]) -> None:
     """Raise InputError for integers of eight bits in the place of a weight, which are the codes of another form."""
     for name, header in headers.items():
         if name.endswith(WEIGHT) and header.dtype in INTEGER_CODES:
@@ -118,7 +118,7 @@ def _names_of(matrix: Matrix) -> tuple[str, str]:
 def _check_sizes(plan: CheckpointPlan, config: Mapping[str, Any], path: Path) -> None:
     """Refuse headers, an index or a configuration that would be larger than what loaders, or fp8q, read."""
     for shard in plan.shards:
-        if (size := len(placed(shard.written)[0])) > LONGEST:
+        if (size := len(shard.head)) > LONGEST:
             raise InputError(
                 shard.source, f"would have a header of {size:,} bytes in FP8, and {LONGEST:,} are the most", "split it"
             )
@@ -133,14 +133,11 @@ def _check_sizes(plan: CheckpointPlan, config: Mapping[str, Any], path: Path) ->
 
 def _planned(plan: CheckpointPlan, path: Path, config: Mapping[str, Any]) -> PlannedCheckpoint:
     """The checkpoint as the lint would open it."""
-    tensors, made = dict[str, Located](), set[str]()
+    tensors, made = dict[str, StoredTensor](), set[str]()
     for shard in plan.shards:
-        stored = {copied.name: copied.stored for copied in shard.copies}
-        for name, place in placed(shard.written)[1].items():
-            if name not in stored:
-                made.add(name)
-            there = stored.get(name, place)
-            tensors[name] = Located(there.dtype, there.shape, there.start, there.end, shard.source)
+        copied = {copy.name: copy.stored for copy in shard.copies}
+        tensors |= {**shard.tensors, **copied}
+        made |= shard.tensors.keys() - copied.keys()
     fields = {**config, "quantization_config": quantization_fields(plan, config)}
     declared = declared_in(fields, path / CONFIG)
     assert declared is not None, "the configuration says how it is quantized"

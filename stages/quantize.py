@@ -18,6 +18,7 @@ from ..core.files import replacing, write_document
 from ..core.run import Run
 from ..export.graph.reuse import carry_graphs
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
+from ..quantize.checkpoint.hf_layout import hf_layout_of
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
 from ..quantize.learning.linear import LearnedCodes
@@ -101,7 +102,8 @@ def quantize(
     with QUANTIZE.writing(run, key, notes) as log:
         codes = CachedCodes(known.rounded) if known.rounded else None
         with _rounding(run, source, scales, key, notes, codes) as rounding, replacing(run.model) as partial:
-            scales = quantize_checkpoint(source, partial, scales, rounding, notes, gemms.no_graph)
+            layout = hf_layout_of(source, scales, gemms.no_graph)
+            scales = quantize_checkpoint(source, partial, scales, rounding, layout, notes)
             if exported:
                 carry_graphs(run, partial)
         write_document(run.scales, scales)

@@ -19,9 +19,10 @@ from pydantic import BaseModel, Field, PositiveInt, PrivateAttr, ValidationError
 
 from ...core.errors import InputError
 from ...core.files import plain_text, sha256_file
+from ...core.headers import StoredTensor
 from ..input.patterns import BoundedPattern, PatternFile
 from ..input.untrusted import exists, local_path, read_json
-from .weights import ADAPTER, PICKLED, TensorHeader, read_headers
+from .weights import ADAPTER, PICKLED, read_headers
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +129,7 @@ class Adapter:
     name: str
     config: LoraConfig
     parts: Mapping[str, LoraPart]
-    headers: Mapping[str, TensorHeader]
+    headers: Mapping[str, StoredTensor]
     fingerprint: str
     copies: Mapping[str, str] = field(default_factory=dict)
 
@@ -236,7 +237,7 @@ def _refuse_kinds(file: Path, raw: Mapping[str, Any], config: LoraConfig) -> Non
         )
 
 
-def _copies(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+def _copies(headers: Mapping[str, StoredTensor]) -> dict[str, str]:
     """Map modules to their whole weights among the adapter's tensors."""
     full_weights = [
         name for name in headers if name.startswith(PREFIX) and name.endswith(WEIGHT) and "lora_" not in name
@@ -244,7 +245,7 @@ def _copies(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
     return {name.removeprefix(PREFIX).removesuffix(WEIGHT).removesuffix(UNDER): name for name in full_weights}
 
 
-def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) -> dict[str, LoraPart]:
+def _parts(path: Path, config: LoraConfig, headers: Mapping[str, StoredTensor]) -> dict[str, LoraPart]:
     """Find the modules of the adapter's tensors; raise InputError for other tensors, and for an A without its B."""
     file = path / TENSORS
     for name, header in headers.items():
@@ -263,7 +264,7 @@ def _parts(path: Path, config: LoraConfig, headers: Mapping[str, TensorHeader]) 
     return {module: _part(file, config, headers, module) for module in modules}
 
 
-def _part(file: Path, config: LoraConfig, headers: Mapping[str, TensorHeader], module: str) -> LoraPart:
+def _part(file: Path, config: LoraConfig, headers: Mapping[str, StoredTensor], module: str) -> LoraPart:
     a, b = (f"{PREFIX}{module}{end}" for end in ENDS)
     if missing := next((name for name in (a, b) if name not in headers), None):
         raise InputError(file, f"has no {missing}, whose other half is there", "copy or download it again")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import InputError
-from .weights import Coding, TensorHeader
+from ...core.headers import StoredTensor
+from .weights import Coding
 
 #: The keys of config.json that describe a quantization, and ModelOpt's file of it.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -19,10 +20,10 @@ CODES = ("F8_", "F6_", "F4")
 
 #: Directory, what the user calls it, config.json, headers -> what the tensors stand for; None where they are numbers.
 #: Raises InputError for codes that it does not know.
-Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, TensorHeader]], Coding | None]
+Recognizer = Callable[[Path, str, Mapping[str, Any], Mapping[str, StoredTensor]], Coding | None]
 
 
-def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
+def no_codes(path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, StoredTensor]) -> None:
     """Raise InputError for a checkpoint that declares a quantization, or has tensors in FP8 or narrower types."""
     text_config = config.get("text_config")
     parts = [config, text_config] if isinstance(text_config, dict) else [config]

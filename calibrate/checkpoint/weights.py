@@ -5,13 +5,14 @@ however large the checkpoint is. Pickled weights can run code when they are read
 """
 
 from collections.abc import Callable, KeysView, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...core.errors import InputError
-from ...core.files import regular_file
+from ...core.files import json_text, regular_file
+from ...core.headers import StoredTensor, read_header
 from ...core.reporter import SILENT, Reporter
 from ..input.untrusted import AGAIN, error_text, exists, foreign, local_path, read_json
 
@@ -25,15 +26,6 @@ ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: Values in one step of counting those that are not finite.
 CHUNK = 1 << 24
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """The entry of a safetensors header for one tensor: its file, its type as safetensors spells it, its shape."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ def find_weights(directory: Path, name: str, named: str | None = None) -> tuple[
     if not first.name.endswith(INDEX_END):
         read_headers((first,))
         return (first,)
-    index, weight_map = first, _read_index(first)
+    index, weight_map = first, read_index(first)
     shards = sorted({local_path(directory / shard) for shard in weight_map.values()})
     missing = [shard.name for shard in shards if not exists(shard)]
     if missing:
@@ -125,40 +117,46 @@ def _instead(directory: Path) -> tuple[str, str]:
     )
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Read `weight_map` of an index: tensor -> file name.
+def read_index(path: Path, linted: bool = False) -> dict[str, str]:
+    """Read `weight_map` of an index: tensor -> name of a file beside it.
 
-    Raises InputError when it does not parse, or points out of the directory.
+    `linted`: the names of files are shown in quotes, and numbers beside the map are not looked at. Raises InputError
+    for an index that does not parse, or points out of the directory.
     """
-    content = read_json(path)
+    content = read_json(path, finite=not linted)
     shards = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
         raise InputError(
             path, "does not read as a safetensors index (an object with a weight_map)", "copy or download it again"
         )
-    outside = [shard for shard in shards.values() if Path(shard).name != shard]
-    if outside:
+    for shard in shards.values():
+        if Path(shard).name == shard and not (linted and "\0" in shard):
+            continue
+        shown = repr(shard) if linted else shard
         raise InputError(
-            path, f"names {outside[0]}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
+            path, f"names {shown}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
         )
-    return dict(shards)
+    return shards
 
 
-def read_headers(files: tuple[Path, ...]) -> dict[str, TensorHeader]:
+def index_text(files: Mapping[str, str], nbytes: int) -> bytes:
+    """Make the text of an index of `files` (tensor -> name of its file); `nbytes`: the bytes of all tensors."""
+    return json_text({"metadata": {"total_size": nbytes}, "weight_map": {name: files[name] for name in sorted(files)}})
+
+
+def read_headers(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
     """Tensor name -> header, in the order of the tensors in `files`.
 
     Raises InputError, naming the file, when one is damaged or cut short, and when two files have a tensor of one name.
     """
     from safetensors import safe_open
 
-    headers: dict[str, TensorHeader] = {}
+    headers: dict[str, StoredTensor] = {}
     for file in files:
         regular_file(file, AGAIN)
-        with foreign(partial(_damaged, file)), safe_open(file, framework="numpy") as opened:
-            views = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            file_headers = {
-                name: TensorHeader(file, view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()
-            }
+        with foreign(partial(_damaged, file)), safe_open(file, framework="numpy"):
+            stored = read_header(file)
+        file_headers = dict(sorted(stored.items(), key=lambda item: (item[1].start, item[1].end)))
         for name in file_headers.keys() & headers.keys():
             raise InputError(
                 file, f"holds {name}, and so does {headers[name].file.name}", "copy or download the checkpoint again"
@@ -178,7 +176,7 @@ class Coding(Protocol):
     def other_files(self) -> tuple[Path, ...]:
         """The files that were read for it besides config.json and the weights."""
 
-    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    def headers(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The headers of the decoded tensors: without scales, and with a type of numbers for codes."""
 
     def decoded(self, name: str, read: "Callable[[str], torch.Tensor]") -> "torch.Tensor | None":
@@ -200,7 +198,7 @@ class Weights:
         self._headers = coding.headers(self._stored) if coding else self._stored
         self._parts = parts or {}
         if parts:
-            cut = {name: _header(self._headers[part.tensor], part) for name, part in parts.items()}
+            cut = {name: _part_of(self._headers[part.tensor], part) for name, part in parts.items()}
             self._headers = coding.headers(cut) if coding else cut
 
     def names(self) -> KeysView[str]:
@@ -247,10 +245,9 @@ class Weights:
         return tensor
 
 
-def _header(stored: TensorHeader, part: TensorPart) -> TensorHeader:
-    """Make the header of a part of a tensor."""
-    shape = stored.shape if part.index is None else (part.end - part.start, *stored.shape[2:])
-    return TensorHeader(stored.file, stored.dtype, shape)
+def _part_of(stored: StoredTensor, part: TensorPart) -> StoredTensor:
+    """The tensor that is `part` of a stored one, within its bytes."""
+    return stored if part.index is None else replace(stored, shape=(part.end - part.start, *stored.shape[2:]))
 
 
 def check_finite(weights: Weights, report: Reporter = SILENT) -> None:

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.errors import InputError
+from ...core.headers import StoredTensor
 from ..checkpoint.adapter import MERGE_YOURSELF, TENSORS, WEIGHT, Adapter, check_names, open_adapter
-from ..checkpoint.weights import TensorHeader
 from .gemms import gemm_modules, output_channel_axis, output_head
 from .source import Source, meta_model
 from .tokenizer import adapter_differences
@@ -34,7 +34,7 @@ class Merging:
     modules: Mapping[str, tuple[str, Literal[0, 1]]]
     other_files: tuple[Path, ...] = ()
 
-    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    def headers(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the headers of the same tensors; merged ones that are not stored in BF16 become F32."""
         return {
             name: replace(header, dtype="F32") if name in self.modules and header.dtype != "BF16" else header

@@ -12,7 +12,7 @@ an axis of their own, behind the transposition.
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from onnx_ir.passes.common import (
 )
 
 from ...calibrate.input.silence import logging_from
-from ...core.headers import read_header
+from ...core.headers import StoredTensor, read_header
 from ..modules.operators import SIZED
 from ..onnx_file import names
 from .adapters import initializer_name
@@ -62,48 +62,26 @@ INTERFACE = (
 IR_VERSION = 11
 
 
-@dataclass(frozen=True)
-class TensorBytes:
-    """The place of a tensor's bytes: `file` in the model's directory, `offset` and `length` in bytes."""
-
-    file: str
-    offset: int
-    length: int
-    dtype: ir.DataType
-    shape: tuple[int, ...]
-
-
-def stored_tensors(directory: Path) -> dict[str, TensorBytes]:
-    """The places of all tensors in the safetensors files of `directory`, from the headers alone; types that ONNX lacks
-    are left out.
-    """
-    files = [path.name for path in sorted(directory.glob("*.safetensors"))]
-    return {name: tensor for file in files for name, tensor in stored_in(directory, file).items()}
-
-
-def stored_in(directory: Path, file: str) -> dict[str, TensorBytes]:
-    """The places of the tensors in one `file`, which lies in `directory` or below."""
-    return {
-        name: TensorBytes(file, at.start, at.end - at.start, ELEMENT_TYPES[at.dtype], at.shape)
-        for name, at in read_header(directory / file).items()
-        if at.dtype in ELEMENT_TYPES
-    }
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors in safetensors `files`, from the headers alone; types that ONNX lacks are left out."""
+    stored = (item for file in files for item in read_header(file).items())
+    return {name: tensor for name, tensor in stored if tensor.dtype in ELEMENT_TYPES}
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The stored values of a model's tensors: those in the safetensors of `directory`, `aliases` (tied or stored under
+    """The stored values of a model's tensors: those in files in `directory` or below, `aliases` (tied or stored under
     another name), and `computed` buffers, which no file holds.
     """
 
     directory: Path
-    stored: Mapping[str, TensorBytes]
+    stored: Mapping[str, StoredTensor]
     aliases: Mapping[str, str]
     computed: Mapping[str, ir.TensorProtocol]
 
     def types(self) -> dict[str, ir.DataType]:
         """Tensor name -> its element type in the file, under both names of a tied tensor."""
-        stored_types = {name: tensor.dtype for name, tensor in self.stored.items()}
+        stored_types = {name: ELEMENT_TYPES[tensor.dtype] for name, tensor in self.stored.items()}
         return {
             name: stored_types[other] for name, other in self.aliases.items() if other in stored_types
         } | stored_types
@@ -112,8 +90,9 @@ class Tensors:
         """The stored tensor `name` as external data, declared with `shape`."""
         at = self.stored.get(name) or self.stored[self.aliases[name]]
         shape = shape if shape is not None else ir.Shape(at.shape)
+        location = at.file.relative_to(self.directory).as_posix()
         return ir.ExternalTensor(
-            at.file, at.offset, at.length, at.dtype, shape=shape, name=name, base_dir=self.directory
+            location, at.start, at.nbytes, ELEMENT_TYPES[at.dtype], shape=shape, name=name, base_dir=self.directory
         )
 
     def like(self, name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:

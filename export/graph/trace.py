@@ -182,14 +182,14 @@ def _opened(directory: Path, plan: GraphPlan) -> tuple[Graph, passes.Tensors]:
     """The empty model of a checkpoint, prepared for tracing, and the places of its tensors."""
     config = AutoConfig.from_pretrained(directory)
     model, buffers = empty_model(config, plan.dtype)
-    stored = passes.stored_tensors(directory)
+    stored = passes.stored_tensors(sorted(directory.glob("*.safetensors")))
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     aliases = tied_names(model) | renamed_in(config, shapes)
     graph = prepare_graph(model, plan)
     if plan.adapter:
         adapter = stored_adapter(directory, plan.adapter)
         lay_in_graph(model, adapter, plan.dtype)
-        stored |= passes.stored_in(directory, file_of(plan.adapter))
+        stored |= passes.stored_tensors([directory / file_of(plan.adapter)])
         aliases |= stored_names(adapter)
     return graph, passes.Tensors(directory, stored, aliases, buffers)
 

@@ -20,6 +20,7 @@ from ...options import Clipping
 from ..codes.formats import INT8
 from ..scales.decisions import Scales, activation_scales
 from ..weights.channels import Rounding, WeightScaling
+from .hf_layout import hf_layout_of
 from .narrowing import CAST, Narrowing
 from .ties import ties_of
 from .writer import ShardWriter, quantize_checkpoint, write_config
@@ -58,6 +59,7 @@ def write_int8(
     """
     activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
-    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax")), report)
+    layout = hf_layout_of(source, chosen)
+    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax")), layout, report)
     write_document(directory / "scales.json", done)
     return done

@@ -26,6 +26,7 @@ from ..reading.quantization_config import FP8Q_FORM
 from ..reading.run_checkpoint import CACHE_FILE
 from ..scales.decisions import Scales
 from ..scales.policy import mixed_experts_warning
+from .ties import Ties, ties_of
 
 #: The `quantization_config` of a checkpoint that Hugging Face's loaders cannot load: it names no `quant_method`, at
 #: which transformers stops with a ValueError.
@@ -61,7 +62,7 @@ NO_EXPERT_WEIGHTS_ALONE = "vLLM has no GEMM for experts with FP8 weights alone"
 class HfLayout:
     """The content of an FP8 model in the layout of Hugging Face's loaders.
 
-    - `modules`: the quantized modules.
+    - `axes`: quantized module -> the axis of the output channels in its weight.
     - `loadable`: whether transformers and vLLM can load them.
     - `cache`: whether the checkpoint has scales of a cache that they read.
     - `bf16_cache`: layer index -> attention module, of the layers that stay in BF16 where the cache is in FP8.
@@ -72,11 +73,12 @@ class HfLayout:
     - `stored`: module -> its name in the files, for modules in a block of experts; vLLM reads those names.
     - `experts`: the GEMMs of experts.
     - `layers`: the modules that each hold the experts of one layer.
+    - `ties`: what is changed of tied tensors.
     - `mtp`: how the names of the tensors of multi-token prediction begin; they are not quantized. `vllm_mtp`: how they
       begin in vLLM, where that differs. `mtp_from_codes`: whether the source has codes of them.
     """
 
-    modules: Mapping[str, nn.Module]
+    axes: Mapping[str, Literal[0, 1]]
     loadable: bool
     cache: bool
     no_graph: str | None = None
@@ -90,14 +92,11 @@ class HfLayout:
     mtp: tuple[str, ...] = ()
     vllm_mtp: tuple[str, ...] = ()
     mtp_from_codes: bool = False
+    ties: Ties = Ties()
 
     def in_files(self, module: str) -> str:
         """The name of `module` in the files."""
         return self.stored.get(module, module)
-
-    def axis(self, module: str) -> Literal[0, 1]:
-        """The axis of the output channels in the weight of `module`."""
-        return output_channel_axis(self.modules[module])
 
     @property
     def ignored(self) -> list[str]:
@@ -202,7 +201,7 @@ def has_place(attention: nn.Module) -> bool:
     return not CACHES.isdisjoint(called_with) and any(hasattr(attention, projection) for projection in PROJECTIONS)
 
 
-def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayout:
+def hf_layout_of(source: Source, scales: Scales, no_graph: str | None = None) -> HfLayout:
     """Decide the layout of the model in `source`, of which `scales.modules` are quantized.
 
     `no_graph`: why no ONNX graph can be made of the model.
@@ -222,7 +221,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         if name.startswith(blocks)
     }
     return HfLayout(
-        modules,
+        {name: output_channel_axis(module) for name, module in modules.items()},
         loadable,
         cache=loadable and known and scales.cache_parts == "kv",
         no_graph=no_graph,
@@ -235,6 +234,7 @@ def hf_layout_of(source: Source, scales: Scales, no_graph: str | None) -> HfLayo
         mtp=source.mtp,
         vllm_mtp=_vllm_mtp(source),
         mtp_from_codes=any(weights.coded(name) for name in weights.names() if name.startswith(source.mtp)),
+        ties=ties_of(source),
         bf16_cache={
             index: attentions[index] for index in sorted(attentions) if coded and attentions[index] not in coded
         },

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from ...calibrate.checkpoint.beside_weights import CARD_REASON, HIDDEN, beside_weights
 from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.recognizer import QUANTIZATION_KEYS
-from ...calibrate.checkpoint.weights import INDEX
+from ...calibrate.checkpoint.weights import INDEX, index_text
 from ...calibrate.input.untrusted import read_json
 from ...calibrate.model.classes import nested
 from ...calibrate.model.source import Source
@@ -47,10 +47,10 @@ from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, FP8Q_CON
 from ..scales.decisions import Scales, Skipped, WeightScales
 from ..scales.scheme import Scheme, form_fields, modules_in
 from ..weights.channels import QuantizedWeight, Rounding
-from .hf_layout import INTEGERS, UNLOADABLE, HfLayout, hf_layout_of
+from .hf_layout import INTEGERS, UNLOADABLE, HfLayout
 from .model_card import model_card
 from .narrowing import Narrowing
-from .ties import TIE, Ties, ties_of
+from .ties import TIE, Ties
 from .tokenizer_files import write_companions, written_remark
 
 if TYPE_CHECKING:
@@ -68,17 +68,16 @@ def quantize_checkpoint(
     directory: Path,
     scales: Scales,
     rounding: Rounding,
+    layout: HfLayout,
     report: Reporter,
-    no_graph: str | None = None,
 ) -> Scales:
-    """Write the checkpoint of `source` to `directory` (new), and return `scales` with the weights filled in.
+    """Write the checkpoint of `source` to `directory` (new) in `layout`; return `scales` with the weights filled in.
 
     `scales.modules` are the modules to quantize; one whose weight has no scale moves to `skipped`. Codes are of
     `scales.format`; an INT8 checkpoint is only for the graph beside it (`baselines`), and has no tokenizer and no model
-    card. `no_graph`: why there is no ONNX graph, for the card. Raises InputError when the source stores a module's
-    weight under another name than transformers does.
+    card. Raises InputError when the source stores a module's weight under another name than transformers does.
     """
-    weights, form = source.weights(), hf_layout_of(source, scales, no_graph)
+    weights = source.weights()
     modules = {source.stored(f"{module}.weight"): module for module in scales.modules}
     missing = [modules[name] for name in modules if name not in weights.names()]
     if missing:
@@ -89,11 +88,11 @@ def quantize_checkpoint(
             "present names",
         )
     directory.mkdir(parents=True)
-    narrowing, ties = Narrowing(source, weights), ties_of(source)
-    writer = ShardWriter(directory, ties.renamed)
-    quantizer = ModuleQuantizer(form, scales, rounding)
+    narrowing = Narrowing(source, weights)
+    writer = ShardWriter(directory, layout.ties.renamed)
+    quantizer = ModuleQuantizer(layout, scales, rounding)
     summaries, skipped = _write_tensors(writer, narrowing, modules, quantizer, report)
-    _write_caches(writer, directory, form, scales)
+    _write_caches(writer, directory, layout, scales)
     writer.close()
     done = Scales(
         format=scales.format,
@@ -106,18 +105,18 @@ def quantize_checkpoint(
         bf16_inputs=[module for module in scales.in_form(BF16) if module in summaries],
     )
     if scales.format == "int8":
-        write_config(source, directory, INTEGERS, ties)
+        write_config(source, directory, INTEGERS, layout.ties)
         return done
-    tokenized = _write_companions(source, directory, done, form, ties)
+    tokenized = _write_companions(source, directory, done, layout)
     remarks = (
         narrowing.remark,
-        ties.remark,
+        layout.ties.remark,
         tokenized,
-        form.remark(source.architecture, done),
-        form.heads_remark(done),
-        form.query_remark(done),
-        form.limit,
-        form.mtp_remark,
+        layout.remark(source.architecture, done),
+        layout.heads_remark(done),
+        layout.query_remark(done),
+        layout.limit,
+        layout.mtp_remark,
         *_left_behind(source),
     )
     for remark in filter(None, remarks):
@@ -161,14 +160,14 @@ def _write_tensors(
     return summaries, skipped
 
 
-def _write_caches(writer: "ShardWriter", directory: Path, form: HfLayout, scales: Scales) -> None:
+def _write_caches(writer: "ShardWriter", directory: Path, layout: HfLayout, scales: Scales) -> None:
     """Write the scales of the cache: among the weights where loaders read them there, otherwise to `CACHE_FILE`.
 
     Loaders expect those of every layer, and vLLM also takes those of queries; in `CACHE_FILE` are those of codes alone.
     """
-    written = scales.kv_cache | (scales.wide_cache | scales.queries if form.cache else {})
+    written = scales.kv_cache | (scales.wide_cache | scales.queries if layout.cache else {})
     caches = {f"{name}_scale": torch.from_numpy(cache.stored) for name, cache in written.items()}
-    if form.cache:
+    if layout.cache:
         for name, tensor in caches.items():
             writer.add(name, tensor)
     elif caches:
@@ -189,7 +188,7 @@ class ModuleQuantizer:
         """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight in
         BF16.
         """
-        axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
+        axis, name, inherited = self.layout.axes[module], self.layout.in_files(module), self.rounding.inherited
         # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
         scaling = self.rounding.scaling
         inherits = self.rounding.learned is None and axis == 0 and module not in scaling.blocks
@@ -238,8 +237,7 @@ class ShardWriter:
             shard = f"model-{number + 1:05}-of-{count:05}.safetensors"
             self._temporary(number).rename(self.directory / shard)
             index |= dict.fromkeys(names, shard)
-        document = {"metadata": {"total_size": self.total}, "weight_map": {name: index[name] for name in sorted(index)}}
-        (self.directory / INDEX).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (self.directory / INDEX).write_bytes(index_text(index, self.total))
 
     def _temporary(self, number: int) -> Path:
         return self.directory / f"shard-{number}"
@@ -362,28 +360,28 @@ def _copy_other_files(source: Source, directory: Path) -> None:
             shutil.copyfile(file, directory / name)
 
 
-def _write_companions(source: Source, directory: Path, scales: Scales, form: HfLayout, ties: Ties) -> str | None:
+def _write_companions(source: Source, directory: Path, scales: Scales, layout: HfLayout) -> str | None:
     """Write config.json, tokenizer, adapters and the model card; return a note on tokenizers that differ, if any."""
-    fields = form_fields(scales.forms, form.bf16_cache.values())
-    if patterns := patterns_of(form.stored):
+    fields = form_fields(scales.forms, layout.bf16_cache.values())
+    if patterns := patterns_of(layout.stored):
         fields["stored"] = patterns
-    if form.positions is not None:
-        fields[FP8Q_POSITIONS] = form.positions
+    if layout.positions is not None:
+        fields[FP8Q_POSITIONS] = layout.positions
     more: dict[str, object] = {FP8Q_CONFIG: fields} if fields else {}
-    if form.cache and not hasattr(source.text_config, "num_key_value_heads"):
+    if layout.cache and not hasattr(source.text_config, "num_key_value_heads"):
         more["num_key_value_heads"] = source.text_config.num_attention_heads  # compressed-tensors asks for it
     write_config(
         source,
         directory,
         quantization_config(
-            sorted([*map(form.in_files, scales.skipped), *form.ignored]),
-            form.cache_strategy(scales),
-            {form.in_files(module): scheme for module, scheme in scales.schemes.items() if scheme.weights},
-            bool(form.experts),
+            sorted([*map(layout.in_files, scales.skipped), *layout.ignored]),
+            layout.cache_strategy(scales),
+            {layout.in_files(module): scheme for module, scheme in scales.schemes.items() if scheme.weights},
+            bool(layout.experts),
         )
-        if form.loadable
+        if layout.loadable
         else UNLOADABLE,
-        ties,
+        layout.ties,
         **more,
     )
     for adapter in source.adapters:
@@ -392,7 +390,7 @@ def _write_companions(source: Source, directory: Path, scales: Scales, form: HfL
         for path in adapter.files:
             shutil.copyfile(path, folder / path.name)
     _copy_other_files(source, directory)
-    card = model_card(source, scales, form, from_fp8=fp8_source(source) is not None)
+    card = model_card(source, scales, layout, from_fp8=fp8_source(source) is not None)
     (directory / CARD).write_text(card, encoding="utf-8")
     remaining = write_companions(source, directory)
     return written_remark(remaining) if remaining else None

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
-from ...calibrate.checkpoint.weights import TensorHeader
 from ...calibrate.input.untrusted import foreign
 from ...calibrate.model.classes import non_text_modules
 from ...calibrate.model.expert_modules import FUSED, fused, unfold
 from ...calibrate.model.expert_names import Conversions, views
 from ...calibrate.model.gemms import multiplies_as_linear
+from ...core.headers import StoredTensor
 from .model_class import NoClassError, class_model
 from .reasons import CONV1D, EMBEDDING, HEAD, LAYER, TURNED, vocabulary_sizes
 
@@ -69,7 +69,7 @@ class ClassTensors:
     cutting: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-def class_tensors(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> ClassTensors:
+def class_tensors(config: Mapping[str, Any], headers: Mapping[str, StoredTensor]) -> ClassTensors:
     """Ask the class of `config` (config.json) about the tensors of `headers`.
 
     Raises NoClassError where transformers has no class for it, or the class knows none of the tensors.

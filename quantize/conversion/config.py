@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...calibrate.checkpoint.mtp_layers import vllm_name
-from ...calibrate.checkpoint.weights import SINGLE
+from ...calibrate.checkpoint.weights import SINGLE, index_text
 from ...core.files import json_text
 from ..codes.blocks import SIDE
 from .plan import CheckpointPlan
@@ -69,6 +69,5 @@ def index_of(plan: CheckpointPlan) -> bytes | None:
     """The text of the index; None for one file under the name that loaders look for without an index."""
     if [shard.name for shard in plan.shards] == [SINGLE]:
         return None
-    files = {name: shard.name for shard in plan.shards for name in shard.written}
-    weight_map = {name: files[name] for name in sorted(files)}
-    return json_text({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})
+    files = {name: shard.name for shard in plan.shards for name in shard.tensors}
+    return index_text(files, plan.nbytes)

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
-from ...calibrate.checkpoint.weights import TensorHeader
 from ...calibrate.input.untrusted import walk
+from ...core.headers import StoredTensor
 from .reasons import HEAD, LAYER, TURNED, vocabulary_sizes
 from .rules import Linear, Rules
 
@@ -27,7 +27,7 @@ _UNKNOWN = "not known to be a linear layer, by its name and its shape"
 class NamedTensors:
     """Judges the tensors of a checkpoint by their names and shapes."""
 
-    def __init__(self, rules: Rules, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]):
+    def __init__(self, rules: Rules, config: Mapping[str, Any], headers: Mapping[str, StoredTensor]):
         self.rules, self.headers = rules, headers
         fields = [(place.rpartition("\0")[2], value) for place, value in walk(dict(config)) if type(value) is int]
         tables = [header.shape for name, header in headers.items() if self._is_table(name, header)]
@@ -103,7 +103,7 @@ class NamedTensors:
         return axis is not None and shape[axis] not in self.widths and shape[1 - axis] in self.widths
 
     @staticmethod
-    def _is_table(name: str, header: TensorHeader) -> bool:
+    def _is_table(name: str, header: StoredTensor) -> bool:
         if len(header.shape) != 2 or not prod(header.shape):
             return False
         return name.removesuffix(WEIGHT).rpartition(".")[2] in _TABLES

@@ -10,29 +10,15 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from ...calibrate.checkpoint.weights import TensorHeader
-from ...core.headers import StoredTensor, make_header, read_header
+from ...core.headers import StoredTensor, make_header, read_header, value_bits
 from ...options import ConvertForm, ConvertLayout
 from ..codes.blocks import SIDE
 from ..codes.formats import CODE_DTYPE
 from .name_tensors import WEIGHT
 from .selection import Selection, Stack
 
-#: The bytes of a value, by the type as safetensors spells it, where it has a power of two of them.
-_SIZES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2}
-
-
-@dataclass(frozen=True)
-class Written:
-    """A tensor to write: its type as safetensors spells it, and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-        return prod(self.shape) * _SIZES.get(self.dtype, 1)
+#: A tensor to write: its type as safetensors spells it, and its shape.
+Written = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -64,13 +50,23 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A file to write under the `name` of its `source`: its tensors, and how each is made."""
+    """A file to write under the `name` of its `source`: its `head`, the bytes up to its data; where its
+    `tensors` lie; and how they are made.
+
+    The `file` of a tensor is the source, which is there before the file itself, and which messages name.
+    """
 
     source: Path
     name: str
-    written: Mapping[str, Written]
+    head: bytes
+    tensors: Mapping[str, StoredTensor]
     copies: tuple[Copied, ...]
     matrices: tuple[Matrix, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the file."""
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -93,17 +89,17 @@ class CheckpointPlan:
     @property
     def quantized(self) -> int:
         """The number of tensors of codes."""
-        return sum(tensor.dtype == CODE_DTYPE for shard in self.shards for tensor in shard.written.values())
+        return sum(tensor.dtype == CODE_DTYPE for shard in self.shards for tensor in shard.tensors.values())
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(tensor.nbytes for shard in self.shards for tensor in shard.written.values())
+        return sum(tensor.nbytes for shard in self.shards for tensor in shard.tensors.values())
 
 
 def plan_checkpoint(
     files: Sequence[Path],
-    headers: Mapping[str, TensorHeader],
+    headers: Mapping[str, StoredTensor],
     selection: Selection,
     form: tuple[ConvertForm, ConvertLayout],
 ) -> CheckpointPlan:
@@ -147,15 +143,15 @@ class _Planner:
             else:
                 cast = stored.dtype == self.cast and len(stored.shape) > 1
                 copies.append(Copied(name, stored, cast))
-                self._written[name] = Written("BF16" if cast else stored.dtype, stored.shape)
-        return ShardPlan(file, file.name, self._written, tuple(copies), tuple(matrices))
+                self._written[name] = ("BF16" if cast else stored.dtype, stored.shape)
+        return ShardPlan(file, file.name, *make_header(file, self._written), tuple(copies), tuple(matrices))
 
     def _experts(self, stack: Stack, stored: StoredTensor) -> Iterator[Matrix]:
         """Cut a stack of experts into matrices, and plan their codes and scales."""
         count, *sides = stored.shape
         outputs, inputs = reversed(sides) if stack.turned else sides
         parts = len(stack.modules) // count
-        high, size = outputs // parts, _SIZES[stored.dtype]
+        high, size = outputs // parts, value_bits(stored.dtype) // 8
         for index, module in enumerate(stack.modules):
             expert, place = divmod(index, parts)
             start = stored.start + expert * outputs * inputs * size
@@ -168,15 +164,6 @@ class _Planner:
         rows, columns = sides
         blocks, fp8 = self.form[0] == "block", self.form[1] == "fp8"
         codes, scales = f"{module}{WEIGHT}", f"{module}{WEIGHT}_scale{'_inv' if fp8 else ''}"
-        self._written[codes] = Written(CODE_DTYPE, (rows, columns))
-        self._written[scales] = Written("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, 1))
+        self._written[codes] = (CODE_DTYPE, (rows, columns))
+        self._written[scales] = ("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, 1))
         return Matrix(codes, start, stored.dtype, rows, columns, codes, scales, stride)
-
-
-def placed(written: Mapping[str, Written]) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The first bytes of a file of these tensors, up to its data, and the place of each in it.
-
-    Wider types come first, so that each value lies at a multiple of its size, which readers that map a file need.
-    """
-    order = sorted(written, key=lambda name: -_SIZES.get(written[name].dtype, 1))
-    return make_header({name: (written[name].dtype, written[name].shape, written[name].nbytes) for name in order})

@@ -11,8 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ...calibrate.checkpoint.mtp_layers import mtp_prefixes
-from ...calibrate.checkpoint.weights import TensorHeader
 from ...core.errors import InputError
+from ...core.headers import StoredTensor
 from .class_tensors import ClassTensors, Place, class_tensors
 from .model_class import NoClassError
 from .name_tensors import WEIGHT, NamedTensors
@@ -64,7 +64,7 @@ class _Candidate:
 def select_tensors(
     rules: Rules,
     config: Mapping[str, Any],
-    headers: Mapping[str, TensorHeader],
+    headers: Mapping[str, StoredTensor],
     skip: Sequence[str] = (),
     mtp: bool = False,
 ) -> Selection:
@@ -116,7 +116,7 @@ def _unloadable(judged: ClassTensors, matrices: Sequence[str]) -> str | None:
     return None
 
 
-def _ask_class(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> tuple["ClassTensors | None", str]:
+def _ask_class(config: Mapping[str, Any], headers: Mapping[str, StoredTensor]) -> tuple["ClassTensors | None", str]:
     """The verdicts of the model's class, and its name; or None, and why names decide."""
     try:
         judged = class_tensors(config, headers)
@@ -126,7 +126,7 @@ def _ask_class(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -
 
 
 def _candidates(
-    rules: Rules, config: Mapping[str, Any], headers: Mapping[str, TensorHeader], judged: "ClassTensors | None"
+    rules: Rules, config: Mapping[str, Any], headers: Mapping[str, StoredTensor], judged: "ClassTensors | None"
 ) -> dict[str, _Candidate]:
     """All matrices and stacks of experts among `headers`, by name."""
     names = NamedTensors(rules, config, headers)
@@ -144,7 +144,7 @@ def _candidates(
     return candidates
 
 
-def _by_name(name: str, header: TensorHeader, names: NamedTensors, least_side: int) -> _Candidate | None:
+def _by_name(name: str, header: StoredTensor, names: NamedTensors, least_side: int) -> _Candidate | None:
     """Judge a tensor by its name and shape; None for one that is no matrix."""
     if not _is_matrix(name, header.shape, least_side):
         return None
@@ -180,7 +180,7 @@ class _Chooser:
         self.least_side, self.drafts, self.skip, self.used = rules.least_side, drafts, skip, set[str]()
         self.entries = [entry for entry in rules.keep if not entry.model_types or types & {*entry.model_types}]
 
-    def reason(self, name: str, header: TensorHeader, candidate: _Candidate) -> str | None:
+    def reason(self, name: str, header: StoredTensor, candidate: _Candidate) -> str | None:
         """The reason why a candidate is kept; None where it is quantized."""
         module = name.removesuffix(WEIGHT)
         matching = [pattern for pattern in self.skip if fnmatchcase(module, pattern)]
@@ -224,7 +224,7 @@ def expert_block(name: str) -> str:
 
 
 def _declared(
-    selection: Selection, headers: Mapping[str, TensorHeader], judged: "ClassTensors | None"
+    selection: Selection, headers: Mapping[str, StoredTensor], judged: "ClassTensors | None"
 ) -> frozenset[str]:
     """The modules that loaders must not take for FP8, by the names of files and of the class.
 

@@ -21,11 +21,11 @@ import torch
 
 from ...core.errors import BackendError, InputError
 from ...core.files import PARTIAL, created, disk_errors, is_own_file, not_followed, remove
-from ...core.headers import StoredTensor, damaged, header_bytes
+from ...core.headers import damaged, header_bytes
 from ..codes.blocks import SIDE
 from .coding import Errors, encode_part, refused_values
 from .name_tensors import WEIGHT
-from .plan import CheckpointPlan, Copied, Matrix, ShardPlan, placed
+from .plan import CheckpointPlan, Copied, Matrix, ShardPlan
 
 #: Values of a matrix, and bytes of a tensor that is copied, in one part; blocks may make the least part larger.
 PART_VALUES, PART_BYTES = 1 << 21, 8 << 20
@@ -45,13 +45,12 @@ class OtherBytesError(Exception):
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that is written or checked: descriptors of its source and of itself, and the place of each tensor."""
+    """A file that is written or checked: descriptors of its source and of itself."""
 
     plan: ShardPlan
     blocks: bool
     source: int
     target: int
-    places: dict[str, StoredTensor]
     written: bool
 
     def put(self, content: npt.NDArray[Any], at: int) -> None:
@@ -117,7 +116,7 @@ def check_small_tensors(plan: CheckpointPlan) -> None:
     for shard in plan.shards:
         with open(shard.source, "rb") as source:
             for copied in shard.copies:
-                start, size = copied.stored.start, copied.stored.end - copied.stored.start
+                start, size = copied.stored.start, copied.stored.nbytes
                 if 0 < size <= SMALL_BYTES and copied.stored.dtype in FLOATS:
                     raw = _read_source(shard.source, source.fileno(), start, size)
                     check_values(copied, torch.from_numpy(raw).view(FLOATS[copied.stored.dtype]))
@@ -148,7 +147,7 @@ def _matrix_part(matrix: Matrix, top: int, bottom: int) -> Part:
                 "half a step is the most",
                 "check this machine's memory, and report it",
             )
-        codes, scales = shard.places[matrix.codes], shard.places[matrix.scales]
+        codes, scales = shard.plan.tensors[matrix.codes], shard.plan.tensors[matrix.scales]
         first = top // SIDE if shard.blocks else top
         shard.put(coded.codes, codes.start + top * matrix.columns)
         shard.put(coded.scales, scales.start + 4 * first * coded.scales.shape[1])
@@ -184,7 +183,7 @@ def _copied_part(copied: Copied, start: int, end: int) -> Part:
                 at = at // kind.itemsize * torch.bfloat16.itemsize
                 content = values.view(torch.int16).numpy()
             check_values(copied, values)
-        shard.put(content, shard.places[copied.name].start + at)
+        shard.put(content, shard.plan.tensors[copied.name].start + at)
         return Errors(), raw.size
 
     return work
@@ -223,23 +222,20 @@ class CheckpointWriter:
                 flushing.result()
 
     def _make(self, pool: ThreadPoolExecutor, plan: ShardPlan, partial: Path) -> None:
-        head, places = placed(plan.written)
         remove(partial)
         with open(plan.source, "rb") as source, open(partial, "wb+", opener=created) as target:
-            target.write(head)
+            target.write(plan.head)
             target.flush()
-            os.ftruncate(target.fileno(), max((place.end for place in places.values()), default=len(head)))
-            self._run(pool, Shard(plan, self._blocks, source.fileno(), target.fileno(), places, written=True))
+            os.ftruncate(target.fileno(), plan.nbytes)
+            self._run(pool, Shard(plan, self._blocks, source.fileno(), target.fileno(), written=True))
 
     def _check(self, pool: ThreadPoolExecutor, plan: ShardPlan, file: Path) -> bool:
         """Tell whether the finished `file` is what its parts make."""
-        head, places = placed(plan.written)
-        size = max((place.end for place in places.values()), default=len(head))
         try:
-            if file.stat().st_size != size or header_bytes(file) != head[8:]:
+            if file.stat().st_size != plan.nbytes or header_bytes(file) != plan.head[8:]:
                 return False
             with open(plan.source, "rb") as source, open(file, "rb") as target:
-                self._run(pool, Shard(plan, self._blocks, source.fileno(), target.fileno(), places, written=False))
+                self._run(pool, Shard(plan, self._blocks, source.fileno(), target.fileno(), written=False))
         except (OtherBytesError, InputError):
             return False
         return True

@@ -15,8 +15,9 @@ from typing import Any
 from ...calibrate.checkpoint.class_defaults import language_model
 from ...core.errors import InputError
 from ...core.findings import Broken, Finding, Severity, first_places
+from ...core.headers import StoredTensor
 from ...options import CheckpointServer
-from ..reading.fp8_tensors import Checkpoint, Located
+from ..reading.fp8_tensors import Checkpoint
 from ..reading.quantization_config import DeclaredQuantization
 
 #: CheckpointServer -> its own spelling.
@@ -59,7 +60,7 @@ class Served:
     root: Path
     config: Mapping[str, Any]
     said: Mapping[str, Any] | None
-    tensors: Mapping[str, Located]
+    tensors: Mapping[str, StoredTensor]
     problems: tuple[tuple[str, str], ...]
     fp8: Checkpoint | None
     server: CheckpointServer

@@ -21,13 +21,12 @@ import numpy.typing as npt
 import torch
 
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE
-from ...calibrate.checkpoint.weights import TensorHeader
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
-from ...core.headers import read_header
+from ...core.headers import StoredTensor
 from ..scales.decisions import SMALLEST_SCALE
 from ..weights.channels import QuantizedWeight, inherited_summary
-from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, Located, cache_parts, sound_tensors
+from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, cache_parts, sound_tensors
 from .quantization_config import ORIGINAL, READ, declared_form
 from .run_checkpoint import CACHE_FILE, EXPERT_FILE
 
@@ -53,7 +52,7 @@ class FP8Source:
         queries = {name for name in self.checkpoint.tensors if name.endswith(".q_scale")}
         return scales | set(self.checkpoint.cache_scales) | queries
 
-    def headers(self, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    def headers(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """The headers of the dequantized tensors: scales are left out, and weights in codes are F32."""
         return {
             name: replace(header, dtype="F32") if name in self.weights else header
@@ -149,7 +148,7 @@ def fp8_source(source: Source) -> FP8Source | None:
 
 
 def recognize(
-    path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]
+    path: Path, name: str, config: Mapping[str, Any], headers: Mapping[str, StoredTensor]
 ) -> FP8Source | None:
     """The FP8 checkpoint in `path`, which the user calls `name`; None for one that is not quantized (a `Recognizer`).
 
@@ -171,12 +170,7 @@ def recognize(
     changed = next((remark for remark in declared.remarks if remark.effect == "changes"), None)
     if changed is not None:
         raise InputError(declared.source, f"has {changed}, which fp8q does not compute", ORIGINAL)
-    files = sorted({header.file for header in headers.values()})
-    tensors = {
-        tensor_name: Located(stored.dtype, stored.shape, stored.start, stored.end, file)
-        for file in files
-        for tensor_name, stored in read_header(file).items()
-    }
+    files, tensors = {header.file for header in headers.values()}, dict(headers)
     other_files = [path / name for name in (MODELOPT_FILE, EXPERT_FILE, CACHE_FILE) if (path / name).is_file()]
     for file in other_files:
         if file.name != MODELOPT_FILE and file not in files:
@@ -200,7 +194,7 @@ def recognize(
     return fp8
 
 
-def _read_scales(file: Path) -> dict[str, Located]:
+def _read_scales(file: Path) -> dict[str, StoredTensor]:
     """The static scales in a file that fp8q writes beside the weights, because other loaders would refuse them there.
 
     Raises InputError for a file that is damaged.

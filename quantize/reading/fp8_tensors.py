@@ -24,10 +24,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from ...calibrate.checkpoint.weights import INDEX, SINGLE
+from ...calibrate.checkpoint.weights import INDEX, SINGLE, read_index
 from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
-from ...core.headers import StoredTensor, read_header
+from ...core.headers import StoredTensor, read_header, value_bits
 from ..scales.scheme import Granularity
 from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, DeclaredScheme, FileForm, declared_form
 
@@ -51,15 +51,6 @@ TYPES: Mapping[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu, CODES: ml_dtypes.float8_e4m3fn,
 }  # fmt: skip
-#: Bits of a value of the types whose name does not say so (`_bits`).
-BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-
-
-@dataclass(frozen=True)
-class Located(StoredTensor):
-    """The place of a tensor, and the file that holds it."""
-
-    file: Path
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ class Checkpoint:
     root: Path
     config: Mapping[str, Any]
     declared: DeclaredQuantization
-    tensors: Mapping[str, Located]
+    tensors: Mapping[str, StoredTensor]
     problems: tuple[tuple[str, str], ...]
 
     @cached_property
@@ -181,7 +172,7 @@ class Checkpoint:
         alike = (first.dtype, first.shape) == (second.dtype, second.shape)
         return alike and np.array_equal(self._read(first, np.uint8), self._read(second, np.uint8))
 
-    def _read(self, tensor: Located, dtype: Any) -> npt.NDArray[Any]:
+    def _read(self, tensor: StoredTensor, dtype: Any) -> npt.NDArray[Any]:
         if tensor.start == tensor.end:
             return np.zeros(0, dtype)
         try:
@@ -242,13 +233,13 @@ def open_checkpoint(directory: Path) -> Checkpoint | None:
     return Checkpoint(directory, read_json(directory / CONFIG), declared, tensors, problems)
 
 
-def located_tensors(directory: Path) -> tuple[Mapping[str, Located], tuple[tuple[str, str], ...]]:
+def located_tensors(directory: Path) -> tuple[Mapping[str, StoredTensor], tuple[tuple[str, str], ...]]:
     """Read the headers of the safetensors in `directory`: name -> tensor, and the faults of files (file, fault).
 
     Raises InputError for an index that does not parse, and for a folder without safetensors.
     """
     weight_map = _weight_map(directory)
-    tensors: dict[str, Located] = {}
+    tensors: dict[str, StoredTensor] = {}
     problems: list[tuple[str, str]] = []
     for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
         for name, tensor in sound_tensors(directory / file, problems):
@@ -270,21 +261,10 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX
     if not exists(path):
         raise InputError(directory, f"has no safetensors weights: neither {SINGLE} nor {INDEX}", "copy the whole of it")
-    index = read_json(path, finite=False)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
-        raise InputError(
-            path, "does not read as a safetensors index (an object with a weight_map)", "copy or download it again"
-        )
-    outside = next((file for file in shards.values() if Path(file).name != file or "\0" in file), None)
-    if outside is not None:
-        raise InputError(
-            path, f"names {outside!r}, which is not a file beside it", "the checkpoint is damaged or not to be trusted"
-        )
-    return shards
+    return read_index(path, linted=True)
 
 
-def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, Located]]:
+def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of a file up to the first that does not lie within it, which is added to `problems`."""
     try:
         header, size = read_header(file), file.stat().st_size
@@ -292,15 +272,8 @@ def sound_tensors(file: Path, problems: list[tuple[str, str]]) -> Iterator[tuple
         problems.append((file.name, error.fault))
         return
     for name, tensor in header.items():
-        bits = BITS.get(tensor.dtype) or _bits(tensor.dtype)
-        fits = prod(tensor.shape) * bits == 8 * (tensor.end - tensor.start)
+        fits = prod(tensor.shape) * value_bits(tensor.dtype) == 8 * tensor.nbytes
         if min(tensor.shape, default=0) < 0 or not fits or not 0 < tensor.start <= tensor.end <= size:
             problems.append((file.name, f"does not hold the whole of {name}"))
             return
-        yield name, Located(tensor.dtype, tensor.shape, tensor.start, tensor.end, file)
-
-
-def _bits(dtype: str) -> int:
-    """The bits of a value by the name of its type: 16 for `BF16`, 8 for `F8_E4M3`; 0 where the name does not say."""
-    digits = dtype.partition("_")[0].lstrip("BFIUC")
-    return int(digits) if digits.isdecimal() and len(digits) < 4 else 0
+        yield name, tensor

@@ -43,7 +43,7 @@ def test_a_header_is_read_of_a_file_whose_data_are_cut_short(tmp_path: Path) -> 
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     path = written(tmp_path / "short.safetensors", {"x": entry, "__metadata__": {"format": "pt"}}, b"1234")
     start = 8 + len(header_bytes(path))
-    assert read_header(path) == {"x": StoredTensor("F32", (2,), start, start + 8)}
+    assert read_header(path) == {"x": StoredTensor(path, "F32", (2,), start, start + 8)}
 
 
 @pytest.mark.parametrize(

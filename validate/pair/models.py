@@ -11,13 +11,14 @@ import torch
 from ...calibrate.checkpoint.companions import companion_files
 from ...calibrate.checkpoint.config_fields import check_sizes
 from ...calibrate.checkpoint.recognizer import CODES, MODELOPT_FILE, QUANTIZATION_KEYS
-from ...calibrate.checkpoint.weights import TensorHeader, find_weights, read_headers
+from ...calibrate.checkpoint.weights import find_weights, read_headers
 from ...calibrate.input.silence import muted
 from ...calibrate.input.untrusted import error_text, foreign, read_json
 from ...calibrate.model.architecture import read_config, text_fields
 from ...calibrate.model.source import Source, combined_digest, file_digests, load_model, open_source
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.files import Strict, sha256_file
+from ...core.headers import StoredTensor
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...quantize.reading.dequantized import recognize
@@ -123,7 +124,7 @@ def missing_weights(original: Path, candidate: Path, configs: Sequence[Mapping[s
     return sorted(name for name in ours if name.endswith(".weight") and name.removesuffix(".weight") not in modules)
 
 
-def weight_headers(path: Path, config: Mapping[str, Any]) -> dict[str, TensorHeader]:
+def weight_headers(path: Path, config: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """The headers of the tensors in the weight files of a checkpoint, by name."""
     return read_headers(_weight_files(path, config))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8q.calibrate.checkpoint.weights import TensorHeader
+from fp8q.core.headers import StoredTensor
 from fp8q.quantize.conversion.model_class import class_model
 
 SMALL = {
@@ -62,7 +62,7 @@ def configuration(family: str) -> dict[str, Any]:
     return FAMILIES[family] | {"architectures": [family]}
 
 
-def family_headers(family: str) -> dict[str, TensorHeader]:
+def family_headers(family: str) -> dict[str, StoredTensor]:
     """The headers of a family's file under the class's own names, without what is tied."""
     model = class_model(configuration(family), [(1,)] * 500)
     return headers(
@@ -74,6 +74,6 @@ def family_headers(family: str) -> dict[str, TensorHeader]:
     )
 
 
-def headers(shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> dict[str, TensorHeader]:
+def headers(shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> dict[str, StoredTensor]:
     """Headers of tensors of these shapes."""
-    return {name: TensorHeader(Path("model.safetensors"), dtype, shape) for name, shape in shapes.items()}
+    return {name: StoredTensor(Path("model.safetensors"), dtype, shape, 0, 0) for name, shape in shapes.items()}
