@@ -53,7 +53,7 @@ Basis = Literal["own", "rotated", "balanced"]
 
 
 @dataclass(frozen=True)
-class Form:
+class CacheForm:
     """The `parts` of a cache that are codes; whether keys are stored less their channels' means; the basis that they
     are stored in; whether each head has a scale of its own.
     """
@@ -64,20 +64,20 @@ class Form:
     per_head: bool = False
 
 
-WIDE = Form("")
+WIDE = CacheForm("")
 CACHES = {
-    "K": Form("k"),
-    "V": Form("v"),
-    "K and V": Form("kv"),
-    "K, a scale per head": Form("k", per_head=True),
-    "V, a scale per head": Form("v", per_head=True),
-    "K and V, a scale per head": Form("kv", per_head=True),
-    "K less its channels' means": Form("k", centred=True),
-    "K less its channels' means, and V": Form("kv", centred=True),
-    "K rotated": Form("k", basis="rotated"),
-    "K balanced and rotated": Form("k", basis="balanced"),
-    "K balanced and rotated, and V": Form("kv", basis="balanced"),
-    "K less its means, balanced and rotated": Form("k", centred=True, basis="balanced"),
+    "K": CacheForm("k"),
+    "V": CacheForm("v"),
+    "K and V": CacheForm("kv"),
+    "K, a scale per head": CacheForm("k", per_head=True),
+    "V, a scale per head": CacheForm("v", per_head=True),
+    "K and V, a scale per head": CacheForm("kv", per_head=True),
+    "K less its channels' means": CacheForm("k", centred=True),
+    "K less its channels' means, and V": CacheForm("kv", centred=True),
+    "K rotated": CacheForm("k", basis="rotated"),
+    "K balanced and rotated": CacheForm("k", basis="balanced"),
+    "K balanced and rotated, and V": CacheForm("kv", basis="balanced"),
+    "K less its means, balanced and rotated": CacheForm("k", centred=True, basis="balanced"),
 }
 #: Both parts in FP8, but for the layer that loses most by itself on a part of the calibration text.
 LEFT = "K and V, without the layer that loses most"
@@ -107,7 +107,7 @@ class LayerSeen:
     def __init__(self) -> None:
         self.sums: dict[str, Any] = dict.fromkeys(("k", "kk", "qq"), 0.0)
         self.tokens = 0
-        self.amax: dict[tuple[Form, str], torch.Tensor] = {}
+        self.amax: dict[tuple[CacheForm, str], torch.Tensor] = {}
 
     def add(self, keys: torch.Tensor, queries: torch.Tensor) -> None:
         """Count keys [batch, heads, seq, size] and queries [batch, seq, query heads · size]."""
@@ -118,20 +118,20 @@ class LayerSeen:
         self.sums["kk"] = self.sums["kk"] + keys.double().square().sum((0, 2))[:, None]
         self.sums["qq"] = self.sums["qq"] + grouped.square().mean(3).sum((0, 1))[:, None]
 
-    def stored(self, keys: torch.Tensor, form: Form) -> torch.Tensor:
+    def stored(self, keys: torch.Tensor, form: CacheForm) -> torch.Tensor:
         """Keys as `form` stores them."""
         stored: torch.Tensor = keys - (self.sums["k"] / self.tokens).float() if form.centred else keys
         if form.basis != "own":
             stored = stored * self._balance(form) @ rotation(keys.shape[-1])
         return stored
 
-    def read(self, stored: torch.Tensor, form: Form) -> torch.Tensor:
+    def read(self, stored: torch.Tensor, form: CacheForm) -> torch.Tensor:
         """Keys of which `stored` is made, less their means; the softmax does not see these."""
         if form.basis != "own":
             stored = stored @ rotation(stored.shape[-1]).T / self._balance(form)
         return stored
 
-    def _balance(self, form: Form) -> torch.Tensor:
+    def _balance(self, form: CacheForm) -> torch.Tensor:
         if form.basis == "rotated":
             return torch.ones(())
         least = 1e-6 * max(float(self.sums[name].max()) for name in ("kk", "qq"))
@@ -145,7 +145,7 @@ class LayerSeen:
                 seen = tensor.abs().amax((0, 2, 3))[:, None, None]
                 self.amax[form, part] = torch.maximum(self.amax.get((form, part), seen), seen)
 
-    def rounded(self, tensor: torch.Tensor, form: Form, part: str) -> torch.Tensor:
+    def rounded(self, tensor: torch.Tensor, form: CacheForm, part: str) -> torch.Tensor:
         """The values of the codes of what is stored."""
         amax = self.amax[form, part].numpy()
         scale = torch.from_numpy(scale_of(amax if form.per_head else amax.max(keepdims=True), E4M3)).float()
@@ -170,7 +170,7 @@ class Shown(DynamicLayer):
 class Rounded(DynamicLayer):
     """A cache layer in a form, for a whole window at once."""
 
-    def __init__(self, layer: LayerSeen, form: Form):
+    def __init__(self, layer: LayerSeen, form: CacheForm):
         super().__init__()  # type: ignore[no-untyped-call]  # transformers' own
         self.layer, self.form = layer, form
 
@@ -249,7 +249,7 @@ def benchmark(model: ModelTexts, options: argparse.Namespace) -> dict[str, float
     return {name: round(1e6 * kl, 2) for name, kl in found.items()}
 
 
-def forward(made: PreTrainedModel, layers: Sequence[LayerSeen], form: Form, *those: int) -> Forward:
+def forward(made: PreTrainedModel, layers: Sequence[LayerSeen], form: CacheForm, *those: int) -> Forward:
     """Token ids to the logits of `made`, with the cache of `those` layers (none: of all) in `form`."""
 
     def cache() -> DynamicCache:

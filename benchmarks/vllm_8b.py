@@ -48,7 +48,7 @@ LAST = "mlp.down_proj"
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """How a checkpoint is written and served: its shards, its fields in config.json, vLLM's arguments."""
 
     shards: tuple[str, ...]
@@ -58,15 +58,15 @@ class Form:
 
 
 WEIGHTS, STATIC = ("other", "codes"), ("other", "codes", "inputs")
-FORMS: dict[str, Form] = {
-    "bf16": Form(("other", "bf16")),
-    "one code": Form(STATIC, "static"),
-    "two codes": Form(STATIC, "static", "two_terms"),
-    f"tail of {TAIL}": Form(STATIC, "static", "tails"),
-    "dynamic": Form(WEIGHTS, "dynamic"),
-    "weights alone": Form(WEIGHTS, "bf16"),
-    "one code, FP8 cache": Form(STATIC, "static", engine=(("kv_cache_dtype", "fp8"),)),
-    "online": Form(("other", "bf16"), engine=(("quantization", "fp8"),)),
+FORMS: dict[str, StoredForm] = {
+    "bf16": StoredForm(("other", "bf16")),
+    "one code": StoredForm(STATIC, "static"),
+    "two codes": StoredForm(STATIC, "static", "two_terms"),
+    f"tail of {TAIL}": StoredForm(STATIC, "static", "tails"),
+    "dynamic": StoredForm(WEIGHTS, "dynamic"),
+    "weights alone": StoredForm(WEIGHTS, "bf16"),
+    "one code, FP8 cache": StoredForm(STATIC, "static", engine=(("kv_cache_dtype", "fp8"),)),
+    "online": StoredForm(("other", "bf16"), engine=(("quantization", "fp8"),)),
 }
 
 
@@ -150,7 +150,7 @@ def tensor_names(shard: Path) -> list[str]:
         return [*file.keys()]
 
 
-def config_of(form: Form, shape: Shape) -> dict[str, Any]:
+def config_of(form: StoredForm, shape: Shape) -> dict[str, Any]:
     """The config.json of a form."""
     names = [name for name, _, _ in modules(shape)]
     config: dict[str, Any] = {

@@ -1,5 +1,7 @@
-"""The findings of a lint, of graphs, repositories and checkpoints alike: a broken rule, its place, and the remedy, in
-one line.
+"""The rules and findings of a lint, of graphs, repositories, checkpoints and servers alike: a broken rule, its place,
+and the remedy, in one line.
+
+A rule is one decorated function in a file `rules_…` of its lint's package; nothing lists it again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -7,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pkgutil import iter_modules
-from typing import Literal
+from typing import Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 from .errors import visible
 
@@ -58,21 +60,76 @@ def places(findings: Iterable[Finding]) -> int:
 Broken = Iterator[tuple[str, str]]
 
 
-def first_places(
-    rule: tuple[str, str, Severity], broken: Broken, module: Callable[[str], str | None]
-) -> Iterator[Finding]:
-    """The places where a rule (its number, name and severity) is broken: the first ones, and how many more."""
-    places_left = iter(broken)
+#: What the rules of a lint are checked for: a graph and what is expected of it, a checkpoint, a repository …
+Subject = ParamSpec("Subject")
+Check = TypeVar("Check", bound=Callable[..., Broken])
 
-    def finding(node: str, message: str, count: int = 1) -> Finding:
-        node = shortened(node, LONGEST_TEXT)
-        line = shortened(visible(shortened(message, LONGEST_MESSAGE)), LONGEST_MESSAGE)  # an escape is up to ten long
-        return Finding(*rule, node, module(node), line, count)
 
-    for node, message in islice(places_left, MOST_PLACES):
-        yield finding(node, message)
-    if more := sum(1 for _ in places_left):
-        yield finding("", f"{more:,} more places break this rule; mend those that are listed first", more)
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """A rule of a lint with its number, name, severity, the subjects that it `applies_to`, and the reason.
+
+    `check` yields the places where a subject breaks it, `module` returns the module that a place belongs to.
+    """
+
+    number: str
+    name: str
+    severity: Severity
+    applies_to: str
+    why: str
+    check: Callable[Subject, Broken]
+    module: Callable[Concatenate[str, Subject], str | None]
+
+    def findings(self, *subject: Subject.args, **named: Subject.kwargs) -> Iterator[Finding]:
+        """Yield a finding for each of the first places where the subject breaks the rule, and one for the rest."""
+        places_left = self.check(*subject, **named)
+
+        def finding(node: str, message: str, count: int = 1) -> Finding:
+            node = shortened(node, LONGEST_TEXT)
+            line = shortened(
+                visible(shortened(message, LONGEST_MESSAGE)), LONGEST_MESSAGE
+            )  # an escape is up to ten long
+            module = self.module(node, *subject, **named)
+            return Finding(self.number, self.name, self.severity, node, module, line, count)
+
+        for node, message in islice(places_left, MOST_PLACES):
+            yield finding(node, message)
+        if more := sum(1 for _ in places_left):
+            yield finding("", f"{more:,} more places break this rule; mend those that are listed first", more)
+
+
+class Rules(dict[str, Rule[Subject]], Generic[Subject]):
+    """The rules of one lint by number, once the files with them are imported (`enter_rules`)."""
+
+    def __init__(self, module: Callable[Concatenate[str, Subject], str | None]):
+        """Begin without rules; `module` returns the module that a place of a subject belongs to."""
+        super().__init__()
+        self.module = module
+
+    def enter(
+        self,
+        head: tuple[str, str, Severity],
+        applies_to: str,
+        adapt: Callable[[Check], Callable[Subject, Broken]],
+        sources: str = "",
+    ) -> Callable[[Check], Check]:
+        """Return a decorator that registers a rule with the number, name and severity of `head`.
+
+        The docstring of the decorated function, and the `sources`, are the reason; `adapt` makes a check of it.
+        """
+        number, name, severity = head
+
+        def register(check: Check) -> Check:
+            assert number not in self, f"rule {number} is entered twice"
+            why = (check.__doc__ or "").strip() + sources
+            self[number] = Rule(number, name, severity, applies_to, why, adapt(check), self.module)
+            return check
+
+        return register
+
+    def findings(self, *subject: Subject.args, **named: Subject.kwargs) -> list[Finding]:
+        """Return the findings of all rules in the order of their numbers."""
+        return [finding for number in sorted(self) for finding in self[number].findings(*subject, **named)]
 
 
 def enter_rules(package: str) -> None:

@@ -40,7 +40,7 @@ from .export import (
     Precision,
     WeightScale,
 )
-from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule
+from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule, Kind
 from .limits import VerdictLimits
 from .run import RunOptions
 from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
@@ -114,6 +114,7 @@ __all__ = [
     "GenerateOptions",
     "GradientFormat",
     "History",
+    "Kind",
     "KvCache",
     "LearningGradients",
     "LintOptions",

@@ -29,9 +29,10 @@ from ..core.memory import release_memory
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter, WorkFolder
-from ..options import DYNAMIC, TWO, Form, FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
+from ..options import FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
+from ..quantize.scales.servers import need_the_plugin
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
@@ -40,7 +41,18 @@ from ..validate.accuracy.perplexity import prompt_of
 from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
 from ..validate.sensitivity.document import Sensitivity
-from ..validate.tuning.choices import CODES, SERVED, Group, GroupForm, Mix, RoundingName, Shape, limited_to
+from ..validate.tuning.choices import (
+    CODES,
+    KINDS,
+    Group,
+    GroupForm,
+    Mix,
+    RoundingName,
+    Shape,
+    input_form,
+    limited_to,
+    served_forms,
+)
 from ..validate.tuning.form_choice import (
     ALLOW_MORE,
     NO_FORM_MEETS,
@@ -190,14 +202,11 @@ def _beginning(task: FormTask) -> tuple[dict[str, tuple[str, ...]], Mix]:
 
 def _on_codes(source: Source, asked: ScaleOptions, server: Server) -> tuple[GroupForm, ...]:
     """List the forms on codes that `server` computes and the model may have."""
-    possible: dict[GroupForm, Form] = {
-        "dynamic": DYNAMIC, "tail": Form("tail", asked.tail_length), "two_terms": TWO,
-    }  # fmt: skip
     forms: list[GroupForm] = ["one_term"]
-    for form, input_form in possible.items():
-        if form in SERVED[server][0]:
+    for form in served_forms(server):
+        if form not in ("one_term", "weights_alone", "bf16"):
             try:
-                gemms_of(source, asked.in_one_form(input_form))
+                gemms_of(source, asked.in_one_form(input_form(form, asked.tail_length)))
             except InputError:  # Conv1D, or a model with no more positions than a tail
                 continue
             forms.append(form)
@@ -294,8 +303,6 @@ AIM = 0.9
 LEAST_NATS = 1e-9
 #: Forms that are chosen and evaluated on all windows, at most.
 ATTEMPTS = 3
-#: The forms of which vLLM multiplies the second codes with the plugin alone.
-SECOND_CODES = {"tail", "two_terms"}
 
 
 def validate_acceptable(run: Run, notes: Notes, options: RunOptions) -> Accuracy:
@@ -481,7 +488,7 @@ def _choice(candidates: FormCandidates, chosen: Mix, accuracy: Accuracy, limits:
         flips_limit=limits.flips,
         aim_kl_nats=_aim(task),
         met=accuracy.verdict is not None and accuracy.verdict.kind != "worse",
-        needs_plugin=not SECOND_CODES.isdisjoint(chosen.forms.values()),
+        needs_plugin=need_the_plugin(KINDS[form] for form in chosen.forms.values() if form in KINDS),
         recipe=_recipe(candidates.options(chosen)),
         rows=rows,
     )

@@ -7,32 +7,31 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from ..calibrate.input.untrusted import exists
 from ..core.errors import GateError, InputError
 from ..core.files import disk_errors
-from ..core.findings import Finding, places
+from ..core.findings import Finding, Rule, places
 from ..core.run import Run
 from ..export.lint.check import FORM, lint_graph, run_expectation
 from ..export.lint.check import RULES as GRAPH_RULES
-from ..export.lint.rules import Expectation, Rule
+from ..export.lint.rules import Expectation
 from ..export.lint.rules_gemms import is_fp8
 from ..export.onnx_file.loading import load_graph
 from ..export.onnx_file.tensors import Array
 from ..options import LintOptions
 from ..quantize.lint.check import RULES as CHECKPOINT_RULES
 from ..quantize.lint.check import SERVER_RULES, checkpoint_findings, open_served, rule_findings, server_findings
-from ..quantize.lint.rules import CheckpointRule
-from ..quantize.lint.servers import READ, TITLES, ServerRule
+from ..quantize.lint.servers import READ, TITLES
 from ..quantize.reading.run_checkpoint import stored_scales
 from ..quantize.scales.decisions import load_scales, read_scales
 from ..quantize.scales.scheme import in_two_codes
 from ..serve.lint.check import RULES as REPOSITORY_RULES
 from ..serve.lint.check import lint_engines, lint_repository
 from ..serve.lint.folder import is_repository
-from ..serve.lint.rules import RepositoryRule
 from ..validate.accuracy.document import load_accuracy
 from .shared.model_files import fp8_graphs
 from .shared.opening import open_run
@@ -92,8 +91,7 @@ def explain_rules(code: str) -> list[RuleText]:
 
     Raises InputError where there is none.
     """
-    rules: dict[str, Rule | CheckpointRule | RepositoryRule | ServerRule]
-    rules = {**GRAPH_RULES, **CHECKPOINT_RULES, **REPOSITORY_RULES, **SERVER_RULES}
+    rules: dict[str, Rule[Any]] = {**GRAPH_RULES, **CHECKPOINT_RULES, **REPOSITORY_RULES, **SERVER_RULES}
     explained = [
         RuleText(number, rule.name, rule.severity, rule.applies_to, " ".join(rule.why.split()))
         for number, rule in sorted(rules.items())

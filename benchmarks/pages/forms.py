@@ -1,24 +1,29 @@
 """The table of docs/forms.md: what each form costs, beside the servers that read it."""
 
 from collections.abc import Mapping
+from typing import Literal
 
 from markdown import load, table
 
+from fp8q.options import CheckpointServer, Kind, Server
+from fp8q.quantize.scales.servers import computes
 from pages.real import kl, perplexity
 
-#: Row of the result -> its name in the table, and whether transformers, vLLM, SGLang and TensorRT-LLM read what fp8q
-#: writes of it (`fp8q lint --for`); None for what it does not write.
-READERS: Mapping[str, tuple[str, tuple[bool, bool, bool, bool] | None]] = {
-    "BF16": ("BF16 itself", (True, True, True, True)),
-    "one": ("`one`", (True, True, True, False)),
-    "one, tensor weights": ("`one`, `--weight-scale tensor`", (True, True, True, False)),
-    "dynamic": ("`dynamic`", (True, True, True, True)),
-    "block": ("`block`, as `convert` rounds", (True, True, True, True)),
+#: Row of the result -> its name in the table, and the form that fp8q writes of it; None: what it does not write.
+READERS: Mapping[str, tuple[str, Kind | Literal["every"] | None]] = {
+    "BF16": ("BF16 itself", "every"),
+    "one": ("`one`", "one"),
+    "one, tensor weights": ("`one`, `--weight-scale tensor`", "one"),
+    "dynamic": ("`dynamic`", "dynamic"),
+    "block": ("`block`, as `convert` rounds", "block"),
     "MXFP8, floor": ("MXFP8, exponents by floor", None),
     "MXFP8, up": ("MXFP8, exponents up", None),
-    "two": ("`two`, by `fp8q-vllm` in vLLM", (False, True, False, False)),
-    "bf16": ("`bf16`: weights alone", (True, True, True, False)),
+    "two": ("`two`, by `fp8q-vllm` in vLLM", "two"),
+    "bf16": ("`bf16`: weights alone", "bf16"),
 }
+SERVERS: Mapping[str, Server | CheckpointServer] = {
+    "transformers": "transformers", "vLLM": "vllm-plugin", "SGLang": "sglang", "TensorRT-LLM": "tensorrt-llm",
+}  # fmt: skip
 NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
 
 
@@ -26,17 +31,22 @@ def form_costs() -> str:
     """Every form: KL, perplexity and bytes of both models, and who reads it."""
     results = load("mxfp8")["results"]
     rows = []
-    for form, (name, readers) in READERS.items():
+    for form, (name, kind) in READERS.items():
         cells = [name]
         for model in NAMES:
             row = results[model]["rows"][form]
             cells += [kl(row), perplexity(row), f"{row['bytes'] / 1e6:.2f} MB"]
-        servers = ("transformers", "vLLM", "SGLang", "TensorRT-LLM")
-        read = [server for server, reads in zip(servers, readers or (), strict=False) if reads]
-        cells.append("not written" if readers is None else "all four" if len(read) == len(servers) else ", ".join(read))
+        cells.append(_read_by(kind))
         rows.append(cells)
     head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity", "bytes")]
     return table(["form", *head, "read by"], rows)
+
+
+def _read_by(kind: Kind | Literal["every"] | None) -> str:
+    if kind is None:
+        return "not written"
+    read = [title for title, server in SERVERS.items() if kind == "every" or computes(server, kind)]
+    return "all four" if len(read) == len(SERVERS) else ", ".join(read)
 
 
 def mxfp8_decision() -> str:

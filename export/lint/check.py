@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from ...core.errors import InputError
 from ...core.files import read_document
-from ...core.findings import Finding, enter_rules
+from ...core.findings import Finding, Rule, enter_rules
 from ...core.run import Run
 from ...options import ONE, TWO, Form
 from ...quantize.scales.decisions import AttentionScales, Scales
@@ -19,7 +19,7 @@ from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.loading import load_graph
 from ..onnx_file.tensors import Array
-from .rules import RULES, Expectation, Rule
+from .rules import RULES, Expectation
 
 enter_rules(__package__)
 #: The rule about well-formed nodes and tensors, without which no other rule is checked.

@@ -5,23 +5,18 @@ Its docstring gives the reason, which `fp8q lint --explain` and docs/lint.md sho
 new rule.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal
 
-from ...core.findings import Broken, Finding, Severity, first_places
+from ...core.findings import Broken, Rules, Severity
 from ...options import BF16, Form
 from ...quantize.scales.scheme import modules_in
 from ..onnx_file import names
 from ..onnx_file.indexed import Indexed
 from ..onnx_file.tensors import Array
 
-Scope = Literal["any", "promised", "foreign"]
-#: Scope -> the graphs that it means, as `fp8q lint --explain` says it.
-SCOPES: Mapping[Scope, str] = MappingProxyType(
-    {"any": "any graph", "promised": "a run's graph", "foreign": "a graph of which nothing is expected"}
-)
+#: The graphs that rules are for, as `fp8q lint --explain` says it.
+OF_A_RUN, FOREIGN = "a run's graph", "a graph of which nothing is expected"
 
 
 @dataclass(frozen=True)
@@ -56,61 +51,21 @@ Check = Callable[[Indexed], Broken]
 ExpectationCheck = Callable[[Indexed, Expectation], Broken]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule with its number, name and severity.
-
-    `scope`: `any` graph, a run's graph (`promised`: the check takes the Expectation too), or any other graph
-    (`foreign`).
-    """
-
-    number: str
-    name: str
-    severity: Severity
-    check: Callable[..., Broken]
-    scope: Scope
-
-    @property
-    def why(self) -> str:
-        """The reason for the rule: its function's docstring."""
-        return self.check.__doc__ or ""
-
-    @property
-    def applies_to(self) -> str:
-        """The graphs that the rule is for."""
-        return SCOPES[self.scope]
-
-    def findings(self, graph: Indexed, expected: Expectation | None) -> Iterator[Finding]:
-        """Yield a finding for each of the first places where the graph breaks the rule, and one for the rest."""
-        if self.scope != "any" and (expected is None) != (self.scope == "foreign"):
-            return
-        broken = self.check(graph, expected) if self.scope == "promised" else self.check(graph)
-
-        def module(node: str) -> str | None:
-            return names.module_of(node) or _owner(node, graph) or names.scope_of(node)
-
-        yield from first_places((self.number, self.name, self.severity), broken, module)
+def _module(node: str, graph: Indexed, expected: Expectation | None) -> str | None:
+    owner = node.rpartition(".")[0] if node in graph.initializers else None
+    return names.module_of(node) or owner or names.scope_of(node)
 
 
-def _owner(tensor: str, graph: Indexed) -> str | None:
-    """The module whose parameter a tensor is."""
-    return tensor.rpartition(".")[0] or None if tensor in graph.initializers else None
+RULES: Rules[[Indexed, Expectation | None]] = Rules(_module)
 
 
-#: Number -> rule, once all rules are imported (`check` does so).
-RULES: dict[str, Rule] = {}
+def rule(number: str, name: str, severity: Severity = "error", foreign: bool = False) -> Callable[[Check], Check]:
+    """Register a rule that needs only the graph: any, or one that is `foreign`, of which nothing is expected."""
 
+    def adapt(check: Check) -> Callable[[Indexed, Expectation | None], Broken]:
+        return lambda graph, expected: iter(()) if foreign and expected else check(graph)
 
-def rule(
-    number: str, name: str, severity: Severity = "error", scope: Literal["any", "foreign"] = "any"
-) -> Callable[[Check], Check]:
-    """Register a rule that needs only the graph."""
-
-    def enter(check: Check) -> Check:
-        _enter(Rule(number, name, severity, check, scope))
-        return check
-
-    return enter
+    return RULES.enter((number, name, severity), FOREIGN if foreign else "any graph", adapt)
 
 
 def expectation_rule(
@@ -118,13 +73,7 @@ def expectation_rule(
 ) -> Callable[[ExpectationCheck], ExpectationCheck]:
     """Register a rule that compares a run's graph with `scales.json` and `attention.json`."""
 
-    def enter(check: ExpectationCheck) -> ExpectationCheck:
-        _enter(Rule(number, name, severity, check, "promised"))
-        return check
+    def adapt(check: ExpectationCheck) -> Callable[[Indexed, Expectation | None], Broken]:
+        return lambda graph, expected: check(graph, expected) if expected else iter(())
 
-    return enter
-
-
-def _enter(entry: Rule) -> None:
-    assert entry.number not in RULES, f"rule {entry.number} is entered twice"
-    RULES[entry.number] = entry
+    return RULES.enter((number, name, severity), OF_A_RUN, adapt)

@@ -78,7 +78,7 @@ def transpose_alone_between(graph: Indexed) -> Broken:
             )
 
 
-@rule("F202", "weight-only", "warning", "foreign")
+@rule("F202", "weight-only", "warning", foreign=True)
 def weight_only(graph: Indexed) -> Broken:
     """A GEMM with an FP8 weight and no Q/DQ on its input multiplies in the compute type: it saves memory, and no
     time.
@@ -133,7 +133,7 @@ def weights_alone(graph: Indexed, expected: Expectation) -> Broken:
             yield gemm.node.name, f"is expected with its weight alone in FP8, and its input is quantized; {_AGAIN}"
 
 
-@rule("F205", "nothing-quantized", scope="foreign")
+@rule("F205", "nothing-quantized", foreign=True)
 def nothing_quantized(graph: Indexed) -> Broken:
     """At least one GEMM takes FP8 on both sides: a graph without any is no FP8 model, whatever its name."""
     if not any(is_fp8(gemm) for gemm in graph.gemms):
@@ -259,7 +259,7 @@ def other_codes(graph: Indexed) -> Broken:
             yield gemm.node.name, f"multiplies {kind} codes ({dequantize.name}); quantize to FLOAT8E4M3FN for FP8"
 
 
-@rule("F211", "input-only", "warning", "foreign")
+@rule("F211", "input-only", "warning", foreign=True)
 def input_only(graph: Indexed) -> Broken:
     """A GEMM with Q/DQ on its input and no FP8 weight multiplies in the compute type: its input is rounded for
     nothing.

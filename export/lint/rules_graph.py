@@ -100,7 +100,7 @@ def unused_domain(graph: Indexed) -> Broken:
             yield "", f"imports the domain {entry.domain} and uses nothing of it; drop the import"
 
 
-@rule("F311", "unnamed-dimension", "warning", "foreign")
+@rule("F311", "unnamed-dimension", "warning", foreign=True)
 def unnamed_dimension(graph: Indexed) -> Broken:
     """Every dynamic dimension of an input has a name: two of one name are one size, and profiles find their ranges by
     the names.

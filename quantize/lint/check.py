@@ -36,7 +36,7 @@ def checkpoint_findings(path: Path) -> tuple[Checkpoint, list[Finding]]:
 
 def rule_findings(checkpoint: Checkpoint) -> list[Finding]:
     """Return what is wrong with a checkpoint whoever loads it, in the order of the rules' numbers."""
-    return [finding for number in sorted(RULES) for finding in RULES[number].findings(checkpoint)]
+    return RULES.findings(checkpoint)
 
 
 def open_served(path: Path, server: CheckpointServer, version: str | None) -> Served:
@@ -65,4 +65,4 @@ def open_served(path: Path, server: CheckpointServer, version: str | None) -> Se
 
 def server_findings(served: Served) -> list[Finding]:
     """Return what the server does otherwise than the checkpoint means, in the order of the rules' numbers."""
-    return [finding for number in sorted(SERVER_RULES) for finding in SERVER_RULES[number].findings(served)]
+    return SERVER_RULES.findings(served)

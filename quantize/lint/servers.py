@@ -7,14 +7,14 @@ and of transformers 5.23.0, and TensorRT-LLM's repository between its versions 1
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...calibrate.checkpoint.class_defaults import language_model
 from ...core.errors import InputError
-from ...core.findings import Broken, Finding, Severity, first_places
+from ...core.findings import Broken, Rules, Severity
 from ...core.headers import StoredTensor
 from ...options import CheckpointServer
 from ..reading.fp8_tensors import Checkpoint
@@ -93,9 +93,6 @@ class Served:
         return str(named[0]) if isinstance(named, list) and named else ""
 
 
-ServerCheck = Callable[[Served], Broken]
-
-
 @dataclass(frozen=True)
 class Applies:
     """A server that a rule is true of: from the version `since` on and before `until` (None: no limit is known), by
@@ -121,47 +118,19 @@ class Applies:
         return f"{TITLES[self.server]}{since}{until}"
 
 
-@dataclass(frozen=True)
-class ServerRule:
-    """A rule with its number, name, severity, and the servers that it is true of."""
-
-    number: str
-    name: str
-    severity: Severity
-    check: ServerCheck
-    servers: tuple[Applies, ...] = field(default=())
-
-    @property
-    def why(self) -> str:
-        """The reason for the rule: its function's docstring, and the sources that were read."""
-        sources = "; ".join(f"{TITLES[applies.server]}: {applies.source}" for applies in self.servers)
-        return f"{(self.check.__doc__ or '').strip()} Read in {sources}."
-
-    @property
-    def applies_to(self) -> str:
-        """The servers that the rule is true of, with their versions."""
-        return ", ".join(map(str, self.servers))
-
-    def findings(self, served: Served) -> Iterator[Finding]:
-        """Yield a finding for each place where the server takes the checkpoint otherwise than it was meant."""
-
-        def module(node: str) -> str | None:
-            return (node.rpartition(".")[0] or None) if node in served.tensors else None
-
-        if any(applies.covers(served) for applies in self.servers):
-            yield from first_places((self.number, self.name, self.severity), self.check(served), module)
+def _module(tensor: str, served: Served) -> str | None:
+    return (tensor.rpartition(".")[0] or None) if tensor in served.tensors else None
 
 
-#: Number -> rule, once all rules are imported (`check` does so).
-SERVER_RULES: dict[str, ServerRule] = {}
+SERVER_RULES: Rules[[Served]] = Rules(_module)
+Check = Callable[[Served], Broken]
 
 
-def server_rule(number: str, name: str, severity: Severity, *servers: Applies) -> Callable[[ServerCheck], ServerCheck]:
-    """Register a rule, true of `servers`."""
+def server_rule(number: str, name: str, severity: Severity, *servers: Applies) -> Callable[[Check], Check]:
+    """Register a rule, true of `servers`: places where one takes a checkpoint otherwise than it was meant."""
 
-    def enter(check: ServerCheck) -> ServerCheck:
-        assert number not in SERVER_RULES, f"rule {number} is entered twice"
-        SERVER_RULES[number] = ServerRule(number, name, severity, check, servers)
-        return check
+    def adapt(check: Check) -> Check:
+        return lambda served: check(served) if any(applies.covers(served) for applies in servers) else iter(())
 
-    return enter
+    sources = "; ".join(f"{TITLES[applies.server]}: {applies.source}" for applies in servers)
+    return SERVER_RULES.enter((number, name, severity), ", ".join(map(str, servers)), adapt, f" Read in {sources}.")

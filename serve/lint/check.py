@@ -26,17 +26,12 @@ def lint_repository(path: Path) -> tuple[Repository, list[Finding]]:
     Raises BackendError where Triton's schema is not installed.
     """
     repository = open_repository(path)
-    return repository, _broken(repository)
+    return repository, RULES.findings(repository)
 
 
 def lint_engines(run: Run) -> list[Finding]:
     """Check the engines and the repository of a run against its record; return the findings."""
-    return _broken(run)
-
-
-def _broken(held: Repository | Run) -> list[Finding]:
-    rules = [RULES[number] for number in sorted(RULES) if (RULES[number].scope == "run") == isinstance(held, Run)]
-    return [finding for rule in rules for finding in rule.findings(held)]
+    return RULES.findings(run)
 
 
 @run_rule("R119", "run-engine")

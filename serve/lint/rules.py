@@ -1,94 +1,69 @@
 """The registry of rules R1xx for Triton repositories and runs, as `export.lint.rules` is for graphs.
 
-A rule is a function from a model, or the whole repository, to the places where it is broken, each a file in the
+A rule is a function from a model, the whole repository, or a run, to the places where it is broken, each a file in the
 repository. Its docstring gives the reason.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
-from ...core.findings import Broken, Finding, Severity, first_places
+from ...core.findings import Broken, Rules, Severity
 from ...core.run import Run
 from .folder import ModelFolder, Repository
 
-#: For any repository; for the Python models that fp8q wrote; for its plain engines; for a run.
-Scope = Literal["any", "text", "engine", "run"]
+#: For any repository; for the Python models that fp8q wrote; for its plain engines.
+Scope = Literal["any", "text", "engine"]
 #: Scope -> the files that it means, as `fp8q lint --explain` says it.
 SCOPES: Mapping[Scope, str] = MappingProxyType(
-    {"any": "any repository", "text": "fp8q's Python model", "engine": "fp8q's plain engine", "run": "a run"}
+    {"any": "any repository", "text": "fp8q's Python model", "engine": "fp8q's plain engine"}
 )
 Check = Callable[[Repository], Broken]
+ModelCheck = Callable[[ModelFolder], Broken]
 RunCheck = Callable[[Run], Broken]
+Either = Callable[[Repository | Run], Broken]
 
 
-@dataclass(frozen=True)
-class RepositoryRule:
-    """A rule with its number, name, severity, scope and reason."""
-
-    number: str
-    name: str
-    severity: Severity
-    check: Callable[[Any], Broken]
-    scope: Scope
-    why: str
-
-    @property
-    def applies_to(self) -> str:
-        """The files that the rule is for."""
-        return SCOPES[self.scope]
-
-    def findings(self, held: Repository | Run) -> Iterator[Finding]:
-        """Yield the places where a repository, or a run, breaks the rule."""
-        return first_places((self.number, self.name, self.severity), self.check(held), lambda _: None)
+def _no_module(_: str, __: Repository | Run) -> None:
+    """Return no module: a file of a repository is of none."""
 
 
-#: Number -> rule, once all rules are imported (`check` does so).
-RULES: dict[str, RepositoryRule] = {}
+RULES: Rules[[Repository | Run]] = Rules(_no_module)
 
 
 def repository_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:
     """Register a rule of a whole repository."""
-
-    def enter(check: Check) -> Check:
-        _enter(RepositoryRule(number, name, severity, check, "any", check.__doc__ or ""))
-        return check
-
-    return enter
+    return RULES.enter((number, name, severity), SCOPES["any"], _of_repositories)
 
 
 def model_rule(
     number: str, name: str, severity: Severity = "error", scope: Scope = "any"
-) -> Callable[[Callable[[ModelFolder], Broken]], Callable[[ModelFolder], Broken]]:
+) -> Callable[[ModelCheck], ModelCheck]:
     """Register a rule that is checked for each model of a scope whose configuration parses."""
 
-    def enter(check: Callable[[ModelFolder], Broken]) -> Callable[[ModelFolder], Broken]:
+    def adapt(check: ModelCheck) -> Either:
         def every(repository: Repository) -> Broken:
             for model in repository.models:
                 if model.config is not None and _is_in(model, scope):
                     yield from check(model)
 
-        _enter(RepositoryRule(number, name, severity, every, scope, check.__doc__ or ""))
-        return check
+        return _of_repositories(every)
 
-    return enter
+    return RULES.enter((number, name, severity), SCOPES[scope], adapt)
 
 
 def run_rule(number: str, name: str) -> Callable[[RunCheck], RunCheck]:
     """Register a rule of a run."""
 
-    def enter(check: RunCheck) -> RunCheck:
-        _enter(RepositoryRule(number, name, "error", check, "run", check.__doc__ or ""))
-        return check
+    def adapt(check: RunCheck) -> Either:
+        return lambda subject: check(subject) if isinstance(subject, Run) else iter(())
 
-    return enter
+    return RULES.enter((number, name, "error"), "a run", adapt)
+
+
+def _of_repositories(check: Check) -> Either:
+    return lambda subject: iter(()) if isinstance(subject, Run) else check(subject)
 
 
 def _is_in(model: ModelFolder, scope: Scope) -> bool:
     return scope == "any" or (model.is_text if scope == "text" else model.is_engine)
-
-
-def _enter(rule: RepositoryRule) -> None:
-    assert rule.number not in RULES, f"rule {rule.number} is entered twice"
-    RULES[rule.number] = rule

@@ -14,26 +14,18 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
-from ...options import DEFAULT_EXACT_TAIL, ONE, KvCache, Prefer, ScaleOptions, Server, Terms
+from ...options import BF16, DEFAULT_EXACT_TAIL, ONE, Form, Kind, KvCache, Prefer, ScaleOptions, Server
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
-from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_BYTES, Cost, tail_terms
+from ...quantize.scales.servers import OF_EXPERTS, computes
+from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_BYTES, Cost, prompt_operations
 
 #: The form of a group of GEMMs: that of their input, or `bf16` where their weights stay in BF16 too.
 GroupForm = Literal["one_term", "dynamic", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[GroupForm, ...] = get_args(GroupForm)
-#: The values of `--activation-terms` for the forms that `tune` has candidates of, but BF16.
-TERMS: dict[GroupForm, Terms] = {"one_term": 1, "tail": "tail", "two_terms": 2, "weights_alone": "bf16"}
-#: The forms that a server computes as fp8q does, of dense GEMMs and of experts. vLLM has no GEMM of experts in
-#: two terms or with FP8 weights alone, and wants all experts of a layer in one form. No graph has dynamic scales.
-ONE_CODE: tuple[GroupForm, ...] = ("one_term", "weights_alone", "bf16")
-STATIC: tuple[GroupForm, ...] = tuple(form for form in FORMS if form != "dynamic")
-EXPERTS_IN_VLLM: tuple[GroupForm, ...] = ("one_term",)
-SERVED: Mapping[Server, tuple[tuple[GroupForm, ...], tuple[GroupForm, ...]]] = {
-    "tensorrt": (STATIC, STATIC),
-    "vllm-plugin": (FORMS, EXPERTS_IN_VLLM),
-    "vllm": (("one_term", "dynamic", "weights_alone", "bf16"), EXPERTS_IN_VLLM),
-    "any": (ONE_CODE, EXPERTS_IN_VLLM),
-}
+#: Form of a group -> the kind of its input's form, as `--form` names it; none where weights stay in BF16 too.
+KINDS: Mapping[GroupForm, Kind] = {
+    "one_term": "one", "dynamic": "dynamic", "tail": "tail", "two_terms": "two", "weights_alone": "bf16",
+}  # fmt: skip
 #: The form that loses most.
 COARSEST: GroupForm = "one_term"
 RoundingName = Literal["nearest", "gptq", "sequential"]
@@ -75,13 +67,13 @@ def variant(rounding: str, form: GroupForm) -> str:
 
 def form_of(scale: TensorScale | None) -> GroupForm:
     """The form of an activation with this scale; None: it stays in BF16, before a weight in FP8."""
-    if scale is None:
-        return "weights_alone"
-    if scale.dynamic:
-        return "dynamic"
-    if scale.terms == 1:
-        return "one_term"
-    return "two_terms" if scale.tail is None else "tail"
+    kind = BF16.kind if scale is None else scale.form.kind
+    return next(form for form, other in KINDS.items() if other == kind)
+
+
+def input_form(form: GroupForm, tail: int) -> Form:
+    """Return the form of inputs, as `--form` has it; of a module in BF16 that of one code, which has no effect."""
+    return Form(KINDS.get(form, "one"), tail if form == "tail" else None)
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,8 @@ class Group:
 
     def operations_of(self, form: GroupForm) -> int:
         """Count the multiplications for each token of a prompt, in multiplications of FP8 codes."""
-        terms: dict[GroupForm, float] = {"one_term": 1, "dynamic": 1, "tail": tail_terms(self.tail), "two_terms": 2}
-        return round(sum(map(prod, self.weights.values())) * terms.get(form, BF16_OPERATIONS))
+        operations = BF16_OPERATIONS if form == "bf16" else prompt_operations(input_form(form, self.tail))
+        return round(sum(map(prod, self.weights.values())) * operations)
 
 
 @dataclass(frozen=True)
@@ -201,9 +193,15 @@ def changes(before: Mix, after: Mix) -> list[tuple[str, str]]:
     return changed + [(name, form) for name, form in after.forms.items() if form != before.forms[name]]
 
 
+def served_forms(server: Server) -> tuple[GroupForm, ...]:
+    """List the forms that `server` computes as fp8q does, of GEMMs but those of experts."""
+    return tuple(form for form in FORMS if form == "bf16" or computes(server, KINDS[form]))
+
+
 def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
     """Limit `groups` to the forms that `server` computes; `experts`: the modules that hold the experts of a layer."""
-    dense, of_experts = SERVED[server]
+    dense, kinds = served_forms(server), OF_EXPERTS.get(server)
+    of_experts = dense if kinds is None else tuple(form for form in FORMS if KINDS.get(form) in kinds)
     held = tuple(f"{layer}." for layer in experts)
     return tuple(
         replace(group, forms=of_experts if any(name.startswith(held) for name in group.weights) else dense)

@@ -11,8 +11,7 @@ from ...core.files import PLAIN, Strict, read_document
 from ...core.run import Run
 from ...options import BF16, KvCache, Server
 from ..accuracy.decision import of_100, percent
-from .choices import Group, GroupForm, Mix
-from .form_search import input_form
+from .choices import Group, GroupForm, Mix, input_form
 
 #: A form in words, by its name in a mix.
 WORDS: dict[GroupForm, str] = {

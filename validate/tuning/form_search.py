@@ -15,9 +15,9 @@ from fnmatch import fnmatchcase
 from math import prod
 from re import sub
 
-from ...options import BF16, DYNAMIC, ONE, TWO, Form, KvCache, ScaleOptions
+from ...options import ONE, KvCache, ScaleOptions
 from ..sensitivity.document import Sensitivity
-from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, members, variant
+from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, input_form, members, variant
 from .solve import Correction, Losses, Problem, same
 
 #: A mix that uses this share of what is aimed at is not made cheaper.
@@ -143,12 +143,6 @@ def uniform_forms(shape: Shape, losses: Losses, run_mix: Mix) -> list[Mix]:
         if form in forms.values():
             listed.append(replace(run_mix, forms=forms, rounding=losses.roundings[-1]))
     return listed
-
-
-def input_form(form: GroupForm, tail: int) -> Form:
-    """Return the form of inputs, as `--form` has it; of a module in BF16 that of one code, which has no effect."""
-    forms = {"dynamic": DYNAMIC, "tail": Form("tail", tail), "two_terms": TWO, "weights_alone": BF16}
-    return forms.get(form, ONE)
 
 
 def mix_options(groups: Sequence[Group], mix: Mix, tail: int, before: ScaleOptions) -> ScaleOptions:

@@ -118,7 +118,7 @@ def test_the_example_breaks_its_rule_with_the_words_that_are_printed(entry: Sect
         CACHE.get(number, {}),
         FORMS.get(number, {}),
     )
-    found = lint_graph(load_graph(path), promise if RULES[number].scope == "promised" else None)
+    found = lint_graph(load_graph(path), promise if RULES[number].applies_to == "a run's graph" else None)
     assert [f"{finding.severity:<8}{finding}" for finding in found if finding.rule == number] == entry.findings
 
 

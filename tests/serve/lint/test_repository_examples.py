@@ -38,7 +38,7 @@ SECTIONS = [section(part) for part in PAGE.read_text(encoding="utf-8").split("\n
 def damage(run: Run, entry: Section) -> list[str]:
     """Run the commands in the repository, or in the run where the rule is of one; what the lint says of that rule."""
     number = entry.title.partition(" ")[0]
-    of_run = RULES[number].scope == "run"
+    of_run = RULES[number].applies_to == "a run"
     if entry.commands.startswith("fp8q export "):  # needs torch, and more than a graph of numbers
         with RunWriter(run).stage("export", {}, {"again": True}) as log:
             run.onnx_fp32.write_bytes(run.onnx_fp32.read_bytes() + b"\x2a\0")

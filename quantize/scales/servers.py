@@ -1,0 +1,51 @@
+"""The arithmetic of every server for every scheme: one table, which the lint, `tune` and the search of `fp8q run` ask.
+
+A server computes the form of an input as it is, another one in its place, or refuses it. Of the part of a weight that
+shares a scale there is no other choice than the form leaves: blocks of 128 x 128 go with `block` alone, and a scale for
+the whole weight is computed where one for each channel is.
+
+`tensorrt`: fp8q's graphs, which have static scales alone. `vllm-plugin`: vLLM with fp8q-vllm. `any`: what all readers
+of compressed-tensors' static checkpoints compute. The others are named as in `fp8q lint --for`, and are those of the
+versions that `quantize.lint.servers.READ` names: TensorRT-LLM takes channel weights with a scale for each token, and
+blocks, and refuses static scales in compressed-tensors' form.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from ...options import CheckpointServer, Form, Kind, Server
+
+_COLUMNS: tuple[Server | CheckpointServer, ...] = (
+    "tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "tensorrt-llm", "any",
+)  # fmt: skip
+#: Kind of form -> the kind that each server computes of it; None: none.
+_COMPUTED: Mapping[Kind, tuple[Kind | None, ...]] = {
+    "one": ("one", "one", "one", "one", "one", None, "one"),
+    "dynamic": (None, "dynamic", "dynamic", "dynamic", "dynamic", "dynamic", None),
+    "block": (None, "block", "block", "block", "block", "block", None),
+    "tail": ("tail", "tail", "one", "one", "one", None, "one"),
+    "two": ("two", "two", "one", "one", "one", None, "one"),
+    "bf16": ("bf16", "bf16", "bf16", "bf16", "bf16", None, "bf16"),
+}  # fmt: skip
+#: The kinds of forms of the experts of a layer, where that is not all that a server computes. vLLM has no GEMM of
+#: experts in two terms or with FP8 weights alone, and wants all experts of a layer in one form.
+OF_EXPERTS: Mapping[Server, tuple[Kind, ...]] = {"vllm-plugin": ("one",), "vllm": ("one",), "any": ("one",)}
+
+
+def computed(server: Server | CheckpointServer, kind: Kind) -> Kind | None:
+    """Return the kind of form that `server` computes where a module has `kind`; None where it refuses that."""
+    return _COMPUTED[kind][_COLUMNS.index(server)]
+
+
+def computes(server: Server | CheckpointServer, kind: Kind) -> bool:
+    """Tell whether `server` computes this kind of form as fp8q does."""
+    return computed(server, kind) == kind
+
+
+def taken_for_another(server: Server | CheckpointServer, forms: Mapping[str, Form]) -> list[str]:
+    """List the modules of `forms` that `server` computes in another form than theirs, without a word."""
+    return [module for module, form in forms.items() if computed(server, form.kind) not in (form.kind, None)]
+
+
+def need_the_plugin(kinds: Iterable[Kind]) -> bool:
+    """Tell whether vLLM computes these kinds of forms with fp8q-vllm alone."""
+    return any(computes("vllm-plugin", kind) and not computes("vllm", kind) for kind in kinds)
