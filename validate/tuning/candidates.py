@@ -19,6 +19,7 @@ from ...calibrate.measure.moments import SecondMoments, moments_file
 from ...calibrate.measure.observe import Watch
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
+from ...calibrate.text.evaluation import prompt_of
 from ...core.reporter import Reporter
 from ...quantize.codes.formats import E4M3
 from ...quantize.reference.fp8_model import fp8_cache, round_to_codes
@@ -29,7 +30,6 @@ from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, Rounding
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
-from ..accuracy.perplexity import prompt_of
 from ..sensitivity.site_quantizers import input_with_tail
 from .choices import GroupForm, Mix
 
