@@ -33,13 +33,13 @@ from ..core.run_writer import RunWriter, WorkFolder
 from ..options import DYNAMIC, TWO, Form, FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
+from ..quantize.sensitivity.document import Sensitivity
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
 from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
-from ..validate.sensitivity.document import Sensitivity
 from ..validate.tuning.choices import CODES, SERVED, Group, GroupForm, Mix, RoundingName, Shape, limited_to
 from ..validate.tuning.form_choice import (
     ALLOW_MORE,

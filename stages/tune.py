@@ -36,9 +36,9 @@ from ..quantize.reference.fp8_model import experts_around, load_reference
 from ..quantize.reference.linear import CallPositions, Tail
 from ..quantize.scales.cache_scales import kv_cache_scales
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
+from ..quantize.sensitivity.document import Predicted
+from ..quantize.sensitivity.gradients import summed
 from ..quantize.weights.rounding_progress import Rounded
-from ..validate.sensitivity.document import Predicted
-from ..validate.sensitivity.gradients import summed
 from ..validate.tuning.candidates import Candidates, Kind, gather, round_weights
 from ..validate.tuning.choices import (
     CACHES,

@@ -26,11 +26,11 @@ from ...quantize.reference.fp8_model import fp8_cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
 from ...quantize.scales.clip import lost_share
 from ...quantize.scales.decisions import TensorScale
+from ...quantize.sensitivity.site_quantizers import input_with_tail
 from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, Rounding, WeightMethod, WeightScaling
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
-from ..sensitivity.site_quantizers import input_with_tail
 from .choices import GroupForm, Mix
 
 #: The rounding of codes, and the form of the activation that they are for.
