@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .options import keywords
     from .quantize.learning.document import AdapterLearning as AdapterLearning
     from .quantize.learning.document import Distillation as Distillation
+    from .quantize.sensitivity.document import Sensitivity as Sensitivity
     from .quantize.training.watch import TrainingRecorder as TrainingRecorder
     from .serve.loop.request import GeneratedAnswer as GeneratedAnswer
     from .serve.web.server import Server as Server
@@ -89,7 +90,6 @@ if TYPE_CHECKING:
     from .validate.endpoint.document import ModelComparison as ModelComparison
     from .validate.pair.document import PairComparison as PairComparison
     from .validate.report.plots import Plot as Plot
-    from .validate.sensitivity.document import Sensitivity as Sensitivity
     from .validate.tasks.document import TaskScores as TaskScores
     from .validate.tuning.document import Tuning as Tuning
 
@@ -134,7 +134,7 @@ RETURNED = {
     "ModelComparison": ".validate.endpoint.document",
     "PairComparison": ".validate.pair.document",
     "Plot": ".validate.report.plots",
-    "Sensitivity": ".validate.sensitivity.document",
+    "Sensitivity": ".quantize.sensitivity.document",
     "TaskScores": ".validate.tasks.document",
     "Tuning": ".validate.tuning.document",
 }

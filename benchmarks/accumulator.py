@@ -29,6 +29,7 @@ from result import described, publish
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.source import open_source
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Accumulator, Terms
@@ -41,7 +42,6 @@ from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.adder_cost import adding
 from fp8q.validate.accuracy.compare import BASELINE, Forward
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, vocabulary
 
 #: Of activations, in whole windows.

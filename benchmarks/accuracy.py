@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.model.gemms import attention_modules, cache_shapes, gemm_modules
 from fp8q.calibrate.model.source import Source, meta_model
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import KvCache, WeightRounding
@@ -48,7 +49,6 @@ from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import AnyForward
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
 from fp8q.validate.accuracy.session_logits import session
 

@@ -26,6 +26,7 @@ from models import SHARED, ModelTexts, main_of
 from fp8q.calibrate.model.source import Source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import AdapterMode, CalibrateOptions, SourceOptions
@@ -36,7 +37,6 @@ from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model
 
 SAMPLES = 32

@@ -26,6 +26,7 @@ from pages.accuracy import BF16, COMPRESSOR, MODELOPT, TAIL
 from result import described, publish
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.run import Run
 from fp8q.options import Terms, WeightRounding
 from fp8q.quantize.scales.decisions import load_scales
@@ -33,7 +34,6 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.as_served import served, torch_start
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
 
 

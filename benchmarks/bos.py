@@ -39,8 +39,8 @@ from fp8q.calibrate.measure.observe import Watch, probe_groups
 from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.text.corpus import encode_texts, windows
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.calibrate.text.packing import prefix_of
-from fp8q.validate.accuracy.perplexity import cut
 
 Prompts = Sequence[npt.NDArray[np.int64]]
 #: How far `auto` may be from serving: in perplexity, a fraction, and in octaves, the mean over the tensors. What is

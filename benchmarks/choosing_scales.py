@@ -29,6 +29,7 @@ from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.options import METHODS, Clipping, ScaleOptions, WeightMethod
 from fp8q.quantize.codes.encoding import code_tables, encode
@@ -41,7 +42,6 @@ from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 OUTLIER, OUTLIER_CHANNELS = 64.0, 4
 

@@ -29,6 +29,7 @@ from result import described, publish
 from fp8q import api
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, DistillOptions, ExportOptions
@@ -36,7 +37,6 @@ from fp8q.quantize.learning.document import Distillation
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.runtimes import float_model
 
 LIMIT_DEMO, LIMIT_RATIO, ENOUGH = 300.0, 1.02, 1600

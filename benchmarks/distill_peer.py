@@ -33,6 +33,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
 from fp8q import api
+from fp8q.calibrate.text.evaluation import Evaluation
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import DistillOptions
@@ -42,7 +43,6 @@ from fp8q.stages.distill import learning_text
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.texts import LearningText
-from fp8q.validate.accuracy.perplexity import Evaluation
 
 #: AdamW's peak learning rates that are tried, and the share of steps in which it rises.
 RATES, WARM_UP = (1e-6, 1e-5, 1e-4), 0.05

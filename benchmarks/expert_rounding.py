@@ -42,6 +42,7 @@ from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
@@ -57,7 +58,6 @@ from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.bootstrap import Bootstrap
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 #: Windows of the calibration text whose tokens centres are made of, and rounds of k-means.
 CENTRE_WINDOWS, ROUNDS = 64, 8

@@ -35,6 +35,7 @@ from fp8q.calibrate.model.expert_modules import routed_gemms
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.options import ScaleOptions
 from fp8q.quantize.codes.encoding import code_tables, encode
@@ -47,7 +48,6 @@ from fp8q.quantize.weights.channels import channel_scales
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 #: Stretches of each expert, and those of them that the model runs with.

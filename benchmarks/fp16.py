@@ -19,6 +19,7 @@ from loaded_runtimes import compare_runtimes
 from models import ModelTexts, main_of
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Terms
@@ -27,7 +28,6 @@ from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import BASELINE, Forward
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary
 
 TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}

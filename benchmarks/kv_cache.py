@@ -34,6 +34,7 @@ from fp8q.calibrate.model.gemms import attention_modules
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions
@@ -47,7 +48,6 @@ from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 Basis = Literal["own", "rotated", "balanced"]
 

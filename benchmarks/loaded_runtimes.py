@@ -5,12 +5,12 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from fp8q.calibrate.text.evaluation import Evaluation
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import Reporter
 from fp8q.core.undo import scratch
 from fp8q.validate.accuracy.compare import AnyForward, Opener, compare_in_turn
 from fp8q.validate.accuracy.document import Accuracy
-from fp8q.validate.accuracy.perplexity import Evaluation
 
 
 def compare_runtimes(

@@ -22,12 +22,12 @@ from models import ModelTexts, main_of
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.reporter import SILENT
 from fp8q.quantize.codes.encoding import encode, encode_two
 from fp8q.quantize.codes.formats import TWO_TERMS
 from fp8q.quantize.scales.decisions import PROBABILITY_SCALES
 from fp8q.validate.accuracy.compare import BASELINE, Forward
-from fp8q.validate.accuracy.perplexity import cut
 
 #: The least probability that two terms hold to eight significant bits.
 EXACT_FROM = 2.0**-14

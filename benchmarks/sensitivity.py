@@ -26,10 +26,10 @@ from result import described, publish
 
 from fp8q.api import CalibrateOptions, SensitivityOptions, calibrate, sensitivity
 from fp8q.core.run import Run
+from fp8q.quantize.sensitivity.document import Loss, Sensitivity
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import float_model
-from fp8q.validate.sensitivity.document import Loss, Sensitivity
 
 LIMITS = {"passes": 6.0, "rank_correlation": 0.9}
 #: On which the limits are.

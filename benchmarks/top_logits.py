@@ -18,9 +18,9 @@ import torch
 from models import ModelTexts, main_of
 
 from fp8q.api import CalibrateOptions, calibrate
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.runtimes import float_model, reference
 from fp8q.validate.accuracy.stored_reference import log_softmax
 from fp8q.validate.accuracy.top_divergence import bounded_kl

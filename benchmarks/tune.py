@@ -23,6 +23,7 @@ from models import ModelTexts, cut_text, model_arguments, small_models
 from result import described, publish
 
 from fp8q.api import CalibrateOptions, TuneOptions, ValidateOptions, calibrate, tune
+from fp8q.calibrate.text.evaluation import prompt_of
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
@@ -30,7 +31,6 @@ from fp8q.stages.corpus import load_tokens
 from fp8q.stages.other_text import evaluation
 from fp8q.stages.shared.sources import source_of
 from fp8q.stages.tune import batches_of
-from fp8q.validate.accuracy.perplexity import prompt_of
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.tuning.joint import measure_mixes
 

@@ -30,6 +30,7 @@ from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.gemms import observed_gemms, output_channel_axis
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, WeightRounding
@@ -53,7 +54,6 @@ from fp8q.stages import quantize as quantize_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 
 LIMIT_DEMO, LIMIT_RATIO = 400.0, 0.95
 MEASURED: tuple[WeightRounding, ...] = ("nearest", "gptq")

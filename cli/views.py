@@ -55,11 +55,11 @@ from ..validate.tuning.form_choice import form_table, load_form_choice
 if TYPE_CHECKING:
     from ..api import Inspection
     from ..quantize.learning.document import AdapterLearning, Distillation
+    from ..quantize.sensitivity.document import Sensitivity
     from ..stages.convert import Converted
     from ..stages.engine import EngineView
     from ..stages.lint import Linted, LintedRun, RuleText
     from ..stages.push import Pushed
-    from ..validate.sensitivity.document import Sensitivity
     from .console import Terminal
 
 

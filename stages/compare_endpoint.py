@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from .. import __version__
 from ..calibrate.model.architecture import load_config
+from ..calibrate.text.evaluation import Evaluation
 from ..core.errors import BackendError, InputError
 from ..core.reporter import Reporter
 from ..options import CompareOptions, PairOptions
@@ -30,7 +31,6 @@ from ..validate.accuracy.compare import (
 )
 from ..validate.accuracy.decision import decide
 from ..validate.accuracy.divergence import TokenValues
-from ..validate.accuracy.perplexity import Evaluation
 from ..validate.accuracy.top_logits import TopTokens, positions_to_keep
 from ..validate.endpoint.answers import LikelyTokens
 from ..validate.endpoint.asking import answered_form, ask_all, find_model, translated

@@ -26,6 +26,7 @@ from ..calibrate.model.decoder import NoChainError
 from ..calibrate.model.tokenizer import stored_tokenizer
 from ..calibrate.text import corpus
 from ..calibrate.text.chat import renderer
+from ..calibrate.text.evaluation import Evaluation
 from ..calibrate.text.packing import Packing
 from ..core.arrays import read_arrays
 from ..core.errors import BackendError, InputError
@@ -54,7 +55,6 @@ from ..validate.accuracy.compare import (
 )
 from ..validate.accuracy.decision import decide
 from ..validate.accuracy.document import KL, Accuracy, Estimate
-from ..validate.accuracy.perplexity import Evaluation
 from ..validate.endpoint.checkpoint import loaded_checkpoint
 from ..validate.pair.causes import Facts, causes_of, check_files
 from ..validate.pair.checkpoint_chain import CheckpointChain, LayerMatrices, check_streamed_form

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ..calibrate.measure.statistics import load_record, load_statistics
 from ..calibrate.model.caches import new_cache
+from ..calibrate.text.evaluation import prompt_of
 from ..core.columns import duration
 from ..core.errors import BackendError, InputError
 from ..core.run import Run
 from ..options import DoctorOptions
 from ..quantize.scales.decisions import Scales, load_scales
-from ..validate.accuracy.perplexity import prompt_of
 from ..validate.advice import model_checks as running
 from ..validate.advice.checkup import Check, Checkup, Remedies, worst_first
 from ..validate.advice.criteria import ANSWER, PROMPT, PROMPTS

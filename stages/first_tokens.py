@@ -14,7 +14,7 @@ from ..core.memory import release_memory
 from ..core.run import Run
 from ..options import ScaleOptions
 from ..options.declare import Options
-from ..validate.sensitivity.first_tokens import (
+from ..quantize.sensitivity.first_tokens import (
     FirstTokens,
     GradientSquares,
     LayerwiseFirstTokens,

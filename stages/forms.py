@@ -23,6 +23,7 @@ import torch
 
 from ..calibrate.measure.statistics import load_record
 from ..calibrate.model.source import Source, load_model
+from ..calibrate.text.evaluation import prompt_of
 from ..core.errors import GateError, InputError
 from ..core.files import read_document, write_document
 from ..core.memory import release_memory
@@ -37,10 +38,9 @@ from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
-from ..validate.accuracy.perplexity import prompt_of
 from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
-from ..validate.sensitivity.document import Sensitivity
+from ..quantize.sensitivity.document import Sensitivity
 from ..validate.tuning.choices import (
     CODES,
     KINDS,

@@ -12,6 +12,7 @@ from ..calibrate.model.architecture import max_positions, text_fields
 from ..calibrate.text import corpus
 from ..calibrate.text.chat import renderer
 from ..calibrate.text.corpus import fingerprint, lower_default
+from ..calibrate.text.evaluation import Evaluation, cut, evenly_spaced
 from ..calibrate.text.overlap import measure_overlap
 from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
@@ -20,7 +21,6 @@ from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import LEAST_WINDOWS, MAX_TOKENS, ValidateOptions
 from ..quantize.reading.run_checkpoint import FP8Q_CONFIG, FP8Q_POSITIONS
-from ..validate.accuracy.perplexity import Evaluation, cut, evenly_spaced
 from .corpus import load_tokens, opening_of
 from .pipeline.stages import CORPUS
 from .shared.texts import Text, Tokens, read_tokens

@@ -21,9 +21,9 @@ from ..core.run import Run
 from ..export.engine.build import resolve
 from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptions
 from ..quantize.scales.policy import ModelGemms
+from ..quantize.sensitivity.backward import check_chain
+from ..quantize.sensitivity.first_tokens import WITHOUT_LAYERS
 from ..quantize.weights.sequential import check_sequential
-from ..validate.sensitivity.backward import check_chain
-from ..validate.sensitivity.first_tokens import WITHOUT_LAYERS
 from .corpus import Collected
 from .costliest import check_costliest
 from .export import LEFT_OUT

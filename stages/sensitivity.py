@@ -18,12 +18,12 @@ from ..options import SensitivityOptions
 from ..quantize.reference.fp8_model import load_reference, open_codes
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.scheme import tails_of
-from ..validate.sensitivity.document import AS_IT_IS, Predicted, Sensitivity, Site, load_sensitivity, ranked_losses
-from ..validate.sensitivity.gptq_prediction import Gathered, left_of_sites
-from ..validate.sensitivity.gradients import predict_sites, summed
-from ..validate.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
-from ..validate.sensitivity.single_site import Float, Prefix
-from ..validate.sensitivity.site_quantizers import Quantizer, sites_of
+from ..quantize.sensitivity.document import AS_IT_IS, Predicted, Sensitivity, Site, load_sensitivity, ranked_losses
+from ..quantize.sensitivity.gptq_prediction import Gathered, left_of_sites
+from ..quantize.sensitivity.gradients import predict_sites, summed
+from ..quantize.sensitivity.layerwise import PASSES, Layerwise, LayerwiseTask
+from ..quantize.sensitivity.single_site import Float, Prefix
+from ..quantize.sensitivity.site_quantizers import Quantizer, sites_of
 from .corpus import load_tokens, spread_windows
 from .measure import beyond
 from .pipeline.stage import NO_FACTS, Key, Notes, device

@@ -24,6 +24,7 @@ import torch
 from ..calibrate.measure.statistics import Statistics, load_statistics
 from ..calibrate.model.gemms import attention_heads, gemm_modules, output_channel_axis
 from ..calibrate.model.source import Source, load_model
+from ..calibrate.text.evaluation import prompt_of
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
 from ..core.files import reading, replacing, write_document
@@ -35,10 +36,9 @@ from ..quantize.reference.fp8_model import experts_around, load_reference
 from ..quantize.reference.linear import CallPositions, Tail
 from ..quantize.scales.cache_scales import kv_cache_scales
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
+from ..quantize.sensitivity.document import Predicted
+from ..quantize.sensitivity.gradients import summed
 from ..quantize.weights.rounding_progress import Rounded
-from ..validate.accuracy.perplexity import prompt_of
-from ..validate.sensitivity.document import Predicted
-from ..validate.sensitivity.gradients import summed
 from ..validate.tuning.candidates import Candidates, Kind, gather, round_weights
 from ..validate.tuning.choices import (
     CACHES,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ..calibrate.text.evaluation import Evaluation, enough_tokens, prompt_of, sha256_of
 from ..core.errors import BackendError, InputError, UnfinishedError
 from ..core.files import write_document
 from ..core.reporter import SILENT
@@ -30,7 +31,6 @@ from ..validate.accuracy.document import (
     load_token_losses,
     save_accuracy,
 )
-from ..validate.accuracy.perplexity import Evaluation, enough_tokens, prompt_of, sha256_of
 from ..validate.accuracy.top_logits import save_top_logits
 from .corpus import load_tokens
 from .other_text import evaluation, positions

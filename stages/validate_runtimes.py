@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from ..calibrate.model.source import Source
+from ..calibrate.text.evaluation import Evaluation
 from ..core.columns import duration
 from ..core.errors import BackendError
 from ..core.run import Run
@@ -15,7 +16,6 @@ from ..validate.accuracy.bootstrap import increase_halves
 from ..validate.accuracy.compare import BASELINE, FLOAT32, Outcome, Workplace, compare_in_turn, windows_at_once
 from ..validate.accuracy.document import Accuracy
 from ..validate.accuracy.nonfinite import blamed
-from ..validate.accuracy.perplexity import Evaluation
 from ..validate.accuracy.runtimes import AdapterOutcome, Loading, compare_adapted, openers, vocabulary
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens

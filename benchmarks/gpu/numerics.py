@@ -132,12 +132,12 @@ def perplexity(setting: Setting, part: Part) -> None:
     from loaded_runtimes import compare_runtimes
 
     from fp8q.api import calibrate
+    from fp8q.calibrate.text.evaluation import Evaluation, cut
     from fp8q.core.reporter import SILENT
     from fp8q.core.run import Run
     from fp8q.quantize.reference.fp8_model import load_reference
     from fp8q.stages.corpus import load_tokens
     from fp8q.validate.accuracy.compare import BASELINE
-    from fp8q.validate.accuracy.perplexity import Evaluation, cut
     from fp8q.validate.accuracy.runtimes import logits_of, vocabulary
 
     with tempfile.TemporaryDirectory() as directory:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ... import __version__
+from ...calibrate.text.evaluation import Evaluation, Protocol
 from ...core.columns import increase, nats
 from ...core.errors import BackendError, InputError
 from ...core.files import remove, replacing, write_document
@@ -31,14 +32,12 @@ from ...validate.accuracy.document import (
     WITH,
     Accuracy,
     ByToken,
-    Protocol,
     RuntimeAccuracy,
     load_accuracy,
     load_token_arrays,
     load_token_losses,
     with_adapter,
 )
-from ...validate.accuracy.perplexity import Evaluation
 from ...validate.accuracy.session_logits import graph_vocabulary, session_opener
 from ...validate.accuracy.stored_reference import StoredReference, against_stored
 from ...validate.accuracy.top_logits import TopLogits, arrays_of, load_top_arrays, load_top_logits

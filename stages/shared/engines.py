@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ...calibrate.text.evaluation import Evaluation
 from ...core.commands import stage_command
 from ...core.errors import InputError
 from ...core.files import sha256_file
@@ -10,7 +11,6 @@ from ...export.engine.info import EngineInfo, engine_stage
 from ...options import RUNTIMES, ValidateOptions
 from ...serve.local.generation import engine_here
 from ...validate.accuracy.document import with_adapter
-from ...validate.accuracy.perplexity import Evaluation
 from ..pipeline.stage import Notes
 from .adapters import adapters_of
 

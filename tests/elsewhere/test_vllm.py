@@ -26,13 +26,13 @@ from vllm_jobs import ask, job, log_probabilities, mean_kl
 from fp8q.calibrate.checkpoint.adapter import open_adapter
 from fp8q.calibrate.model.adapter_addition import attach_adapter
 from fp8q.calibrate.model.source import load_model
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.run import Run
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import in_two_codes
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.accuracy.perplexity import cut
 
 from ..architectures import Architecture
 from ..mixtures import MIXTURES

@@ -32,16 +32,16 @@ from fp8q.quantize.reading.run_checkpoint import stored_arrays
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.sensitivity.document import AS_IT_IS
+from fp8q.quantize.sensitivity.gradients import predict_sites
+from fp8q.quantize.sensitivity.single_site import Float
+from fp8q.quantize.sensitivity.site_quantizers import Quantizer, sites_of
 from fp8q.stages import export as export_stage
 from fp8q.stages import tune as tune_stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.report.report import render
-from fp8q.validate.sensitivity.document import AS_IT_IS
-from fp8q.validate.sensitivity.gradients import predict_sites
-from fp8q.validate.sensitivity.single_site import Float
-from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 from fp8q.validate.tuning.document import Chosen, Recipe, Tuning
 
 from ..calibrate.model.damage import rewrite

@@ -17,10 +17,10 @@ from fp8q.export.engine.info import EngineInfo
 from fp8q.quantize.reference.fp8_model import Reference
 from fp8q.quantize.reference.linear import CallPositions
 from fp8q.quantize.scales.decisions import read_scales
+from fp8q.quantize.sensitivity.layerwise import LayerwiseResults
 from fp8q.stages.tune import TuneProgress
 from fp8q.validate.accuracy.document import AgainstStored
 from fp8q.validate.accuracy.session_logits import graph_vocabulary
-from fp8q.validate.sensitivity.layerwise import LayerwiseResults
 from fp8q.validate.tuning.document import Tuning
 from fp8q.validate.tuning.form_choice import FormChoice
 

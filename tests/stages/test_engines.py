@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import InputError
 from fp8q.export.engine.info import EngineInfo
 from fp8q.export.engine.profiles import profiles
 from fp8q.options import NOT_SERVED, RUNTIMES, ValidateOptions
 from fp8q.stages.shared.engines import EngineHere
-from fp8q.validate.accuracy.perplexity import cut
 
 
 @pytest.mark.parametrize(

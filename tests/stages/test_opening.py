@@ -17,6 +17,7 @@ from fp8q import api
 from fp8q.calibrate.measure.statistics import load_statistics
 from fp8q.calibrate.model.source import Source, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
+from fp8q.calibrate.text.evaluation import Protocol
 from fp8q.calibrate.text.packing import Packing
 from fp8q.core.errors import InputError
 from fp8q.core.files import sha256_file
@@ -28,7 +29,7 @@ from fp8q.stages import measure as measure_stage
 from fp8q.stages import other_text
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared.opening import open_run
-from fp8q.validate.accuracy.document import Protocol, load_accuracy
+from fp8q.validate.accuracy.document import load_accuracy
 from fp8q.validate.accuracy.runtimes import float_model
 from fp8q.validate.report.report import render
 from tests.command_result import Result

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from fp8q.calibrate.text.evaluation import cut, evenly_spaced
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import ValidateOptions, VerdictLimits
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.validate import behind_a_prompt, check_enough
-from fp8q.validate.accuracy.perplexity import cut, evenly_spaced
 
 NO_VERDICT = "no interval, so that this cannot end in a verdict that passes: 10 do"
 

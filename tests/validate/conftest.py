@@ -25,6 +25,7 @@ from fp8q.calibrate.measure.statistics import (
     TensorStatistics,
     save_statistics,
 )
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.files import write_document
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
@@ -35,7 +36,6 @@ from fp8q.quantize.scales.cache_scales import kv_cache_scales
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.quantize.scales.decisions import Scales, Skipped, WeightScales, activation_scales
 from fp8q.validate.accuracy.document import save_accuracy
-from fp8q.validate.accuracy.perplexity import cut
 
 KNOWN = np.array([448.0, 1, 1, 1, 2**-11, 2**-11, 2**-11, 2**-11], np.float32)
 OUT, WIDTH, VOCABULARY = 16, 32, 8

@@ -12,6 +12,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.text.evaluation import Evaluation
 from ...core.headers import read_header
 from ...core.run import Run
 from ...options import Accumulator
@@ -21,7 +22,6 @@ from ...quantize.reference.fp8_model import Reference
 from ...quantize.scales.decisions import load_scales
 from ...quantize.scales.scheme import in_two_codes
 from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
-from .perplexity import Evaluation
 from .runtimes import logits_of, open_reference, vocabulary
 
 NLL = npt.NDArray[np.float32]

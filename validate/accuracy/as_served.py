@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...calibrate.model import caches
+from ...calibrate.text.evaluation import Evaluation
 from ...core.errors import BackendError
 from ...serve.loop.sessions import Session
 from .document import DistanceBucket
-from .perplexity import Evaluation
 
 if TYPE_CHECKING:
     import torch

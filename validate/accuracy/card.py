@@ -10,13 +10,13 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.text.evaluation import most_tokens
 from ...core.columns import increase, nats
 from ...options import LEAST_WINDOWS, VerdictLimits
 from .bootstrap import Bootstrap, increase_interval
 from .decision import interval_text
 from .document import Accuracy, ByToken, RuntimeAccuracy
 from .limits import BF16
-from .perplexity import most_tokens
 from .share_interval import share_interval
 
 #: The runtime that `fp8q validate` adds to `bf16` by itself.

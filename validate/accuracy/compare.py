@@ -20,6 +20,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.text.evaluation import Evaluation
 from ...core.arrays import read_arrays
 from ...core.errors import BackendError
 from ...core.files import replacing
@@ -27,7 +28,6 @@ from ...core.memory import release_memory
 from ...core.reporter import Reporter
 from .divergence import REVERSED, Baseline, Baselines, StoredLogits, TokenValues, Writer, joined, measure_tokens
 from .document import Accuracy, Divergence, RuntimeAccuracy
-from .perplexity import Evaluation
 from .top_logits import UNFINISHED, TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
 
 if TYPE_CHECKING:

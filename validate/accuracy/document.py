@@ -16,58 +16,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from ...calibrate.text.evaluation import Protocol
 from ...core.arrays import check_array, check_range, read_arrays
 from ...core.files import Strict, read_document, reading, replacing, write_document
 from ...core.run import Run
-from ...options import ONE_TERM_ALONE, Bos
+from ...options import ONE_TERM_ALONE
 from .log_probabilities import ROUNDING
-
-
-class Protocol(Strict):
-    """The protocol of cutting and scoring: windows of `context` tokens that begin with those of `prefix` and advance by
-    `stride` through the text; each token of the text is scored once.
-
-    Without a prefix the first token has no past, and is not scored. The defaults are those of files older than `--bos`.
-    """
-
-    dataset: str
-    sha256: str = Field(description="of the token ids, int64 little-endian")
-    tokens: int = Field(description="tokens scored")
-    of_tokens: int | None = Field(
-        default=None, description="tokens that all windows would score, where --max-tokens left windows out"
-    )
-    of_windows: int | None = Field(default=None, description="all windows, where --max-tokens left some out")
-    context: int
-    stride: int
-    bos: Bos = "never"
-    prefix: list[int] = Field(default=[], description="ids of the tokens that each window begins with")
-    prompt: int | None = Field(
-        default=None, description="tokens of a window that are read in one call; the scored ones are decoded one by one"
-    )
-    overlap: float | None = Field(
-        default=None,
-        description="share of this text that was calibrated on, or of what was that is in it, where that was allowed",
-    )
-
-    @property
-    def description(self) -> str:
-        """The protocol in words."""
-        begins = ", each begun as the tokenizer begins a text" if self.prefix else ""
-        shared = f"; {self.overlap:.1%} shared with the calibration text" if self.overlap else ""
-        spaced = "" if self.of_tokens is None else ", evenly spaced"
-        return (
-            f"{self.scored}, each scored once, in windows of {self.context:,} tokens every {self.stride:,}{spaced}"
-            f"{begins}{shared}"
-        )
-
-    @property
-    def scored(self) -> str:
-        """The number of tokens that are scored, of how many, and which these are: of a text that is decoded behind
-        prompts, those behind them.
-        """
-        tokens = f"{self.tokens:,}" if self.of_tokens is None else f"{self.tokens:,} of the {self.of_tokens:,}"
-        behind = "" if self.prompt is None else f" that are decoded behind prompts of {self.prompt:,}"
-        return f"{tokens} tokens of {self.dataset}{behind}"
 
 
 class FrequencyBucket(Strict):

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ...calibrate.model.source import Source
+from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from ...core.errors import InputError
 from ...core.run import Run
 from .compare import BASELINE, Outcome
 from .document import Accuracy, NotFinite
-from .perplexity import Evaluation, first_not_finite
 from .runtimes import FLOATS, float_model, load_float, open_reference
 
 

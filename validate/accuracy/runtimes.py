@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model import caches
 from ...calibrate.model.source import Source, load_model
+from ...calibrate.text.evaluation import Evaluation
 from ...core.files import reading
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE, RUNTIMES
@@ -29,7 +30,6 @@ from ...serve.loop.step_logits import HostLogits
 from .as_served import served, torch_start
 from .compare import FLOAT32, Forward, Opener, Workplace, compare_in_turn
 from .document import RuntimeAccuracy, with_adapter
-from .perplexity import Evaluation
 from .session_logits import session_opener
 from .top_logits import TopLogits
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
 from .divergence import BLOCK_BYTES, Baselines, TokenValues, Writer, joined
 from .document import AgainstStored, Estimate, NotFinite, RuntimeAccuracy, StoredDistance
-from .perplexity import Evaluation, first_not_finite
 from .top_divergence import bounded_kl
 from .top_logits import TopLogits, TopTokens, joined_top, top_of_array
 

@@ -28,7 +28,7 @@ from .log_probabilities import ROUNDING, check_logprobs, vocabulary_size
 if TYPE_CHECKING:
     import torch
 
-    from .perplexity import Evaluation
+    from ...calibrate.text.evaluation import Evaluation
 
 #: Tokens of a position, and positions of all windows and of one.
 TOP, MOST_TOKENS, MOST_OF_WINDOW = 32, 4096, 256

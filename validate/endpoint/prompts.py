@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.text.evaluation import Protocol
 from ...core.errors import InputError
-from ..accuracy.document import Protocol
 from ..accuracy.top_logits import MOST_TOKENS, TopTokens
 
 #: The remedy where the run has as many positions as it keeps at most.

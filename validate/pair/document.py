@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ...calibrate.text.evaluation import Protocol
 from ...core.errors import GateError
 from ...core.files import Strict
-from ..accuracy.document import Estimate, Protocol, RuntimeAccuracy, Verdict
+from ..accuracy.document import Estimate, RuntimeAccuracy, Verdict
 
 #: The name of the candidate among the runtimes; the original's are `bf16` and `fp32`.
 CANDIDATE = "candidate"

@@ -19,8 +19,8 @@ from ...calibrate.measure.statistics import load_statistics
 from ...core.columns import decibels, nats, share
 from ...core.run import Run
 from ...quantize.learning.document import Distillation, load_distillation
+from ...quantize.sensitivity.document import Loss, load_sensitivity
 from ..accuracy.document import load_divergences, load_token_losses
-from ..sensitivity.document import Loss, load_sensitivity
 from ..tuning.document import Point, Tuning, load_tuning
 from . import plots
 from .accuracy_rows import accuracy_rows

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.text.evaluation import Evaluation
 from ...core.columns import Column, Table, count, increase, nats, number_column
 from ...core.run import Run
 from ...options import FLOAT
 from ..accuracy.document import Accuracy, FrequencyBucket, PositionBucket, load_accuracy
 from ..accuracy.limits import BF16
-from ..accuracy.perplexity import Evaluation
 from .rows import wrote
 
 #: Positions of the first bucket; each further one reaches twice as far.

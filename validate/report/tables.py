@@ -29,7 +29,7 @@ from .accuracy_rows import AccuracyRow
 from .rows import PRECISIONS, EngineRow, FactRow, ModuleRow, SizeRow, StageRow
 
 if TYPE_CHECKING:
-    from ..sensitivity.document import Loss
+    from ...quantize.sensitivity.document import Loss
 
 
 def lossless(value: float | None) -> float:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...calibrate.text.evaluation import enough_tokens
 from ...core.columns import Column, Table
 from ...core.commands import name_in_commands, tune_command
 from ...core.run import Run
@@ -17,7 +18,6 @@ from ...quantize.scales.scheme import in_two_codes
 from ..accuracy.decision import decide, limits_of, one_code, verdict_limits
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
-from ..accuracy.perplexity import enough_tokens
 from ..advice.remedy import Remedy, calibrate_command, remedy_of
 from ..tuning.document import Tuning, load_tuning
 from ..tuning.form_choice import ALLOW_MORE, NO_FORM_MEETS, load_form_choice

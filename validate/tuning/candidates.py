@@ -19,18 +19,18 @@ from ...calibrate.measure.moments import SecondMoments, moments_file
 from ...calibrate.measure.observe import Watch
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
+from ...calibrate.text.evaluation import prompt_of
 from ...core.reporter import Reporter
 from ...quantize.codes.formats import E4M3
 from ...quantize.reference.fp8_model import fp8_cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
 from ...quantize.scales.clip import lost_share
 from ...quantize.scales.decisions import TensorScale
+from ...quantize.sensitivity.site_quantizers import input_with_tail
 from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, Rounding, WeightMethod, WeightScaling
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
-from ..accuracy.perplexity import prompt_of
-from ..sensitivity.site_quantizers import input_with_tail
 from .choices import GroupForm, Mix
 
 #: The rounding of codes, and the form of the activation that they are for.

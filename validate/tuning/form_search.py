@@ -16,7 +16,7 @@ from math import prod
 from re import sub
 
 from ...options import ONE, KvCache, ScaleOptions
-from ..sensitivity.document import Sensitivity
+from ...quantize.sensitivity.document import Sensitivity
 from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, input_form, members, variant
 from .solve import Correction, Losses, Problem, same
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from ...calibrate.model.expert_modules import shared_inputs
 from ...calibrate.model.gemms import output_channel_axis
-from ..sensitivity.document import Predicted
-from ..sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
+from ...quantize.sensitivity.document import Predicted
+from ...quantize.sensitivity.gradients import along, drawn_loss, half_square, next_token_log_probabilities, seeing
 from .candidates import Candidates
 from .choices import CODES, ROUNDINGS, GroupForm, variant
 

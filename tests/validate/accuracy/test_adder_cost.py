@@ -8,6 +8,7 @@ import pytest
 import torch
 from loaded_runtimes import compare_runtimes
 
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
@@ -18,7 +19,6 @@ from fp8q.validate.accuracy.adder_cost import cost, multiply_adds_per_token, sam
 from fp8q.validate.accuracy.bootstrap import increase_interval
 from fp8q.validate.accuracy.decision import decide
 from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, load_accuracy, load_token_losses, save_accuracy
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.report.accuracy_rows import AccuracyRow, accuracy_rows
 from fp8q.validate.report.drawings import report_plots
 from fp8q.validate.report.report import summary_sentences

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from fp8q import api
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import InputError
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.as_served import by_distance, served
 from fp8q.validate.accuracy.compare import WindowBatch, windows_at_once
 from fp8q.validate.accuracy.document import DistanceBucket, load_accuracy, load_token_losses
-from fp8q.validate.accuracy.perplexity import cut
 
 VOCABULARY = 5
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
+from fp8q.calibrate.text.evaluation import Protocol, cut, evenly_spaced
 from fp8q.options import VerdictLimits
 from fp8q.validate.accuracy.card import card_table, repeating_command
-from fp8q.validate.accuracy.document import Accuracy, Protocol, RuntimeAccuracy, Verdict
-from fp8q.validate.accuracy.perplexity import cut, evenly_spaced
+from fp8q.validate.accuracy.document import Accuracy, RuntimeAccuracy, Verdict
 
 PROTOCOL = Protocol(dataset="text.txt", sha256="ab" * 32, tokens=40, of_tokens=100, context=8, stride=4)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loaded_runtimes import compare_runtimes
 
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy import compare as comparing
@@ -20,7 +21,6 @@ from fp8q.validate.accuracy.compare import (
     summarize_tokens,
 )
 from fp8q.validate.accuracy.divergence import TokenValues, overlap
-from fp8q.validate.accuracy.perplexity import cut
 
 VOCABULARY = 8
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 120)

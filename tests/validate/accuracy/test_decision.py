@@ -9,18 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fp8q.calibrate.text.evaluation import Protocol
 from fp8q.options import VerdictLimits
 from fp8q.validate.accuracy.bootstrap import increase_halves
 from fp8q.validate.accuracy.decision import decide, measured_of_100, noise_floor
-from fp8q.validate.accuracy.document import (
-    Accuracy,
-    AgainstStored,
-    Estimate,
-    Protocol,
-    RuntimeAccuracy,
-    StoredDistance,
-    Verdict,
-)
+from fp8q.validate.accuracy.document import Accuracy, AgainstStored, Estimate, RuntimeAccuracy, StoredDistance, Verdict
 from fp8q.validate.accuracy.limits import RuntimeLoss, limits_for, tune_budget, used
 
 PROTOCOL = Protocol(dataset="text", sha256="0", tokens=40, context=3, stride=2)

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from fp8q.calibrate.text.evaluation import Protocol, first_not_finite
 from fp8q.core.errors import GateError, InputError
 from fp8q.stages.shared.gates import check_numbers
-from fp8q.validate.accuracy.document import Accuracy, NotFinite, Protocol, RuntimeAccuracy
+from fp8q.validate.accuracy.document import Accuracy, NotFinite, RuntimeAccuracy
 from fp8q.validate.accuracy.nonfinite import Culprit, culprit, not_finite, position_of
-from fp8q.validate.accuracy.perplexity import first_not_finite
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,19 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp8q.calibrate.text.evaluation import Protocol
 from fp8q.core.errors import InputError
 from fp8q.core.files import sha256_file, write_document
 from fp8q.core.record import RunRecord, StageRecord
 from fp8q.core.run import Run
 from fp8q.stages.corpus import load_tokens, save_tokens
-from fp8q.validate.accuracy.document import (
-    Accuracy,
-    NotFinite,
-    Protocol,
-    RuntimeAccuracy,
-    load_token_losses,
-    save_accuracy,
-)  # fmt: skip
+from fp8q.validate.accuracy.document import Accuracy, NotFinite, RuntimeAccuracy, load_token_losses, save_accuracy
 from fp8q.validate.accuracy.log_probabilities import check_logprobs
 from fp8q.validate.accuracy.top_logits import load_top_logits
 

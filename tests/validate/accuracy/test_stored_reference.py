@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy.compare import Outcome, compare_in_turn
-from fp8q.validate.accuracy.perplexity import Evaluation, cut
 from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored, log_softmax
 from fp8q.validate.accuracy.top_divergence import bounded_kl
 from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens, positions_to_keep, top_of, top_of_array

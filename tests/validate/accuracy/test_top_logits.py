@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.validate.accuracy.compare import compare_in_turn
 from fp8q.validate.accuracy.document import load_token_losses
-from fp8q.validate.accuracy.perplexity import cut
 from fp8q.validate.accuracy.top_logits import (
     MOST_OF_WINDOW,
     MOST_TOKENS,

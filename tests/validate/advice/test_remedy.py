@@ -14,9 +14,9 @@ from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.quantize.scales.scheme import tails_of
+from fp8q.quantize.sensitivity.document import KlAfter, Loss, Sensitivity
 from fp8q.validate.advice import remedy as remedy_module
 from fp8q.validate.advice.remedy import LossSums, command_for, evaluation_text, remedy_of, texts_of
-from fp8q.validate.sensitivity.document import KlAfter, Loss, Sensitivity
 
 
 def of(*losses: tuple[str, float, dict[str, float]]) -> Sensitivity:

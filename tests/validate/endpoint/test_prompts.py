@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8q.validate.accuracy.document import Protocol
+from fp8q.calibrate.text.evaluation import Protocol
 from fp8q.validate.accuracy.top_logits import TopTokens
 from fp8q.validate.endpoint.prompts import NOTHING_MORE, compared_positions, more_positions, prompts_of
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from fp8q import api
+from fp8q.calibrate.text.evaluation import Evaluation
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT
 from fp8q.options import ConvertOptions, PairOptions
 from fp8q.stages.compare_pair import CheckpointPair, results_lock
-from fp8q.validate.accuracy.perplexity import Evaluation
 from fp8q.validate.pair.document import CheckpointIdentity, PairComparison, check_pair
 from tests.quantize.reading.fp8_checkpoints import fine_grained
 from tests.validate.pair import damaged

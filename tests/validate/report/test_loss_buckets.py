@@ -7,17 +7,10 @@ from math import expm1, nan
 import numpy as np
 import pytest
 
+from fp8q.calibrate.text.evaluation import Protocol, cut
 from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
-from fp8q.validate.accuracy.document import (
-    Accuracy,
-    FrequencyBucket,
-    Protocol,
-    load_accuracy,
-    load_token_losses,
-    save_accuracy,
-)
-from fp8q.validate.accuracy.perplexity import cut
+from fp8q.validate.accuracy.document import Accuracy, FrequencyBucket, load_accuracy, load_token_losses, save_accuracy
 from fp8q.validate.report.drawings import drawings
 from fp8q.validate.report.loss_buckets import (
     PositionRow,

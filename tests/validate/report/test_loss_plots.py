@@ -13,6 +13,7 @@ from fp8q.core.files import write_document
 from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.quantize.learning.document import Distillation, Moment
+from fp8q.quantize.sensitivity.document import KlAfter, Loss
 from fp8q.validate.accuracy.document import load_accuracy, load_divergences, load_token_losses, save_accuracy
 from fp8q.validate.report.drawings import (
     by_layer,
@@ -22,7 +23,6 @@ from fp8q.validate.report.drawings import (
     learning_plot,
     loss_plot,
 )
-from fp8q.validate.sensitivity.document import KlAfter, Loss
 from fp8q.validate.tuning.document import Point, Step, Tuning, Windows
 
 

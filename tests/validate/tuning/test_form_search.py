@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 from fp8q.options import ScaleOptions
-from fp8q.validate.sensitivity.document import KlAfter, Loss, Sensitivity
+from fp8q.quantize.sensitivity.document import KlAfter, Loss, Sensitivity
 from fp8q.validate.tuning.choices import Group, GroupForm, Mix, Shape, limited_to, served_forms
 from fp8q.validate.tuning.form_choice import mix_in_words
 from fp8q.validate.tuning.form_search import (

@@ -18,7 +18,7 @@ from ...calibrate.measure.hidden_states import Batches
 from ...calibrate.model.source import Source
 from ...core.files import reading, replacing
 from ...core.reporter import Reporter
-from ...quantize.scales.decisions import Scales
+from ..scales.decisions import Scales
 from .backward import Backward, Collect, refused_with
 from .document import Predicted, Site
 from .gptq_prediction import Gathered, left_of_sites

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from fp8q.calibrate.model.gemms import observed_gemms
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.core.reporter import SILENT
-from fp8q.validate.sensitivity import first_tokens
-from fp8q.validate.sensitivity.first_tokens import (
+from fp8q.quantize.sensitivity import first_tokens
+from fp8q.quantize.sensitivity.first_tokens import (
     GradientSquares,
     LayerwiseFirstTokens,
     WatchedGemms,
     added,
     batch_squares,
 )
-from fp8q.validate.sensitivity.gradients import drawn
+from fp8q.quantize.sensitivity.gradients import drawn
 
 IDS = np.random.default_rng(3).integers(0, 500, (3, 24))
 

@@ -24,7 +24,7 @@ import torch
 
 from ...calibrate.measure.moments import SecondMoments, load_moments
 from ...core.files import replacing
-from ...quantize.weights.gptq import DAMPING
+from ..weights.gptq import DAMPING
 from .document import Site
 from .site_quantizers import Quantizer
 

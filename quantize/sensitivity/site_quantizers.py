@@ -13,13 +13,13 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
-from ...quantize.reference.fp8_model import experts_around, fp8_cache, round_to_codes
-from ...quantize.reference.linear import CallPositions, FP8Linear, Tail
-from ...quantize.scales.clip import power_of_two_ceil
-from ...quantize.scales.decisions import Scales, TensorScale
-from ...quantize.scales.scheme import tails_of
-from ...quantize.weights.sequential import gemm_input
-from ..accuracy.perplexity import prompt_of
+from ...calibrate.text.evaluation import prompt_of
+from ..reference.fp8_model import experts_around, fp8_cache, round_to_codes
+from ..reference.linear import CallPositions, FP8Linear, Tail
+from ..scales.clip import power_of_two_ceil
+from ..scales.decisions import Scales, TensorScale
+from ..scales.scheme import tails_of
+from ..weights.sequential import gemm_input
 from .document import Site
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fp8q.validate.sensitivity.gradients import drawn, half_square, summed
+from fp8q.quantize.sensitivity.gradients import drawn, half_square, summed
 
 
 def test_what_errors_add_is_summed_in_a_token_and_squared_after_that() -> None:

@@ -8,9 +8,9 @@ from gpu.waits import host_waits
 
 from fp8q.calibrate.measure.moments import SecondMoments
 from fp8q.quantize.codes.encoding import encode
+from fp8q.quantize.sensitivity.gptq_prediction import Gathered, Unexplained, share_left
 from fp8q.quantize.weights.channels import channel_scales
 from fp8q.quantize.weights.gptq import compensation, gptq_codes
-from fp8q.validate.sensitivity.gptq_prediction import Gathered, Unexplained, share_left
 
 TOKENS = 4096
 

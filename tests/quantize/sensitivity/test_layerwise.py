@@ -18,6 +18,9 @@ from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.core.errors import InputError
 from fp8q.core.reporter import SILENT, Reporter, Silent
 from fp8q.core.run import Run
+from fp8q.quantize.sensitivity import layerwise
+from fp8q.quantize.sensitivity.document import Sensitivity
+from fp8q.quantize.sensitivity.gradients import backward_losses
 from fp8q.stages import corpus as corpus_stage
 from fp8q.stages import measure as measure_stage
 from fp8q.stages import quantize as quantize_stage
@@ -25,9 +28,6 @@ from fp8q.stages import sensitivity as sensitivity_stage
 from fp8q.stages.pipeline.stage import Notes
 from fp8q.stages.shared import sources
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.sensitivity import layerwise
-from fp8q.validate.sensitivity.document import Sensitivity
-from fp8q.validate.sensitivity.gradients import backward_losses
 
 WINDOWS = 5
 LAYERS = 4

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ...core.files import Strict, read_document
 from ...core.run import Run
-from ...quantize.scales.decisions import Scales
+from ..scales.decisions import Scales
 
 Kind = Literal["weight", "activation", "kv_cache"]
 #: The variants that a site's KL is predicted for: as the run has it, and an activation in two terms, or under a scale

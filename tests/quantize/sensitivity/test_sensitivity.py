@@ -21,13 +21,13 @@ from fp8q.core.run import Run
 from fp8q.quantize.codes.encoding import CODE
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.scales.decisions import load_scales
+from fp8q.quantize.sensitivity.document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Sensitivity, Site
+from fp8q.quantize.sensitivity.gradients import predict_sites, summed
+from fp8q.quantize.sensitivity.single_site import Float, Prefix
+from fp8q.quantize.sensitivity.site_quantizers import Quantizer, sites_of
 from fp8q.stages import sensitivity as sensitivity_stage
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
-from fp8q.validate.sensitivity.document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Sensitivity, Site
-from fp8q.validate.sensitivity.gradients import predict_sites, summed
-from fp8q.validate.sensitivity.single_site import Float, Prefix
-from fp8q.validate.sensitivity.site_quantizers import Quantizer, sites_of
 
 WINDOWS = 4
 MODULE, LAYER = "model.layers.2.mlp.down_proj", 2
