@@ -30,7 +30,7 @@ from ..validate.accuracy.compare import (
     summarize_tokens,
 )
 from ..validate.accuracy.decision import decide
-from ..validate.accuracy.divergence import TokenValues
+from ..validate.accuracy.divergence import NLL, TOP1, TokenValues, kl_from
 from ..validate.accuracy.top_logits import TopTokens, positions_to_keep
 from ..validate.endpoint.answers import LikelyTokens
 from ..validate.endpoint.asking import answered_form, ask_all, find_model, translated
@@ -60,8 +60,6 @@ from .compare_pair import (
 
 #: The name of the checkpoint in sentences about how the server reads texts.
 OWNER = "the original"
-#: The distances of a server from each runtime of the original, and the names of `values` that they are summarized by.
-KL_OF = {"bf16": "kl", "fp32": "kl_fp32"}
 
 
 @dataclass(frozen=True)
@@ -179,16 +177,16 @@ def _paired(evaluation: Evaluation, outcome: Outcome, asked: AskedEndpoint) -> O
     """Set the server's numbers beside those of the original at the answered positions."""
     rows, answers = asked.answers.rows, asked.answers
     measured: dict[str, TokenValues] = {
-        name: {field: values[rows] for field, values in of_runtime.items()}
+        name: {quantity: values[rows] for quantity, values in of_runtime.items()}
         for name, of_runtime in outcome.measured.items()
     }
     to_runtimes = distances(asked.tops, answers)
     measured[CANDIDATE] = {
-        "nll": answers.nll.astype(np.float32),
-        "top1": to_runtimes[BASELINE].flips == 0,
-        **{KL_OF[name]: np.maximum(to.kl, 0).astype(np.float32) for name, to in to_runtimes.items()},
+        NLL: answers.nll.astype(np.float32),
+        TOP1: to_runtimes[BASELINE].flips == 0,
+        **{kl_from(name): np.maximum(to.kl, 0).astype(np.float32) for name, to in to_runtimes.items()},
     }
-    base = measured[BASELINE]["nll"]
+    base = measured[BASELINE][NLL]
     runtimes = {name: summarize_tokens(values, None if name == BASELINE else base) for name, values in measured.items()}
 
     def scattered(values: npt.NDArray[np.float32 | np.bool_]) -> npt.NDArray[np.float32]:
@@ -198,8 +196,9 @@ def _paired(evaluation: Evaluation, outcome: Outcome, asked: AskedEndpoint) -> O
         table[evaluation.scored] = of_scored
         return table
 
-    nll = {name: scattered(values["nll"]) for name, values in measured.items()}
-    kl = {name: scattered(values["kl"]) for name, values in measured.items() if "kl" in values}
+    nll = {name: scattered(values[NLL]) for name, values in measured.items()}
+    divergence = kl_from(BASELINE)
+    kl = {name: scattered(values[divergence]) for name, values in measured.items() if divergence in values}
     accuracy = outcome.accuracy.model_copy(update={"runtimes": runtimes})
     return with_buckets(Outcome(accuracy, nll, {}, kl, measured=measured))
 

@@ -54,6 +54,7 @@ from ..validate.accuracy.compare import (
     windows_at_once,
 )
 from ..validate.accuracy.decision import decide
+from ..validate.accuracy.divergence import TOP1, kl_from
 from ..validate.accuracy.document import KL, Accuracy, Estimate
 from ..validate.endpoint.checkpoint import loaded_checkpoint
 from ..validate.pair.causes import Facts, causes_of, check_files
@@ -497,8 +498,8 @@ def unseen(context: int, positions: int | None) -> list[str]:
 def flips_and_kl(outcome: Outcome, windows: npt.NDArray[np.intp]) -> tuple[Estimate, Estimate]:
     """The candidate's flips and KL with their intervals over `windows` [tokens], the window of each token."""
     bootstrap, measured = Bootstrap(windows), outcome.measured[CANDIDATE]
-    flips = bootstrap.interval(1.0 - measured["top1"].astype(np.float64))
-    kl = bootstrap.interval(measured["kl"].astype(np.float64))
+    flips = bootstrap.interval(1.0 - measured[TOP1].astype(np.float64))
+    kl = bootstrap.interval(measured[kl_from(BASELINE)].astype(np.float64))
     return Estimate(**flips._asdict()), Estimate(**kl._asdict())
 
 

@@ -34,13 +34,13 @@ from ..options import FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOp
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.servers import need_the_plugin
+from ..quantize.sensitivity.document import Sensitivity
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
 from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
-from ..quantize.sensitivity.document import Sensitivity
 from ..validate.tuning.choices import (
     CODES,
     KINDS,

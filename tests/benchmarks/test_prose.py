@@ -24,7 +24,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
         "ten times as far as": "limit",
         "flips (√2 times": "limit",
         "flips (√10 times": "limit",
-        "rom one code is, in its whole interval, five times that from the neare": "limit",
         "4 bytes a weight of the original": "arithmetic",
         "exceed 80 % of the free memory": "limit",
         "16 bytes · tokens · width": "arithmetic",

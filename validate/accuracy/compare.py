@@ -10,7 +10,7 @@ out, and the others go on.
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,20 @@ from ...core.errors import BackendError
 from ...core.files import replacing
 from ...core.memory import release_memory
 from ...core.reporter import Reporter
-from .divergence import REVERSED, Baseline, Baselines, StoredLogits, TokenValues, Writer, joined, measure_tokens
+from .divergence import (
+    NLL,
+    TOP1,
+    TOP5,
+    Baseline,
+    Quantity,
+    StoredLogits,
+    TokenValues,
+    Writer,
+    joined,
+    kl_from,
+    kl_to,
+    measure_tokens,
+)
 from .document import Accuracy, Divergence, RuntimeAccuracy
 from .top_logits import UNFINISHED, TopLogits, joined_top, positions_to_keep, read_top, top_of, write_top
 
@@ -46,20 +59,20 @@ BASELINE = "bf16"
 FLOAT32 = "fp32"
 #: The reference with sums in FP32, which other accumulators are compared with.
 EXACT_SUMS = "reference-fp32"
-#: The runtimes that later ones are compared with, in the order of their turns, and the name of the divergence from
-#: each.
-YARDSTICKS = {BASELINE: "kl", FLOAT32: "kl_fp32", EXACT_SUMS: "kl_sums"}
-#: The divergence of the baseline from FP32, which is measured when FP32 runs, after the baseline.
-BACK = "kl_fp32_of_baseline"
+#: The runtimes that later ones are compared with, in the order of their turns.
+YARDSTICKS = (BASELINE, FLOAT32, EXACT_SUMS)
 #: The values of each token, and the field of `accuracy.json` that has their mean.
 MEANS = {
-    "kl": "kl_mean_nats", "top1": "top1_agreement", "top5": "top5_agreement", "kl_fp32": "kl_fp32_nats",
-    "kl_sums": "kl_sums_nats",
+    kl_from(BASELINE): "kl_mean_nats", TOP1: "top1_agreement", TOP5: "top5_agreement",
+    kl_from(FLOAT32): "kl_fp32_nats", kl_from(EXACT_SUMS): "kl_sums_nats",
 }  # fmt: skip
 #: The divergences of each token, and their direction as `divergences` of `accuracy.json` names it.
 DIRECTIONS = {
-    "kl": "bf16||this", f"kl{REVERSED}": "this||bf16", "kl_fp32": "fp32||this", f"kl_fp32{REVERSED}": "this||fp32",
+    kl_from(BASELINE): "bf16||this", kl_to(BASELINE): "this||bf16", kl_from(FLOAT32): "fp32||this",
+    kl_to(FLOAT32): "this||fp32",
 }  # fmt: skip
+#: Stands between the two parts of a quantity in the files of a call that goes on.
+SEPARATOR = " "
 #: Largest float32 logits of one batch, in bytes.
 LOGITS_BYTES = 16 << 20
 #: The same of windows that are decoded token by token: each step reads all weights, for however many windows.
@@ -138,13 +151,13 @@ class Measure(Protocol):
     """
 
     def __call__(
-        self, logits: Any, batch: WindowBatch, baselines: Baselines, write: Writer | None
+        self, logits: Any, batch: WindowBatch, baselines: Sequence[Baseline], write: Writer | None
     ) -> tuple[TokenValues, TopLogits]:
         """Return the values of each scored token, and the likeliest tokens at the top positions."""
 
 
 def measure_with_torch(
-    logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
+    logits: Logits, batch: WindowBatch, baselines: Sequence[Baseline], write: Writer | None
 ) -> tuple[TokenValues, TopLogits]:
     """Measure a batch on the device where its logits are."""
     import torch
@@ -209,7 +222,7 @@ class Turns:
         noted = self.folder / "windows"
         if not noted.is_file():
             free: int = shutil.disk_usage(self.folder).free
-            stored_runtimes = max(1, len(YARDSTICKS.keys() & self.openers))
+            stored_runtimes = max(1, len(self.openers.keys() & YARDSTICKS))
             batches = int(DISK_SHARE * free) // (stored_runtimes * logits_bytes * self.batch)
             with replacing(noted) as partial:
                 partial.write_text(str(self.batch * max(1, batches)), encoding="utf-8")
@@ -225,7 +238,7 @@ class Turns:
             name
             for name in self.names
             if name not in self.failed
-            and not {"nll", *(baseline.field for baseline in self._against(name, part))}
+            and not {NLL, *(kl_from(baseline.runtime) for baseline in self._against(name, part))}
             <= self._saved(name, part).keys()
         ]
 
@@ -246,8 +259,7 @@ class Turns:
 
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
         """Load a runtime, run it over a chunk, and save the results; `keep`: save its logits too."""
-        forward, against = loading(name, self.openers[name]), self._against(name, part)
-        baselines = Baselines(against, BACK if name == FLOAT32 and against else None)
+        forward, baselines = loading(name, self.openers[name]), self._against(name, part)
         results, top, row = list[TokenValues](), list[TopLogits](), 0
         with self._stored_logits(name, part).writing() if keep else nullcontext() as write:
             for start in range(self.parts[part].start, self.parts[part].stop, self.batch):
@@ -267,8 +279,9 @@ class Turns:
                 row += int(batch.scored.sum())
                 advance(len(batch.ids))
         write_top(self._top_file(name, part), joined_top(top))
+        arrays = {SEPARATOR.join(quantity): values for quantity, values in joined(results).items()}
         with replacing(self._file(name, part)) as partial, open(partial, "wb") as handle:
-            np.savez(handle, allow_pickle=False, **joined(results))
+            np.savez(handle, allow_pickle=False, **arrays)
 
     def _against(self, name: str, part: int) -> list[Baseline]:
         """Return the stored logits that a runtime is compared with: of the yardsticks that ran before it and did not
@@ -276,8 +289,8 @@ class Turns:
         """
         before = self.names[: self.names.index(name)]
         return [
-            Baseline(self._stored_logits(other, part), field, agreement=other == BASELINE)
-            for other, field in YARDSTICKS.items()
+            Baseline(other, self._stored_logits(other, part), agreement=other == BASELINE)
+            for other in YARDSTICKS
             if other in before and other not in self.failed
         ]
 
@@ -294,7 +307,8 @@ class Turns:
         """Load the saved results of a runtime on a chunk; nothing where it has not run."""
         if not (path := self._file(name, part)).is_file():
             return {}
-        return read_arrays(path, "results of a runtime", UNFINISHED)
+        arrays = read_arrays(path, "results of a runtime", UNFINISHED)
+        return {Quantity(*name.split(SEPARATOR, 1)): values for name, values in arrays.items()}
 
     def outcome(self) -> Outcome:
         """Summarize all chunks, of the runtimes that ran them all."""
@@ -303,13 +317,13 @@ class Turns:
             for name in self.openers
             if name not in self.failed
         }
-        if BASELINE in results and BACK in results.get(FLOAT32, {}):
-            results[BASELINE][YARDSTICKS[FLOAT32]] = results[FLOAT32][BACK]
-            results[BASELINE][YARDSTICKS[FLOAT32] + REVERSED] = results[FLOAT32][YARDSTICKS[BASELINE]]
-        base = results[BASELINE]["nll"] if BASELINE in results else None
-        nll = {name: self._scatter(values["nll"]) for name, values in results.items()}
-        kl_name = YARDSTICKS[BASELINE]
-        kl = {name: self._scatter(values[kl_name]) for name, values in results.items() if kl_name in values}
+        if BASELINE in results and kl_to(BASELINE) in results.get(FLOAT32, {}):
+            results[BASELINE][kl_from(FLOAT32)] = results[FLOAT32][kl_to(BASELINE)]
+            results[BASELINE][kl_to(FLOAT32)] = results[FLOAT32][kl_from(BASELINE)]
+        base = results[BASELINE][NLL] if BASELINE in results else None
+        nll = {name: self._scatter(values[NLL]) for name, values in results.items()}
+        divergence = kl_from(BASELINE)
+        kl = {name: self._scatter(values[divergence]) for name, values in results.items() if divergence in values}
         runtimes = {
             name: summarize_tokens(values, None if name == BASELINE else base) for name, values in results.items()
         }
@@ -355,15 +369,17 @@ def without_gradients() -> AbstractContextManager[object]:
 
 def summarize_tokens(values: TokenValues, base: npt.NDArray[np.float32 | np.bool_] | None) -> RuntimeAccuracy:
     """Summarize the values of tokens in means and quantiles; `base`: the baseline's loss of the same tokens."""
-    nll = mean(values["nll"])
-    means = {name: mean(values[field]) for field, name in MEANS.items() if field in values}
+    nll = mean(values[NLL])
+    means = {name: mean(values[quantity]) for quantity, name in MEANS.items() if quantity in values}
     if base is not None:
         means["perplexity_increase"] = float(np.expm1(nll - mean(base)))
-    if "kl" in values:
-        means["kl_p99_nats"] = float(np.quantile(values["kl"].astype(np.float32), 0.99))
-    divergences = {name: divergence_of(values[field]) for field, name in DIRECTIONS.items() if field in values} or None
+    if kl_from(BASELINE) in values:
+        means["kl_p99_nats"] = float(np.quantile(values[kl_from(BASELINE)].astype(np.float32), 0.99))
+    divergences = {
+        direction: divergence_of(values[quantity]) for quantity, direction in DIRECTIONS.items() if quantity in values
+    }
     return RuntimeAccuracy.model_validate(
-        {"perplexity": float(np.exp(nll)), "nll_nats": nll, "divergences": divergences, **means}
+        {"perplexity": float(np.exp(nll)), "nll_nats": nll, "divergences": divergences or None, **means}
     )
 
 

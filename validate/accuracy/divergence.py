@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,18 @@ BLOCK_BYTES = 1 << 20
 #: The number of likeliest tokens that are compared.
 TOP = 5
 
-#: Name -> a value for each scored token, in evaluation order.
-TokenValues = dict[str, npt.NDArray[np.float32 | np.bool_]]
-#: The suffix of the names of reversed divergences.
-REVERSED = "_reversed"
+
+class Quantity(NamedTuple):
+    """A number that each token has: its `name`, and the runtime that it is measured `against`, where it is."""
+
+    name: str
+    against: str = ""
+
+
+#: The loss of a token, and whether it and how much of the likeliest ones are the baseline's.
+NLL, TOP1, TOP5 = Quantity("nll"), Quantity("top1"), Quantity("top5")
+#: A value for each scored token, in evaluation order.
+TokenValues = dict[Quantity, npt.NDArray[np.float32 | np.bool_]]
 #: The suffix of a file of logits, behind the type of its rows.
 SUFFIX = ".logits"
 #: Takes rows [rows, vocabulary] as they come.
@@ -93,21 +101,23 @@ class StoredLogits:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A runtime that others are compared with: its stored `logits`; `field`, the name of the divergence from it; with
-    `agreement` the likeliest tokens are compared too.
+    """A `runtime` that others are compared with, and its stored `logits`; with `agreement` the likeliest tokens are
+    compared too.
     """
 
+    runtime: str
     logits: StoredLogits
-    field: str
     agreement: bool = False
 
 
-@dataclass(frozen=True)
-class Baselines:
-    """The runtimes that one is compared with; `back`: the name of the divergence of the first of them from that one."""
+def kl_from(runtime: str) -> Quantity:
+    """KL(`runtime` || this)."""
+    return Quantity("kl", runtime)
 
-    all: Sequence[Baseline]
-    back: str | None = None
+
+def kl_to(runtime: str) -> Quantity:
+    """KL(this || `runtime`)."""
+    return Quantity("kl-reversed", runtime)
 
 
 def measure_tokens(
@@ -115,7 +125,7 @@ def measure_tokens(
     scored: npt.NDArray[np.bool_],
     ids: npt.NDArray[np.int64],
     start: int,
-    baselines: Baselines,
+    baselines: Sequence[Baseline],
     write: Writer | None = None,
 ) -> TokenValues:
     """Measure `logits` [windows, context, vocabulary] at the `scored` tokens of `ids` [windows, context], each by the
@@ -138,29 +148,25 @@ def measure_tokens(
         if write:
             write(some)
         stored = slice(start + first, start + first + len(some))
-        others = {
-            baseline: baseline.logits.read(stored.start, stored.stop).to(some.device) for baseline in baselines.all
-        }
-        blocks.append(measure_block(some.float(), targets[first : first + size], others, baselines.back))
+        others = {baseline: baseline.logits.read(stored.start, stored.stop).to(some.device) for baseline in baselines}
+        blocks.append(measure_block(some.float(), targets[first : first + size], others))
     return joined(blocks)
 
 
 def measure_block(
-    logits: "torch.Tensor", targets: "torch.Tensor", others: "Mapping[Baseline, torch.Tensor]", back: str | None
+    logits: "torch.Tensor", targets: "torch.Tensor", others: "Mapping[Baseline, torch.Tensor]"
 ) -> TokenValues:
     """Measure a block of logits [tokens, vocabulary] at `targets` [tokens], against the logits of the `others`."""
     log_q = logits.log_softmax(dim=-1)
-    measured = {"nll": -log_q.gather(1, targets[:, None])[:, 0]}
-    for i, (baseline, theirs) in enumerate(others.items()):
+    measured = {NLL: -log_q.gather(1, targets[:, None])[:, 0]}
+    for baseline, theirs in others.items():
         log_p = theirs.float().log_softmax(dim=-1)
-        measured[baseline.field] = divergence(log_p, log_q)
-        measured[baseline.field + REVERSED] = divergence(log_q, log_p)
-        if i == 0 and back:
-            measured[back] = divergence(log_q, log_p)
+        measured[kl_from(baseline.runtime)] = divergence(log_p, log_q)
+        measured[kl_to(baseline.runtime)] = divergence(log_q, log_p)
         if baseline.agreement:
-            measured["top1"] = log_p.argmax(-1) == log_q.argmax(-1)
-            measured["top5"] = overlap(log_p, log_q)
-    return {name: values.cpu().numpy() for name, values in measured.items()}
+            measured[TOP1] = log_p.argmax(-1) == log_q.argmax(-1)
+            measured[TOP5] = overlap(log_p, log_q)
+    return {quantity: values.cpu().numpy() for quantity, values in measured.items()}
 
 
 def divergence(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
@@ -181,5 +187,5 @@ def overlap(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
 
 def joined(parts: Sequence[TokenValues]) -> TokenValues:
     """Concatenate the results of all parts."""
-    names = [name for name in parts[0] if all(name in part for part in parts)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    quantities = [quantity for quantity in parts[0] if all(quantity in part for part in parts)]
+    return {quantity: np.concatenate([part[quantity] for part in parts]) for quantity in quantities}

@@ -6,7 +6,7 @@ that the calibrating machine ran, so perplexity and paired losses are exact. Ins
 (`top_divergence`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +15,14 @@ import numpy.typing as npt
 from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
-from .divergence import BLOCK_BYTES, Baselines, TokenValues, Writer, joined
+from .divergence import BLOCK_BYTES, NLL, Baseline, Quantity, TokenValues, Writer, joined
 from .document import AgainstStored, Estimate, NotFinite, RuntimeAccuracy, StoredDistance
 from .top_divergence import bounded_kl
 from .top_logits import TopLogits, TopTokens, joined_top, top_of_array
 
 ByRuntime = Mapping[str, npt.NDArray[np.float32]]
-#: The values that are measured at the top positions, in a column for each stored runtime.
-LEAST, MOST, REST, SAME = "stored-least", "stored-most", "stored-rest", "stored-top1"
+#: The names of what is measured at the top positions, against each stored runtime.
+LEAST, MOST, REST, SAME = "kl-least", "kl-most", "rest", "top1"
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class StoredReference:
         return TokenMeasure(self._measure, self.top_positions)
 
     def _measure(
-        self, logits: Logits, batch: WindowBatch, baselines: Baselines, write: Writer | None
+        self, logits: Logits, batch: WindowBatch, baselines: Sequence[Baseline], write: Writer | None
     ) -> tuple[TokenValues, TopLogits]:
         """Measure a batch of logits [windows, context, vocabulary]: the loss of each scored token, and the distances at
         the top positions.
         """
-        assert not baselines.all, "what is compared with is stored"
+        assert not baselines, "what is compared with is stored"
         table = np.asarray(logits)
         context, vocabulary = table.shape[1:]
         batch = batch.of_last(context)
@@ -67,20 +67,19 @@ class StoredReference:
         # one block at least, so that a batch without a top position has its empty columns
         blocks = [slice(first, first + size) for first in range(0, max(len(rows), 1), size)]
         measured = [self._distances(log_softmax(flat[rows[some]]), batch.top_row + some.start) for some in blocks]
-        return {"nll": np.concatenate(nll), **joined([values for values, _ in measured])}, joined_top(
-            [top for _, top in measured]
-        )
+        distances = joined([values for values, _ in measured])
+        return {NLL: np.concatenate(nll)} | distances, joined_top([top for _, top in measured])
 
     def _distances(self, log_q: npt.NDArray[np.float32], start: int) -> tuple[TokenValues, TopLogits]:
         """Compare log-probabilities [n, vocabulary] with the stored likeliest tokens from position `start` on."""
         likeliest, some = top_of_array(log_q), slice(start, start + len(log_q))
-        columns: dict[str, list[npt.NDArray[np.float64]]] = {LEAST: [], MOST: [], REST: [], SAME: []}
-        for top in self.tops.runtimes.values():
+        measured: TokenValues = {}
+        for name, top in self.tops.runtimes.items():
             stored = top.at(some)
-            same = (stored.tokens[:, 0] == likeliest.tokens[:, 0]).astype(np.float64)
-            for column, values in zip(columns.values(), (*bounded_kl(stored, log_q), same), strict=True):
-                column.append(values)
-        return {name: np.stack(values, axis=1).astype(np.float32) for name, values in columns.items()}, likeliest
+            same = stored.tokens[:, 0] == likeliest.tokens[:, 0]
+            for quantity, values in zip((LEAST, MOST, REST, SAME), (*bounded_kl(stored, log_q), same), strict=True):
+                measured[Quantity(quantity, name)] = values.astype(np.float32)
+        return measured, likeliest
 
 
 def _rows(chosen: npt.NDArray[np.bool_], context: int) -> npt.NDArray[np.int64]:
@@ -129,14 +128,15 @@ def _distances(measured: TokenValues, nll: npt.NDArray[np.float32], reference: S
     scored, tops = reference.evaluation.scored, reference.tops
     all_tokens, top_positions = Bootstrap(np.nonzero(scored)[0]), Bootstrap(np.nonzero(reference.top_positions)[0])
     rows = {}
-    for column, name in enumerate(tops.runtimes):
+    for name in tops.runtimes:
         loss = nll[scored].astype(np.float64) - reference.nll[name][scored]
+        least = measured[Quantity(LEAST, name)].astype(np.float64)
         rows[name] = StoredDistance(
             nll_increase_nats=Estimate(**all_tokens.interval(loss)._asdict()),
-            kl_nats=Estimate(**top_positions.interval(measured[LEAST][:, column].astype(np.float64))._asdict()),
-            kl_most_nats=mean(measured[MOST][:, column]),
-            rest=mean(measured[REST][:, column]),
-            top1_agreement=mean(measured[SAME][:, column]),
+            kl_nats=Estimate(**top_positions.interval(least)._asdict()),
+            kl_most_nats=mean(measured[Quantity(MOST, name)]),
+            rest=mean(measured[Quantity(REST, name)]),
+            top1_agreement=mean(measured[Quantity(SAME, name)]),
         )
     first = next(iter(tops.runtimes.values()))
     return AgainstStored(positions=int(reference.top_positions.sum()), top=first.tokens.shape[1], runtimes=rows)

@@ -1,13 +1,10 @@
 """Judge answers by their distances from the run's runtimes: the validated model, another arithmetic, another model, or
 another prompt.
 
-Three distances give the share that the answers have of the error of a runtime in another arithmetic (`Field.share`).
-The answers are that arithmetic's where the share is clearly, in its whole interval, more than `SHARE`, and the
-validated model's where it is clearly less than `NONE` for every such runtime; in between that cannot be told.
-
-Size counts too, of KL, flips and loss (`excesses`), any of which suffices to exclude: the validated model is at most
-`FURTHER` times as far as a second runtime of its arithmetic, and the model in any arithmetic at most `FAR` times the
-largest distance between two of the run's runtimes. `docs/compare.md` has the derivation and the limits' reasons.
+KL, flips and loss (`excesses`) each suffice to exclude: the validated model is at most `FURTHER` times as far as a
+second runtime of its arithmetic, and the model in any arithmetic at most `FAR` times the largest distance between two
+of the run's runtimes. Of the arithmetics that this leaves the answers are in that of the nearest runtime, or of any
+that is not clearly further. `docs/compare.md` has the limits' reasons.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...options import ONE_TERM_ALONE, RUNTIMES
+from ...options import RUNTIMES
 from ..accuracy.bootstrap import Bootstrap, MeanInterval
 from ..accuracy.document import Estimate
 from ..accuracy.top_divergence import Values
@@ -27,11 +24,8 @@ from .answers import LikelyTokens
 from .distance import Distances, distances, flip_shares, runtime_distances
 from .document import BF16, VALIDATED, Noticed, RuntimeDistance, Verdict
 
-#: Limits of the share of an error (`HALF`: with one validated runtime), and of distances, as factors.
-NONE, SHARE, HALF = 0.1, 0.25, 0.5
-FURTHER, FAR = 2.0, 10.0
-#: Times the KL from the nearest validated runtime that the KL from one code must be, for two codes to be computed.
-TWO_CODES = 5.0
+#: The least share of a runtime's error in answers of its arithmetic, and limits of distances, as factors.
+SHARE, FURTHER, FAR = 0.25, 2.0, 10.0
 #: The factor that the distance must fall to without a BOS, for the BOS to be the reason.
 CLEARLY = 0.25
 #: Stands among the arithmetics where these positions do not exclude another model.
@@ -240,32 +234,27 @@ class Field:
             f"{nearest} is {self.size(theirs):.3g} away)"
         )
 
-    def excludes_one_code(self, runtime: str) -> bool:
-        """Tell whether the KL from one code is clearly, in its whole interval, `TWO_CODES` times that from `runtime`: a
-        server of one code is nearer to one code than to `runtime`.
+    def may_be(self, other: str) -> bool:
+        """Tell whether the answers may be in the arithmetic of `other`, which was not validated: neither clearly more
+        than `FURTHER` times as far from what was validated as it is, nor clearly with less than `SHARE` of its error.
         """
-        if ONE_TERM_ALONE not in self.to or not self.by_kl:
-            return False
-        return self.bootstrap.interval(self.to[ONE_TERM_ALONE].kl - TWO_CODES * self.to[runtime].kl).low > 0
+        validated, interval = self.validated[0], self.bootstrap.interval
+        error, distance, rest = (
+            pair.compared(self.by_kl) for pair in (self.between[validated, other], self.to[validated], self.to[other])
+        )
+        shared = (error + distance - rest) / 2
+        return not interval(distance - FURTHER * error).low > 0 and not interval(shared - SHARE * error).high < 0
 
-    def share(self, other: str) -> MeanInterval | None:
-        """The share that the answers have of the error of `other`, a runtime of another arithmetic; None where it has
-        no error beyond rounding.
+    def fits(self) -> list[str]:
+        """The runtimes whose arithmetic the answers may have, none clearly further than the nearest; those of the
+        validated arithmetic first, and then the nearest.
         """
-        candidates = list[tuple[float, Values, Values]]()
-        for c in self.validated:
-            c_to_b = self.between[c, other].kl
-            shared = (c_to_b + self.to[c].kl - self.to[other].kl) / 2
-            again = [
-                (c_to_b + self.between[c, second].kl - self.between[other, second].kl) / 2
-                for second in self.validated
-                if second != c
-            ]
-            rounding = np.mean(again, axis=0) if again else np.zeros_like(c_to_b)
-            candidates.append((float(np.nanmean(rounding)), shared - rounding, c_to_b - rounding))
-        _, beyond, error = min(candidates, key=lambda candidate: candidate[0])
-        size = float(np.nanmean(error))
-        return self.bootstrap.interval(beyond / size) if size > 0 else None
+        if not self.validated:
+            return self.order[:1]
+        near = not any(excess.sure for excess in self.excesses_of(self.validated[0]))
+        possible = [name for name in self.order if (near if name in self.validated else self.may_be(name))]
+        alike = [name for name in possible if name == possible[0] or not self.nearer(possible[0], name)]
+        return sorted(alike, key=lambda name: name not in self.validated)
 
     def excesses_of(self, nearest: str) -> list[Excess]:
         """Compute the excesses of the distances from a runtime over those that an implementation of its arithmetic may
@@ -290,40 +279,6 @@ class Field:
         noise = noise_of(between, shares, self.positions, self.bootstrap)
         return excesses(self.to[runtime], noise, factor, self.agreed, self.bootstrap)
 
-    def as_near_as(self, other: str) -> bool:
-        """Tell whether the answers are as near to the validated arithmetic as `other`, of another arithmetic, is."""
-        limits = {c: FURTHER * self.between[c, other].kl for c in self.validated}
-        return any(not self.bootstrap.interval(self.to[c].kl - limits[c]).low > 0 for c in self.validated)
-
-
-@dataclass(frozen=True)
-class Fits:
-    """The runtimes whose arithmetic the answers have, the nearest first (`sure`), and those that may fit (`open`)."""
-
-    sure: list[str]
-    open: list[str]
-
-
-def _fits(field: Field) -> Fits:
-    runtimes = field.validated
-    if not runtimes:
-        return Fits(field.order[:1], [])
-    near = not any(excess.sure for excess in field.excesses_of(field.validated[0]))
-    if not field.by_kl:
-        return Fits([name for name in _nearest(field) if near or arithmetic_of(name) != VALIDATED], [])
-    none, limit = (NONE, SHARE) if len(runtimes) > 1 else (SHARE, HALF)
-    validated, sure, unclear = near, list[str](), list[str]()
-    hidden = {*runtimes, "bf16"} if "fp32" in field.to else {*runtimes}
-    hidden |= {ONE_TERM_ALONE} if field.excludes_one_code(runtimes[0]) else set()
-    for name in (runtime for runtime in field.order if runtime not in hidden):
-        share, near = field.share(name), field.as_near_as(name)
-        if near and share and share.low > SHARE:
-            sure.append(name)
-        elif near and (share is None or share.high > (SHARE if name == "fp32" else none)):
-            unclear.append(name)
-        validated = validated and not (share and share.low > limit)
-    return Fits([*([runtimes[0]] if validated else []), *sure], unclear)
-
 
 def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
     nearest = field.order[0]
@@ -332,19 +287,12 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
     if any(excess.sure for excess in far):
         alike = not any(excess.measure == "flips" and excess.sure for excess in field.excesses_of(nearest))
         return "other-model", _far_sentence(field.to[nearest], far, where, alike), []
-    fits = _fits(field)
-    if not fits.sure and not fits.open:
-        return (
-            "other-arithmetic",
-            (
-                "the model in an arithmetic that the run does not have (a cache in another type, other scales, other "
-                f"kernels): {where}, and of no runtime's error"
-            ),
-            [],
-        )
-    kinds = list(dict.fromkeys(arithmetic_of(name) for name in [*fits.sure, *fits.open]))
-    first = (fits.sure or fits.open)[0]
-    where = f"{_distance_text(field.size(field.to[first]), field.by_kl)} from {first}"
+    fits = field.fits()
+    if not fits:
+        unknown = "in an arithmetic that the run does not have (a cache in another type, other scales, other kernels)"
+        return "other-arithmetic", f"the model {unknown}: {where}", []
+    kinds = list(dict.fromkeys(arithmetic_of(name) for name in fits))
+    where = f"{_distance_text(field.size(field.to[fits[0]]), field.by_kl)} from {fits[0]}"
     if VALIDATED in kinds and (not far or any(excess.possible for excess in far)):
         nearer = field.nearer_to_original()
         if nearer is None or not {*kinds} <= AS_GOOD:
@@ -354,14 +302,9 @@ def _verdict(field: Field) -> tuple[Verdict, str, list[str]]:
         said = f"{', or '.join(kinds)}: {where}, and these positions do not tell which"
         if {*kinds} <= AS_GOOD:
             return "undecided", f"{said}: {NO_MORE_LOST}", kinds
-        bf16 = BF16 in kinds and "fp32" not in field.to and field.by_kl
-        remedy = "validate with the runtime fp32 beside bf16, or " if bf16 else ""
-        return "undecided", f"{said}; {remedy}{field.more}", kinds
+        return "undecided", f"{said}; {field.more}", kinds
     if kinds != [VALIDATED]:
         return "other-arithmetic", f"the model, but in {kinds[0]}: {where}", kinds
-    if field.excludes_one_code(first):
-        one = _distance_text(field.size(field.to[ONE_TERM_ALONE]), field.by_kl)
-        where += f", in two codes, as validated; not one, which is {one} away"
     return "validated", f"the validated model: {where}", kinds
 
 
@@ -386,12 +329,6 @@ def _open_sentence(kinds: list[str], where: str, more: str | None) -> str:
         f"{', or '.join(kinds)}, or {ANOTHER}: {where}, and a run of one runtime does not tell how far another "
         "implementation may be; validate with a second runtime"
     )
-
-
-def _nearest(field: Field) -> list[str]:
-    """The nearest runtime, and those of other arithmetics that are not clearly further."""
-    first = field.order[0]
-    return [name for name in field.order if name == first or not field.nearer(first, name)]
 
 
 def _distance_text(distance: float, by_kl: bool) -> str:

@@ -20,7 +20,7 @@ from fp8q.validate.accuracy.compare import (
     compare_in_turn,
     summarize_tokens,
 )
-from fp8q.validate.accuracy.divergence import TokenValues, overlap
+from fp8q.validate.accuracy.divergence import NLL, TokenValues, kl_from, overlap
 
 VOCABULARY = 8
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 120)
@@ -103,8 +103,8 @@ def test_agreement_is_the_share_that_agrees() -> None:
 def test_one_token_in_a_hundred_has_a_kl_beyond_the_99th_percentile() -> None:
     """KL 0 to 100 at 101 tokens: 99 is exceeded by one of them, the mean is 50."""
     found: TokenValues = {
-        "nll": np.zeros(101, np.float32),
-        "kl": np.random.default_rng(1).permutation(101).astype(np.float32),
+        NLL: np.zeros(101, np.float32),
+        kl_from("bf16"): np.random.default_rng(1).permutation(101).astype(np.float32),
     }
     summary = summarize_tokens(found, None)
     assert summary.kl_p99_nats == pytest.approx(99)
