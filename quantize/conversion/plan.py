@@ -52,18 +52,22 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A file to write under the `name` of its `source`: its `head`, the bytes up to its data; where its
+    """A file to write under the name of its `source`: its `head`, the bytes up to its data; where its
     `tensors` lie; and how they are made.
 
     The `file` of a tensor is the source, which is there before the file itself, and which messages name.
     """
 
     source: Path
-    name: str
     head: bytes
     tensors: Mapping[str, StoredTensor]
     copies: tuple[Copied, ...]
     matrices: tuple[Matrix, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self.source.name
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +155,7 @@ class _Planner:
                 cast = stored.dtype == self.cast and len(stored.shape) > 1
                 copies.append(Copied(name, stored, cast))
                 self._written[name] = ("BF16" if cast else stored.dtype, stored.shape)
-        return ShardPlan(file, file.name, *make_header(file, self._written), tuple(copies), tuple(matrices))
+        return ShardPlan(file, *make_header(file, self._written), tuple(copies), tuple(matrices))
 
     def _experts(self, stack: Stack, stored: StoredTensor) -> Iterator[Matrix]:
         """Cut a stack of experts into matrices, and plan their codes and scales."""
