@@ -23,7 +23,7 @@ from ..calibrate.model.architecture import read_config
 from ..calibrate.model.source import locate
 from ..core.errors import InputError
 from ..core.files import replacing
-from ..core.headers import header_bytes
+from ..core.headers import StoredTensor, header_bytes
 from ..core.reporter import Reporter
 from ..core.run_files import CARD
 from ..options import ConvertOptions
@@ -72,14 +72,15 @@ class Converted:
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to convert: the name that the user gave it, its directory, config.json, files of weights, and what
-    lies beside them.
+    """A checkpoint to convert: the name that the user gave it, its directory, config.json, files of weights with their
+    headers, and what lies beside them.
     """
 
     name: str
     path: Path
     config: Mapping[str, Any]
     files: tuple[Path, ...]
+    headers: Mapping[str, StoredTensor]
     others: BesideWeights
 
     @property
@@ -97,10 +98,9 @@ def convert(model: str, out: Path, options: ConvertOptions, progress: Reporter) 
     """
     source = _open_source(model, options, progress)
     _check_out(out, source)
-    headers = read_headers(source.files)
-    check_integer_weights(headers)
-    selection = select_tensors(load_rules(options.rules), source.config, headers, options.skip, options.mtp)
-    plan = plan_checkpoint(source.files, headers, selection, (options.form, options.chosen_layout))
+    check_integer_weights(source.headers)
+    selection = select_tensors(load_rules(options.rules), source.config, source.headers, options.skip, options.mtp)
+    plan = plan_checkpoint(source.files, source.headers, selection, (options.form, options.chosen_layout))
     check_plan(plan, source.name, source.path, source.config)
     for line in source.others.remarks():
         progress.note(f"not copied: {line}")
@@ -116,8 +116,9 @@ def _open_source(model: str, options: ConvertOptions, progress: Reporter) -> _So
     config = read_config(path, model)
     no_codes(path, model, config, {})
     files = find_weights(path, model, config.get("transformers_weights"))
-    no_codes(path, model, config, read_headers(files))
-    return _Source(model, path, config, files, beside_weights(path, files, config))
+    headers = read_headers(files)
+    no_codes(path, model, config, headers)
+    return _Source(model, path, config, files, headers, beside_weights(path, files, config))
 
 
 def _check_out(out: Path, source: _Source) -> None:

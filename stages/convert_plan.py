@@ -22,8 +22,9 @@ from ..quantize.conversion.name_tensors import WEIGHT
 from ..quantize.conversion.plan import CheckpointPlan, Matrix
 from ..quantize.conversion.shards import check_small_tensors
 from ..quantize.lint.check import RULES
+from ..quantize.reading.codecs import declared_in
 from ..quantize.reading.fp8_tensors import Checkpoint, Float32s
-from ..quantize.reading.quantization_config import CONFIG, declared_in
+from ..quantize.reading.quantization_config import CONFIG
 
 #: The rule of the lint that reads every code: no NaN is within half a step of a number, as the proof finds.
 NAN_CODES = "C123"

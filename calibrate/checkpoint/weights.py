@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...core.errors import InputError
 from ...core.files import json_text, regular_file
-from ...core.headers import StoredTensor, read_header
+from ...core.headers import StoredTensor, damaged, read_header
 from ...core.reporter import SILENT, Reporter
 from ..input.untrusted import AGAIN, error_text, exists, foreign, local_path, read_json
 
@@ -166,7 +166,7 @@ def read_headers(files: tuple[Path, ...]) -> dict[str, StoredTensor]:
 
 
 def _damaged(file: Path, error: BaseException) -> InputError:
-    return InputError(file, f"is damaged or cut short ({error_text(error)})", "copy or download it again")
+    return damaged(file, error_text(error))
 
 
 class Coding(Protocol):

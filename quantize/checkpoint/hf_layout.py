@@ -98,6 +98,10 @@ class HfLayout:
         """The name of `module` in the files."""
         return self.stored.get(module, module)
 
+    def axis(self, module: str) -> Literal[0, 1]:
+        """The axis of the output channels in the weight of `module`."""
+        return self.axes[module]
+
     @property
     def ignored(self) -> list[str]:
         """The linear layers that text does not reach, and a pattern for each module of multi-token prediction."""

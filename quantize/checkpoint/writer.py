@@ -188,7 +188,7 @@ class ModuleQuantizer:
         """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight in
         BF16.
         """
-        axis, name, inherited = self.layout.axes[module], self.layout.in_files(module), self.rounding.inherited
+        axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
         # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
         scaling = self.rounding.scaling
         inherits = self.rounding.learned is None and axis == 0 and module not in scaling.blocks

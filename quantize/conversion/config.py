@@ -1,11 +1,6 @@
-"""The texts of config.json and the index of a converted checkpoint, in the words of its layout.
-
-    compressed-tensors   targets Linear; what is kept is in `ignore`
-    fp8                  everything but `modules_to_not_convert` is codes (DeepSeek-V3, Qwen3-FP8)
+"""The texts of config.json and the index of a converted checkpoint, in the words of its layout (`reading.codecs`).
 
 Loaders make an FP8 module of every linear layer that is not named there, so each kept module is named in full.
-Sources: compressed-tensors 0.20, `quantization/quant_scheme.py` (FP8_DYNAMIC, FP8_BLOCK); transformers 5.23,
-`FineGrainedFP8Config`; vLLM 0.32, `layers/quantization/fp8.py` (`is_layer_skipped` takes whole names).
 """
 
 from collections.abc import Mapping
@@ -14,7 +9,7 @@ from typing import Any
 from ...calibrate.checkpoint.mtp_layers import vllm_name
 from ...calibrate.checkpoint.weights import SINGLE, index_text
 from ...core.files import json_text
-from ..codes.blocks import SIDE
+from ..reading.codecs import CODECS
 from .plan import CheckpointPlan
 
 #: The output head, which is a module of its own where its tensor is the embedding's.
@@ -32,29 +27,9 @@ def unquantized_modules(plan: CheckpointPlan, config: Mapping[str, Any]) -> list
 
 def quantization_fields(plan: CheckpointPlan, config: Mapping[str, Any]) -> dict[str, object]:
     """The field `quantization_config` of config.json, which is `config` in the source."""
-    unquantized = unquantized_modules(plan, config)
-    if plan.layout == "fp8":
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [SIDE, SIDE],
-            "modules_to_not_convert": unquantized,
-        }
-    number = {"num_bits": 8, "type": "float", "symmetric": True}
-    if plan.form == "block":
-        weights: dict[str, object] = {"strategy": "block", "block_structure": [SIDE, SIDE], "dynamic": False}
-        inputs: dict[str, object] = {"strategy": "group", "group_size": SIDE, "dynamic": True}
-    else:
-        weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": number | weights, "input_activations": number | inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": unquantized,
-    }
+    written = CODECS[plan.layout].written
+    assert written is not None, "the layouts of the option are written"
+    return written(plan.scheme, unquantized_modules(plan, config))
 
 
 def converted_config(plan: CheckpointPlan, config: Mapping[str, Any]) -> bytes:

@@ -11,9 +11,11 @@ from math import prod
 from pathlib import Path
 
 from ...core.headers import StoredTensor, make_header, read_header, value_bits
-from ...options import ConvertForm, ConvertLayout
+from ...options import BLOCK, DYNAMIC, ConvertForm, ConvertLayout
 from ..codes.blocks import SIDE
 from ..codes.formats import CODE_DTYPE
+from ..reading.codecs import CODECS
+from ..scales.scheme import Scheme
 from .name_tensors import WEIGHT
 from .selection import Selection, Stack
 
@@ -50,18 +52,22 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A file to write under the `name` of its `source`: its `head`, the bytes up to its data; where its
+    """A file to write under the name of its `source`: its `head`, the bytes up to its data; where its
     `tensors` lie; and how they are made.
 
     The `file` of a tensor is the source, which is there before the file itself, and which messages name.
     """
 
     source: Path
-    name: str
     head: bytes
     tensors: Mapping[str, StoredTensor]
     copies: tuple[Copied, ...]
     matrices: tuple[Matrix, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        return self.source.name
 
     @property
     def nbytes(self) -> int:
@@ -85,6 +91,11 @@ class CheckpointPlan:
     declared: frozenset[str] = frozenset()
     decided_by: str = ""
     unloadable: str | None = None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of all modules that are quantized."""
+        return Scheme("block", BLOCK) if self.form == "block" else Scheme("channel", DYNAMIC)
 
     @property
     def quantized(self) -> int:
@@ -144,7 +155,7 @@ class _Planner:
                 cast = stored.dtype == self.cast and len(stored.shape) > 1
                 copies.append(Copied(name, stored, cast))
                 self._written[name] = ("BF16" if cast else stored.dtype, stored.shape)
-        return ShardPlan(file, file.name, *make_header(file, self._written), tuple(copies), tuple(matrices))
+        return ShardPlan(file, *make_header(file, self._written), tuple(copies), tuple(matrices))
 
     def _experts(self, stack: Stack, stored: StoredTensor) -> Iterator[Matrix]:
         """Cut a stack of experts into matrices, and plan their codes and scales."""
@@ -162,8 +173,8 @@ class _Planner:
 
     def _matrix(self, module: str, stored: StoredTensor, start: int, sides: tuple[int, int], stride: int = 0) -> Matrix:
         rows, columns = sides
-        blocks, fp8 = self.form[0] == "block", self.form[1] == "fp8"
-        codes, scales = f"{module}{WEIGHT}", f"{module}{WEIGHT}_scale{'_inv' if fp8 else ''}"
+        blocks, codec = self.form[0] == "block", CODECS[self.form[1]]
+        codes, scales = f"{module}{WEIGHT}", f"{module}.{codec.weight_scales[0]}"
         self._written[codes] = (CODE_DTYPE, (rows, columns))
         self._written[scales] = ("F32", (-(-rows // SIDE), -(-columns // SIDE)) if blocks else (rows, 1))
         return Matrix(codes, start, stored.dtype, rows, columns, codes, scales, stride)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from ...calibrate.checkpoint.class_defaults import config_field
 from ...core.findings import Broken
-from ..reading.fp8_tensors import CACHE_SCALES, INPUT_SCALES, TYPES, WEIGHT_SCALES, Checkpoint, Codes
+from ..reading.fp8_tensors import CACHE_SCALES, TYPES, Checkpoint, Codes
 from .rules import AGAIN, checkpoint_rule
 
 #: The most numbers of a scale: no weight has more outputs.
@@ -45,13 +45,13 @@ def scale_there(checkpoint: Checkpoint) -> Broken:
     """Every weight in codes has a scale, and where the configuration says static, every input has one. Loaders begin
     with 1.0 or with whatever memory holds, and warn of a missing key at most: the model runs, and says nothing true.
     """
-    form = checkpoint.declared.form
+    codec = checkpoint.codec
     for codes in checkpoint.codes.values():
         if codes.scale is None:
-            yield codes.weight, f"has no {WEIGHT_SCALES[form][0]}; {AGAIN}, and take no 1.0 for it"
+            yield codes.weight, f"has no {codec.weight_scales[0]}; {AGAIN}, and take no 1.0 for it"
         if codes.scheme is not None and codes.scheme.inputs == "static" and codes.input_scale is None:
             source = checkpoint.declared.source.name
-            yield codes.weight, f"has no {INPUT_SCALES[form][0]}, and {source} says static; {AGAIN}, or say dynamic"
+            yield codes.weight, f"has no {codec.input_scales[0]}, and {source} says static; {AGAIN}, or say dynamic"
 
 
 @checkpoint_rule("C105", "scale-name")
@@ -60,8 +60,8 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
     compressed-tensors' and ModelOpt's, weight_scale_inv and activation_scale in fp8's. Others are unexpected keys,
     which are passed over.
     """
-    form = checkpoint.declared.form
-    known = (*WEIGHT_SCALES[form], *INPUT_SCALES[form], *OF_CACHES)
+    codec, form = checkpoint.codec, checkpoint.declared.form
+    known = (*codec.weight_scales, *codec.input_scales, *OF_CACHES)
     for name in checkpoint.tensors:
         module, _, last = name.rpartition(".")
         codes = checkpoint.codes.get(module)
@@ -69,7 +69,7 @@ def scale_name(checkpoint: Checkpoint) -> Broken:
             continue
         in_blocks = codes.scheme is not None and codes.scheme.weights == "block"
         if last not in known or (form == "fp8" and in_blocks and last == "weight_scale"):
-            wanted = f"{WEIGHT_SCALES[form][0]} or {INPUT_SCALES[form][0]}"
+            wanted = f"{codec.weight_scales[0]} or {codec.input_scales[0]}"
             yield name, f"is read by neither transformers nor vLLM in the form {form}; call it {wanted}, or take it out"
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...core.findings import Broken
 from ..codes.formats import E4M3
-from ..reading.fp8_tensors import CODES, WEIGHT_SCALES, Checkpoint
+from ..reading.fp8_tensors import CODES, Checkpoint
 from .rules import AGAIN, checkpoint_rule
 
 #: Codes that are looked through at a time.
@@ -53,7 +53,7 @@ def scale_alone(checkpoint: Checkpoint) -> Broken:
         return
     for name in checkpoint.tensors:
         module, _, last = name.rpartition(".")
-        if last in WEIGHT_SCALES[checkpoint.declared.form] and f"{module}.weight" not in checkpoint.tensors:
+        if last in checkpoint.codec.weight_scales and f"{module}.weight" not in checkpoint.tensors:
             yield name, f"is there, and {module}.weight is not; copy or download the checkpoint again"
 
 

@@ -26,8 +26,10 @@ from ...core.errors import InputError
 from ...core.headers import StoredTensor
 from ..scales.decisions import SMALLEST_SCALE
 from ..weights.channels import QuantizedWeight, inherited_summary
-from .fp8_tensors import CACHE_SCALES, INPUT_SCALES, Checkpoint, Codes, cache_parts, sound_tensors
-from .quantization_config import ORIGINAL, READ, declared_form
+from .codecs import declared_form
+from .compressed_tensors import COMPRESSED_TENSORS
+from .fp8_tensors import CACHE_SCALES, Checkpoint, Codes, cache_parts, sound_tensors
+from .quantization_config import ORIGINAL, READ
 from .run_checkpoint import CACHE_FILE, EXPERT_FILE
 
 
@@ -203,7 +205,7 @@ def _read_scales(file: Path) -> dict[str, StoredTensor]:
     scales = {
         name: tensor
         for name, tensor in sound_tensors(file, problems)
-        if name.rpartition(".")[2] in (*INPUT_SCALES["compressed-tensors"], *CACHE_SCALES)
+        if name.rpartition(".")[2] in (*COMPRESSED_TENSORS.input_scales, *CACHE_SCALES)
     }
     if problems:
         raise InputError(file, problems[0][1], "copy or download it again")

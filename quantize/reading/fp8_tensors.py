@@ -29,21 +29,11 @@ from ...calibrate.input.untrusted import exists, read_json
 from ...core.errors import InputError
 from ...core.headers import StoredTensor, read_header, value_bits
 from ..scales.scheme import Granularity
-from .quantization_config import BLOCK, CONFIG, DeclaredQuantization, DeclaredScheme, FileForm, declared_form
+from .codecs import CODECS, declared_form
+from .quantization_config import BLOCK, CONFIG, Codec, DeclaredQuantization, DeclaredScheme
 
 Float32s = npt.NDArray[np.float32]
 CODES = "F8_E4M3"
-#: FileForm -> the names that the scale of a weight may have; the form's own loader reads the first.
-WEIGHT_SCALES: Mapping[FileForm, tuple[str, ...]] = {
-    "compressed-tensors": ("weight_scale",),
-    "modelopt": ("weight_scale",),
-    "fp8": ("weight_scale_inv", "weight_scale", "scale"),
-}
-INPUT_SCALES: Mapping[FileForm, tuple[str, ...]] = {
-    "compressed-tensors": ("input_scale",),
-    "modelopt": ("input_scale",),
-    "fp8": ("activation_scale", "input_scale"),
-}
 #: The scales of a cache, by their last name.
 CACHE_SCALES = ("k_scale", "v_scale")
 #: The types that scales are stored in: safetensors' name -> NumPy's type.
@@ -84,6 +74,11 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     problems: tuple[tuple[str, str], ...]
 
+    @property
+    def codec(self) -> Codec:
+        """The codec of its form."""
+        return CODECS[self.declared.form]
+
     @cached_property
     def codes(self) -> Mapping[str, Codes]:
         """Module -> its codes, for every weight in E4M3, in the order of names.
@@ -98,18 +93,17 @@ class Checkpoint:
         return tensor.dtype == CODES and len(tensor.shape) >= 2 and not name.rpartition(".")[2].endswith("scale")
 
     def _codes(self, module: str, weight: str) -> Codes:
-        form = self.declared.form
         shape, dot = self.tensors[weight].shape, "." if weight != module else "_"
 
         def first(names: tuple[str, ...]) -> str | None:
             endings = [name if dot == "." else name.removeprefix("weight_") for name in names]
             return next((scale for end in endings if (scale := f"{module}{dot}{end}") in self.tensors), None)
 
-        scale, scheme = first(WEIGHT_SCALES[form]), self.declared.scheme(module)
+        scale, scheme = first(self.codec.weight_scales), self.declared.scheme(module)
         one_scale = scale is not None and prod(self.tensors[scale].shape) == 1 and not scale.endswith("_inv")
         if one_scale and scheme is not None and self.declared.block_assumed:
             scheme = replace(scheme, weights="tensor", block=None)  # as AutoFP8 writes it, and vLLM reads it
-        codes = Codes(module, weight, shape, scale, first(INPUT_SCALES[form]), scheme)
+        codes = Codes(module, weight, shape, scale, first(self.codec.input_scales), scheme)
         if scale is None:
             return codes
         granularity, block = granularity_of(self.tensors[scale].shape, shape, scheme)
@@ -144,7 +138,7 @@ class Checkpoint:
         if codes.scale is None:
             raise InputError(
                 codes.weight,
-                f"has no scale ({' or '.join(WEIGHT_SCALES[self.declared.form])}), and codes without one say nothing",
+                f"has no scale ({' or '.join(self.codec.weight_scales)}), and codes without one say nothing",
                 "export the checkpoint again",
             )
         if codes.block is None:

@@ -1,20 +1,14 @@
-"""Read the quantization configuration of an FP8 checkpoint: its form, and how each module is quantized.
+"""The quantization that an FP8 checkpoint declares: how each module is quantized, in the words of every form.
 
-Three forms are read. compressed-tensors (llm-compressor, fp8q) and transformers' own fine-grained FP8 (DeepSeek-V3,
-Qwen3-FP8) write `quantization_config` in config.json. ModelOpt writes hf_quant_config.json; newer versions repeat it in
-config.json with `quant_method` modelopt, which vLLM reads and transformers 5.23 does not know. Where the tensors differ
-from the configuration, `fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
-
-Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`, `utils/match.py`), transformers 5.23
-(`FineGrainedFP8Config`, `quantizers_utils.should_convert_module`), ModelOpt 0.47 (`export/quant_utils.py`,
-`convert_hf_config.py`), vLLM (`layers/quantization/{compressed_tensors,fp8,modelopt}.py`).
+A form is read, and some are written, by its `Codec` (`codecs`). Where the tensors differ from the configuration,
+`fp8_tensors` goes by the tensors, and the lint (`quantize.lint`) reports the difference.
 
 Each form names modules in another way. compressed-tensors has names, regular expressions after `re:`, and classes of
 modules. ModelOpt has file name patterns. transformers' fine-grained FP8 takes each entry both for a regular expression,
 matched from the first letter on, and for the end of a name (`should_convert_module`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...calibrate.input.patterns import BoundedPattern, PatternFile
-from ...calibrate.input.untrusted import exists, read_json
+from ...calibrate.input.untrusted import read_json
 from ...core.errors import InputError
-from ..scales.scheme import Granularity
-from .quantization_fields import FieldRemark, field_remarks
+from ..scales.scheme import Granularity, Scheme
+from .quantization_fields import FieldRemark
 
 FileForm = Literal["compressed-tensors", "modelopt", "fp8"]
 
@@ -63,8 +57,6 @@ class Matcher:
 
 
 CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
-#: The parts of a weight that share a scale, as they are written.
-GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
 #: Inputs have one scale in the checkpoint, a scale that is computed at run time, or are not quantized.
 Inputs = Literal["static", "dynamic", "none"]
 #: The forms that are read, for error messages.
@@ -94,18 +86,6 @@ OTHERS = (
 )
 #: The block of transformers and vLLM where a configuration of fine-grained FP8 names none; ModelOpt never names one.
 BLOCK = (128, 128)
-#: compressed-tensors' presets that are FP8.
-PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
-    "FP8": ("tensor", "static"),
-    "FP8_DYNAMIC": ("channel", "dynamic"),
-    "FP8_BLOCK": ("block", "dynamic"),
-}
-#: ModelOpt's algorithms, in capitals.
-MODELOPT: Mapping[str, tuple[Granularity, Inputs]] = {
-    "FP8": ("tensor", "static"),
-    "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "dynamic"),
-    "FP8_PB_WO": ("block", "none"),
-}
 
 
 @dataclass(frozen=True)
@@ -177,32 +157,20 @@ class DeclaredQuantization:
         return next((matcher for matcher, _ in self._targets if matcher.matches(module)), None)
 
 
-def declared_form(directory: Path) -> DeclaredQuantization | None:
-    """Read the quantization configuration in `directory`; None where there is none.
+@dataclass(frozen=True)
+class Codec:
+    """A form of checkpoints, read and written.
 
-    Raises InputError for a configuration that does not parse, and for an unknown form: the error names the form, the
-    forms that are read, and a remedy.
+    `weight_scales`, `input_scales`: the names that a scale may have beside its weight, of which the form's own loader
+    reads the first. `declared`: reads the quantization configuration of a file. `written`: makes the configuration of
+    modules in one scheme, of which those named are left out; None where the form is not written.
     """
-    config = _object(directory / CONFIG)
-    method = str((stated_quantization(config, directory / CONFIG) or {}).get("quant_method") or "")
-    if exists(directory / MODELOPT_CONFIG) and (not method or method.startswith("modelopt")):
-        return _modelopt(directory / MODELOPT_CONFIG, _object(directory / MODELOPT_CONFIG).get("quantization"))
-    return declared_in(config, directory / CONFIG)
 
-
-def declared_in(config: Mapping[str, Any], source: Path) -> DeclaredQuantization | None:
-    """Read the quantization that `config`, the content of the file `source`, declares; as `declared_form` does."""
-    said = stated_quantization(config, source)
-    if not said:
-        return None
-    method = str(said.get("quant_method") or "")
-    if method.startswith("modelopt"):
-        return _modelopt(source, said)
-    if method == "compressed-tensors":
-        return _compressed_tensors(source, said)
-    if method == "fp8":
-        return _fine_grained(source, said)
-    raise refused(source, f"quant_method is {method!r}", f"{method} {said.get('format', '')}")
+    form: FileForm
+    weight_scales: tuple[str, ...]
+    input_scales: tuple[str, ...]
+    declared: Callable[[Path, Any], DeclaredQuantization]
+    written: Callable[[Scheme, Sequence[str]], dict[str, object]] | None = None
 
 
 def stated_quantization(config: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
@@ -220,7 +188,7 @@ def stated_quantization(config: Mapping[str, Any], source: Path) -> dict[str, An
 
 def read_by_fp8q_alone(directory: Path) -> bool:
     """Tell whether config.json in `directory` states the form that only fp8q and its graphs read."""
-    said = _object(directory / CONFIG).get("quantization_config")
+    said = json_object(directory / CONFIG).get("quantization_config")
     return isinstance(said, dict) and said.get("format") == FP8Q_FORM
 
 
@@ -232,67 +200,28 @@ def refused(source: Path, fault: str, form: str = "") -> InputError:
     return InputError(source, f"{fault}, and what is read is {READ}", ORIGINAL)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file; raises InputError for another value."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise InputError(path, "does not hold an object", "copy or download it again")
     return value
 
 
-def _names(value: Any, source: Path, key: str) -> tuple[str, ...]:
+def listed_names(value: Any, source: Path, key: str) -> tuple[str, ...]:
+    """Read the list of names at `key` of the file `source`; raises InputError for another value."""
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(source, f"{key} is no list of names", "copy or download it again")
     return tuple(value)
 
 
-def _modelopt(source: Path, said: Any) -> DeclaredQuantization:
-    if not isinstance(said, dict):
-        raise InputError(source, "has no object quantization", "copy or download it again")
-    ignore = said.get("exclude_modules", said.get("ignore")) or []
-    groups: list[SchemeGroup] = []
-    algorithm = str(said.get("quant_algo") or "")
-    layers = said.get("quantized_layers")
-    if algorithm.upper() == "MIXED_PRECISION" and isinstance(layers, dict):
-        for module, layer in layers.items():
-            layer_algorithm = str(layer.get("quant_algo") if isinstance(layer, dict) else "")
-            groups.append(SchemeGroup((module,), _modelopt_scheme(source, layer_algorithm)))
-    else:
-        groups.append(SchemeGroup(("*",), _modelopt_scheme(source, algorithm)))
-    cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
-    if cache and not (isinstance(cache, dict) or str(cache).upper() == "FP8"):
-        raise refused(source, f"the cache is {cache}", str(cache))
-    names = _names(ignore, source, "exclude_modules")
-    remarks = field_remarks("modelopt", said)
-    return DeclaredQuantization(source, "modelopt", tuple(groups), names, bool(cache), remarks=remarks)
-
-
-def _modelopt_scheme(source: Path, algorithm: str) -> DeclaredScheme:
-    if algorithm.upper() not in MODELOPT:
-        of = "awq" if algorithm.upper().startswith("W4A16") and "NVFP4" not in algorithm.upper() else algorithm
-        raise refused(source, f"quant_method is 'modelopt' with quant_algo {algorithm or None!r}", of)
-    return _scheme(*MODELOPT[algorithm.upper()])
-
-
-def _scheme(weights: Granularity, inputs: Inputs) -> DeclaredScheme:
+def usual_scheme(weights: Granularity, inputs: Inputs) -> DeclaredScheme:
+    """Make the scheme of an algorithm or preset, whose blocks are of the usual size."""
     return DeclaredScheme(weights, inputs, BLOCK if weights == "block" else None)
 
 
-def _fine_grained(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
-    block = _block(said.get("weight_block_size", list(BLOCK)), source, "weight_block_size")
-    activation = str(said.get("activation_scheme", "dynamic")).lower()
-    if activation not in ("static", "dynamic"):
-        raise refused(source, f"activation_scheme is {activation!r}")
-    ignore = said.get("modules_to_not_convert") or said.get("ignored_layers")
-    names = None if ignore is None else _names(ignore, source, "modules_to_not_convert")
-    inputs: Inputs = "static" if activation == "static" else "dynamic"
-    scheme = DeclaredScheme("block" if block else "tensor", inputs, block)
-    cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
-    groups, assumed = (SchemeGroup((".*",), scheme),), "weight_block_size" not in said
-    remarks = field_remarks("fp8", said)
-    return DeclaredQuantization(source, "fp8", groups, names, cache, remarks=remarks, block_assumed=assumed)
-
-
-def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
+def block_sides(value: Any, source: Path, key: str) -> tuple[int, int] | None:
+    """Read the sides of blocks at `key` of the file `source`, if any; raises InputError for other values."""
     if value is None:
         return None
     if isinstance(value, str):  # compressed-tensors once wrote 128x128
@@ -302,53 +231,3 @@ def _block(value: Any, source: Path, key: str) -> tuple[int, int] | None:
     raise InputError(
         source, f"{key} is {value!r}, and should be two sizes such as [128, 128]", "set those of the blocks"
     )
-
-
-def _compressed_tensors(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
-    written = str(said.get("format") or "")
-    if written not in ("float-quantized", "naive-quantized", "mixed-precision"):
-        raise refused(source, f"quant_method is 'compressed-tensors' with the format {written!r}", written)
-    groups = said.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise InputError(source, "has no config_groups", "copy or download it again")
-    schemes = tuple(_group(source, name, group) for name, group in groups.items())
-    ignore = _names(said.get("ignore") or [], source, "ignore")
-    cache = said.get("kv_cache_scheme")
-    if isinstance(cache, dict) and cache and _kind(cache) != "FP8":
-        raise refused(source, f"the cache is {_kind(cache)}", _kind(cache))
-    scheme = cache if isinstance(cache, dict) and not cache.get("dynamic", False) else None
-    heads = scheme is not None and str(scheme.get("strategy", "")).lower() == "attn_head"
-    remarks = field_remarks("compressed-tensors", said)
-    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads, remarks)
-
-
-def _group(source: Path, name: str, group: Any) -> SchemeGroup:
-    if isinstance(group, list):
-        if name.upper() not in PRESETS:
-            raise refused(source, f"config_groups has the preset {name!r}", name)
-        return SchemeGroup(_names(group, source, name), _scheme(*PRESETS[name.upper()]))
-    if not isinstance(group, dict):
-        raise InputError(source, f"config_groups.{name} is no object", "copy or download it again")
-    said, activations = group.get("weights"), group.get("input_activations")
-    if not isinstance(said, dict) or (str(said.get("type", "int")).lower(), said.get("num_bits", 8)) != ("float", 8):
-        raise refused(source, f"the weights of config_groups.{name} are {_kind(said)}", _kind(said))
-    size = said.get("group_size")
-    strategy = str(said.get("strategy") or ("tensor" if not size else "channel" if size == -1 else "group")).lower()
-    granularity: Granularity | None = next((kind for kind in GRANULARITIES if kind == strategy), None)
-    if granularity is None:
-        raise refused(source, f"the weights of config_groups.{name} are FP8 by {strategy}", "mxfp8")
-    static = isinstance(activations, dict) and not activations.get("dynamic", False)
-    inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
-    block = (_block(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
-    scheme = DeclaredScheme(granularity, inputs, block)
-    return SchemeGroup(_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
-
-
-def _kind(said: Any) -> str:
-    """Name the number format, such as INT4 or NVFP4, that a group declares for its weights."""
-    if not isinstance(said, dict):
-        return "not quantized"
-    bits, kind = said.get("num_bits", 8), str(said.get("type", "int")).lower()
-    if kind == "float" and bits == 4:
-        return "NVFP4" if said.get("group_size") == 16 else "MXFP4"
-    return f"{'FP' if kind == 'float' else 'INT'}{bits}"

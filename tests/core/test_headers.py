@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from fp8q.core.errors import InputError
-from fp8q.core.headers import StoredTensor, header_bytes, read_header
+from fp8q.core.headers import StoredTensor, header_bytes, make_header, read_header, value_bits
 
 
 def written(path: Path, header: object, data: bytes = b"") -> Path:
@@ -72,3 +72,27 @@ def test_offsets_that_are_no_pair_are_refused(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}
     with pytest.raises(InputError, match="its header does not read: TypeError"):
         read_header(written(tmp_path / "weights.safetensors", {"x": entry}))
+
+
+def test_a_header_that_is_made_is_read_as_such_and_wide_types_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    head, stored = make_header(path, {"codes": ("F8_E4M3", (3, 1)), "scales": ("F32", (3,)), "half": ("BF16", (2,))})
+    path.write_bytes(head + bytes(sum(tensor.nbytes for tensor in stored.values())))
+    assert read_header(path) == stored
+    start = len(head)
+    assert {name: (tensor.start - start, tensor.end - start) for name, tensor in stored.items()} == {
+        "scales": (0, 12), "half": (12, 16), "codes": (16, 19),
+    }  # fmt: skip
+    with safe_open(path, "np") as opened:
+        assert opened.get_tensor("scales").tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("F64", 64), ("I64", 64), ("C64", 64), ("U32", 32), ("F32", 32), ("BF16", 16), ("F16", 16), ("U8", 8),
+        ("F8_E4M3", 8), ("F8_E8M0", 8), ("BOOL", 8), ("F6_E2M3", 6), ("F4", 4), ("Q4_K", 0), ("", 0), ("F10000", 0),
+    ],
+)  # fmt: skip
+def test_the_bits_of_a_value_are_in_the_name_of_its_type(dtype: str, bits: int) -> None:
+    assert value_bits(dtype) == bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8q.calibrate.checkpoint.weights import Weights, check_finite, find_weights
+from fp8q.calibrate.checkpoint.weights import Weights, check_finite, find_weights, index_text, read_index
 from fp8q.core.errors import InputError
 
 
@@ -212,6 +212,24 @@ def test_an_index_cannot_point_out_of_its_directory(tmp_path: Path) -> None:
         f"{index}: names ../secret.safetensors, which is not a file beside it; the checkpoint is damaged or not "
         "to be trusted"
     )
+
+
+@pytest.mark.parametrize(("file", "shown"), [("../w.safetensors", "'../w.safetensors'"), ("w\0", r"'w\x00'")])
+def test_an_index_that_is_linted_shows_names_in_quotes(tmp_path: Path, file: str, shown: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": file}}), encoding="utf-8")
+    with pytest.raises(InputError) as raised:
+        read_index(index, linted=True)
+    assert str(raised.value) == (
+        f"{index}: names {shown}, which is not a file beside it; the checkpoint is damaged or not to be trusted"
+    )
+
+
+def test_an_index_is_sorted_and_read_back(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(index_text({"b": "2.safetensors", "a": "1.safetensors"}, 6))
+    assert json.loads(index.read_bytes())["metadata"] == {"total_size": 6}
+    assert [*read_index(index).items()] == [("a", "1.safetensors"), ("b", "2.safetensors")]
 
 
 REMEDY = "take an earlier checkpoint of the training, or copy or download the file again"

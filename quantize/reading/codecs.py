@@ -1,0 +1,48 @@
+"""The forms of FP8 checkpoints that are read, and the choice among them by config.json and ModelOpt's file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...calibrate.input.untrusted import exists
+from .compressed_tensors import COMPRESSED_TENSORS
+from .fine_grained import FINE_GRAINED
+from .modelopt import MODELOPT
+from .quantization_config import (
+    CONFIG,
+    MODELOPT_CONFIG,
+    Codec,
+    DeclaredQuantization,
+    json_object,
+    refused,
+    stated_quantization,
+)
+
+#: Every codec, by its form, which is the `quant_method` of config.json.
+CODECS: Mapping[str, Codec] = {codec.form: codec for codec in (COMPRESSED_TENSORS, MODELOPT, FINE_GRAINED)}
+
+
+def declared_form(directory: Path) -> DeclaredQuantization | None:
+    """Read the quantization configuration in `directory`; None where there is none.
+
+    Raises InputError for a configuration that does not parse, and for an unknown form: the error names the form, the
+    forms that are read, and a remedy.
+    """
+    config = json_object(directory / CONFIG)
+    method = str((stated_quantization(config, directory / CONFIG) or {}).get("quant_method") or "")
+    if exists(directory / MODELOPT_CONFIG) and (not method or method.startswith("modelopt")):
+        said = json_object(directory / MODELOPT_CONFIG).get("quantization")
+        return MODELOPT.declared(directory / MODELOPT_CONFIG, said)
+    return declared_in(config, directory / CONFIG)
+
+
+def declared_in(config: Mapping[str, Any], source: Path) -> DeclaredQuantization | None:
+    """Read the quantization that `config`, the content of the file `source`, declares; as `declared_form` does."""
+    said = stated_quantization(config, source)
+    if not said:
+        return None
+    method = str(said.get("quant_method") or "")
+    codec = MODELOPT if method.startswith(MODELOPT.form) else CODECS.get(method)
+    if codec is None:
+        raise refused(source, f"quant_method is {method!r}", f"{method} {said.get('format', '')}")
+    return codec.declared(source, said)

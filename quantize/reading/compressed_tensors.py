@@ -1,0 +1,107 @@
+"""The form of compressed-tensors (llm-compressor, fp8q), in config.json with `quant_method` compressed-tensors.
+
+Sources: compressed-tensors 0.20 (`quantization/quant_args.py`, `quant_scheme.py`: FP8_DYNAMIC and FP8_BLOCK,
+`utils/match.py`), vLLM (`layers/quantization/compressed_tensors.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import InputError
+from ..scales.scheme import Granularity, Scheme
+from .quantization_config import (
+    BLOCK,
+    Codec,
+    DeclaredQuantization,
+    DeclaredScheme,
+    Inputs,
+    SchemeGroup,
+    block_sides,
+    listed_names,
+    refused,
+    usual_scheme,
+)
+from .quantization_fields import field_remarks
+
+#: The parts of a weight that share a scale, as they are written.
+GRANULARITIES: tuple[Granularity, ...] = ("tensor", "channel", "block")
+#: compressed-tensors' presets that are FP8.
+PRESETS: Mapping[str, tuple[Granularity, Inputs]] = {
+    "FP8": ("tensor", "static"),
+    "FP8_DYNAMIC": ("channel", "dynamic"),
+    "FP8_BLOCK": ("block", "dynamic"),
+}
+
+
+def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
+    written = str(said.get("format") or "")
+    if written not in ("float-quantized", "naive-quantized", "mixed-precision"):
+        raise refused(source, f"quant_method is 'compressed-tensors' with the format {written!r}", written)
+    groups = said.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise InputError(source, "has no config_groups", "copy or download it again")
+    schemes = tuple(_group(source, name, group) for name, group in groups.items())
+    ignore = listed_names(said.get("ignore") or [], source, "ignore")
+    cache = said.get("kv_cache_scheme")
+    if isinstance(cache, dict) and cache and _kind(cache) != "FP8":
+        raise refused(source, f"the cache is {_kind(cache)}", _kind(cache))
+    scheme = cache if isinstance(cache, dict) and not cache.get("dynamic", False) else None
+    heads = scheme is not None and str(scheme.get("strategy", "")).lower() == "attn_head"
+    remarks = field_remarks("compressed-tensors", said)
+    return DeclaredQuantization(source, "compressed-tensors", schemes, ignore, scheme is not None, heads, remarks)
+
+
+def _group(source: Path, name: str, group: Any) -> SchemeGroup:
+    if isinstance(group, list):
+        if name.upper() not in PRESETS:
+            raise refused(source, f"config_groups has the preset {name!r}", name)
+        return SchemeGroup(listed_names(group, source, name), usual_scheme(*PRESETS[name.upper()]))
+    if not isinstance(group, dict):
+        raise InputError(source, f"config_groups.{name} is no object", "copy or download it again")
+    said, activations = group.get("weights"), group.get("input_activations")
+    if not isinstance(said, dict) or (str(said.get("type", "int")).lower(), said.get("num_bits", 8)) != ("float", 8):
+        raise refused(source, f"the weights of config_groups.{name} are {_kind(said)}", _kind(said))
+    size = said.get("group_size")
+    strategy = str(said.get("strategy") or ("tensor" if not size else "channel" if size == -1 else "group")).lower()
+    granularity: Granularity | None = next((kind for kind in GRANULARITIES if kind == strategy), None)
+    if granularity is None:
+        raise refused(source, f"the weights of config_groups.{name} are FP8 by {strategy}", "mxfp8")
+    static = isinstance(activations, dict) and not activations.get("dynamic", False)
+    inputs: Inputs = "none" if not isinstance(activations, dict) else "static" if static else "dynamic"
+    block = (
+        (block_sides(said.get("block_structure"), source, "block_structure") or BLOCK) if strategy == "block" else None
+    )
+    scheme = DeclaredScheme(granularity, inputs, block)
+    return SchemeGroup(listed_names(group.get("targets"), source, f"config_groups.{name}.targets"), scheme)
+
+
+def _kind(said: Any) -> str:
+    """Name the number format, such as INT4 or NVFP4, that a group declares for its weights."""
+    if not isinstance(said, dict):
+        return "not quantized"
+    bits, kind = said.get("num_bits", 8), str(said.get("type", "int")).lower()
+    if kind == "float" and bits == 4:
+        return "NVFP4" if said.get("group_size") == 16 else "MXFP4"
+    return f"{'FP' if kind == 'float' else 'INT'}{bits}"
+
+
+def _written(scheme: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
+    """Declare the class Linear in `scheme`, with inputs scaled where they are served."""
+    number = {"num_bits": 8, "type": "float", "symmetric": True}
+    if scheme.weights == "block":
+        weights: dict[str, object] = {"strategy": "block", "block_structure": [*BLOCK], "dynamic": False}
+        inputs: dict[str, object] = {"strategy": "group", "group_size": BLOCK[1], "dynamic": True}
+    else:
+        weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": number | weights, "input_activations": number | inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [*unquantized],
+    }
+
+
+COMPRESSED_TENSORS = Codec("compressed-tensors", ("weight_scale",), ("input_scale",), _declared, _written)

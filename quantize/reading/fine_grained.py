@@ -1,0 +1,60 @@
+"""transformers' own fine-grained FP8 (DeepSeek-V3, Qwen3-FP8), in config.json with `quant_method` fp8.
+
+Where it has one scale for a tensor, vLLM reads `weight_scale` and `input_scale` too, as AutoFP8 writes them.
+
+Sources: transformers 5.23 (`FineGrainedFP8Config`, `quantizers_utils.should_convert_module`), vLLM 0.32
+(`layers/quantization/fp8.py`: `is_layer_skipped` takes whole names).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..scales.scheme import Scheme
+from .quantization_config import (
+    BLOCK,
+    Codec,
+    DeclaredQuantization,
+    DeclaredScheme,
+    Inputs,
+    SchemeGroup,
+    block_sides,
+    listed_names,
+    refused,
+)
+from .quantization_fields import field_remarks
+
+
+def _declared(source: Path, said: dict[str, Any]) -> DeclaredQuantization:
+    block = block_sides(said.get("weight_block_size", list(BLOCK)), source, "weight_block_size")
+    activation = str(said.get("activation_scheme", "dynamic")).lower()
+    if activation not in ("static", "dynamic"):
+        raise refused(source, f"activation_scheme is {activation!r}")
+    ignore = said.get("modules_to_not_convert") or said.get("ignored_layers")
+    names = None if ignore is None else listed_names(ignore, source, "modules_to_not_convert")
+    inputs: Inputs = "static" if activation == "static" else "dynamic"
+    scheme = DeclaredScheme("block" if block else "tensor", inputs, block)
+    cache = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
+    groups, assumed = (SchemeGroup((".*",), scheme),), "weight_block_size" not in said
+    remarks = field_remarks("fp8", said)
+    return DeclaredQuantization(source, "fp8", groups, names, cache, remarks=remarks, block_assumed=assumed)
+
+
+def _written(_: Scheme, unquantized: Sequence[str]) -> dict[str, object]:
+    """Declare weights in blocks; everything but `unquantized` is codes."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [*BLOCK],
+        "modules_to_not_convert": [*unquantized],
+    }
+
+
+FINE_GRAINED = Codec(
+    "fp8",
+    ("weight_scale_inv", "weight_scale", "scale"),
+    ("activation_scale", "input_scale"),
+    _declared,
+    _written,
+)
