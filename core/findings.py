@@ -98,7 +98,7 @@ class Rule(Generic[Subject]):
             yield finding("", f"{more:,} more places break this rule; mend those that are listed first", more)
 
 
-class Rules(dict[str, Rule[Subject]], Generic[Subject]):
+class Ruleset(dict[str, Rule[Subject]], Generic[Subject]):
     """The rules of one lint by number, once the files with them are imported (`enter_rules`)."""
 
     def __init__(self, module: Callable[Concatenate[str, Subject], str | None]):

@@ -40,7 +40,7 @@ from .export import (
     Precision,
     WeightScale,
 )
-from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule, Kind
+from .form import AT_RUN_TIME, BF16, BLOCK, DEFAULT_EXACT_TAIL, DYNAMIC, ONE, TWO, Form, FormRule, Kind
 from .limits import VerdictLimits
 from .run import RunOptions
 from .scales import AS_THE_RUN_HAS_IT, KvCache, RescaleOptions, ScaleOptions, Terms, WeightMethod, WeightRounding
@@ -68,6 +68,7 @@ from .validate import (
 
 __all__ = [
     "AS_THE_RUN_HAS_IT",
+    "AT_RUN_TIME",
     "BF16",
     "BLOCK",
     "DEFAULT_EXACT_TAIL",

@@ -9,19 +9,31 @@ the command line a rule is `--form FORM`, for all modules, or `--form 'PATTERN=F
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..core.errors import InputError
 
 #: The positions at the end of a call that a tail has the second codes of.
 DEFAULT_EXACT_TAIL = 64
 #: The kinds of forms, as `--form` names them.
-Kind = Literal["one", "two", "tail", "dynamic", "block", "bf16"]
-#: Form in words, by its kind.
-WORDS: dict[Kind, str] = {
-    "one": "one term", "two": "two terms", "dynamic": "dynamic", "block": "blocks of 128",
-    "bf16": "weights alone in FP8",
-}  # fmt: skip
+Kind = Literal[
+    "one",
+    "two",
+    "tail",
+    "dynamic",
+    "block",
+    "bf16",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+#: Kind -> the form in words, and what the help of `--form` says of it. A tail has its length in words.
+WORDS: dict[Kind, tuple[str, str]] = {
+    "one": ("one term", "one static code"),
+    "two": ("two terms", "two, exact"),
+    "tail": ("a tail", "two in the last N positions"),
+    "dynamic": ("dynamic", "a scale for each token"),
+    "block": ("blocks of 128", "for each 128 values; weights in blocks"),
+    "bf16": ("weights alone in FP8", "weights alone are FP8"),
+}
 #: The pattern that matches every module.
 EVERY = "*"
 
@@ -49,12 +61,18 @@ class Form:
     @property
     def words(self) -> str:
         """The form in words, for tables and notes: `one term`, `a tail of 64`."""
-        return WORDS[self.kind] if self.tail is None else f"a tail of {self.tail}"
+        words, _ = WORDS[self.kind]
+        return words if self.tail is None else f"{words} of {self.tail}"
 
     @property
     def static(self) -> bool:
         """Tell whether the codes have a scale that is stored, and not one that is computed at run time."""
         return self.kind in ("one", "two", "tail")
+
+    @property
+    def at_run_time(self) -> bool:
+        """Tell whether the codes have a scale that is computed at run time."""
+        return not self.static and self.terms > 0
 
     @property
     def terms(self) -> Literal[0, 1, 2]:
@@ -63,10 +81,11 @@ class Form:
 
 
 ONE, TWO, DYNAMIC, BLOCK, BF16 = Form("one"), Form("two"), Form("dynamic"), Form("block"), Form("bf16")
-#: Names of forms that need no number.
-NAMED = {
-    "one": ONE, "two": TWO, "tail": Form("tail", DEFAULT_EXACT_TAIL), "dynamic": DYNAMIC, "block": BLOCK, "bf16": BF16,
-}  # fmt: skip
+#: Names of forms that need no number, and the forms that are codes under a scale of run time.
+NAMED: dict[str, Form] = {kind: Form(kind, DEFAULT_EXACT_TAIL if kind == "tail" else None) for kind in KINDS}
+AT_RUN_TIME: tuple[Form, ...] = tuple(form for form in NAMED.values() if form.at_run_time)
+#: The forms as the help of `--form` lists them.
+FORMS_HELP = ", ".join(f"{kind}{':N' * (kind == 'tail')} ({WORDS[kind][1]})" for kind in KINDS)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,19 @@ from .declare import (
     option,
     share_of,
 )
-from .form import BF16, BLOCK, DEFAULT_EXACT_TAIL, EVERY, ONE, TWO, Form, FormRule, checked_rules, parse_rule
+from .form import (
+    BF16,
+    BLOCK,
+    DEFAULT_EXACT_TAIL,
+    EVERY,
+    FORMS_HELP,
+    ONE,
+    TWO,
+    Form,
+    FormRule,
+    checked_rules,
+    parse_rule,
+)
 
 #: Tokens after which the amax of an expert's last GEMM has settled (`quantize.scales.expert_scales`).
 DEFAULT_EXPERT_TOKENS = 512
@@ -138,10 +150,8 @@ class ScaleOptions(Options):
         tuple[str, ...],
         option(
             SCALES,
-            "How inputs of FP8 GEMMs are coded: one (one static code), two (two, exact), tail:N (two in the last N "
-            "positions), dynamic (a scale for each token), block (for each 128 values; weights in blocks), bf16 "
-            "(weights alone are FP8). PATTERN=FORM: of modules that match, and all that share their input. Repeatable; "
-            "the last match counts.",
+            f"How inputs of FP8 GEMMs are coded: {FORMS_HELP}. PATTERN=FORM: of modules that match, and all that share "
+            "their input. Repeatable; the last match counts.",
             "[PATTERN=]FORM",
         ),
         checked_rules,

@@ -33,7 +33,7 @@ from ..quantize.checkpoint.baselines import write_bf16, write_int8
 from ..quantize.reading.run_checkpoint import ATTENTION_SCALES, checkpoint_of, stored_scales
 from ..quantize.reference.attention import attention_scales, save_scales
 from ..quantize.scales.decisions import SMALLEST_FP16_SCALE, AttentionScales, TensorScale, load_scales
-from ..quantize.scales.policy import graph_refusal
+from ..quantize.scales.servers import graph_refusal
 from .measure import measure_queries
 from .pipeline.stage import Key, Notes
 from .pipeline.stages import EXPORT, EXPORT_BASELINE, QUANTIZE, GraphFacts

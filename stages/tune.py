@@ -31,7 +31,7 @@ from ..core.files import reading, replacing, write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
-from ..options import BLOCK, DYNAMIC, ScaleOptions, TuneOptions, ValidateOptions
+from ..options import AT_RUN_TIME, BLOCK, ScaleOptions, TuneOptions, ValidateOptions
 from ..quantize.reference.fp8_model import experts_around, load_reference
 from ..quantize.reference.linear import CallPositions, Tail
 from ..quantize.scales.cache_scales import kv_cache_scales
@@ -355,16 +355,10 @@ def tune(run: Run, notes: Notes, options: TuneOptions, apply: bool) -> Tuning:
 def find_mix(run: Run, options: TuneOptions, notes: Notes) -> Tuning:
     """Find the cheapest mix for the budget of `options`, unless that is known, and write `tune.json`."""
     run.refuse_stale("measure", "quantize")
-    if load_scales(run).in_form(DYNAMIC):
+    if form := next((form for form in AT_RUN_TIME if load_scales(run).in_form(form)), None):
         raise InputError(
             run.root,
-            "has inputs in dynamic form, which `fp8q tune` has no candidates of",
-            f"`fp8q scales {name_in_commands(run.root)} --form one` gives them static scales, to be tuned",
-        )
-    if load_scales(run).in_form(BLOCK):
-        raise InputError(
-            run.root,
-            "has GEMMs in block form, which `fp8q tune` has no candidates of",
+            f"has {'GEMMs' if form == BLOCK else 'inputs'} in {form} form, which `fp8q tune` has no candidates of",
             f"`fp8q scales {name_in_commands(run.root)} --form one` gives them static scales, to be tuned",
         )
     if load_scales(run).tensor_weights:

@@ -27,7 +27,7 @@ from .noise import mean_noise, root_mean_square
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = (
     "__init__.py", "__main__.py", "api.py", "cli", "core", "options", "calibrate", "quantize", "export", "validate",
-    "serve", "stages", "benchmarks",
+    "serve", "stages", "integrations", "benchmarks",
 )  # fmt: skip
 BLOCK = re.compile(
     r"```python\n# (?P<file>[\w/.]+): (?:in (?P<name>\w+)|above (?P<above>\w+)|at the end|(?P<new>a new file))\n"
@@ -133,6 +133,73 @@ def test_a_clip_method_is_added_by_an_entry_an_option_and_a_function(package: Pa
     tables = "import sys; sys.path.insert(0, 'fp8q/benchmarks'); from pages.choosing_scales import clip_methods as made"
     row = python(package, "-c", f"{tables}; print(made())").splitlines()[-2]
     assert row == "| `fraction` | `--amax-fraction` of the largest magnitude seen | what lies above |  |"
+
+
+FORM = """
+import torch
+from fp8q.options import Form, ScaleOptions
+from fp8q.quantize.codes.encoding import E4M3, code_values
+from fp8q.quantize.lint.check import SERVER_RULES
+from fp8q.quantize.scales.decisions import TensorScale
+from fp8q.quantize.scales.scheme import form_fields, forms_in
+from fp8q.quantize.scales.servers import computed, graph_refusal
+from fp8q.quantize.weights.sequential import gemm_input
+
+power = Form("power")
+*_, rule = ScaleOptions(form=("*.down_proj=power",)).form_rules
+fields = form_fields({"a": power})
+print(rule.form == power, power.words, fields, forms_in(fields) == {"a": power})
+scale = TensorScale(
+    method="amax", amax=1, clip=1, scale=1, saturation=0, underflow=0, sqnr_db=None, dynamic=True, power=True
+)
+x = torch.tensor([[449.0, 1.0], [1.0, 2.0**-3]])
+print(scale.form == power, gemm_input(x, scale).tolist(), code_values(x, torch.tensor([[2.0], [2.0**-8]])).tolist())
+print(computed("vllm", "power"), computed("tensorrt", "power"))
+print(graph_refusal([power]))
+"""
+#: The most files of the package that a form is written in; a number that may only fall.
+FILES_OF_A_FORM = 8
+
+
+def test_a_form_is_added_by_entries_in_eight_files(package: Path) -> None:
+    assert len({block["file"] for block in recipe("Add a form")}) <= FILES_OF_A_FORM
+    follow("Add a form", package)
+    assert python(package, "-c", FORM).splitlines() == [
+        "True powers of two {'power_inputs': ['a']} True",
+        "True [[448.0, 1.0], [1.0, 0.125]] [[224.0, 0.5], [256.0, 32.0]]",
+        "dynamic None",
+        "--form power gives each token a scale at run time, for which TensorRT has no FP8 GEMM",
+    ]
+    shown = " ".join(re.sub(r"[│\s]+", " ", python(package, "-m", "fp8q", "scales", "--help-all")).split())
+    assert "bf16 (weights alone are FP8), power (a power of two for each token)." in shown
+    assert '"power_inputs"' in (package / "integrations/vllm/fp8q_vllm/config.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_model_is_calibrated_validated_and_linted_in_the_form_of_the_recipe(
+    package: Path, demo_checkpoint: Path, demo_texts: Texts
+) -> None:
+    follow("Add a form", package)
+    run = package.parent / "run"
+    made = python(
+        package, "-m", "fp8q", "calibrate", demo_checkpoint, "--data", demo_texts.calibration, "--eval-data",
+        demo_texts.evaluation, "--samples", 4, "--no-graph", "--form", "power", "--out", run,
+    )  # fmt: skip
+    assert "Files" in made, made
+    config = json.loads((run / "model/config.json").read_text(encoding="utf-8"))
+    scales = json.loads((run / "scales.json").read_text(encoding="utf-8"))
+    assert config["fp8q"]["power_inputs"] == [*scales["activations"]]
+    assert config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+    assert "**Powers of two**: each token of the input of every FP8 GEMM" in (run / "model/README.md").read_text()
+    said = python(
+        package, "-m", "fp8q", "validate", run, "--max-tokens", 2048, "--json", "--runtimes", "bf16,reference"
+    )
+    rows = json.loads(next(line for line in said.splitlines() if line.startswith("{")))["accuracy"]
+    assert [row["runtime"] for row in rows] == ["bf16", "reference"]
+    assert 0 < rows[1]["kl_mean_nats"] < 0.1
+    assert "no findings" in python(package, "-m", "fp8q", "lint", run / "model", "--for", "vllm")
+    modules = json.loads(python(package, "-m", "fp8q", "inspect", run, "--json"))["modules"]
+    assert any(row.get("power") for row in modules)
 
 
 LINTED = """<ir_version: 11, opset_import: ["" : 23]>

@@ -8,7 +8,7 @@ new rule.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...core.findings import Broken, Rules, Severity
+from ...core.findings import Broken, Ruleset, Severity
 from ...options import BF16, Form
 from ...quantize.scales.scheme import modules_in
 from ..onnx_file import names
@@ -56,7 +56,7 @@ def _module(node: str, graph: Indexed, expected: Expectation | None) -> str | No
     return names.module_of(node) or owner or names.scope_of(node)
 
 
-RULES: Rules[[Indexed, Expectation | None]] = Rules(_module)
+RULES: Ruleset[[Indexed, Expectation | None]] = Ruleset(_module)
 
 
 def rule(number: str, name: str, severity: Severity = "error", foreign: bool = False) -> Callable[[Check], Check]:

@@ -1,7 +1,7 @@
 """Write the model card of the FP8 checkpoint: its formats, how it was made, and how to load it."""
 
 from ...calibrate.model.source import Source
-from ...options import BF16, BLOCK, DYNAMIC, TWO
+from ...options import BF16, BLOCK, TWO, Form, Kind
 from ..reading.inherited_scales import codes_summary
 from ..reading.run_checkpoint import CACHE_FILE, EXPERT_FILE
 from ..scales.decisions import INHERITED, Scales
@@ -105,10 +105,13 @@ BLOCKS = """\
 form, which vLLM, SGLang and TensorRT-LLM read.
 
 """
+#: Kind of a form with scales of run time -> the part of an input that has one, and the paragraph on it.
+RUN_TIME_UNITS: dict[Kind, tuple[str, str]] = {
+    "dynamic": ("token", IN_DYNAMIC),
+    "block": ("128 values of a token", BLOCKS),
+}
 #: The activations, by what scales they have.
 STATIC = "E4M3 activations with one static\nscale per tensor"
-DYNAMIC_SCALES = "E4M3 activations with one\nscale per token"
-GROUP_SCALES = "E4M3 activations with one\nscale per 128 values of a token"
 IN_BF16 = "activations in BF16"
 #: The paragraph on an FP8 source checkpoint.
 FP8_SOURCE = """\
@@ -237,7 +240,8 @@ def _activations(scales: Scales) -> str:
     """Name the scales of inputs that are codes."""
     if scales.static_inputs or not scales.activations:
         return STATIC if scales.static_inputs else IN_BF16
-    return DYNAMIC_SCALES if scales.in_form(DYNAMIC) else GROUP_SCALES
+    unit = next(unit for kind, (unit, _) in RUN_TIME_UNITS.items() if scales.in_form(Form(kind)))
+    return f"E4M3 activations with one\nscale per {unit}"
 
 
 def _unit(scales: Scales) -> str:
@@ -272,9 +276,10 @@ def _terms(scales: Scales) -> str:
         modules = [module for module, tail in tails.items() if tail == positions]
         text += TAIL.format(modules=_some(modules, scales), positions=positions)
     text += ONE_TERM_COST.format(cost=NOT_MEASURED) if text else ""
-    for form, sentence in ((DYNAMIC, IN_DYNAMIC), (BLOCK, BLOCKS), (BF16, WEIGHTS_ALONE)):
-        if modules := scales.in_form(form):
-            text += sentence.format(modules=_some(modules, scales))
+    paragraphs = {kind: paragraph for kind, (_, paragraph) in RUN_TIME_UNITS.items()} | {BF16.kind: WEIGHTS_ALONE}
+    for kind, paragraph in paragraphs.items():
+        if modules := scales.in_form(Form(kind)):
+            text += paragraph.format(modules=_some(modules, scales))
     return text
 
 

@@ -39,7 +39,7 @@ from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
 from ...core.run_files import CARD
-from ...options import BF16, BLOCK, DYNAMIC, ONE, Form
+from ...options import AT_RUN_TIME, BF16, BLOCK, DYNAMIC, ONE, Form
 from ..codes.blocks import SIDE
 from ..codes.formats import E4M3, INT8
 from ..reading.dequantized import fp8_source
@@ -60,7 +60,12 @@ SHARD_BYTES = 512 << 20
 #: The GEMMs of experts, as a pattern of compressed-tensors.
 EXPERTS = r"re:.*\.experts\.\d+\..*"
 #: The forms that the class Linear is declared with: the first of them that a module has.
-_OF_THE_CLASS = (ONE, DYNAMIC, BLOCK, BF16)
+_OF_THE_CLASS = (ONE, *AT_RUN_TIME, BF16)
+#: Kind of a form with scales of run time -> the part of an input with one scale, as compressed-tensors names it.
+STRATEGIES: dict[str, str] = {
+    "dynamic": "token",
+    "block": "group",
+}
 
 
 def quantize_checkpoint(
@@ -286,9 +291,9 @@ def quantization_config(
     add("weights_alone", dense_alone if by_tensor else named(BF16), BF16, strategy)
     if by_tensor:
         add("experts_alone", experts_alone, BF16, "channel")
-    dense_dynamic, _ = split(named(DYNAMIC))
-    add("dynamic", dense_dynamic if by_tensor else named(DYNAMIC), DYNAMIC, strategy)
-    add("block", named(BLOCK), BLOCK, strategy)
+    for form in AT_RUN_TIME:
+        dense, _ = split(named(form))
+        add(str(form), dense if by_tensor and form != BLOCK else named(form), form, strategy)
     if experts and of_the_class != BLOCK and (of_the_class != BF16 or by_tensor):
         add("group_1", [EXPERTS], BF16 if of_the_class == BF16 else DYNAMIC, "channel")
     config = QuantizationConfig(
@@ -307,7 +312,7 @@ def _inputs(form: Form) -> "QuantizationArgs | None":
         return None
     if form.static:
         return _arguments("tensor")
-    return _arguments("group" if form == BLOCK else "token", dynamic=True)
+    return _arguments(STRATEGIES[form.kind], dynamic=True)
 
 
 def _arguments(strategy: str, dynamic: bool = False) -> "QuantizationArgs":

@@ -80,6 +80,10 @@ def token_scales(x: torch.Tensor) -> torch.Tensor:
     return amax.div_(E4M3.max).clamp_min_(SMALLEST_TOKEN_SCALE)
 
 
+#: Kind of form -> the function of its scales of run time: of a tensor [..., width], float32 that broadcasts to it.
+RUN_TIME_SCALES = {
+    "dynamic": token_scales,
+}
 #: Name of a format -> its encoding function.
 ENCODERS = {"e4m3": encode, "int8": encode_int8}
 

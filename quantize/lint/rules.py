@@ -6,7 +6,7 @@ the reason: the behaviour of transformers 5.23, compressed-tensors 0.20 and vLLM
 
 from collections.abc import Callable
 
-from ...core.findings import Broken, Rules, Severity
+from ...core.findings import Broken, Ruleset, Severity
 from ..reading.fp8_tensors import Checkpoint
 
 Check = Callable[[Checkpoint], Broken]
@@ -18,7 +18,7 @@ def _module(tensor: str, checkpoint: Checkpoint) -> str | None:
     return (tensor.rpartition(".")[0] or None) if tensor in checkpoint.tensors else None
 
 
-RULES: Rules[[Checkpoint]] = Rules(_module)
+RULES: Ruleset[[Checkpoint]] = Ruleset(_module)
 
 
 def checkpoint_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:

@@ -7,7 +7,7 @@ from ...core.findings import Broken
 from ..reading.quantization_config import BLOCK, CONFIG
 from ..reading.quantization_fields import online_transforms
 from ..reading.run_checkpoint import FP8Q_CONFIG
-from ..scales.scheme import forms_in
+from ..scales.scheme import forms_in, in_two_codes
 from ..scales.servers import taken_for_another
 from .servers import READ, Applies, Served, parse_version, server_rule
 
@@ -243,7 +243,8 @@ def second_codes(served: Served) -> Broken:
     multiply the first code alone, without a word: answers are those of one code an activation. In vLLM the plugin
     fp8q-vllm computes both.
     """
-    if modules := taken_for_another(served.server, forms_in(served.config.get(FP8Q_CONFIG))):
+    forms = forms_in(served.config.get(FP8Q_CONFIG))
+    if modules := taken_for_another(served.server, {module: forms[module] for module in in_two_codes(forms)}):
         more = f" and {len(modules) - 1:,} more" if len(modules) > 1 else ""
         remedy = "write another form by `fp8q scales RUN --form dynamic`, or --form bf16"
         if served.server == "vllm":

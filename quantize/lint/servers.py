@@ -14,7 +14,7 @@ from typing import Any
 
 from ...calibrate.checkpoint.class_defaults import language_model
 from ...core.errors import InputError
-from ...core.findings import Broken, Rules, Severity
+from ...core.findings import Broken, Ruleset, Severity
 from ...core.headers import StoredTensor
 from ...options import CheckpointServer
 from ..reading.fp8_tensors import Checkpoint
@@ -122,7 +122,7 @@ def _module(tensor: str, served: Served) -> str | None:
     return (tensor.rpartition(".")[0] or None) if tensor in served.tensors else None
 
 
-SERVER_RULES: Rules[[Served]] = Rules(_module)
+SERVER_RULES: Ruleset[[Served]] = Ruleset(_module)
 Check = Callable[[Served], Broken]
 
 

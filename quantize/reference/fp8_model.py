@@ -32,8 +32,8 @@ from ...calibrate.model.load import decoder_lists, load_beside_layers, renamed_i
 from ...calibrate.model.skeleton import skeleton
 from ...core.errors import InputError
 from ...core.files import RESTORE, reading
-from ...options import BLOCK, DYNAMIC, ONE, Accumulator
-from ..codes.encoding import code_values
+from ...options import BLOCK, ONE, Accumulator
+from ..codes.encoding import RUN_TIME_SCALES, code_values
 from ..reading.run_checkpoint import ADAPTERS, ATTENTION_SCALES, FP8Q_CONFIG, tensor_files
 from ..scales.scheme import bf16_caches_in, forms_in
 from .attention import attend_in_codes, sum_values_in
@@ -222,7 +222,7 @@ class StoredCodes:
         bias = self.read(f"{module}.bias") if self.has(f"{module}.bias") else None
         input_scale = self.read(f"{module}.input_scale")[0] if form.static else None
         layer = FP8Linear(codes, scale, input_scale, bias, self.mode, form.terms or 1)
-        layer.dynamic = form == DYNAMIC
+        layer.run_time_scales = RUN_TIME_SCALES.get(form.kind)
         if form.tail is not None:
             layer.tail = Tail(form.tail, self.call, experts_around(self.model, module))
         return layer

@@ -24,7 +24,7 @@ a. An input without a scale is not encoded: it is multiplied as it is, and the w
     y = cast( (Σ_k x[k] · code_w[n, k]) · s_w[n] + bias[n] )
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,7 +36,7 @@ from ...calibrate.model.expert_modules import Experts
 from ...calibrate.model.launching import launched
 from ...options import Accumulator
 from ..codes.blocks import block_values, group_values
-from ..codes.encoding import CODE, code_tables, code_values, encode, encode_terms, token_scales, two_code_values
+from ..codes.encoding import CODE, code_tables, code_values, encode, encode_terms, two_code_values
 from ..codes.epilogue import Epilogue
 from ..codes.formats import TWO_TERMS
 from ..codes.gemm import scale_sums, scaled_gemm
@@ -99,11 +99,11 @@ class FP8Linear(nn.Module):
     ):
         """Hold `codes` float8_e4m3fn [out, in], `weight_scale` float32 [out], `input_scale` float32 [] and `bias` [out]
         or None; the input takes one code a value, or two (`terms`). Without an `input_scale` it is not encoded, unless
-        `dynamic` is set.
+        `run_time_scales` are.
         """
         super().__init__()
         self.mode, self.terms = mode, terms if input_scale is not None else 0
-        self.dynamic = False  # True: the input takes one code a value, under a scale for each token
+        self.run_time_scales: Callable[[torch.Tensor], torch.Tensor] | None = None  # the input takes one code a value
         self.tail: Tail | None = None
         self.accumulator: Accumulator | None = None
         on_fp8_gpu = codes.is_cuda and torch.cuda.get_device_capability(codes.device) >= (8, 9)
@@ -140,8 +140,8 @@ class FP8Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [..., in] to [..., out] in x's type."""
         rows = x.flatten(0, -2)
-        if self.dynamic:
-            scales = token_scales(rows)
+        if self.run_time_scales:
+            scales = self.run_time_scales(rows)
             sums = self._gemm(encode(rows, scales).to(self.codes.dtype))
             y = Epilogue(scales, self.weight_scale, self.bias).of_sums(sums, x.dtype)
         elif self.terms:

@@ -113,6 +113,12 @@ class WeightScales(Lossy):
         return 1 if self.granularity == "tensor" else self.blocks or self.channels
 
 
+#: Flag of a `dynamic` scale -> the form that it stands for; without one each token has a scale.
+RUN_TIME_FLAGS: dict[str, Form] = {
+    "block": BLOCK,
+}
+
+
 class TensorScale(Lossy):
     """One activation's or cache tensor's scale; shares are fractions.
 
@@ -165,7 +171,7 @@ class TensorScale(Lossy):
     def form(self) -> Form:
         """The form of the input of which this is the scale."""
         if self.dynamic:
-            return BLOCK if self.block else DYNAMIC
+            return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(self, flag)), DYNAMIC)
         return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
 
     @property
@@ -417,8 +423,8 @@ def activation_scales(
             form = forms.get(module, ONE)
             grid = TWO_TERMS if form.terms == 2 else format
             decided = _scale_or_reason(statistics.tensors.get(name), clipping, grid, starved.get(module))
-            at_run_time, in_groups = form in (DYNAMIC, BLOCK), form == BLOCK
-            form_fields = {"tail": form.tail, "dynamic": at_run_time or None, "block": in_groups or None}
+            form_fields = {"tail": form.tail, "dynamic": form.at_run_time or None}
+            form_fields |= {flag: form == other or None for flag, other in RUN_TIME_FLAGS.items()}
             chosen[name] = decided if isinstance(decided, Skipped) else decided.model_copy(update=form_fields)
         decision = chosen[name]
         if isinstance(decision, Skipped):

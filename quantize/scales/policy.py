@@ -9,24 +9,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ...core.errors import InputError
-from ...options import BLOCK, DYNAMIC, Form, FormRule, ScaleOptions
+from ...options import AT_RUN_TIME, Form, FormRule, ScaleOptions
 from .decisions import Scales, Skipped
-
-#: Why a run in dynamic form has no graph.
-DYNAMIC_GRAPH = (
-    "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 GEMM (`fp8q scales RUN "
-    "--form one` takes the static scales, which the run has too)"
-)
-#: Why a run in block form has none.
-BLOCK_GRAPH = (
-    "--form block gives each 128 values of a token a scale at run time, and each block of a weight its own, for which "
-    "TensorRT has no FP8 GEMM (`fp8q scales RUN --form one` takes static scales, which the run has too)"
-)
-
-
-def graph_refusal(forms: Collection[Form]) -> str | None:
-    """Give the reason why a run with modules in these `forms` has no graph; None where it may have one."""
-    return DYNAMIC_GRAPH if DYNAMIC in forms else BLOCK_GRAPH if BLOCK in forms else None
 
 
 @dataclass(frozen=True)
@@ -198,13 +182,13 @@ def check_patterns(options: ScaleOptions, gemms: ModelGemms) -> list[str]:
 
 
 def check_dynamic(options: ScaleOptions, gemms: ModelGemms, chosen: Sequence[str], conv1d: Collection[str]) -> None:
-    """Raise InputError for the form dynamic or block of a model with quantized modules of class Conv1D, `conv1d`.
+    """Raise InputError for a form with scales of run time of a model with quantized modules of class Conv1D, `conv1d`.
 
     Loaders have no form of these, and a graph has static scales alone, so that nothing but the reference would run it.
     """
     forms = module_forms(options, gemms, chosen, [[module] for module in chosen])
     layer = next((module for module in chosen if module in conv1d), None)
-    if layer and (form := next((form for form in (DYNAMIC, BLOCK) if form in forms.values()), None)):
+    if layer and (form := next((form for form in AT_RUN_TIME if form in forms.values()), None)):
         raise InputError(
             f"--form {form}",
             f"{layer} is a Conv1D, of which transformers and vLLM load no FP8 weights, and graphs take static scales",

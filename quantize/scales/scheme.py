@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...options import BF16, BLOCK, DYNAMIC, ONE, TWO, Form
+from ...options import AT_RUN_TIME, BF16, ONE, TWO, Form
 
 #: The part of a weight that shares a scale: all of it, an output channel, or a block.
 Granularity = Literal["tensor", "channel", "block"]
@@ -25,7 +25,7 @@ Granularity = Literal["tensor", "channel", "block"]
 BF16_CACHE = "wide_cache"
 _TWO_CODES, _TAILS = "two_terms", "tails"
 #: The lists of modules in one form each.
-_LISTS = {"dynamic_inputs": DYNAMIC, "block_inputs": BLOCK, "bf16_inputs": BF16}
+_LISTS = {f"{form}_inputs": form for form in (*AT_RUN_TIME, BF16)}
 
 
 @dataclass(frozen=True)

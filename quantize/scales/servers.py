@@ -18,7 +18,7 @@ _COLUMNS: tuple[Server | CheckpointServer, ...] = (
     "tensorrt", "vllm-plugin", "vllm", "sglang", "transformers", "tensorrt-llm", "any",
 )  # fmt: skip
 #: Kind of form -> the kind that each server computes of it; None: none.
-_COMPUTED: Mapping[Kind, tuple[Kind | None, ...]] = {
+COMPUTED: dict[Kind, tuple[Kind | None, ...]] = {
     "one": ("one", "one", "one", "one", "one", None, "one"),
     "dynamic": (None, "dynamic", "dynamic", "dynamic", "dynamic", "dynamic", None),
     "block": (None, "block", "block", "block", "block", "block", None),
@@ -31,9 +31,24 @@ _COMPUTED: Mapping[Kind, tuple[Kind | None, ...]] = {
 OF_EXPERTS: Mapping[Server, tuple[Kind, ...]] = {"vllm-plugin": ("one",), "vllm": ("one",), "any": ("one",)}
 
 
+#: Kind of form -> the reason why a run with modules in it has no graph.
+NO_GRAPH: dict[Kind, str] = {
+    "dynamic": "--form dynamic gives each token a scale at run time, for which TensorRT has no FP8 GEMM (`fp8q scales "
+    "RUN --form one` takes the static scales, which the run has too)",
+    "block": "--form block gives each 128 values of a token a scale at run time, and each block of a weight its own, "
+    "for which TensorRT has no FP8 GEMM (`fp8q scales RUN --form one` takes static scales, which the run has too)",
+}
+
+
+def graph_refusal(forms: Iterable[Form]) -> str | None:
+    """Give the reason why a run with modules in these `forms` has no graph; None where it may have one."""
+    kinds = {form.kind for form in forms}
+    return next((reason for kind, reason in NO_GRAPH.items() if kind in kinds), None)
+
+
 def computed(server: Server | CheckpointServer, kind: Kind) -> Kind | None:
     """Return the kind of form that `server` computes where a module has `kind`; None where it refuses that."""
-    return _COMPUTED[kind][_COLUMNS.index(server)]
+    return COMPUTED[kind][_COLUMNS.index(server)]
 
 
 def computes(server: Server | CheckpointServer, kind: Kind) -> bool:

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import shared_inputs
-from ...options import BLOCK, DYNAMIC, TWO
+from ...options import TWO
 from .document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
 
@@ -114,7 +114,7 @@ def _losses(
     form, part = quantizer.scales.activations[site.module].form, tensor[::TWO_TERMS_OF]
     other_errors = {
         TWO_TERMS: None if form == TWO else quantizer.input_error(site.module, part, terms=2),
-        BY_TOKEN: quantizer.error_by_token(site.module, part) if form not in (TWO, DYNAMIC, BLOCK) else None,
+        BY_TOKEN: quantizer.error_by_token(site.module, part) if form.static and form != TWO else None,
     }
     for name, error in other_errors.items():
         if error is not None:

@@ -40,8 +40,9 @@ from ...calibrate.model.gemms import output_channel_axis
 from ...calibrate.model.source import Source
 from ...core.errors import InputError
 from ...core.reporter import Reporter
+from ...options import BLOCK
 from ..codes.blocks import group_values
-from ..codes.encoding import code_values, token_scales, two_code_values
+from ..codes.encoding import RUN_TIME_SCALES, code_values, two_code_values
 from ..codes.formats import TWO_TERMS
 from ..scales.decisions import TensorScale
 from .channels import QuantizedWeight, WeightScaling, judged, quantize_scaled
@@ -102,10 +103,10 @@ def gemm_input(x: torch.Tensor, activation: TensorScale) -> torch.Tensor:
     """Quantize and dequantize `x` under the scale `activation`, float32 of the same shape; in dynamic form, under the
     scales of its own tokens, and in blocks under those of their groups.
     """
-    if activation.block:
+    if activation.form == BLOCK:
         return group_values(x)
-    if activation.dynamic:
-        scales = token_scales(x)
+    if activation.form.at_run_time:
+        scales = RUN_TIME_SCALES[activation.form.kind](x)
         return code_values(x, scales).mul_(scales)
     scale = torch.full((), activation.scale, device=x.device)  # `torch.tensor` would wait for a GPU
     if activation.terms == 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from ...core.findings import Broken, Rules, Severity
+from ...core.findings import Broken, Ruleset, Severity
 from ...core.run import Run
 from .folder import ModelFolder, Repository
 
@@ -28,7 +28,7 @@ def _no_module(_: str, __: Repository | Run) -> None:
     """Return no module: a file of a repository is of none."""
 
 
-RULES: Rules[[Repository | Run]] = Rules(_no_module)
+RULES: Ruleset[[Repository | Run]] = Ruleset(_no_module)
 
 
 def repository_rule(number: str, name: str, severity: Severity = "error") -> Callable[[Check], Check]:

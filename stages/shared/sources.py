@@ -33,7 +33,8 @@ from ...quantize.reading.dequantized import fp8_source, recognize
 from ...quantize.reading.inherited_scales import check_inherit
 from ...quantize.reading.run_checkpoint import ADAPTERS
 from ...quantize.scales.cache_scales import bf16_attentions
-from ...quantize.scales.policy import ModelGemms, check_dynamic, check_patterns, check_tail_length, graph_refusal
+from ...quantize.scales.policy import ModelGemms, check_dynamic, check_patterns, check_tail_length
+from ...quantize.scales.servers import graph_refusal
 from .adapters import adapters_of
 
 

@@ -17,7 +17,16 @@ from ...core.run import Run
 from ...export.engine.info import engine_stage, load_engines
 from ...options import BF16, BLOCK, Precision
 from ...quantize.codes.formats import CODE_DTYPE, CodeGrid
-from ...quantize.scales.decisions import GRIDS, INHERITED, Scales, TensorScale, WeightScales, group_of, load_scales
+from ...quantize.scales.decisions import (
+    GRIDS,
+    INHERITED,
+    RUN_TIME_FLAGS,
+    Scales,
+    TensorScale,
+    WeightScales,
+    group_of,
+    load_scales,
+)
 from ..advice.findings import converged_after, outlier_channels
 
 #: The description of the cache, by the parts of it that are codes.
@@ -191,7 +200,6 @@ def _fp8(
         terms=scale.terms,
         tail=scale.tail,
         dynamic=scale.dynamic,
-        block=scale.block,
         saturation=scale.saturation,
         underflow=scale.underflow,
         sqnr_db=scale.sqnr_db,
@@ -202,7 +210,8 @@ def _fp8(
         samples=measured.histogram.samples if measured else None,
         **_of_weight(weight),
     )
-    return replace(row, **OF_A_STATIC_SCALE) if scale.dynamic else row
+    flags = {flag: getattr(scale, flag) for flag in RUN_TIME_FLAGS}
+    return replace(row, **OF_A_STATIC_SCALE, **flags) if scale.dynamic else row
 
 
 def _weight_alone(module: str, weight: WeightScales) -> ModuleRow:

@@ -20,7 +20,8 @@ from ...core.columns import (
     text_column,
 )
 from ...export.engine.info import first_few
-from ...options import BLOCK, DYNAMIC
+from ...options import DYNAMIC
+from ...quantize.scales.decisions import RUN_TIME_FLAGS
 from ..accuracy.decision import interval_text, too_short
 from ..accuracy.document import Accuracy, Divergence
 from ..accuracy.limits import BF16, FP32
@@ -42,7 +43,7 @@ def _terms(row: ModuleRow) -> str | int | None:
     if row.tail is not None:
         return f"tail of {row.tail}"
     if row.dynamic:
-        return (BLOCK if row.block else DYNAMIC).words
+        return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(row, flag)), DYNAMIC).words
     return "BF16" if row.terms == 0 else row.terms
 
 

@@ -31,7 +31,9 @@ from .rows import FREE_ROWS, keep_starts
 NAME = "fp8q"
 #: The fields of `fp8q` in config.json that this version obeys, or need not: names in files, positions of graphs, and
 #: layers whose cache stays in BF16, which vLLM is told with `--kv-cache-dtype-skip-layers`.
-KNOWN = {"two_terms", "tails", "dynamic_inputs", "block_inputs", "bf16_inputs", "stored", "positions", "wide_cache"}
+KNOWN = {
+    "two_terms", "tails", "dynamic_inputs", "block_inputs", "bf16_inputs", "stored", "positions", "wide_cache",
+}  # fmt: skip
 #: Layers whose rows are not the batch's, so that no tail can be found among them: latent attention expands cached
 #: positions and parts of a batch, and the output head gets the positions that are sampled from.
 OTHER_ROWS = ("kv_b_proj", "lm_head")

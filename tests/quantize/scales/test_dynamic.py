@@ -83,7 +83,7 @@ def test_scales_and_values_are_compressed_tensors_own_in_fp32_and_near_them_in_b
 def test_a_layer_multiplies_the_codes_of_each_row_by_its_own_scale() -> None:
     codes = torch.tensor([[1.0, 2.0], [-4.0, 0.5]]).to(torch.float8_e4m3fn)
     layer = FP8Linear(codes, torch.tensor([0.5, 2.0]), None, torch.tensor([0.0, 1.0]), "exact")
-    layer.dynamic = True
+    layer.run_time_scales = token_scales
     # rows of amax 448 and 4.48: scales 1 and 0.01, codes [448, 1] and [448, 100 -> 104 on the grid of 8]
     x = torch.tensor([[[448.0, 1.0], [4.48, 1.0]]])
     first, second = (448 * 1 + 1 * 2) * 0.5, (448 * -4 + 1 * 0.5) * 2 + 1
