@@ -12,7 +12,6 @@ be imported from here as well.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -616,7 +615,7 @@ def run(
         from .stages.run import run_all
 
         chosen = with_settings(options, settings)
-        return run_all(directory, notes, replace(calibration_of(model, data, eval_data, chosen), all_stages=True))
+        return run_all(directory, notes, calibration_of(model, data, eval_data, chosen))
 
 
 def report_tables(path: str | Path, compare: Sequence[str | Path] = ()) -> "dict[str, Table[Any]]":
