@@ -20,7 +20,6 @@ from ..export.graph.reuse import carry_graphs
 from ..options import BF16, BLOCK, RescaleOptions, ScaleOptions, WeightRounding
 from ..quantize.checkpoint.writer import quantize_checkpoint
 from ..quantize.codes.blocks import SIDE
-from ..quantize.learning.linear import LearnedCodes
 from ..quantize.reading.inherited_scales import (
     inherited_activations,
     inherited_cache,
@@ -41,7 +40,8 @@ from ..quantize.scales.policy import (
     select,
     shared_input_notes,
 )
-from ..quantize.weights.channels import Rounding, WeightScaling
+from ..quantize.weights.channels import WeightScaling
+from ..quantize.weights.code_sources import GptqCodes, LearnedCodes, RoundedCodes, Rounding
 from ..quantize.weights.gptq import WEIGHED_SHRINKAGE, Compensations
 from ..quantize.weights.held_out import LEAST
 from ..quantize.weights.rounding_progress import CachedCodes
@@ -262,9 +262,11 @@ def _rounding(
     statistics, options = load_statistics(run), key.options
     scaling = weight_scaling(source, statistics, scales, options)
     if run.distilled.name in key.inputs:
-        yield Rounding(scaling, learned=LearnedCodes(run.distilled))
+        yield Rounding(scaling, (RoundedCodes(LearnedCodes(run.distilled).judged, scaling.method, "learned"),))
         return
-    inherited = inherited_codes(source, options)
+    inherited = inherited_codes(source, options, scaling.blocks)
+    inherited_first = (inherited,) if inherited else ()
+    in_blocks = inherited.blocks(scales.modules) if inherited else {}
     record = statistics.record
     if options.weight_rounding == "sequential":
         size, windows = record.corpus.batch_size, load_tokens(run, run.calibration)
@@ -274,14 +276,17 @@ def _rounding(
             few = starved(statistics, options.min_expert_tokens)
             activations = {name: scale for name, scale in inputs.items() if name not in few}
             made = SequentialRounding(source, activations, scaling, batches, folder, device()).run(notes)
-            yield Rounding(scaling, sequential=made, inherited=inherited)
-    else:
-        gptq = options.weight_rounding == "gptq"
+            sequential = RoundedCodes(made.judged, scaling.method, "sequential")
+            yield Rounding(scaling, (*inherited_first, sequential), in_blocks=in_blocks)
+    elif options.weight_rounding == "gptq":
         lost = {module: lost_share(activation.sqnr_db) for module, activation in scales.activations.items()}
         lost |= dict.fromkeys(scales.in_form(BF16), 0.0)
         first = group_of(record.groups)
-        compensations = compensations_of(run, statistics, options, run.moments, first, lost) if gptq else None
-        yield Rounding(scaling, compensations, inherited=inherited, codes=codes if gptq else None)
+        compensations = compensations_of(run, statistics, options, run.moments, first, lost)
+        gptq = GptqCodes(scaling, compensations, codes)
+        yield Rounding(scaling, (*inherited_first, gptq), in_blocks=in_blocks)
+    else:
+        yield Rounding(scaling, inherited_first, in_blocks=in_blocks)
 
 
 def compensations_of(

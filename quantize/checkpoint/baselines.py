@@ -19,7 +19,8 @@ from ...core.reporter import Reporter
 from ...options import Clipping
 from ..codes.formats import INT8
 from ..scales.decisions import Scales, activation_scales
-from ..weights.channels import Rounding, WeightScaling
+from ..weights.channels import WeightScaling
+from ..weights.code_sources import Rounding
 from .narrowing import CAST, Narrowing
 from .ties import ties_of
 from .writer import ShardWriter, quantize_checkpoint, write_config
@@ -58,6 +59,6 @@ def write_int8(
     """
     activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
-    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax")), report)
+    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax"), format=INT8), report)
     write_document(directory / "scales.json", done)
     return done

@@ -106,14 +106,15 @@ def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[
     }
 
 
-def inherited_codes(source: Source, options: ScaleOptions) -> InheritedCodes | None:
+def inherited_codes(source: Source, options: ScaleOptions, anew: frozenset[str]) -> InheritedCodes | None:
     """The FP8 weights of `source`, None where it is no FP8 checkpoint.
 
-    Their codes are kept unless `options` name a weight method, one scale for a whole weight, or a rounding.
+    Their codes are kept, but those of `anew`, unless `options` name a weight method, one scale for a whole weight, or a
+    rounding.
     """
     fp8 = fp8_source(source)
     changed_option = first_changed(options, ("weight_method", "weight_scale", "weight_rounding"))
-    return InheritedCodes(source, fp8, keep_codes=changed_option is None) if fp8 else None
+    return InheritedCodes(source, fp8, keep_codes=changed_option is None, anew=anew) if fp8 else None
 
 
 def inherited_remarks(
