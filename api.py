@@ -12,7 +12,6 @@ be imported from here as well.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -51,8 +50,9 @@ from .options import (
 )
 from .options.settings import with_settings, with_settings_of_both
 from .quantize.codes.formats import E4M3, E4M3FNUZ, E5M2, Format
+from .quantize.scales.activation_scales import tensor_scale
 from .quantize.scales.clip import saturation, scale_of, sqnr_db, squared_error, underflow
-from .quantize.scales.decisions import load_scales, tensor_scale
+from .quantize.scales.decisions import load_scales
 from .quantize.training.training_log import read_log
 from .stages.inspect import Inspection
 from .stages.pipeline.stage import CALIBRATE_MODULES, SERVE_MODULES, needs
@@ -616,7 +616,7 @@ def run(
         from .stages.run import run_all
 
         chosen = with_settings(options, settings)
-        return run_all(directory, notes, replace(calibration_of(model, data, eval_data, chosen), all_stages=True))
+        return run_all(directory, notes, calibration_of(model, data, eval_data, chosen))
 
 
 def report_tables(path: str | Path, compare: Sequence[str | Path] = ()) -> "dict[str, Table[Any]]":

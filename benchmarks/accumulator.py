@@ -35,6 +35,7 @@ from fp8q.core.run import Run
 from fp8q.options import Accumulator, Terms
 from fp8q.quantize.codes.encoding import CODE, encode
 from fp8q.quantize.codes.formats import E4M3
+from fp8q.quantize.reading.run_checkpoint import vocabulary_size
 from fp8q.quantize.reference.adder import ADDERS, Adder, add_in
 from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
@@ -42,7 +43,7 @@ from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.validate.accuracy.adder_cost import adding
 from fp8q.validate.accuracy.compare import BASELINE, Forward
-from fp8q.validate.accuracy.runtimes import float_model, vocabulary
+from fp8q.validate.accuracy.runtimes import float_model
 
 #: Of activations, in whole windows.
 TERMS: tuple[Terms, ...] = (1, 2)
@@ -62,13 +63,13 @@ def model(texts: ModelTexts, windows: int, context: int) -> dict[str, Any]:
         tokens = cut(load_tokens(run, run.evaluation), evaluation.name, context, context)
         wide = {dtype: float_model(source, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)}
         own, _ = compare_runtimes(
-            tokens, {BASELINE: wide[torch.float32], OWN: wide[torch.bfloat16]}, vocabulary(run.model), SILENT
+            tokens, {BASELINE: wide[torch.float32], OWN: wide[torch.bfloat16]}, vocabulary_size(run), SILENT
         )
         found: dict[str, Any] = {OWN: own.runtimes[OWN].kl_mean_nats}
         for terms in TERMS:
             scales(run.root, RescaleOptions(activation_terms=terms))
             runtimes = {BASELINE: wide[torch.float32], **sums(run)}
-            accuracy, _ = compare_runtimes(tokens, runtimes, vocabulary(run.model), SILENT)
+            accuracy, _ = compare_runtimes(tokens, runtimes, vocabulary_size(run), SILENT)
             found[str(terms)] = {
                 name.removeprefix("reference-"): {"kl_nats": each.kl_mean_nats, "kl_sums_nats": each.kl_sums_nats}
                 for name, each in accuracy.runtimes.items()

@@ -44,12 +44,13 @@ from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import KvCache, WeightRounding
+from fp8q.quantize.reading.run_checkpoint import vocabulary_size
 from fp8q.quantize.scales.decisions import Scales, load_scales
 from fp8q.quantize.scales.serving_cost import Cost, cost_of
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import AnyForward
-from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
+from fp8q.validate.accuracy.runtimes import float_model, reference
 from fp8q.validate.accuracy.session_logits import session
 
 CACHES: tuple[KvCache, ...] = ("off", "v", "fp8")
@@ -167,7 +168,7 @@ def measure(model: ModelTexts, options: argparse.Namespace, before: dict[str, An
             samples=options.samples, seq_len=options.context, weight_rounding="gptq", bos="never"
         )
         run = calibrate(model.directory, model.data, folder / "run", model.eval_data, asked)
-        source, size = source_of(run), vocabulary(run.model)
+        source, size = source_of(run), vocabulary_size(run)
         tokens = load_tokens(run, run.evaluation).ravel()[: options.windows * options.context]
         evaluation = cut(tokens, Path(model.eval_data).name, options.context, options.context)
         exact, windows = remembered(float_model(source, torch.float32, "cpu")), load_tokens(run, run.calibration)

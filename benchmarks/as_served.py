@@ -29,12 +29,13 @@ from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.run import Run
 from fp8q.options import Terms, WeightRounding
+from fp8q.quantize.reading.run_checkpoint import vocabulary_size
 from fp8q.quantize.scales.decisions import load_scales
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.as_served import served, torch_start
 from fp8q.validate.accuracy.compare import Forward
-from fp8q.validate.accuracy.runtimes import float_model, reference, vocabulary
+from fp8q.validate.accuracy.runtimes import float_model, reference
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def measure(texts: ModelTexts, options: argparse.Namespace) -> dict[str, float]:
         folder = Path(directory)
         asked = CalibrateOptions(samples=options.samples, seq_len=options.context, weight_rounding="gptq", bos="never")
         run = calibrate(texts.directory, texts.data, folder / "run", texts.eval_data, asked)
-        source, size = source_of(run), vocabulary(run.model)
+        source, size = source_of(run), vocabulary_size(run)
         tokens = load_tokens(run, run.evaluation).ravel()[: options.windows * options.context]
         context, prompt = options.context, options.prompt
         evaluation = cut(tokens, Path(texts.eval_data).name, context, context, prompt=prompt)

@@ -23,12 +23,13 @@ from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import Terms
+from fp8q.quantize.reading.run_checkpoint import vocabulary_size
 from fp8q.quantize.reference.fp8_model import Reference, load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.compare import BASELINE, Forward
-from fp8q.validate.accuracy.runtimes import float_model, logits_of, vocabulary
+from fp8q.validate.accuracy.runtimes import float_model, logits_of
 
 TYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 ITSELF, AS_THEY_ARE = "the model itself", "activations as they are"
@@ -73,7 +74,7 @@ def measure(model: ModelTexts, windows: int, context: int) -> dict[str, dict[str
         runtimes = {f"{row}: {column}": (row, column, forward) for row, column, forward in forwards(run)}
         named: dict[str, Forward] = {name: forward for name, (*_, forward) in runtimes.items()}
         named[BASELINE] = float_model(source_of(run), torch.float32, "cpu")
-        accuracy, _ = compare_runtimes(evaluation, named, vocabulary(run.model), SILENT)
+        accuracy, _ = compare_runtimes(evaluation, named, vocabulary_size(run), SILENT)
     for name, (row, column, _) in runtimes.items():
         mean = accuracy.runtimes[name].kl_mean_nats
         assert mean is not None, "it is compared with FP32"

@@ -40,7 +40,7 @@ They write nothing into a run:
     convert_plan     what would be wrong with it, found before its first byte
     convert_directory  its directory, which one call at a time writes
     push             a checkpoint and its card to the Hugging Face hub
-    preflight        refuse, before the first stage writes, what later ones would refuse
+    preflight        refuse, before the first stage writes, what calibration would refuse later
     inspect          every module, and the outliers
     doctor           the stability checklist with its verdicts
     engine           the kernels of engines, read from the engines
@@ -54,5 +54,5 @@ They join stages:
 
     calibrate        model and text to checkpoint and graphs, by one process or several ranks; scales chosen again
     merge            add separately measured runs, then choose scales and export
-    run              all stages, one after the other
+    run              all stages, one after the other, refusing before the first what the later ones would
 """

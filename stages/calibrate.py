@@ -22,7 +22,6 @@ from .corpus import Collected, collect, write_corpus
 from .costliest import choose_costliest
 from .export import export_or_note
 from .first_tokens import weigh_first_tokens
-from .forms import chosen_options
 from .measure import check_batches, check_experts, measure, take_part
 from .pipeline.stage import Notes
 from .pipeline.stages import MEASURE
@@ -39,13 +38,13 @@ MOMENTS_BYTES, DISK_SHARE = 2, 0.1
 
 @dataclass(frozen=True)
 class Calibration:
-    """The model, texts and options of a calibration; `all_stages`: the stages after it follow in the same call."""
+    """The model, texts and options of a calibration; `later`: the stages that follow in the same call."""
 
     model: str
     data: str | Sequence[str]
     eval_data: str | None
     options: RunOptions
-    all_stages: bool = False
+    later: preflight.LaterStages | None = None
 
 
 def calibration_of(
@@ -76,7 +75,7 @@ def calibrate(run: Run, notes: Notes, what: Calibration) -> Run:
             "other batches and goes on"
         )
     else:
-        chosen = chosen_options(run, what.options) if what.all_stages else options
+        chosen = what.later.chosen_options(run) if what.later else options
         if chosen != options:
             gemms = sources.gemms_of(source, chosen)
         _quantized(run, source, gemms, chosen, notes, options.stream)
@@ -99,9 +98,8 @@ def _measured(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[
         source, gemms, collected = _checked(run, what, notes, world)
     with preflight.nothing_left(run):
         write_corpus(run, source, collected, notes)
-        measure(
-            run, source, options, notes, world, moments=options.needs_moments or _for_later(run, what, source, world)
-        )
+        moments = options.needs_moments or _for_later(run, what, source, world)
+        measure(run, source, options, notes, world, moments)
     return source, gemms
 
 
@@ -109,9 +107,9 @@ def _for_later(run: Run, what: Calibration, source: Source, world: World) -> boo
     """Tell whether second moments are gathered at once, for forms that may be tried: where one process measures for the
     first time, and they take little of the free disk.
     """
-    if not (what.all_stages and what.options.finds_form) or world.size > 1 or MEASURE.name in run.record().stages:
+    if what.later is None or not what.later.finds_form:
         return False
-    if what.options.calibrate.asks("weight_rounding"):
+    if world.size > 1 or MEASURE.name in run.record().stages or what.options.calibrate.asks("weight_rounding"):
         return False
     free: int = shutil.disk_usage(run.root).free
     return MOMENTS_BYTES * weight_bytes(source) <= DISK_SHARE * free
@@ -119,10 +117,10 @@ def _for_later(run: Run, what: Calibration, source: Source, world: World) -> boo
 
 def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[Source, ModelGemms, Collected]:
     """Check model, texts and options, before any file is written."""
-    options, later = what.options.calibrate, what.options if what.all_stages else None
+    options, later = what.options.calibrate, what.later
     before = run.record().model
     if later:
-        preflight.check_later(run, later)
+        later.check_options(run)
     for text in (*(part.spec for part in mixture.parse(what.data)), *filter(None, [what.eval_data])):
         check_there(text)
     source = sources.opened(what.model, options, notes)
@@ -130,7 +128,10 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     sources.check_model(run, before, source)
     gemms = sources.gemms_of(source, options)
     check_experts(source, gemms, options)
-    preflight.check_graph(run, gemms, later, notes)
+    if later:
+        later.check_graph(run, gemms.no_graph)
+    if gemms.no_graph is not None:
+        notes.note(f"{gemms.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
     preflight.check_calibrate(source, options, what.options.export)
     if options.tokenizer is None and (what.options.server != "tensorrt" or gemms.no_graph):
         source = replace(source, tokenizer="auto")
@@ -144,7 +145,7 @@ def _checked(run: Run, what: Calibration, notes: Notes, world: World) -> tuple[S
     if remark := few_tokens_note(gemms, options, *collected.windows.shape):
         notes.note(remark)
     if later:
-        preflight.check_fit(source, collected, later)
+        later.check_fit(source, collected)
     sources.check_weights(run, source, notes)
     return source, gemms, collected
 

@@ -20,7 +20,7 @@ from ..core.files import Strict, reading, replacing
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import DEFAULT_SAMPLES, DEFAULT_SEQ_LEN, Bos, CorpusOptions
-from ..validate.accuracy.log_probabilities import vocabulary_size
+from ..quantize.reading.run_checkpoint import vocabulary_size
 from .pipeline.stage import Key, Notes
 from .pipeline.stages import CORPUS, LARGEST_ID, CorpusFacts, Overlap, Prefix
 from .shared.texts import Text, Tokens, check_apart, hold_out, read_tokens, share_out

@@ -40,12 +40,13 @@ from ..options.distill import LearnedScales, LearningOptions, WeightLearningOpti
 from ..quantize.learning.block_training import BlockSchedule
 from ..quantize.learning.blocks import BlockLearning, BlockText
 from ..quantize.learning.document import BlockLoss, Distillation, Moment, load_distillation
-from ..quantize.learning.linear import LearnedCodes, LearnedLinear, gathered_codes, save_codes, student_of
+from ..quantize.learning.linear import LearnedLinear, gathered_codes, save_codes, student_of
 from ..quantize.learning.progress import StepPace
 from ..quantize.learning.sharded_model import shard_model
 from ..quantize.learning.training import Listener, LossIsNotFiniteError, Schedule, learn, planned_steps
 from ..quantize.reference.fp8_model import open_codes
 from ..quantize.scales.decisions import load_scales
+from ..quantize.weights.code_sources import LearnedCodes
 from ..validate.accuracy.nonfinite import culprit
 from .corpus import digest, load_tokens, opening_of
 from .export import export_or_note

@@ -31,6 +31,7 @@ from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import RunWriter, WorkFolder
 from ..options import FormChoiceOptions, RunOptions, ScaleOptions, SensitivityOptions, Server
+from ..quantize.reading.run_checkpoint import vocabulary_size
 from ..quantize.reference.fp8_model import load_reference
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.servers import need_the_plugin
@@ -39,7 +40,6 @@ from ..quantize.weights.gptq import WEIGHED_SHRINKAGE
 from ..validate.accuracy.decision import loss_in_words
 from ..validate.accuracy.document import Accuracy, load_accuracy
 from ..validate.accuracy.limits import DEFAULT_RISE, Limits, RuntimeLoss, loss_and_limits, used
-from ..validate.accuracy.runtimes import vocabulary
 from ..validate.bench.document import gemm_shapes
 from ..validate.tuning.choices import (
     CODES,
@@ -83,8 +83,9 @@ from .pipeline.stage import Key, Notes, arithmetic, device
 from .pipeline.stages import FORMS, MEASURE, QUANTIZE, FormFacts, QuantizeFacts
 from .quantize import KnownCodes, quantize
 from .sensitivity import TOKENS, predicted_losses
+from .shared.progress import Saved
 from .shared.sources import gemms_of, source_of
-from .tune import Saved, mix_of_run
+from .tune import mix_of_run
 from .validate import validate
 
 #: Options that decide what the search may choose where they are asked for, be it with their default values.
@@ -175,7 +176,7 @@ def candidates_of(task: FormTask) -> FormCandidates:
     roundings = _roundings(asked)
     losses = group_losses(sensitivity, on_codes, roundings, first.kv_cache)
     gemms = [*scales.weights, *scales.skipped]
-    shape = shape_of(groups, gemm_shapes(run, vocabulary(run.model)), asked.tail_length, gemms)
+    shape = shape_of(groups, gemm_shapes(run, vocabulary_size(run)), asked.tail_length, gemms)
     shape = replace(shape, groups=limited_to(shape.groups, server, record.experts or {}))
     if asked.asks("bf16_weights"):  # no more weights in BF16 than that share
         shape = replace(shape, groups=_without_bf16(shape.groups))

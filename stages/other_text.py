@@ -20,7 +20,7 @@ from ..core.files import reading
 from ..core.reporter import Reporter
 from ..core.run import Run
 from ..options import LEAST_WINDOWS, MAX_TOKENS, ValidateOptions
-from ..quantize.reading.run_checkpoint import FP8Q_CONFIG, FP8Q_POSITIONS
+from ..quantize.reading.run_checkpoint import FP8Q_CONFIG, FP8Q_POSITIONS, vocabulary_size
 from .corpus import load_tokens, opening_of
 from .pipeline.stages import CORPUS
 from .shared.texts import Text, Tokens, read_tokens
@@ -51,10 +51,9 @@ def evaluation(run: Run, data: str | None, options: ValidateOptions, report: Rep
     name, opening = evaluation_name(run), opening_of(run)
     if data is not None:
         from ..calibrate.model.tokenizer import stored_tokenizer
-        from ..validate.accuracy.runtimes import vocabulary
 
         tokenizer = stored_tokenizer(run.model)
-        text = read_other(run, data, tokenizer, vocabulary(run.model), report)
+        text = read_other(run, data, tokenizer, vocabulary_size(run), report)
         share = check_other(run, text, tokenizer, report, options.allow_overlap)
         name, ids, opening = data, text.ids, opening.model_copy(update={"overlap": share})
     packing = Packing(calibration.shape[1], tuple(opening.prefix))

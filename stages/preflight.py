@@ -7,33 +7,25 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from ..calibrate.input.untrusted import exists, local_path
 from ..calibrate.measure.chain import Chain
 from ..calibrate.model.source import Source
-from ..calibrate.text.corpus import lower_default
-from ..calibrate.text.packing import Packing
 from ..core.errors import InputError
 from ..core.reporter import SILENT
 from ..core.run import Run
-from ..export.engine.build import resolve
-from ..options import DEFAULT_SEQ_LEN, CalibrateOptions, ExportOptions, RunOptions
-from ..quantize.scales.policy import ModelGemms
+from ..options import CalibrateOptions, ExportOptions, ScaleOptions
 from ..quantize.sensitivity.backward import check_chain
 from ..quantize.sensitivity.first_tokens import WITHOUT_LAYERS
 from ..quantize.weights.sequential import check_sequential
 from .corpus import Collected
 from .costliest import check_costliest
-from .export import LEFT_OUT
 from .first_tokens import gradients_by_layer
 from .measure import streamed
-from .other_text import cut_for
 from .pipeline.stage import Notes, device
 from .shared.adapters import check_attention
-from .shared.gates import check_comparable
-from .validate import behind_a_prompt, check_accumulator, check_enough, check_runtimes
 
 
 def check_out(run: Run) -> None:
@@ -72,50 +64,24 @@ def check_calibrate(source: Source, options: CalibrateOptions, export: ExportOpt
         )
 
 
-def check_later(run: Run, later: RunOptions) -> None:
-    """Raise the errors that the options of later stages alone would cause.
+class LaterStages(Protocol):
+    """The stages after a calibration: what they would refuse when it is done, and what a call before decided."""
 
-    These are a gate without anything to compare, and graphs that no earlier stage writes.
-    """
-    engine, validate = later.engine, later.validate
-    check_comparable(validate.chosen, validate)
-    check_accumulator(validate)
-    done = run.record().stages
-    for precision in (*validate.baselines, *([engine.precision] if engine.precision != "fp8" else [])):
-        if f"export-{precision}" not in done:
-            raise InputError(
-                run.root,
-                f"has no graph in {precision}, which is made of a finished run",
-                f"leave it out of this one, and run `fp8q export {run.root} --precision {precision}` after it",
-            )
+    @property
+    def finds_form(self) -> bool:
+        """Tell whether they look for the form of inputs."""
 
+    def check_options(self, run: Run) -> None:
+        """Raise the errors that their options alone would cause."""
 
-def check_graph(run: Run, gemms: ModelGemms, later: RunOptions | None, notes: Notes) -> None:
-    """Note that no ONNX graph can be made of the model, and raise InputError for a runtime of `later` stages that needs
-    one, also where none is asked for. Otherwise raise what building the engine would: a missing target or runtime.
-    """
-    left_out = LEFT_OUT if later and not later.export.graph else None
-    if later and (reason := gemms.no_graph or left_out):
-        check_runtimes(later.validate.runtimes, run, reason)
-    elif later:
-        resolve(later.engine)
-    if gemms.no_graph is not None:
-        notes.note(f"{gemms.no_graph}: no ONNX graph can be made of it, and what is written is the checkpoint, model/")
+    def check_graph(self, run: Run, no_graph: str | None) -> None:
+        """Raise InputError where they need an ONNX graph and there is none; `no_graph`: why none can be made."""
 
+    def check_fit(self, source: Source, collected: Collected) -> None:
+        """Raise InputError for options that do not fit model and text."""
 
-def check_fit(source: Source, collected: Collected, later: RunOptions) -> None:
-    """Raise what `later` stages would for options that do not fit model and text: lengths beyond the model's positions,
-    sizes that do not fit the length, text shorter than a window.
-    """
-    engine, validate, limit = later.engine, later.validate, source.served_positions
-    length = lower_default("--max-seq-len", engine.max_seq_len, DEFAULT_SEQ_LEN, limit, "the model's positions", SILENT)
-    replace(engine, max_seq_len=length)  # its constructor checks the sizes against the length
-    packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
-    tails = any(rule.form.tail for rule in later.calibrate.form_rules)
-    window = validate.context or min(packing.size, limit or packing.size)
-    validate = behind_a_prompt(validate, window, tails=tails)
-    tokens = cut_for(collected.evaluation, collected.names[1], validate, packing, limit, SILENT)
-    check_enough(tokens, validate, Notes(SILENT), "--eval-data")
+    def chosen_options(self, run: Run) -> ScaleOptions:
+        """The options of scales for `run`: of the form that they have found, or those that were asked for."""
 
 
 @contextmanager

@@ -1,21 +1,84 @@
 """`fp8q run`: run all stages, one after the other."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from ..calibrate.model.source import Source
 from ..calibrate.ranks.torchrun import process_rank
-from ..core.errors import GateError, UnfinishedError
-from ..core.reporter import Reporter
+from ..calibrate.text.corpus import lower_default
+from ..calibrate.text.packing import Packing
+from ..core.errors import GateError, InputError, UnfinishedError
+from ..core.reporter import SILENT, Reporter
 from ..core.run import Run
-from ..options import ReportOptions, RunOptions
+from ..export.engine.build import resolve
+from ..options import DEFAULT_SEQ_LEN, ReportOptions, RunOptions, ScaleOptions
 from .build_engine import build_engine
 from .calibrate import Calibration, calibrate
-from .export import OF_A_GRAPH
-from .forms import validate_acceptable
+from .corpus import Collected
+from .export import LEFT_OUT, OF_A_GRAPH
+from .forms import chosen_options, validate_acceptable
+from .other_text import cut_for
 from .pipeline.stage import Notes
 from .report import report
+from .shared.gates import check_comparable
 from .shared.opening import run_at
 from .triton import triton
+from .validate import behind_a_prompt, check_accumulator, check_enough, check_runtimes
+
+
+@dataclass(frozen=True)
+class Following:
+    """The stages of `fp8q run` after calibration (`preflight.LaterStages`), by its options."""
+
+    options: RunOptions
+
+    @property
+    def finds_form(self) -> bool:
+        """Tell whether the cheapest acceptable form is searched for."""
+        return self.options.finds_form
+
+    def check_options(self, run: Run) -> None:
+        """Raise InputError for a gate without anything to compare, and for graphs that no earlier stage writes."""
+        engine, validate = self.options.engine, self.options.validate
+        check_comparable(validate.chosen, validate)
+        check_accumulator(validate)
+        done = run.record().stages
+        for precision in (*validate.baselines, *([engine.precision] if engine.precision != "fp8" else [])):
+            if f"export-{precision}" not in done:
+                raise InputError(
+                    run.root,
+                    f"has no graph in {precision}, which is made of a finished run",
+                    f"leave it out of this one, and run `fp8q export {run.root} --precision {precision}` after it",
+                )
+
+    def check_graph(self, run: Run, no_graph: str | None) -> None:
+        """Raise InputError for a runtime that needs an ONNX graph, where none can be made or none is asked for;
+        otherwise what building the engine would: a missing target or runtime.
+        """
+        left_out = None if self.options.export.graph else LEFT_OUT
+        if reason := no_graph or left_out:
+            check_runtimes(self.options.validate.runtimes, run, reason)
+        else:
+            resolve(self.options.engine)
+
+    def check_fit(self, source: Source, collected: Collected) -> None:
+        """Raise InputError for lengths beyond the model's positions, sizes that do not fit the length, and text that is
+        shorter than a window.
+        """
+        options, limit = self.options, source.served_positions
+        positions = "the model's positions"
+        length = lower_default("--max-seq-len", options.engine.max_seq_len, DEFAULT_SEQ_LEN, limit, positions, SILENT)
+        replace(options.engine, max_seq_len=length)  # its constructor checks the sizes against the length
+        packing = Packing(collected.windows.shape[1], tuple(collected.opening.prefix))
+        tails = any(rule.form.tail for rule in options.calibrate.form_rules)
+        window = options.validate.context or min(packing.size, limit or packing.size)
+        validate = behind_a_prompt(options.validate, window, tails=tails)
+        tokens = cut_for(collected.evaluation, collected.names[1], validate, packing, limit, SILENT)
+        check_enough(tokens, validate, Notes(SILENT), "--eval-data")
+
+    def chosen_options(self, run: Run) -> ScaleOptions:
+        """The options of scales for the form that was found for `run`, or those that were asked for."""
+        return chosen_options(run, self.options)
 
 
 def run_all(run: Run, notes: Notes, what: Calibration) -> Run:
@@ -26,7 +89,7 @@ def run_all(run: Run, notes: Notes, what: Calibration) -> Run:
     options = what.options.without_idle_graph()
     if options != what.options:
         notes.note(f"--for {options.server}: reads the checkpoint; no graph, engine and Triton repository are made")
-    what = replace(what, options=options)
+    what = replace(what, options=options, later=Following(options))
     calibrate(run, notes, what)
     if process_rank().rank == 0:  # the first rank alone does what follows
         _do_all(run, what.options, notes.report)

@@ -30,8 +30,8 @@ from .pipeline.stage import NO_FACTS, Key, Notes, device
 from .pipeline.stages import SENSITIVITY
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model
+from .shared.progress import Saved
 from .shared.sources import source_of
-from .tune import Saved
 
 #: The most tokens that run through the model at a time, in whole windows.
 TOKENS = 1024

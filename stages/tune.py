@@ -11,11 +11,11 @@ moments, codes of a module, predictions of a batch, measurements of a mix.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import expm1, isfinite, log1p, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,15 +27,17 @@ from ..calibrate.model.source import Source, load_model
 from ..calibrate.text.evaluation import prompt_of
 from ..core.commands import name_in_commands
 from ..core.errors import GateError, InputError
-from ..core.files import reading, replacing, write_document
+from ..core.files import write_document
 from ..core.reporter import SILENT
 from ..core.run import Run
 from ..core.run_writer import WorkFolder
 from ..options import AT_RUN_TIME, BLOCK, ScaleOptions, TuneOptions, ValidateOptions
+from ..quantize.reading.inherited_scales import inherited_scales
 from ..quantize.reference.fp8_model import experts_around, load_reference
 from ..quantize.reference.linear import CallPositions, Tail
 from ..quantize.scales.cache_scales import kv_cache_scales
 from ..quantize.scales.decisions import CACHE_PARTS, Scales, TensorScale, load_scales
+from ..quantize.scales.policy import choose_scales
 from ..quantize.sensitivity.document import Predicted
 from ..quantize.sensitivity.gradients import summed
 from ..quantize.weights.rounding_progress import Rounded
@@ -76,32 +78,14 @@ from .measure import measure
 from .other_text import evaluation
 from .pipeline.stage import NO_FACTS, Key, Notes, alone, arithmetic, device
 from .pipeline.stages import MEASURE, QUANTIZE, TUNE
-from .quantize import choose_scales, compensations_of, quantize
+from .quantize import compensations_of, quantize
 from .shared.adapters import note_base_alone
 from .shared.model_files import checked_model, export_options
+from .shared.progress import Saved
 from .shared.sources import gemms_of, source_of
 
 if TYPE_CHECKING:
     Batches = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass
-class Saved:
-    """A base class whose fields, which JSON can store and which have defaults, are saved in the file at `path`."""
-
-    path: Path
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        """Read the results in the file at `path`, empty where there is none; raises InputError for a damaged file."""
-        with reading(path, "what a killed call left", "remove it"):
-            return cls(path, **json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else cls(path)
-
-    def save(self) -> None:
-        """Write all fields to the file."""
-        values = {saved.name: getattr(self, saved.name) for saved in fields(self) if saved.name != "path"}
-        with replacing(self.path) as partial:
-            partial.write_text(json.dumps(values), encoding="utf-8")
 
 
 #: The most tokens that run through the model at a time, in whole windows.
@@ -215,7 +199,8 @@ def _candidates(
     read = [tuple(name for name in members if name in scales.weights) for members in statistics.record.groups.values()]
     gemms, inputs = gemms_of(source, options), dict["GroupForm", "Mapping[str, TensorScale]"]()
     for form, asked in options_of(options, source.max_positions).items():
-        inputs[form] = choose_scales(source, statistics, gemms, asked).activations
+        choose = inherited_scales if asked.inherit else choose_scales
+        inputs[form] = choose(source, statistics, gemms, asked).activations
     roundings = ROUNDINGS if _can_compensate(run, notes) else ROUNDINGS[:1]
     codes: dict[Kind, Rounded] = {}
     for rounding in roundings:

@@ -10,13 +10,14 @@ from ..core.errors import BackendError
 from ..core.run import Run
 from ..options import ValidateOptions
 from ..quantize.checkpoint.narrowing import rounded_remark
+from ..quantize.reading.run_checkpoint import vocabulary_size
 from ..validate.accuracy.adder_cost import compare_sums, cost, sample
 from ..validate.accuracy.as_served import by_distance
 from ..validate.accuracy.bootstrap import increase_halves
 from ..validate.accuracy.compare import BASELINE, FLOAT32, Outcome, Workplace, compare_in_turn, windows_at_once
 from ..validate.accuracy.document import Accuracy
 from ..validate.accuracy.nonfinite import blamed
-from ..validate.accuracy.runtimes import AdapterOutcome, Loading, compare_adapted, openers, vocabulary
+from ..validate.accuracy.runtimes import AdapterOutcome, Loading, compare_adapted, openers
 from ..validate.report.loss_buckets import by_frequency, by_position
 from .corpus import load_tokens
 from .cpu_time import STEP_TOKENS, token_seconds
@@ -43,7 +44,7 @@ def evaluate_runtimes(run: Run, tokens: Evaluation, options: ValidateOptions, fo
         notes.note(cost(run, taken, options.accumulator, device()))
     asked = Loading(run, partial(_source_with_note, run, notes), device(), prompt=options.as_served)
     made = openers(options.chosen, asked)
-    outcome = compare_in_turn(tokens, made, vocabulary(run.model), folder / "windows", notes)
+    outcome = compare_in_turn(tokens, made, vocabulary_size(run), folder / "windows", notes)
     if options.accumulator:
         baseline = made.get(BASELINE) if BASELINE not in outcome.failed else None
         sums = compare_sums(run, taken, baseline, options.accumulator, Workplace(device(), folder / "sums", notes))
@@ -58,7 +59,7 @@ def _decoding_time(run: Run, tokens: Evaluation, options: ValidateOptions) -> st
     if (token := token_seconds(run)) is None:
         return ""
     windows, context = tokens.ids.shape
-    batch = windows_at_once(context, options.as_served, vocabulary(run.model))
+    batch = windows_at_once(context, options.as_served, vocabulary_size(run))
     steps = -(-windows // batch) * (context - (options.as_served or 0) - 1)
     seconds = len(options.chosen) * token * (windows * context + STEP_TOKENS * steps)
     return f"; {len(options.chosen) * steps:,} steps, some {duration(seconds)} here, by the time of calibrating"

@@ -135,10 +135,11 @@ def perplexity(setting: Setting, part: Part) -> None:
     from fp8q.calibrate.text.evaluation import Evaluation, cut
     from fp8q.core.reporter import SILENT
     from fp8q.core.run import Run
+    from fp8q.quantize.reading.run_checkpoint import vocabulary_size
     from fp8q.quantize.reference.fp8_model import load_reference
     from fp8q.stages.corpus import load_tokens
     from fp8q.validate.accuracy.compare import BASELINE
-    from fp8q.validate.accuracy.runtimes import logits_of, vocabulary
+    from fp8q.validate.accuracy.runtimes import logits_of
 
     with tempfile.TemporaryDirectory() as directory:
         texts = Path(directory) / "run", str(DEMO / "evaluation.txt"), CalibrateOptions(samples=64, seq_len=256)
@@ -154,7 +155,7 @@ def perplexity(setting: Setting, part: Part) -> None:
         forwards = {
             name: logits_of(load_reference(run.model, mode, torch.bfloat16, device)) for name, mode, device in kinds
         }
-        found, _ = compare_runtimes(tokens, forwards, vocabulary(run.model), SILENT)
+        found, _ = compare_runtimes(tokens, forwards, vocabulary_size(run), SILENT)
     base = found.runtimes[BASELINE].perplexity
     for name, each in found.runtimes.items():
         named = "reference, CPU, exact" if name == BASELINE else name

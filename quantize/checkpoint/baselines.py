@@ -18,8 +18,10 @@ from ...core.files import clone_file, write_document
 from ...core.reporter import Reporter
 from ...options import Clipping
 from ..codes.formats import INT8
-from ..scales.decisions import Scales, activation_scales
-from ..weights.channels import Rounding, WeightScaling
+from ..scales.activation_scales import activation_scales
+from ..scales.decisions import Scales
+from ..weights.channels import WeightScaling
+from ..weights.code_sources import Rounding
 from .hf_layout import hf_layout_of
 from .narrowing import CAST, Narrowing
 from .ties import ties_of
@@ -60,6 +62,6 @@ def write_int8(
     activations, unfit = activation_scales(statistics, fp8.weights, clipping, INT8)
     chosen = Scales(format="int8", weights={}, activations=activations, skipped=fp8.skipped | unfit)
     layout = hf_layout_of(source, chosen)
-    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax")), layout, report)
+    done = quantize_checkpoint(source, directory, chosen, Rounding(WeightScaling("amax"), format=INT8), layout, report)
     write_document(directory / "scales.json", done)
     return done

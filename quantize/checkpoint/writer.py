@@ -41,12 +41,11 @@ from ...core.reporter import Reporter
 from ...core.run_files import CARD
 from ...options import AT_RUN_TIME, BF16, BLOCK, DYNAMIC, ONE, Form
 from ..codes.blocks import SIDE
-from ..codes.formats import E4M3, INT8
 from ..reading.dequantized import fp8_source
 from ..reading.run_checkpoint import ADAPTERS, CACHE_FILE, EXPERT_FILE, FP8Q_CONFIG, FP8Q_POSITIONS, patterns_of
 from ..scales.decisions import Scales, Skipped, WeightScales
 from ..scales.scheme import Scheme, form_fields, modules_in
-from ..weights.channels import QuantizedWeight, Rounding
+from ..weights.code_sources import FloatWeight, Rounding
 from .hf_layout import INTEGERS, UNLOADABLE, HfLayout
 from .model_card import model_card
 from .narrowing import Narrowing
@@ -193,24 +192,19 @@ class ModuleQuantizer:
         """The weight scales of `module` and its tensors by name, or why it stays in BF16; `weight` reads its weight in
         BF16.
         """
-        axis, name, inherited = self.layout.axis(module), self.layout.in_files(module), self.rounding.inherited
-        # FP8 checkpoints of others have codes of linear layers only; those of a Conv1D are always made here
-        scaling = self.rounding.scaling
-        inherits = self.rounding.learned is None and axis == 0 and module not in scaling.blocks
-        quantized: QuantizedWeight | Skipped | None = inherited.get(module) if inherits and inherited else None
-        if quantized is None:
-            rows = weight().movedim(axis, 0).contiguous()
-            quantized = self.rounding.quantized(module, rows, INT8 if self.scales.format == "int8" else E4M3)
+        axis, name = self.layout.axis(module), self.layout.in_files(module)
+        quantized = self.rounding.quantized(FloatWeight(module, weight, axis))
         if isinstance(quantized, Skipped):
             return quantized
-        method = f"{quantized.summary.method}{inherited.blocks(module) if inherited else ''}"
-        in_one, scale = module in scaling.tensor_scales, quantized.scale
-        stored = scale[:1] if in_one else scale if scale.dim() == 2 else scale[:, None].movedim(0, axis)
+        stored = quantized.scale
+        if quantized.summary.granularity == "tensor":
+            stored = stored[:1]
+        elif stored.dim() == 1:
+            stored = stored[:, None].movedim(0, axis)
         tensors = {f"{name}.weight": quantized.codes.movedim(0, axis), f"{name}.weight_scale": stored}
         if (activation := self.scales.static_inputs.get(module)) is not None:
             tensors[f"{name}.input_scale"] = torch.tensor([activation.scale], dtype=torch.float32)
-        fields = {"axis": axis, "method": method} | ({"granularity": "tensor"} if in_one else {})
-        return quantized.summary.model_copy(update=fields), tensors
+        return quantized.summary, tensors
 
 
 class ShardWriter:

@@ -33,13 +33,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ...core.files import reading, replacing
+from ...core.files import replacing
 from ...options import LearningGradients
 from ..codes.encoding import CODE, code_values, encode
 from ..codes.formats import E4M3
@@ -231,24 +230,6 @@ def weight_steps(student: nn.Module, learning_rate: float) -> torch.optim.Optimi
         if layer.gain is not None:
             groups.append({"params": [layer.gain], "lr": GAIN_RATE * learning_rate})
     return torch.optim.Adam(groups, eps=EPSILON)
-
-
-class LearnedCodes:
-    """The codes in such a file, read a module at a time."""
-
-    def __init__(self, file: Path):
-        """Open `file`; raises InputError where it is damaged."""
-        with reading(file, "learned codes"):
-            self._tensors = safe_open(file, "pt")
-            self._names = frozenset(self._tensors.keys())
-
-    def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not learned."""
-        return self[module] if f"{module}.codes" in self._names else None
-
-    def __getitem__(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return codes and scale of a `module` that was learned, as `get` does."""
-        return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
 
 
 def gathered_codes(layers: Mapping[str, LearnedLinear]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -18,7 +18,10 @@ from ...core.errors import InputError
 from ...options import Clipping, ScaleOptions
 from ...options.declare import first_changed
 from ..codes.formats import E4M3
-from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale, described, group_of, unfit
+from ..scales.activation_scales import described, group_of, unfit
+from ..scales.cache_scales import attentions_of, bf16_attentions, split_by_layer
+from ..scales.decisions import CACHE_PARTS, INHERITED, Scales, Skipped, TensorScale
+from ..scales.policy import ModelGemms, select
 from .dequantized import FP8Source, InheritedCodes, fp8_source
 
 
@@ -70,6 +73,15 @@ def check_inherit(source: Source, modules: Iterable[str], attentions: Iterable[s
             )
 
 
+def inherited_scales(source: Source, statistics: Statistics, gemms: ModelGemms, options: ScaleOptions) -> Scales:
+    """Take the scales of `source` for every tensor in `gemms`; the weights' scales follow when they are written."""
+    chosen, skipped = select(gemms, options.skip, options.only)
+    parts, in_bf16 = CACHE_PARTS[options.kv_cache], bf16_attentions(options.kv_skip, attentions_of(statistics))
+    activations, without_scale = inherited_activations(source, statistics, chosen)
+    codes, left = split_by_layer(inherited_cache(source, statistics, parts), in_bf16)
+    return Scales(weights={}, activations=activations, kv_cache=codes, wide_cache=left, skipped=skipped | without_scale)
+
+
 def inherited_activations(
     source: Source, statistics: Statistics, modules: Sequence[str]
 ) -> tuple[dict[str, TensorScale], dict[str, Skipped]]:
@@ -106,14 +118,15 @@ def inherited_cache(source: Source, statistics: Statistics, parts: str) -> dict[
     }
 
 
-def inherited_codes(source: Source, options: ScaleOptions) -> InheritedCodes | None:
+def inherited_codes(source: Source, options: ScaleOptions, anew: frozenset[str]) -> InheritedCodes | None:
     """The FP8 weights of `source`, None where it is no FP8 checkpoint.
 
-    Their codes are kept unless `options` name a weight method, one scale for a whole weight, or a rounding.
+    Their codes are kept, but those of `anew`, unless `options` name a weight method, one scale for a whole weight, or a
+    rounding.
     """
     fp8 = fp8_source(source)
     changed_option = first_changed(options, ("weight_method", "weight_scale", "weight_rounding"))
-    return InheritedCodes(source, fp8, keep_codes=changed_option is None) if fp8 else None
+    return InheritedCodes(source, fp8, keep_codes=changed_option is None, anew=anew) if fp8 else None
 
 
 def inherited_remarks(

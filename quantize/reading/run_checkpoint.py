@@ -1,5 +1,6 @@
 """Find the tensors of a run's checkpoint by name; without torch, since serving hosts do so too."""
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,10 +12,11 @@ from pydantic import AfterValidator, BaseModel
 from pydantic_core import PydanticCustomError
 from safetensors import safe_open
 
+from ...calibrate.checkpoint.class_defaults import config_field
 from ...calibrate.checkpoint.name_patterns import NUMBER, name_pattern
 from ...calibrate.checkpoint.weights import INDEX
 from ...core.errors import InputError
-from ...core.files import PLAIN, read_document
+from ...core.files import PLAIN, read_document, reading
 from ...core.headers import read_header
 from ...core.run import Run
 
@@ -140,3 +142,11 @@ def _open(path: Path) -> Any:
     if not path.is_file():  # opening a pipe would block
         raise FileNotFoundError(path)
     return safe_open(path, "np")
+
+
+def vocabulary_size(run: Run) -> int:
+    """The number of logits, by the checkpoint's config.json; 0 where that does not say."""
+    path = run.model / "config.json"
+    with reading(path, "a configuration"):
+        fields = json.loads(path.read_bytes())
+        return int(config_field(fields, "vocab_size") or 0)

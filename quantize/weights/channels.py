@@ -7,7 +7,7 @@ With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`). A 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from ...options import WeightRounding
 from ..codes.blocks import SIDE, block_values, spread_scales, weight_blocks
 from ..codes.encoding import ENCODERS
 from ..codes.formats import E4M3, Grid
-from ..scales.clip import ratio_db, scale_of
-from ..scales.decisions import INHERITED, SMALLEST_SCALE, HeldOutError, Skipped, WeightScales
-from .gptq import Compensation, Compensations, gptq_codes
+from ..scales.clip import SMALLEST_SCALE, ratio_db, scale_of
+from ..scales.decisions import INHERITED, HeldOutError, Skipped, WeightScales
+from .gptq import Compensation, gptq_codes
 from .held_out import compared_with_nearest
 from .mse import mse_scales
 
@@ -29,42 +29,8 @@ BLOCK_VALUES = 1 << 20
 WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
-class RoundedCodes(Protocol):
-    """Codes and scales of modules that were learned."""
-
-    def get(self, module: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes float8_e4m3fn [out, in] and scale float32 [out] of `module`; None where it was not learned."""
-
-
-class SourceCodes(Protocol):
-    """Codes and scales of modules that are FP8 in the source checkpoint."""
-
-    def get(self, module: str) -> "QuantizedWeight | None":
-        """The quantized weight [out, in] of `module` as stored; None where it must be quantized here."""
-
-    def blocks(self, module: str) -> str:
-        """Return a suffix for the method of a module that was stored with a scale for each block; empty for others."""
-
-
 #: Codes float8_e4m3fn [out, in] and scale float32 [out] of a module, and how an expert's were judged.
 JudgedCodes = tuple[torch.Tensor, torch.Tensor, HeldOutError | None]
-
-
-class SequentialCodes(Protocol):
-    """Codes of modules that were rounded layer by layer."""
-
-    def judged(self, module: str) -> JudgedCodes | None:
-        """The codes of `module`; None where it was not rounded."""
-
-
-class CompensatedCodes(Protocol):
-    """Codes that GPTQ has made of this run's second moments, in calls before."""
-
-    def of_input(self, module: str, lost: float) -> JudgedCodes | None:
-        """The codes of `module`, whose input loses that share of its energy; None where there are none."""
-
-    def keep(self, module: str, lost: float, weight: "QuantizedWeight") -> None:
-        """Store the codes and scale of `module`."""
 
 
 @dataclass(frozen=True)
@@ -86,46 +52,6 @@ class WeightScaling:
         if module not in self.tensor_scales:
             return channel_scales(weight, self.method, format)
         return torch.full((len(weight),), self.tensor_scales[module]) if bool(weight.any()) else None
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """The method of weight quantization, with what it reads.
-
-    `scaling`: how scales are chosen. `compensations`: the Cholesky factors for GPTQ; None rounds to nearest.
-    `sequential`: the codes of `--weight-rounding sequential`. `inherited`: the codes of an FP8 source checkpoint.
-    `learned`: those of `fp8q distill`, which come before all others. `codes`: of GPTQ, from calls before.
-    """
-
-    scaling: WeightScaling
-    compensations: Compensations | None = None
-    sequential: SequentialCodes | None = None
-    inherited: SourceCodes | None = None
-    learned: RoundedCodes | None = None
-    codes: CompensatedCodes | None = None
-
-    def quantized(self, module: str, weight: torch.Tensor, format: Grid) -> "QuantizedWeight | Skipped":
-        """Quantize the `weight` [out, in] of `module`; a weight of zeros is skipped.
-
-        An expert's codes by GPTQ are kept where their error on held-out tokens is below that of the nearest codes.
-        """
-        method = self.scaling.method
-        if self.learned and (codes := self.learned.get(module)):
-            return QuantizedWeight(*codes, weight_summary(weight, *codes, method, "learned"))
-        if self.sequential and (stored := self.sequential.judged(module)):
-            return _of_stored(weight, stored, method, "sequential")
-        lost = self.compensations.lost[module] if self.compensations else 0.0
-        if self.codes and (stored := self.codes.of_input(module, lost)):
-            return _of_stored(weight, stored, method, "gptq")
-        compensation = self.compensations.get(module) if self.compensations else None
-        scale = self.scaling.scale(module, weight, format)
-        quantized = quantize_scaled(weight, scale, method, compensation, format)
-        if self.compensations and compensation and self.compensations.judges(module):
-            tokens, shrunk = self.compensations.held_out(module), self.compensations.shrunk(module)
-            quantized = judged(weight, quantized, method, tokens, shrunk, lost)
-        if self.codes and compensation and isinstance(quantized, QuantizedWeight):
-            self.codes.keep(module, lost, quantized)
-        return quantized
 
 
 @dataclass(frozen=True)
@@ -208,11 +134,11 @@ def judged(
         by_shrunk = compared_with_nearest(weight, other.values, near, tokens, lost)
         if by_shrunk.over_nearest is not None and by_shrunk.over_nearest < error.over_nearest:
             codes, error = other.codes, by_shrunk.model_copy(update={"shrunk": True})
-    return _of_stored(weight, (codes if error.beats_nearest else nearest, scale, error), method, "gptq")
+    return of_stored(weight, (codes if error.beats_nearest else nearest, scale, error), method, "gptq")
 
 
-def _of_stored(
-    weight: torch.Tensor, stored: JudgedCodes, method: WeightMethod, rounding: WeightRounding
+def of_stored(
+    weight: torch.Tensor, stored: JudgedCodes, method: WeightMethod, rounding: WeightRounding | Literal["learned"]
 ) -> QuantizedWeight:
     """Describe codes of `weight` [out, in] by `rounding`; those that were judged no better than the nearest are the
     nearest.

@@ -17,12 +17,13 @@ from ...core.headers import read_header
 from ...core.run import Run
 from ...options import Accumulator
 from ...quantize.codes.formats import CODE_DTYPE
+from ...quantize.reading.run_checkpoint import vocabulary_size
 from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.scales.decisions import load_scales
 from ...quantize.scales.scheme import in_two_codes
 from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
-from .runtimes import logits_of, open_reference, vocabulary
+from .runtimes import logits_of, open_reference
 
 NLL = npt.NDArray[np.float32]
 
@@ -95,7 +96,7 @@ def compare_sums(
 
     runtimes = {f"reference-{name}": opener(name) for name in dict.fromkeys(["fp32", accumulator])}
     besides = {BASELINE: baseline} if baseline else {}
-    openers, count = besides | runtimes, vocabulary(run.model)
+    openers, count = besides | runtimes, vocabulary_size(run)
     outcome = compare_in_turn(taken.evaluation, openers, count, workplace.folder, workplace.report)
     by_runtime = {
         name: accuracy.model_copy(update={"tokens": taken.tokens})

@@ -9,15 +9,10 @@ Of the likeliest tokens of a position, natural logarithms of their probabilities
 - and the likeliest is no less likely than one of all tokens of the vocabulary by chance.
 """
 
-import json
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from ...calibrate.checkpoint.class_defaults import config_field
-from ...core.files import reading
-from ...core.run import Run
 
 #: The largest amount by which a sum of probabilities may exceed 1, or differ from it.
 ROUNDING = 0.01
@@ -58,11 +53,3 @@ def _refuse(values: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], why: str) ->
 def within_bounds(logprob: float) -> float:
     """The log-probability as it is counted: from `LEAST` to 0, rounding above that left out."""
     return min(max(logprob, LEAST), 0.0)
-
-
-def vocabulary_size(run: Run) -> int:
-    """The number of logits, by the checkpoint's config.json; 0 where that does not say."""
-    path = run.model / "config.json"
-    with reading(path, "a configuration"):
-        fields = json.loads(path.read_bytes())
-        return int(config_field(fields, "vocab_size") or 0)

@@ -8,7 +8,6 @@ through a torch model in the generation loop, to compare generated text; it is n
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from ...calibrate.text.evaluation import Evaluation
 from ...core.files import reading
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE, RUNTIMES
-from ...quantize.reading.run_checkpoint import adapter_directory
+from ...quantize.reading.run_checkpoint import adapter_directory, vocabulary_size
 from ...quantize.reference.fp8_model import RUN_CHECKPOINT, Reference, load_reference
 from ...quantize.reference.linear import Mode
 from ...serve.loop.sessions import Pace
@@ -175,13 +174,6 @@ def stored_dtype(source: Source) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def vocabulary(directory: Path) -> int:
-    """Number of logits of the model in `directory`."""
-    from transformers import AutoConfig
-
-    return int(AutoConfig.from_pretrained(directory).get_text_config().vocab_size)
-
-
 @dataclass(frozen=True)
 class AdapterOutcome:
     """The accuracy by adapter and runtime; by `<runtime> with <adapter>` the losses of all tokens, the likeliest tokens
@@ -214,7 +206,7 @@ def compare_adapted(
         chosen_loaders = {runtime: opener for runtime, opener in loaders.items() if runtime in chosen}
         workplace.report.note(f"{name}: {', '.join(chosen_loaders)} with this adapter on")
         folder = workplace.folder / f"adapter-{name}"
-        outcome = compare_in_turn(evaluation, chosen_loaders, vocabulary(run.model), folder, workplace.report)
+        outcome = compare_in_turn(evaluation, chosen_loaders, vocabulary_size(run), folder, workplace.report)
         result.rows[name] = outcome.accuracy.runtimes
         result.nll.update({with_adapter(runtime, name): values for runtime, values in outcome.nll.items()})
         result.top.update({with_adapter(runtime, name): top for runtime, top in outcome.top.items()})

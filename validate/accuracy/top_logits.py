@@ -22,8 +22,9 @@ import numpy.typing as npt
 from ...core.arrays import check_array, check_range, read_arrays
 from ...core.files import reading, replacing
 from ...core.run import Run
+from ...quantize.reading.run_checkpoint import vocabulary_size
 from .document import load_accuracy, load_token_losses, of_adapter
-from .log_probabilities import ROUNDING, check_logprobs, vocabulary_size
+from .log_probabilities import ROUNDING, check_logprobs
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ from ...core.run import Run
 from ...options import CorpusOptions, MeasureOptions, ScaleOptions
 from ...options.declare import words_of
 from ...options.scales import OLDER_SPELLINGS
+from ...quantize.reading.run_checkpoint import vocabulary_size
 from ...quantize.scales.decisions import load_scales
 from ...quantize.sensitivity.document import Loss, Sensitivity, load_sensitivity
-from ..accuracy.log_probabilities import vocabulary_size
 from ..bench.document import gemm_shapes
 
 #: The share of the whole loss that a change must take away to be advised.

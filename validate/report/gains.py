@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from ...core.columns import Column, Table, size, text_column
 from ...core.files import read_document
 from ...core.run import Run
+from ...quantize.reading.run_checkpoint import vocabulary_size
 from ...quantize.scales.decisions import load_scales
 from ...quantize.scales.serving_cost import BF16_BYTES, cost_of
 from ..accuracy.document import load_accuracy
-from ..accuracy.log_probabilities import vocabulary_size
 from ..bench.document import DIGITS, Bench, cache_of, gemm_shapes, times
 from .rows import size_rows, wrote
 

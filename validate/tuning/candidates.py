@@ -9,6 +9,7 @@ compensate (`quantize.weights.gptq`).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,13 +22,13 @@ from ...calibrate.model.caches import new_cache
 from ...calibrate.model.gemms import attention_modules, observed_gemms, output_channel_axis
 from ...calibrate.text.evaluation import prompt_of
 from ...core.reporter import Reporter
-from ...quantize.codes.formats import E4M3
 from ...quantize.reference.fp8_model import fp8_cache, round_to_codes
 from ...quantize.reference.linear import CallPositions, Tail
 from ...quantize.scales.clip import lost_share
 from ...quantize.scales.decisions import TensorScale
 from ...quantize.sensitivity.site_quantizers import input_with_tail
-from ...quantize.weights.channels import QuantizedWeight, RoundedCodes, Rounding, WeightMethod, WeightScaling
+from ...quantize.weights.channels import QuantizedWeight, WeightMethod, WeightScaling
+from ...quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from ...quantize.weights.gptq import Compensations
 from ...quantize.weights.rounding_progress import Rounded
 from ...quantize.weights.sequential import gemm_input, weight_rows
@@ -49,7 +50,7 @@ class Candidates:
     model: PreTrainedModel
     groups: Mapping[str, tuple[str, ...]]
     inputs: Mapping[GroupForm, Mapping[str, TensorScale]]
-    codes: Mapping[Kind, RoundedCodes]
+    codes: Mapping[Kind, Rounded]
     cache: Mapping[str, torch.Tensor]
     tails: Mapping[str, Tail]
     call: CallPositions
@@ -174,7 +175,7 @@ def round_weights(
 
     `compensations`: module -> the share of its input's energy that is lost, to the second moments that GPTQ rounds by.
     """
-    first, gemms = candidates.first, candidates.gemms
+    first, gemms, scaling = candidates.first, candidates.gemms, WeightScaling(method)
     todo = len(first) * len({rounded.folder for rounded in codes.values()})
     with report.track("Rounding weights", todo, "weights") as advance:
         of_inputs = {kind: rounded for kind, rounded in codes.items() if kind[1] in candidates.inputs}
@@ -184,8 +185,9 @@ def round_weights(
             for module, name in first.items():
                 if rounded.get(module) is None:
                     reached = of_form is not None and moments_file(of_form.folder, name).is_file()
-                    rounding = Rounding(WeightScaling(method), of_form if reached else None)
-                    weight = rounding.quantized(module, weight_rows(gemms[module]), E4M3)
+                    sources = (GptqCodes(scaling, of_form),) if reached and of_form else ()
+                    read = partial(weight_rows, gemms[module])
+                    weight = Rounding(scaling, sources).quantized(FloatWeight(module, read))
                     assert isinstance(weight, QuantizedWeight), "scales.json says that it was quantized"
                     rounded.add(module, weight)
                 advance(1)

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from fp8q.core.errors import InputError
 from fp8q.core.files import RESTORE, reading
-from fp8q.quantize.learning.linear import LearnedCodes
 from fp8q.quantize.reference.fp8_model import load_reference, open_codes
+from fp8q.quantize.weights.code_sources import LearnedCodes
 
 SHARD = "model-00001-of-00001.safetensors"
 REASON = "Error while deserializing header: header too large"

@@ -14,9 +14,9 @@ from fp8q.calibrate.model.source import Source, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.core.run import Run
 from fp8q.options import CalibrateOptions, RescaleOptions
-from fp8q.quantize.codes.formats import E4M3
 from fp8q.quantize.scales.decisions import HeldOutError, WeightScales, load_scales
-from fp8q.quantize.weights.channels import QuantizedWeight, Rounding, WeightScaling, quantize_weight
+from fp8q.quantize.weights.channels import QuantizedWeight, WeightScaling, quantize_weight
+from fp8q.quantize.weights.code_sources import FloatWeight, GptqCodes, Rounding
 from fp8q.quantize.weights.gptq import Compensations
 from fp8q.quantize.weights.held_out import LEAST, compared_with_nearest, gemm_error
 from fp8q.quantize.weights.rounding_progress import CachedCodes
@@ -100,9 +100,9 @@ def rounded(tmp_path: Path) -> Round:
             moments.hold_out(EXPERT, others, 7, 8)
         moments.close()
         compensations = Compensations(moments.folder, {EXPERT: EXPERT}, {EXPERT: 0.0}, experts=[LAYER])
-        codes = CachedCodes(tmp_path)
+        sources = (GptqCodes(WeightScaling("mse"), compensations, CachedCodes(tmp_path)),)
         first, again = (
-            Rounding(WeightScaling("mse"), compensations, codes=codes).quantized(EXPERT, weight, E4M3) for _ in range(2)
+            Rounding(WeightScaling("mse"), sources).quantized(FloatWeight(EXPERT, lambda: weight)) for _ in range(2)
         )
         assert isinstance(first, QuantizedWeight)
         assert isinstance(again, QuantizedWeight)

@@ -1,0 +1,145 @@
+"""Sources of the codes of weights: they are asked in order, and the first that has codes of a weight gives them.
+
+A run with codes that were learned (`fp8q distill`) takes these before all others. Otherwise the codes of an FP8 source
+checkpoint come first (`quantize.reading.dequantized`), then those that this run has rounded: layer by layer
+(`sequential`), or by GPTQ, in a call before or now. What no source has is rounded to nearest.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from safetensors import safe_open
+
+from ...core.files import reading
+from ...options import WeightRounding
+from ..codes.formats import E4M3, Grid
+from ..scales.decisions import Skipped
+from .channels import JudgedCodes, QuantizedWeight, WeightMethod, WeightScaling, judged, of_stored, quantize_scaled
+from .gptq import Compensations
+from .rounding_progress import CachedCodes
+
+
+@dataclass(frozen=True)
+class FloatWeight:
+    """The weight of `module` before it is quantized; `read` reads it in BF16, with output channels along `axis`."""
+
+    module: str
+    read: Callable[[], torch.Tensor]
+    axis: int = 0
+
+    def rows(self) -> torch.Tensor:
+        """The weight [out, in]."""
+        return self.read().movedim(self.axis, 0).contiguous()
+
+
+class CodeSource(Protocol):
+    """A source of codes."""
+
+    def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped | None:
+        """Codes and scales of `weight`, or the reason why it stays in BF16; None where this source has none."""
+
+
+@dataclass(frozen=True)
+class RoundedCodes:
+    """Codes of modules, by `rounding` in another call or another model, under scales that `method` chose."""
+
+    codes: Callable[[str], JudgedCodes | None]
+    method: WeightMethod
+    rounding: WeightRounding | Literal["learned"]
+
+    def quantized(self, weight: FloatWeight) -> QuantizedWeight | None:
+        """The stored codes of `weight`."""
+        stored = self.codes(weight.module)
+        return None if stored is None else of_stored(weight.rows(), stored, self.method, self.rounding)
+
+
+@dataclass(frozen=True)
+class GptqCodes:
+    """Codes by GPTQ, under scales by `scaling` and from the second moments of `compensations`; `stored`: a folder of
+    those of calls before, to which new ones are added.
+
+    An expert's are kept where their error on held-out tokens is below that of the nearest codes.
+    """
+
+    scaling: WeightScaling
+    compensations: Compensations
+    stored: CachedCodes | None = None
+
+    def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped | None:
+        """The codes of `weight`; None where its input saw too few tokens."""
+        module, method = weight.module, self.scaling.method
+        lost = self.compensations.lost[module]
+        if self.stored and (stored := self.stored.of_input(module, lost)):
+            return of_stored(weight.rows(), stored, method, "gptq")
+        compensation = self.compensations.get(module)
+        if compensation is None:
+            return None
+        rows = weight.rows()
+        quantized = quantize_scaled(rows, self.scaling.scale(module, rows), method, compensation)
+        if self.compensations.judges(module):
+            tokens, shrunk = self.compensations.held_out(module), self.compensations.shrunk(module)
+            quantized = judged(rows, quantized, method, tokens, shrunk, lost)
+        if self.stored and isinstance(quantized, QuantizedWeight):
+            self.stored.keep(module, lost, quantized)
+        return quantized
+
+
+@dataclass(frozen=True)
+class NearestCodes:
+    """Nearest codes of `format`, under scales by `scaling`: every weight has them, or is zero."""
+
+    scaling: WeightScaling
+    format: Grid = E4M3
+
+    def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped:
+        """The nearest codes of `weight`; one of zeros is skipped."""
+        rows = weight.rows()
+        scale = self.scaling.scale(weight.module, rows, self.format)
+        return quantize_scaled(rows, scale, self.scaling.method, format=self.format)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The choice of codes: by the first of `sources` that has any, and at last to nearest under scales by `scaling`.
+
+    `in_blocks`: module -> the block of values that shares a scale in the source checkpoint, whose codes are not kept.
+    """
+
+    scaling: WeightScaling
+    sources: tuple[CodeSource, ...] = ()
+    format: Grid = E4M3
+    in_blocks: Mapping[str, str] = field(default_factory=dict)
+
+    def quantized(self, weight: FloatWeight) -> QuantizedWeight | Skipped:
+        """Quantize `weight`; one of zeros is skipped."""
+        sources = (*self.sources, NearestCodes(self.scaling, self.format))
+        quantized = next(made for source in sources if (made := source.quantized(weight)) is not None)
+        if isinstance(quantized, Skipped):
+            return quantized
+        fields: dict[str, object] = {"axis": weight.axis}
+        if block := self.in_blocks.get(weight.module):
+            fields["method"] = f"{quantized.summary.method} of {block} blocks"
+        if weight.module in self.scaling.tensor_scales:
+            fields["granularity"] = "tensor"
+        return replace(quantized, summary=quantized.summary.model_copy(update=fields))
+
+
+class LearnedCodes:
+    """The codes of `distilled.safetensors`, read a module at a time."""
+
+    def __init__(self, file: Path):
+        """Open `file`; raises InputError where it is damaged."""
+        with reading(file, "learned codes"):
+            self._tensors = safe_open(file, "pt")
+            self._names = frozenset(self._tensors.keys())
+
+    def judged(self, module: str) -> JudgedCodes | None:
+        """Codes and scale of `module`, which no tokens judged; None where it was not learned."""
+        return (*self[module], None) if f"{module}.codes" in self._names else None
+
+    def __getitem__(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes float8_e4m3fn [out, in] and scale float32 [out] of a `module` that was learned."""
+        return self._tensors.get_tensor(f"{module}.codes"), self._tensors.get_tensor(f"{module}.scale")
