@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.caches import new_cache
+from ...calibrate.model.scoring import log_softmax, losses
 from ...calibrate.model.source import Source, load_model
 from ...core.reporter import Reporter
 from ...core.run import Run
@@ -93,8 +94,8 @@ def _answer(model: PreTrainedModel, needle: Needle, cache: DynamicCache | None) 
         input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=needle.answer
     ).logits[0, -needle.answer :]
     wanted = torch.from_numpy(needle.ids[-needle.answer :]).to(logits.device)
-    likely = logits.float().log_softmax(-1).gather(-1, wanted[:, None]).sum()
-    return Answered(right=bool((logits.argmax(-1) == wanted).all()), log_probability=float(likely))
+    loss = losses(log_softmax(logits), wanted).sum()
+    return Answered(right=bool((logits.argmax(-1) == wanted).all()), log_probability=-float(loss))
 
 
 def sums_cost(run: Run, needles: Sequence[Needle], accumulator: Accumulator, device: str) -> str:
