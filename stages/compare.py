@@ -36,7 +36,7 @@ KEY = "OPENAI_API_KEY"
 #: The verdicts that an arithmetic which the run has no runtime of may explain.
 UNEXPLAINED = ("other-arithmetic", "other-model", "undecided")
 #: Prompts that are asked again without their BOS.
-AGAIN = 4
+WITHOUT_BOS = 4
 
 
 def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComparison:
@@ -99,7 +99,7 @@ def _asked(
     if judged.verdict != "validated":
         prefix, again = len(load_accuracy(run).protocol.prefix), None
         if prefix and asked.answers.with_logprobs:
-            shorter = without_prefix(prompts, prefix, AGAIN)
+            shorter = without_prefix(prompts, prefix, WITHOUT_BOS)
             (part := folder / "without-prefix").mkdir(exist_ok=True)
             again = judge(stored_tokens, ask_all(server, shorter, part, tail, notes).answers, windows)
         judged = judge_prompt(judged, asked.answers, again)
