@@ -41,9 +41,8 @@ from fp8q.quantize.reference.fp8_model import load_reference
 from fp8q.quantize.reference.linear import FP8Linear
 from fp8q.quantize.scales.clip import scale_of
 from fp8q.stages.corpus import load_tokens
-from fp8q.validate.accuracy.adder_cost import adding
 from fp8q.validate.accuracy.compare import BASELINE, Forward
-from fp8q.validate.accuracy.runtimes import float_model
+from fp8q.validate.accuracy.runtimes import float_model, logits_of
 
 #: Of activations, in whole windows.
 TERMS: tuple[Terms, ...] = (1, 2)
@@ -86,7 +85,9 @@ def sums(run: Run) -> dict[str, Forward]:
     for layer in exact[ROUNDED].model.modules():
         if isinstance(layer, FP8Linear):
             layer.register_forward_hook(lambda _, given, made: made.bfloat16().float())
-    return {f"reference-{name}": adding(reference, names.get(name, "fp32")) for name, reference in exact.items()}
+    for name, reference in exact.items():
+        reference.sum_in(names.get(name, "fp32"))
+    return {f"reference-{name}": logits_of(reference) for name, reference in exact.items()}
 
 
 def equal(results: Mapping[str, Mapping[str, Any]]) -> list[str]:

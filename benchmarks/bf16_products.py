@@ -36,6 +36,7 @@ from fp8q.api import ValidateOptions, calibrate, validate
 from fp8q.calibrate.measure.measurement import Measurement, measure_in_memory
 from fp8q.calibrate.measure.statistics import Corpus, ModelIdentity, Statistics
 from fp8q.calibrate.model import bf16_gemms
+from fp8q.calibrate.model.scoring import divergences, log_softmax
 from fp8q.calibrate.model.source import load_model, open_source
 from fp8q.core.reporter import SILENT
 from fp8q.options import CalibrateOptions
@@ -130,7 +131,7 @@ def logits(model: Any, ids: np.ndarray) -> torch.Tensor:
     """Log-probabilities, float32 [tokens, vocabulary]."""
     with torch.inference_mode():
         parts = [
-            torch.log_softmax(model(input_ids=torch.from_numpy(batch)).logits.float(), -1).flatten(0, 1)
+            log_softmax(model(input_ids=torch.from_numpy(batch)).logits).flatten(0, 1)
             for batch in np.split(ids, len(ids) // BATCH)
         ]
     return torch.cat(parts)
@@ -138,7 +139,7 @@ def logits(model: Any, ids: np.ndarray) -> torch.Tensor:
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
     """KL(p || q) in nats, the mean over tokens."""
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return float(divergences(p, q).mean())
 
 
 def reordered(model: Any) -> Any:

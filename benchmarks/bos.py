@@ -38,6 +38,7 @@ from fp8q.calibrate.measure.histogram import Histogram
 from fp8q.calibrate.measure.observe import Watch, probe_groups
 from fp8q.calibrate.measure.statistics import TensorStatistics
 from fp8q.calibrate.model.gemms import observed_gemms
+from fp8q.calibrate.model.scoring import log_softmax, losses
 from fp8q.calibrate.text.corpus import encode_texts, windows
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.calibrate.text.packing import prefix_of
@@ -89,9 +90,9 @@ def nll(model: PreTrainedModel, prompts: Prompts, scored: Sequence[npt.NDArray[n
     total, tokens = 0.0, 0
     for ids, which in zip(prompts, scored, strict=True):
         with torch.inference_mode():
-            log_q = torch.log_softmax(model(input_ids=torch.from_numpy(ids[None])).logits[0, :-1].float(), -1)
+            log_q = log_softmax(model(input_ids=torch.from_numpy(ids[None])).logits[0, :-1])
         kept = torch.from_numpy(which[1:])
-        total -= float(log_q.gather(1, torch.from_numpy(ids[1:, None]))[kept].sum(dtype=torch.float64))
+        total += float(losses(log_q, torch.from_numpy(ids[1:]))[kept].sum(dtype=torch.float64))
         tokens += int(kept.sum())
     return total, tokens
 

@@ -30,6 +30,7 @@ from result import described, publish
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fp8q.api import CalibrateOptions, RescaleOptions, calibrate, scales
+from fp8q.calibrate.model.scoring import divergences, log_softmax
 from fp8q.core.run import Run
 from fp8q.options import Clipping, KvCache, Terms, WeightRounding
 from fp8q.quantize.codes.encoding import code_tables
@@ -108,8 +109,8 @@ class Windows:
         """KL × 10⁶ of the decoded tokens: mean, then each quarter's."""
         parts = []
         for batch, right in zip(self.ids.split(BATCH), self.truth, strict=True):
-            answer = logits(batch)[:, self.prompt - 1 : -1].float().log_softmax(-1)
-            parts.append((right.exp() * (right - answer)).sum(-1))
+            answer = log_softmax(logits(batch)[:, self.prompt - 1 : -1])
+            parts.append(divergences(right, answer))
         each = torch.cat(parts).double().mean(0)
         return [round(float(part.mean()) * 1e6, 3) for part in (each, *each.chunk(4))]
 
@@ -135,7 +136,7 @@ def windows_of(texts: ModelTexts, count: int, decoded: int) -> Iterator[Windows]
     for prompt in sorted({*PROMPTS, positions - decoded}):
         context = prompt + decoded
         windows = torch.tensor(ids[: min(count, len(ids) // context) * context]).view(-1, context)
-        truth = [wide(batch)[:, prompt - 1 : -1].log_softmax(-1) for batch in windows.split(BATCH)]
+        truth = [log_softmax(wide(batch)[:, prompt - 1 : -1]) for batch in windows.split(BATCH)]
         yield Windows(windows, prompt, truth)
 
 

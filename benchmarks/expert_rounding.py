@@ -39,6 +39,7 @@ from fp8q.calibrate.measure.held_out import EVERY, HeldOutTokens, input_name
 from fp8q.calibrate.measure.statistics import coverage, load_statistics
 from fp8q.calibrate.model.expert_modules import experts_of
 from fp8q.calibrate.model.gemms import observed_gemms
+from fp8q.calibrate.model.scoring import divergences, losses
 from fp8q.calibrate.model.source import Source, load_model, open_source
 from fp8q.calibrate.model.tokenizer import load_tokenizer
 from fp8q.calibrate.text import corpus
@@ -203,14 +204,14 @@ def accuracy(
     nll: dict[str, list[float]] = {name: [] for name in ("", *forwards)}
     float_model = changed(model, {})
     for window in evaluation.ids:
-        following = torch.from_numpy(window[1:, None])
+        following = torch.from_numpy(window[1:])
         with torch.inference_mode():
             true = float_model(window[None])[0, :-1].log_softmax(-1)
-            nll[""].append(-float(true.gather(1, following).mean()))
+            nll[""].append(float(losses(true, following).mean()))
             for name, forward in forwards.items():
                 other = forward(window[None])[0, :-1].log_softmax(-1)
-                kl[name].append(1e6 * float((true.exp() * (true - other)).sum(-1).mean()))
-                nll[name].append(-float(other.gather(1, following).mean()))
+                kl[name].append(1e6 * float(divergences(true, other).mean()))
+                nll[name].append(float(losses(other, following).mean()))
     change = {name: 100 * math.expm1(np.mean(nll[name]) - np.mean(nll[""])) for name in forwards}
     return {name: np.array(values) for name, values in kl.items()}, {k: round(v, 4) for k, v in change.items()}
 

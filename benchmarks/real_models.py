@@ -39,6 +39,7 @@ from torch import nn
 from transformers import AutoTokenizer, Cache
 
 from fp8q.api import CalibrateOptions, ExportOptions, calibrate
+from fp8q.calibrate.model.scoring import divergences, log_softmax, losses
 from fp8q.calibrate.model.source import load_model
 from fp8q.calibrate.text.packing import Packing
 from fp8q.core.run import Run
@@ -142,11 +143,11 @@ class Judge:
             cache = new_cache() if new_cache else None
             for positions, logits in _log_probabilities(model, ids, cache):
                 exact = torch.from_numpy(self.exact[window, positions])
-                words = ids[1:][positions, None]
+                words = ids[1:][positions]
                 scored = slice(0, len(words))  # the last position predicts nothing in the window
-                values["kl"].append((exact.exp() * (exact - logits)).sum(-1)[scored])
-                values["nll"].append(-logits[scored].gather(1, words)[:, 0])
-                values["nll_fp32"].append(-exact[scored].gather(1, words)[:, 0])
+                values["kl"].append(divergences(exact, logits)[scored])
+                values["nll"].append(losses(logits[scored], words))
+                values["nll_fp32"].append(losses(exact[scored], words))
                 values["flipped"].append((exact.argmax(-1) != logits.argmax(-1))[scored].float())
         shape = len(self.ids), self.ids.shape[1] - 1
         return Tokens(**{name: torch.cat(parts).double().numpy().reshape(shape) for name, parts in values.items()})
@@ -161,7 +162,7 @@ def _log_probabilities(
         hidden = model.get_submodule("model")(input_ids=ids[None], **settings).last_hidden_state[0]
         for start in range(0, len(ids), POSITIONS):
             positions = slice(start, min(start + POSITIONS, len(ids)))
-            yield positions, torch.log_softmax(model.get_submodule("lm_head")(hidden[positions]).float(), -1)
+            yield positions, log_softmax(model.get_submodule("lm_head")(hidden[positions]))
 
 
 def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:

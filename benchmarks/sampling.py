@@ -25,14 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 from result import arguments, described, publish
 
-from fp8q.serve.loop import batch_sampling
-from fp8q.serve.loop.batch_sampling import BLOCK, RowChoice, choose_all
+from fp8q.serve.loop import sampling
 from fp8q.serve.loop.device_calls import float_logits
 from fp8q.serve.loop.device_kernels import summarized
 from fp8q.serve.loop.device_logits import MOST_BLOCKS
-from fp8q.serve.loop.sampling import Sampling, choose
+from fp8q.serve.loop.sampling import BLOCK, RowChoice, Sampling, choose, choose_all, choose_step
 from fp8q.serve.loop.step_logits import Summary
-from fp8q.serve.loop.step_sampling import choose_step
 
 ROWS, VOCABULARY = 64, 128_256
 EXPONENTS = (1.25, 1.5, 2.0, 3.0)
@@ -145,7 +143,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
-    head, threads = described("sampling"), batch_sampling._most_threads()
+    head, threads = described("sampling"), sampling._most_threads()
     shapes = {"texts": logits_of_texts(np.random.default_rng(0)), "flat": flat_logits(np.random.default_rng(0))}
     shapes = {name: rounded(logits) for name, logits in shapes.items()}
     raw = (shapes["texts"].view(np.uint32) >> 16).astype(BF16).view(np.uint8)

@@ -25,6 +25,7 @@ from models import ModelTexts, model_arguments, small_models
 from result import described, publish
 
 from fp8q.api import CalibrateOptions, SensitivityOptions, calibrate, sensitivity
+from fp8q.calibrate.model.scoring import log_softmax
 from fp8q.core.run import Run
 from fp8q.quantize.sensitivity.document import Loss, Sensitivity
 from fp8q.stages.corpus import load_tokens
@@ -64,7 +65,7 @@ def one_pass(run: Run, windows: int) -> float:
     def evaluate() -> None:
         with torch.inference_mode():
             for ids in np.array_split(taken, max(1, taken.size // 1024)):
-                torch.log_softmax(forward(ids)[:, :-1].float(), -1)
+                log_softmax(forward(ids)[:, :-1])
 
     evaluate()
     return processor_seconds(evaluate)

@@ -18,11 +18,11 @@ import torch
 from models import ModelTexts, main_of
 
 from fp8q.api import CalibrateOptions, calibrate
+from fp8q.calibrate.model.scoring import log_softmax_of_array
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.stages.corpus import load_tokens
 from fp8q.stages.shared.sources import source_of
 from fp8q.validate.accuracy.runtimes import float_model, reference
-from fp8q.validate.accuracy.stored_reference import log_softmax
 from fp8q.validate.accuracy.top_divergence import bounded_kl
 from fp8q.validate.accuracy.top_logits import TopLogits
 
@@ -48,7 +48,7 @@ def measure(model: ModelTexts, windows: int, context: int) -> dict[str, Any]:
         sides = (float_model(source_of(run), torch.bfloat16, "cpu"), reference(run, "cpu"))
         with torch.inference_mode():
             logits = [torch.cat([side(ids[i : i + 1])[:, :-1] for i in range(len(ids))]).float() for side in sides]
-    log_p, log_q = (log_softmax(each.reshape(-1, each.shape[-1]).numpy()) for each in logits)
+    log_p, log_q = (log_softmax_of_array(each.reshape(-1, each.shape[-1]).numpy()) for each in logits)
     p = log_p.astype(np.float64)
     whole = float((np.exp(p) * (p - log_q)).sum(axis=1).mean())
     found: dict[str, Any] = {"vocabulary": log_p.shape[1], "positions": len(log_p), "kl_nats": whole, "kept": {}}

@@ -27,6 +27,7 @@ from result import described, publish
 from transformers.cache_utils import DynamicLayer
 
 from fp8q.api import CalibrateOptions, calibrate
+from fp8q.calibrate.model.scoring import divergences, losses
 from fp8q.core.run import Run
 from fp8q.options import KvCache
 from fp8q.quantize.codes.encoding import CODE, encode
@@ -214,12 +215,12 @@ def log_probabilities(logits: np.ndarray) -> torch.Tensor:
 
 def kl(p: torch.Tensor, q: torch.Tensor) -> float:
     """Mean KL(p || q) over tokens, in nats."""
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return float(divergences(p, q).mean())
 
 
 def nll(p: torch.Tensor, ids: np.ndarray) -> float:
     """Mean negative log-likelihood of the windows' tokens, in nats."""
-    return float(-p.gather(-1, torch.from_numpy(ids[:, 1:, None])).mean())
+    return float(losses(p, torch.from_numpy(ids[:, 1:])).mean())
 
 
 def compare(run: Run, ids: np.ndarray, optimized: bool = False) -> dict[str, float]:

@@ -18,8 +18,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .loop.batch_sampling import BLOCK
 from .loop.device_kernels import LINE_HALVES, PTX, SUMMARIZE, THREADS, TILE, WORDS
+from .loop.sampling import BLOCK
 
 #: Compute capability and PTX ISA of the compiled kernels.
 CAPABILITY, ISA = 80, 80

@@ -1,7 +1,7 @@
 """The stage `compare`: ask a server or a checkpoint for the evaluation text, and judge if it is the run's model."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..validate.endpoint.checkpoint import check_candidate, run_checkpoint
 from ..validate.endpoint.client import Client
 from ..validate.endpoint.document import ModelComparison
 from ..validate.endpoint.judgement import ARITHMETICS, UNIT_CACHE, Judged, judge, judge_prompt, judge_reading
-from ..validate.endpoint.prompts import compared_positions, more_positions, prompts_of
+from ..validate.endpoint.prompts import Prompt, compared_positions, more_positions, prompts_of
 from ..validate.endpoint.reading import bound_of, other_reading, reference_readings
 from .pipeline.stage import CALIBRATE_MODULES, NO_FACTS, Key, Notes, device, lacking, needs
 from .pipeline.stages import COMPARE, VALIDATE
@@ -36,7 +36,7 @@ KEY = "OPENAI_API_KEY"
 #: The verdicts that an arithmetic which the run has no runtime of may explain.
 UNEXPLAINED = ("other-arithmetic", "other-model", "undecided")
 #: Prompts that are asked again without their BOS.
-AGAIN = 4
+WITHOUT_BOS = 4
 
 
 def compare_served(run: Run, notes: Notes, options: CompareOptions) -> ModelComparison:
@@ -99,7 +99,7 @@ def _asked(
     if judged.verdict != "validated":
         prefix, again = len(load_accuracy(run).protocol.prefix), None
         if prefix and asked.answers.with_logprobs:
-            shorter = without_prefix(prompts, prefix, AGAIN)
+            shorter = without_prefix(prompts, prefix, WITHOUT_BOS)
             (part := folder / "without-prefix").mkdir(exist_ok=True)
             again = judge(stored_tokens, ask_all(server, shorter, part, tail, notes).answers, windows)
         judged = judge_prompt(judged, asked.answers, again)
@@ -110,22 +110,23 @@ def _asked(
         )
     if judged.verdict in UNEXPLAINED and asked.answers.with_logprobs and tail is None and has_cache_scales(run):
         judged = _by_unit_cache(run, stored_tokens, asked.answers, judged, notes)
-    judged = judge_reading(judged, reading)
-    return ModelComparison(
-        answered=client.url,
-        model=server.model,
-        form=asked.form,
-        requests=client.requests,
-        prompts=len(prompts),
-        sent=asked.answers.sent,
-        positions=len(asked.answers.rows),
-        which=compared_positions(prompts, tail, len(asked.answers.rows)),
-        perplexity=judged.perplexity,
-        runtimes=judged.runtimes,
-        verdict=judged.verdict,
-        arithmetics=judged.arithmetics,
-        sentence=judged.sentence,
-        noticed=judged.noticed,
+    server_facts = {"answered": client.url, "model": server.model, "form": asked.form, "requests": client.requests}
+    return _document(judge_reading(judged, reading), prompts, asked.answers, tail, server_facts)
+
+
+def _document(
+    judged: Judged, prompts: Sequence[Prompt], answers: LikelyTokens, tail: int | None, answered: Mapping[str, object]
+) -> ModelComparison:
+    """The document of a comparison; `answered`: its fields on who answered, and how."""
+    return ModelComparison.model_validate(
+        {
+            **answered,
+            "prompts": len(prompts),
+            "sent": answers.sent,
+            "positions": len(answers.rows),
+            "which": compared_positions(prompts, tail, len(answers.rows)),
+            **vars(judged),
+        }
     )
 
 
@@ -168,19 +169,10 @@ def _run(run: Run, stored_tokens: TopTokens, options: CompareOptions, notes: Rep
     answers = run_checkpoint(options.model, run.model, prompts, device(), notes)
     more = more_positions(load_accuracy(run).protocol, stored_tokens, tail, name_in_commands(run.root))
     judged = judge(stored_tokens, answers, np.nonzero(stored_tokens.positions)[0], more)
-    return ModelComparison(
-        answered=str(options.model),
-        model=options.model.name,
-        form="transformers",
-        requests=0,
-        prompts=len(prompts),
-        sent=answers.sent,
-        positions=len(answers.rows),
-        which=compared_positions(prompts, tail, len(answers.rows)),
-        perplexity=judged.perplexity,
-        runtimes=judged.runtimes,
-        verdict=judged.verdict,
-        arithmetics=judged.arithmetics,
-        sentence=judged.sentence,
-        noticed=judged.noticed,
+    return _document(
+        judged,
+        prompts,
+        answers,
+        tail,
+        {"answered": str(options.model), "model": options.model.name, "form": "transformers", "requests": 0},
     )

@@ -7,9 +7,10 @@ from ..core.run import Run
 from ..options import ValidateOptions
 from ..quantize.scales.decisions import load_scales
 from ..quantize.scales.scheme import in_two_codes
+from ..validate.accuracy.adder_cost import with_sums
 from ..validate.needles.document import NeedleScores, load_needles
 from ..validate.needles.prompts import Haystack, Needle, digest_of, make_needles, read_haystack
-from ..validate.needles.scoring import find, needle_runtimes, needle_sums, sums_cost
+from ..validate.needles.scoring import ask_reference, find, needle_runtimes, sums_cost
 from .corpus import load_tokens, opening_of
 from .other_text import positions
 from .pipeline.stage import CALIBRATE_MODULES, Key, Notes, device, needs, note_other_arithmetic
@@ -37,7 +38,7 @@ def ask_needles(run: Run, notes: Notes, options: ValidateOptions) -> NeedleScore
             f"read by each of {', '.join(runtimes)}"
         )
         if options.accumulator:
-            sums = needle_sums(run, device(), options.accumulator)
+            sums = with_sums(run, options.accumulator, device(), ask_reference)
             notes.note(
                 sums_cost(run, [needle for needle in needles if needle.trial == 0], options.accumulator, device())
             )

@@ -32,6 +32,7 @@ from ...calibrate.measure.hidden_states import HiddenStates
 from ...calibrate.measure.stream import check_space, going_on
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.decoder import LayerCall
+from ...calibrate.model.scoring import kl_terms, log_softmax
 from ...calibrate.model.source import Source
 from ...core.files import Strict, read_document, replacing, write_document
 from ...core.memory import release_memory
@@ -142,11 +143,9 @@ class BlockLearning(Chain):
                 for window in range(len(ids)):
                     for start in range(0, ids.shape[1], POSITIONS):
                         part = slice(start, start + POSITIONS)
-                        wanted, *had = (
-                            logits(hidden[window : window + 1, part]).float().log_softmax(-1) for hidden in states
-                        )
+                        wanted, *had = (log_softmax(logits(hidden[window : window + 1, part])) for hidden in states)
                         for number, log_p in enumerate(had):
-                            sums[number] += float((wanted.exp() * (wanted - log_p)).sum())
+                            sums[number] += float(kl_terms(wanted, log_p).sum())
         return sums[0] / tokens, sums[1] / tokens
 
     def outside_codes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

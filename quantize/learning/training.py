@@ -31,6 +31,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...calibrate.model.gemms import routers
+from ...calibrate.model.scoring import divergences, log_softmax
 from ...calibrate.ranks.world import World
 from ...core.memory import release_memory
 from ...options import LearningGradients
@@ -115,8 +116,7 @@ class LossIsNotFiniteError(Exception):
 
 def forward_kl(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """KL(teacher || student) of logits [..., vocabulary], in nats, the mean over positions."""
-    wanted, had = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    return (wanted.exp() * (wanted - had)).sum(-1).mean()
+    return divergences(log_softmax(teacher), log_softmax(student)).mean()
 
 
 class DistillationTrainer(Trainer):

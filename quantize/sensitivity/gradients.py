@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...calibrate.measure.observe import ObservedLayer
 from ...calibrate.model.caches import new_cache
 from ...calibrate.model.expert_modules import shared_inputs
+from ...calibrate.model.scoring import log_softmax, losses
 from ...options import TWO
 from .document import AS_IT_IS, BY_TOKEN, TWO_TERMS, Predicted, Site
 from .site_quantizers import Quantizer
@@ -129,13 +130,13 @@ def next_token_log_probabilities(
     `prompt` on, but the last, float32 [windows, seq_len - prompt, vocabulary].
     """
     logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, prompt - 1 : -1]
-    return torch.log_softmax(logits.float(), -1)
+    return log_softmax(logits)
 
 
 def drawn_loss(log_p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """Σ -log p(y) over the tokens of `next_token_log_probabilities`, y drawn from the model itself by `draw`."""
     rows = log_p.flatten(0, 1)
-    return -rows.gather(1, drawn(rows.detach().exp(), draw)[:, None]).sum()
+    return losses(rows, drawn(rows.detach().exp(), draw)).sum()
 
 
 def drawn(p: torch.Tensor, draw: torch.Generator) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ...calibrate.model.decoder import (
     standing_in,
     trace_layers,
 )
+from ...calibrate.model.scoring import kl_terms
 from ...calibrate.model.source import Source, meta_model
 from .document import Site
 from .gradients import next_token_log_probabilities
@@ -79,7 +80,7 @@ class Float:
         """KL(float || with `site` quantized) in nats, summed over the tokens that are predicted."""
         with self.quantizer.alone(site) as cache, self._behind(site):
             log_q = self._run(cache)
-        return float((self.log_p.exp() * (self.log_p - log_q)).sum(dtype=torch.float64))
+        return float(kl_terms(self.log_p, log_q).sum(dtype=torch.float64))
 
     @contextmanager
     def _behind(self, site: Site) -> Iterator[None]:

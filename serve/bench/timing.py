@@ -19,8 +19,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from ..loop.sampling import best_tokens
 from ..loop.sessions import Batch, Pace, Session
-from ..loop.step_sampling import best_tokens
 from .meter import MemoryTaken
 
 Clock = Callable[[], float]

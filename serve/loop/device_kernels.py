@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch_sampling import BLOCK, SLACK
 from .cache import CacheLayout
 from .device import BrokenDeviceError, CaptureError, Device, DeviceCache, Function, groups_of, new_block
 from .device_calls import float_logits
+from .sampling import BLOCK, SLACK
 from .sessions import SessionError
 from .step_logits import Summary
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch_sampling import BLOCK
 from .device import Device, runs
 from .device_calls import Room, float_logits, offsets
 from .device_kernels import DeviceKernels, count_blocks
+from .sampling import BLOCK
 from .step_logits import Summaries, Summary
 
 #: Blocks of a row that are sent at most, 16,384 logits: where more are near the best, all are sent.

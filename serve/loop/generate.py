@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from .request import BusyError, GeneratedAnswer, Piece, Request, RequestError, Row, TokenizedRequest, tokenize_request
+from .sampling import choose_step
 from .sessions import Pace, Session
 from .step_logits import HostLogits, StepLogits
-from .step_sampling import choose_step
 from .text import TextStream, Vocabulary
 
 __all__ = [

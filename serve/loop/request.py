@@ -13,8 +13,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch_sampling import RowChoice
-from .sampling import Sampling, log_probabilities
+from .sampling import RowChoice, Sampling, log_probabilities
 from .text import TextStream, Vocabulary
 
 #: A prompt of more characters than this for each of the model's positions is refused untokenized.

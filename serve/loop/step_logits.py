@@ -23,7 +23,7 @@ class Summary(NamedTuple):
 
 
 class Summaries(Protocol):
-    """A device that has the logits of a step, and summarizes them in blocks of `batch_sampling.BLOCK`."""
+    """A device that has the logits of a step, and summarizes them in blocks of `sampling.BLOCK`."""
 
     @property
     def count(self) -> int:

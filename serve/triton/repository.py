@@ -41,9 +41,9 @@ from .ownership import mark_written
 #: The files of the loop, which lie side by side in a repository as they do there.
 LOOP_FOLDER = Path(__file__).parent.parent / "loop"
 LOOP = (
-    "batch_sampling.py", "cache.py", "cuda.py", "device.py", "device_batch.py", "device_calls.py", "device_kernels.py",
+    "cache.py", "cuda.py", "device.py", "device_batch.py", "device_calls.py", "device_kernels.py",
     "device_logits.py", "engine_session.py", "generate.py", "here.py", "host_batch.py", "kernels.ptx", "request.py",
-    "sampling.py", "service.py", "sessions.py", "step_logits.py", "step_sampling.py", "text.py",
+    "sampling.py", "service.py", "sessions.py", "step_logits.py", "text.py",
 )  # fmt: skip
 #: The files that the model reads besides its graph, and those that are not in every checkpoint.
 COMPANIONS = ("config.json", "tokenizer.json")

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8q.serve import kernels
-from fp8q.serve.loop.batch_sampling import BLOCK
 from fp8q.serve.loop.cache import CacheLayout
 from fp8q.serve.loop.cuda import CudaError, CudaFaultError
 from fp8q.serve.loop.device import BrokenDeviceError, Function
 from fp8q.serve.loop.device_kernels import LINE_HALVES, PTX, SUMMARIZE, THREADS, TILE, WORDS, load_kernels
+from fp8q.serve.loop.sampling import BLOCK
 from tests.serve.host_engine import HostDevice
 from tests.stand_in.kernels import entries, run_kernel
 

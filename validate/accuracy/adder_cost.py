@@ -6,8 +6,11 @@ same windows, since only with that can they be compared; both scale the sum in F
 `exact` does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +25,11 @@ from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
 from ...quantize.scales.decisions import load_scales
 from ...quantize.scales.scheme import in_two_codes
-from .compare import BASELINE, Forward, Opener, Outcome, Workplace, compare_in_turn
+from .compare import BASELINE, Opener, Outcome, Workplace, compare_in_turn
 from .runtimes import logits_of, open_reference
 
 NLL = npt.NDArray[np.float32]
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,18 @@ def sample(evaluation: Evaluation, windows: int) -> Sample:
 
 def cost(run: Run, taken: Sample, accumulator: Accumulator, device: str) -> str:
     """Describe the run to come and the time that its sums take on this machine."""
-    windows, context = taken.evaluation.ids.shape
-    multiply_adds = multiply_adds_per_token(run)
-    seconds = windows * context * multiply_adds * seconds_per_multiply_add(accumulator, device)
+    windows, tokens = len(taken.evaluation.ids), taken.evaluation.ids.size
     return (
         f"--accumulator {accumulator}: the reference on {windows} of {len(taken.full.ids)} windows; the sums of "
-        f"{windows * context:,} tokens of {multiply_adds:,} products take about {seconds:,.1f} s here"
+        f"{time_of_sums(run, tokens, accumulator, device)}"
     )
+
+
+def time_of_sums(run: Run, tokens: int, accumulator: Accumulator, device: str) -> str:
+    """Describe the sums of so many `tokens`, and the time that they take on this machine."""
+    multiply_adds = multiply_adds_per_token(run)
+    seconds = tokens * multiply_adds * seconds_per_multiply_add(accumulator, device)
+    return f"{tokens:,} tokens of {multiply_adds:,} products take about {seconds:,.1f} s here"
 
 
 def multiply_adds_per_token(run: Run) -> int:
@@ -90,13 +99,9 @@ def compare_sums(
 
     Both are compared with the `baseline`, and the outcome is of both.
     """
-
-    def opener(name: Accumulator) -> Opener:
-        return lambda: adding(open_reference(run, "exact", workplace.device), name)
-
-    runtimes = {f"reference-{name}": opener(name) for name in dict.fromkeys(["fp32", accumulator])}
-    besides = {BASELINE: baseline} if baseline else {}
-    openers, count = besides | runtimes, vocabulary_size(run)
+    openers: dict[str, Opener] = {BASELINE: baseline} if baseline else {}
+    openers |= with_sums(run, accumulator, workplace.device, logits_of)
+    count = vocabulary_size(run)
     outcome = compare_in_turn(taken.evaluation, openers, count, workplace.folder, workplace.report)
     by_runtime = {
         name: accuracy.model_copy(update={"tokens": taken.tokens})
@@ -107,7 +112,16 @@ def compare_sums(
     return Outcome(accuracy, {name: taken.spread(outcome.nll[name]) for name in by_runtime}, outcome.failed)
 
 
-def adding(reference: Reference, accumulator: Accumulator) -> Forward:
-    """Return the function that computes logits by `reference`, its codes added as `accumulator` says."""
-    reference.sum_in(accumulator)
-    return logits_of(reference)
+def with_sums(
+    run: Run, accumulator: Accumulator, device: str, use: Callable[[Reference], Loaded]
+) -> dict[str, Callable[[], Loaded]]:
+    """Return the functions that load the reference for a `use`, with sums of codes in FP32 and with sums as
+    `accumulator` has them, by the names of these runtimes; both round each GEMM's output once.
+    """
+
+    def load(sums: Accumulator) -> Loaded:
+        loaded = open_reference(run, "exact", device)
+        loaded.sum_in(sums)
+        return use(loaded)
+
+    return {f"reference-{sums}": partial(load, sums) for sums in dict.fromkeys(("fp32", accumulator))}

@@ -60,7 +60,7 @@ FLOAT32 = "fp32"
 #: The reference with sums in FP32, which other accumulators are compared with.
 EXACT_SUMS = "reference-fp32"
 #: The runtimes that later ones are compared with, in the order of their turns.
-YARDSTICKS = (BASELINE, FLOAT32, EXACT_SUMS)
+BASELINES = (BASELINE, FLOAT32, EXACT_SUMS)
 #: The values of each token, and the field of `accuracy.json` that has their mean.
 MEANS = {
     kl_from(BASELINE): "kl_mean_nats", TOP1: "top1_agreement", TOP5: "top5_agreement",
@@ -183,7 +183,7 @@ def compare_in_turn(
     """Run `evaluation` through the runtimes that `openers` load, one after the other.
 
     `folder` keeps the results: a call with the same evaluation and runtimes goes on from there. `token_measure`: how
-    they are measured (None: with torch, against the yardsticks among them).
+    they are measured (None: with torch, against the baselines among them).
     """
     folder.mkdir(exist_ok=True)
     turns = Turns(evaluation, openers, vocabulary, folder, token_measure)
@@ -209,8 +209,8 @@ class Turns:
     ):  # fmt: skip
         """Cut the chunks, as the call did that began this `folder`."""
         self.evaluation, self.openers, self.folder, self.failed = evaluation, openers, folder, dict[str, str]()
-        self.names = [name for name in YARDSTICKS if name in openers]
-        self.names += [name for name in openers if name not in YARDSTICKS]
+        self.names = [name for name in BASELINES if name in openers]
+        self.names += [name for name in openers if name not in BASELINES]
         self.token_measure = token_measure or TokenMeasure(measure_with_torch, positions_to_keep(evaluation))
         windows, context = evaluation.ids.shape
         self.batch = windows_at_once(context, evaluation.protocol.prompt, vocabulary)
@@ -222,7 +222,7 @@ class Turns:
         noted = self.folder / "windows"
         if not noted.is_file():
             free: int = shutil.disk_usage(self.folder).free
-            stored_runtimes = max(1, len(self.openers.keys() & YARDSTICKS))
+            stored_runtimes = max(1, len(self.openers.keys() & BASELINES))
             batches = int(DISK_SHARE * free) // (stored_runtimes * logits_bytes * self.batch)
             with replacing(noted) as partial:
                 partial.write_text(str(self.batch * max(1, batches)), encoding="utf-8")
@@ -246,7 +246,7 @@ class Turns:
         """Run all missing runtimes over a chunk, and again those whose logits they are compared with."""
         missing = self.missing(part)
         for name in self.names:
-            later = self.names[self.names.index(name) + 1 :] if name in YARDSTICKS else []
+            later = self.names[self.names.index(name) + 1 :] if name in BASELINES else []
             keep = not self._stored_logits(name, part).exists() and not set(later).isdisjoint(missing)
             if name in missing or keep:
                 try:
@@ -254,7 +254,7 @@ class Turns:
                 except BackendError as error:
                     self.failed[name] = str(error)
                 release_memory()
-        for name in YARDSTICKS:
+        for name in BASELINES:
             self._stored_logits(name, part).remove()
 
     def _run(self, name: str, part: int, keep: bool, advance: Callable[[int], None]) -> None:
@@ -284,13 +284,13 @@ class Turns:
             np.savez(handle, allow_pickle=False, **arrays)
 
     def _against(self, name: str, part: int) -> list[Baseline]:
-        """Return the stored logits that a runtime is compared with: of the yardsticks that ran before it and did not
-        fail, in the order of `YARDSTICKS`.
+        """Return the stored logits that a runtime is compared with: of the baselines that ran before it and did not
+        fail, in the order of `BASELINES`.
         """
         before = self.names[: self.names.index(name)]
         return [
             Baseline(other, self._stored_logits(other, part), agreement=other == BASELINE)
-            for other in YARDSTICKS
+            for other in BASELINES
             if other in before and other not in self.failed
         ]
 

@@ -1,10 +1,5 @@
 """Measure each scored token: its loss, and the divergence of its distribution from that of another runtime.
 
-KL(p || q) = Σ p (log p - log q) over the vocabulary, in nats, includes differences that perplexity, which depends on
-one token's probability, averages away. Top-1 agreement: both runtimes have the same likeliest token. Top-5 agreement:
-the share of the baseline's five likeliest tokens that are among this runtime's five, in any order. (The baseline's
-likeliest token alone is nearly always among these five, 100.00 % on the demo.)
-
 The logits of the runtimes that others are compared with are on disk (`StoredLogits`): with a vocabulary of 128,000 a
 token's logits take a quarter of a megabyte in BF16, so those of a text do not fit into memory. They are written in the
 type that they were computed in, and read a few rows at a time: five tables of a vocabulary are needed together, which
@@ -20,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.model import scoring
 from ...core.files import replacing
 
 if TYPE_CHECKING:
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Largest float32 table of positions by vocabulary at a time, in bytes.
 BLOCK_BYTES = 1 << 20
-#: The number of likeliest tokens that are compared.
-TOP = 5
 
 
 class Quantity(NamedTuple):
@@ -149,7 +143,7 @@ def measure_tokens(
             write(some)
         stored = slice(start + first, start + first + len(some))
         others = {baseline: baseline.logits.read(stored.start, stored.stop).to(some.device) for baseline in baselines}
-        blocks.append(measure_block(some.float(), targets[first : first + size], others))
+        blocks.append(measure_block(some, targets[first : first + size], others))
     return joined(blocks)
 
 
@@ -157,32 +151,16 @@ def measure_block(
     logits: "torch.Tensor", targets: "torch.Tensor", others: "Mapping[Baseline, torch.Tensor]"
 ) -> TokenValues:
     """Measure a block of logits [tokens, vocabulary] at `targets` [tokens], against the logits of the `others`."""
-    log_q = logits.log_softmax(dim=-1)
-    measured = {NLL: -log_q.gather(1, targets[:, None])[:, 0]}
+    log_q = scoring.log_softmax(logits)
+    measured = {NLL: scoring.losses(log_q, targets)}
     for baseline, theirs in others.items():
-        log_p = theirs.float().log_softmax(dim=-1)
-        measured[kl_from(baseline.runtime)] = divergence(log_p, log_q)
-        measured[kl_to(baseline.runtime)] = divergence(log_q, log_p)
+        log_p = scoring.log_softmax(theirs)
+        measured[kl_from(baseline.runtime)] = scoring.divergences(log_p, log_q).clamp_(min=0)
+        measured[kl_to(baseline.runtime)] = scoring.divergences(log_q, log_p).clamp_(min=0)
         if baseline.agreement:
-            measured[TOP1] = log_p.argmax(-1) == log_q.argmax(-1)
-            measured[TOP5] = overlap(log_p, log_q)
+            measured[TOP1] = scoring.same_likeliest(log_p, log_q)
+            measured[TOP5] = scoring.overlap(log_p, log_q)
     return {quantity: values.cpu().numpy() for quantity, values in measured.items()}
-
-
-def divergence(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
-    """KL(p || q) in nats for each row of two [tokens, vocabulary]."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp_(min=0)
-
-
-def overlap(log_p: "torch.Tensor", log_q: "torch.Tensor") -> "torch.Tensor":
-    """Compute the share of the likeliest tokens of p that are among those of q, for each row of two [tokens,
-    vocabulary].
-    """
-    ours, theirs = (
-        log_probabilities.topk(min(TOP, log_probabilities.shape[-1]), sorted=False).indices
-        for log_probabilities in (log_p, log_q)
-    )
-    return (ours[:, :, None] == theirs[:, None, :]).any(-1).float().mean(-1)
 
 
 def joined(parts: Sequence[TokenValues]) -> TokenValues:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.model.scoring import log_softmax_of_array
 from ...calibrate.text.evaluation import Evaluation, first_not_finite
 from .bootstrap import Bootstrap
 from .compare import BASELINE, Logits, Outcome, TokenMeasure, WindowBatch, mean
@@ -61,12 +62,14 @@ class StoredReference:
         nll = [np.zeros(0, np.float32)]
         rows, targets = _rows(batch.scored, context), batch.ids[batch.scored]
         for first in range(0, len(rows), size):
-            log_q = log_softmax(flat[rows[first : first + size]])
+            log_q = log_softmax_of_array(flat[rows[first : first + size]])
             nll.append(-log_q[np.arange(len(log_q)), targets[first : first + size]])
         rows = _rows(batch.top_positions, context)
         # one block at least, so that a batch without a top position has its empty columns
         blocks = [slice(first, first + size) for first in range(0, max(len(rows), 1), size)]
-        measured = [self._distances(log_softmax(flat[rows[some]]), batch.top_row + some.start) for some in blocks]
+        measured = [
+            self._distances(log_softmax_of_array(flat[rows[some]]), batch.top_row + some.start) for some in blocks
+        ]
         distances = joined([values for values, _ in measured])
         return {NLL: np.concatenate(nll)} | distances, joined_top([top for _, top in measured])
 
@@ -86,15 +89,6 @@ def _rows(chosen: npt.NDArray[np.bool_], context: int) -> npt.NDArray[np.int64]:
     """Return the rows of logits that predict the `chosen` tokens, int64."""
     windows, positions = np.nonzero(chosen)
     return (windows * context + positions - 1).astype(np.int64)
-
-
-def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Log-probabilities of each row of logits, summed in FP64."""
-    with np.errstate(invalid="ignore"):  # NaN stays NaN
-        shifted = logits - logits.max(axis=1, keepdims=True)
-        total = np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)
-        log_probabilities: npt.NDArray[np.float32] = (shifted - np.log(total)).astype(np.float32)
-    return log_probabilities
 
 
 def against_stored(outcome: Outcome, reference: StoredReference) -> dict[str, RuntimeAccuracy]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ...calibrate.model.scoring import log_softmax
 from ...core.arrays import check_array, check_range, read_arrays
 from ...core.files import reading, replacing
 from ...core.run import Run
@@ -91,7 +92,7 @@ def top_of(logits: "torch.Tensor") -> TopLogits:
     import torch
 
     count = min(TOP, logits.shape[-1])
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    logprobs = log_softmax(logits)
     best, tokens = logprobs.topk(count)
     rest = logprobs.scatter(1, tokens, -torch.inf).logsumexp(dim=-1)
     return TopLogits(tokens.int().cpu().numpy(), best.cpu().numpy(), rest.cpu().numpy())

@@ -77,18 +77,18 @@ def _after(loss: Loss, choice: str | None) -> float:
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """A change of the run that lessens its loss: the effect in words, and the command."""
+class NextStep:
+    """A step to take next with a run: why, or with what effect, in words, and the command."""
 
-    effect: str
+    why: str
     command: str
 
     def __str__(self) -> str:
         """The sentence."""
-        return f"{self.effect}: `{self.command}`"
+        return f"{self.why}: `{self.command}`"
 
 
-def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> Remedy | None:
+def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> NextStep | None:
     """The change of forms and rounding that lessens the loss of `run`, by its `sensitivity` (None: `sensitivity.json`).
 
     None where neither takes a tenth of the loss away, and where nothing was measured of the run as it is.
@@ -110,7 +110,7 @@ def remedy_of(run: Run, sensitivity: Sensitivity | None = None) -> Remedy | None
     needs = "; needs the plugin fp8q-vllm in vLLM" if "--form" in words else ""
     minutes = _minutes(run) if "gptq" in words else 1
     effect = f"{', '.join(changes)}, about {minutes} minute{'' if minutes == 1 else 's'}{needs}"
-    return Remedy(effect, command_for(run, words))
+    return NextStep(effect, command_for(run, words))
 
 
 def command_for(run: Run, words: list[str]) -> str:

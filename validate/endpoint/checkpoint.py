@@ -9,6 +9,7 @@ import numpy as np
 
 from ...calibrate.input.silence import muted, quiet_transformers
 from ...calibrate.input.untrusted import error_text, foreign
+from ...calibrate.model.scoring import log_softmax, losses
 from ...core.errors import BackendError, Fp8qError, InputError
 from ...core.reporter import Reporter
 from ...serve.loop.text import ModelFileError, Vocabulary
@@ -54,7 +55,7 @@ def run_checkpoint(
                     directory, f"gives log-probabilities that no model can ({error})", "mend its weights"
                 ) from None
             targets = ids[0, torch.from_numpy(prompt.positions).to(device)]
-            nll = -torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].double().cpu().numpy()
+            nll = losses(log_softmax(logits), targets).double().cpu().numpy()
             tokens, logprobs = top.tokens[:, :SERVED].astype(np.int64), top.logprobs[:, :SERVED].astype(np.float64)
             parts.append(LikelyTokens(prompt.rows, tokens, logprobs, nll, len(prompt.ids), 0))
             advance(1)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from ...calibrate.model.scoring import log_softmax, losses
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ..accuracy.runtimes import logits_of, open_reference
@@ -20,20 +21,20 @@ def with_unit_cache(run: Run, tops: TopTokens, device: str, report: Reporter) ->
     loaded = open_reference(run, "fast", device)
     forward = logits_of(replace(loaded, cache_scales=_units(loaded.cache_scales)))
     windows = np.flatnonzero(tops.positions.any(axis=1))
-    parts, losses = [], []
+    parts, nll = [], []
     with torch.inference_mode(), report.track("Trying a cache without scales", len(windows), "windows") as advance:
         for window in windows:
             positions = torch.from_numpy(np.flatnonzero(tops.positions[window])).to(device)
             ids = tops.ids[window : window + 1]
             logits = forward(ids)[0, positions - 1].float()
             targets = torch.from_numpy(ids[0]).to(device)[positions]
-            losses.append(-torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0].cpu().numpy())
+            nll.append(losses(log_softmax(logits), targets).cpu().numpy())
             parts.append(top_of(logits))
             advance(1)
     return replace(
         tops,
         runtimes={**tops.runtimes, UNIT_CACHE: joined_top(parts)},
-        nll={**tops.nll, UNIT_CACHE: np.concatenate(losses).astype(np.float32)},
+        nll={**tops.nll, UNIT_CACHE: np.concatenate(nll).astype(np.float32)},
     )
 
 

@@ -16,13 +16,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ...calibrate.model.caches import new_cache
+from ...calibrate.model.scoring import log_softmax, losses
 from ...calibrate.model.source import Source, load_model
 from ...core.reporter import Reporter
 from ...core.run import Run
 from ...options import ONE_TERM_ALONE, Accumulator
-from ...quantize.reference.adder import seconds_per_multiply_add
 from ...quantize.reference.fp8_model import Reference
-from ..accuracy.adder_cost import multiply_adds_per_token
+from ..accuracy.adder_cost import time_of_sums
 from ..accuracy.runtimes import open_reference
 from .document import BASELINE, Answered, NeedleAnswers
 from .prompts import Needle
@@ -55,22 +55,6 @@ def needle_runtimes(
     return made
 
 
-def needle_sums(run: Run, device: str, accumulator: Accumulator) -> dict[str, Callable[[], Ask]]:
-    """Return the reference with sums of codes in FP32, and with sums as `accumulator` has them; both round each GEMM's
-    output once.
-    """
-
-    def opener(sums: Accumulator) -> Callable[[], Ask]:
-        def load() -> Ask:
-            loaded = open_reference(run, "exact", device)
-            loaded.sum_in(sums)
-            return ask_reference(loaded)
-
-        return load
-
-    return {f"reference-{sums}": opener(sums) for sums in dict.fromkeys(("fp32", accumulator))}
-
-
 def ask_model(model: PreTrainedModel) -> Ask:
     """Ask a float model."""
     return lambda needle: _answer(model, needle, None)
@@ -93,17 +77,16 @@ def _answer(model: PreTrainedModel, needle: Needle, cache: DynamicCache | None) 
         input_ids=ids, past_key_values=cache, use_cache=cache is not None, logits_to_keep=needle.answer
     ).logits[0, -needle.answer :]
     wanted = torch.from_numpy(needle.ids[-needle.answer :]).to(logits.device)
-    likely = logits.float().log_softmax(-1).gather(-1, wanted[:, None]).sum()
-    return Answered(right=bool((logits.argmax(-1) == wanted).all()), log_probability=float(likely))
+    loss = losses(log_softmax(logits), wanted).sum()
+    return Answered(right=bool((logits.argmax(-1) == wanted).all()), log_probability=-float(loss))
 
 
 def sums_cost(run: Run, needles: Sequence[Needle], accumulator: Accumulator, device: str) -> str:
     """Tell the time that sums in `accumulator` take on this machine, without those of attention."""
-    tokens, multiply_adds = sum(len(needle.ids) for needle in needles), multiply_adds_per_token(run)
-    seconds = tokens * multiply_adds * seconds_per_multiply_add(accumulator, device)
+    tokens = sum(len(needle.ids) for needle in needles)
     return (
-        f"--accumulator {accumulator}: {len(needles)} of the needles are asked with such sums too; {tokens:,} tokens "
-        f"of {multiply_adds:,} products take about {seconds:,.1f} s here, and attention in FP8 takes its own time"
+        f"--accumulator {accumulator}: {len(needles)} of the needles are asked with such sums too; "
+        f"{time_of_sums(run, tokens, accumulator, device)}, and attention in FP8 takes its own time"
     )
 
 

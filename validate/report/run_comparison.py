@@ -8,44 +8,40 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...calibrate.measure.statistics import load_record
-from ...core.columns import Column, Table, count, increase, nats, number_column, share, size, text_column
+from ...core.columns import Column, Table, count, number_column, size, text_column
 from ...core.run import Run
 from ...options import ONE
 from ...quantize.scales.decisions import Scales, load_scales
 from ..accuracy.bootstrap import increase_interval
 from ..accuracy.decision import interval_text
 from ..accuracy.document import load_accuracy, load_token_losses
-from .accuracy_rows import accuracy_rows
-from .rows import SizeRow, size_rows, wrote
+from .accuracy_rows import AccuracyRow, accuracy_rows
+from .rows import size_rows, wrote
+from .tables import ACCURACY_COLUMNS
 from .verdict import report_verdict
 
 CACHES = {"": "BF16", "v": "values in FP8", "kv": "FP8"}
 
 
+#: The columns of the table of accuracy that are shown of each run.
+OF_ACCURACY = {"perplexity", "increase", "95 % interval", "KL mean, nats", "top-1 agreement"}
+
+
 @dataclass(frozen=True)
 class RunRow:
-    """One run with the accuracy of its worst FP8 runtime, None where it was not evaluated. `than_first`: the interval
-    of its perplexity's relative change over the first run's, where both scored the same tokens. `products`: the GEMMs
-    in FP8, of `all_products`.
+    """One run with its `scales`, and the `accuracy` of the runtime that its verdict is on, None where it was not
+    evaluated. `than_first`: the interval of its perplexity's relative change over the first run's, where both scored
+    the same tokens.
     """
 
     name: str
     model: str
     same_model: bool
-    activations: str
-    weights: str
-    cache: str
-    products: int
-    all_products: int
-    verdict: str
-    runtime: str | None = None
-    perplexity: float | None = None
-    perplexity_increase: float | None = None
-    increase_interval: tuple[float, float] | None = None
-    kl_mean_nats: float | None = None
-    top1_agreement: float | None = None
+    scales: Scales
+    accuracy: AccuracyRow | None = None
     than_first: tuple[float, float] | None = None
     checkpoint_bytes: int | None = None
 
@@ -66,33 +62,18 @@ def names(roots: Sequence[Path]) -> list[str]:
 
 
 def _row(run: Run, name: str, first: Run) -> RunRow:
-    scales, accuracy = load_scales(run), accuracy_rows(run)
-    verdict = report_verdict(run)
-    row = next((row for row in accuracy if row.runtime == verdict.runtime), None)
-    low, high = (row.increase_low, row.increase_high) if row else (None, None)
-    checkpoint: SizeRow | None = next(
-        (size_row for size_row in size_rows(run) if size_row.what == "FP8 checkpoint"), None
-    )
+    runtime, same_model = report_verdict(run).runtime, is_same_model(first, run)
+    than_first = None
+    if runtime and run.root != first.root and same_model:
+        than_first = than(first, run, runtime)
     return RunRow(
         name,
-        model=load_record(run).model.name,
-        same_model=is_same_model(first, run),
-        activations=terms(scales),
-        weights=" and ".join(sorted({weight.rounding for weight in scales.weights.values()})) or "none",
-        cache=CACHES[scales.cache_parts] + (" by head" if scales.per_head else "") + scales.cache_left,
-        products=len(scales.fp8_gemms),
-        all_products=len(scales.fp8_gemms) + len(scales.skipped),
-        verdict=verdict.kind,
-        runtime=verdict.runtime,
-        perplexity=row.perplexity if row else None,
-        perplexity_increase=row.perplexity_increase if row else None,
-        increase_interval=None if low is None or high is None else (low, high),
-        kl_mean_nats=row.kl_mean_nats if row else None,
-        top1_agreement=row.top1_agreement if row else None,
-        than_first=than(first, run, verdict.runtime)
-        if verdict.runtime and run.root != first.root and is_same_model(first, run)
-        else None,
-        checkpoint_bytes=checkpoint.bytes if checkpoint else None,
+        load_record(run).model.name,
+        same_model,
+        load_scales(run),
+        accuracy=next((row for row in accuracy_rows(run) if row.runtime == runtime), None),
+        than_first=than_first,
+        checkpoint_bytes=next((row.bytes for row in size_rows(run) if row.what == "FP8 checkpoint"), None),
     )
 
 
@@ -124,6 +105,31 @@ def than(first: Run, other: Run, runtime: str) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
+def _of_accuracy(column: Column[AccuracyRow]) -> Column[RunRow]:
+    """Make a column of runs of one of their accuracies."""
+
+    def value(row: RunRow) -> Any:
+        return None if row.accuracy is None else column.value(row.accuracy)
+
+    return Column(column.title, value, column.write, column.numeric)
+
+
+def _rounding(row: RunRow) -> str:
+    return " and ".join(sorted({weight.rounding for weight in row.scales.weights.values()})) or "none"
+
+
+def _cache(row: RunRow) -> str:
+    return CACHES[row.scales.cache_parts] + (" by head" if row.scales.per_head else "") + row.scales.cache_left
+
+
+SCALE_COLUMNS: tuple[Column[RunRow], ...] = (
+    Column("activations", lambda row: terms(row.scales), numeric=False),
+    Column("rounding", _rounding, numeric=False),
+    Column("KV cache", _cache, numeric=False),
+    Column("GEMMs in FP8", lambda row: len(row.scales.fp8_gemms), count),
+)
+
+
 def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
     """Runs side by side; the note explains the columns that are there, and names runs of another model."""
     others = [row for row in rows if not row.same_model]
@@ -134,7 +140,7 @@ def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
             f"{named}: made of another model than {rows[0].name}, so that a difference in perplexity is not one of "
             "quantization."
         )
-    if any(row.increase_interval for row in rows):
+    if any(row.accuracy and row.accuracy.increase_low is not None for row in rows):
         notes.append("“95 % interval”: of the increase over the BF16 model of the same run.")
     if any(row.than_first for row in rows):
         notes.append(
@@ -144,16 +150,9 @@ def run_table(rows: Sequence[RunRow]) -> Table[RunRow]:
     columns = (
         text_column("run", "name"),
         Column[RunRow]("model", lambda row: row.model if others else None, numeric=False),
-        text_column("activations"),
-        text_column("rounding", "weights"),
-        text_column("KV cache", "cache"),
-        number_column("GEMMs in FP8", count, "products"),
+        *SCALE_COLUMNS,
         number_column("checkpoint", size, "checkpoint_bytes"),
-        Column[RunRow]("perplexity", lambda row: row.perplexity, "{:.4f}".format),
-        number_column("increase", increase, "perplexity_increase"),
-        number_column("95 % interval", interval_text, "increase_interval"),
-        number_column("KL mean, nats", nats, "kl_mean_nats"),
-        number_column("top-1 agreement", share, "top1_agreement"),
+        *(_of_accuracy(column) for column in ACCURACY_COLUMNS if column.title in OF_ACCURACY),
         number_column("than the first", interval_text, "than_first"),
     )
     return Table(

@@ -6,7 +6,7 @@ perplexity alone, gets it anew.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...calibrate.text.evaluation import enough_tokens
 from ...core.columns import Column, Table
@@ -18,21 +18,13 @@ from ...quantize.scales.scheme import in_two_codes
 from ..accuracy.decision import decide, limits_of, one_code, verdict_limits
 from ..accuracy.document import Verdict, load_accuracy, load_divergences, load_token_losses
 from ..accuracy.limits import DEFAULT_RISE, tune_budget
-from ..advice.remedy import Remedy, calibrate_command, remedy_of
+from ..advice.remedy import NextStep, calibrate_command, remedy_of
 from ..tuning.document import Tuning, load_tuning
 from ..tuning.form_choice import ALLOW_MORE, NO_FORM_MEETS, load_form_choice
 from .rows import wrote
 
 #: The option that evaluates more text, where that of the run is at its end.
 LONGER_TEXT = "--data TEXT"
-
-
-@dataclass(frozen=True)
-class NextStep:
-    """A next step: the reason and the command."""
-
-    why: str
-    command: str
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Standing:
     plugin: bool = False
     one_code: str | None = None
     more: str = LONGER_TEXT
-    remedy: Remedy | None = None
+    remedy: NextStep | None = None
     searched: bool = False
     other_tokens: NextStep | None = None
 
@@ -214,7 +206,7 @@ def next_steps(verdict: Verdict, has: Standing) -> list[NextStep]:
     steps = []
     if verdict.kind in ("worse", "broken"):
         if has.remedy:
-            steps.append(NextStep(f"{has.remedy.effect}.", has.remedy.command))
+            steps.append(replace(has.remedy, why=f"{has.remedy.why}."))
         if not has.located:
             steps.append(NextStep("See which tensors cost most.", f"fp8q sensitivity {run}"))
         steps.append(_other_form(verdict, has))

@@ -13,6 +13,7 @@ from math import sqrt
 import numpy as np
 import torch
 
+from ...calibrate.model.scoring import divergences, log_softmax, losses
 from ...core.reporter import Reporter
 
 Runner = Callable[[torch.Tensor], torch.Tensor]
@@ -72,17 +73,17 @@ def measure_mixes(
     passes = len(batches) * (len(mixes) + 1)
     with report.track(f"Measuring {', '.join(mixes)}", passes, "passes") as advance, torch.inference_mode():
         for ids, scored in batches:
-            log_p = torch.log_softmax(exact(ids)[:, :-1].float(), -1)
+            log_p = log_softmax(exact(ids)[:, :-1])
             advance(1)
             for name, runner in mixes.items():
-                _add(by_mix[name], log_p, torch.log_softmax(runner(ids)[:, :-1].float(), -1), ids, scored[:, 1:])
+                _add(by_mix[name], log_p, log_softmax(runner(ids)[:, :-1]), ids, scored[:, 1:])
                 advance(1)
     return by_mix
 
 
 def _add(measured: Measured, log_p: torch.Tensor, log_q: torch.Tensor, ids: torch.Tensor, scored: torch.Tensor) -> None:
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1) * scored
-    rise = (log_p - log_q).gather(-1, ids[:, 1:, None])[..., 0] * scored
+    kl = divergences(log_p, log_q) * scored
+    rise = (losses(log_q, ids[:, 1:]) - losses(log_p, ids[:, 1:])) * scored
     measured.tokens += scored.sum(1).tolist()
     measured.kl += kl.sum(1, dtype=torch.float64).tolist()
     measured.rise += rise.sum(1, dtype=torch.float64).tolist()

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from fp8q.serve.loop import batch_sampling
-from fp8q.serve.loop.batch_sampling import (
+from fp8q.serve.loop import sampling
+from fp8q.serve.loop.sampling import (
     BLOCK,
     SLACK,
     RowChoice,
+    Sampling,
     WeighedRow,
     best_first,
+    choose,
     choose_all,
     likely_token,
+    token_at,
     weigh_row,
 )
-from fp8q.serve.loop.sampling import Sampling, choose, token_at
 
 VOCABULARY = 128_256
 #: Logits as models have them: numbers, some alike, and what is forbidden.
@@ -148,8 +150,8 @@ def choices(rows: Sequence[NDArray[np.float32]], seed: int) -> list[RowChoice]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_all_rows_get_what_each_would_get_alone(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_sampling, "THREAD_WORTH", 1)
-    monkeypatch.setattr(batch_sampling, "_most_threads", lambda: threads)
+    monkeypatch.setattr(sampling, "THREAD_WORTH", 1)
+    monkeypatch.setattr(sampling, "_most_threads", lambda: threads)
     rows = [zipf(seed, exponent) for seed, exponent in enumerate((1.2, 1.5, 2.0, 3.0, 1.3, 1.4, 1.7, 2.5, 1.25))]
     together, alone = choices(rows, 5), choices(rows, 5)
     for _ in range(3):

@@ -39,8 +39,8 @@ from fp8q.serve.loop.device_batch import ALIKE, CHECKED, PATIENCE, DeviceBatch, 
 from fp8q.serve.loop.device_calls import float_logits
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
+from fp8q.serve.loop.sampling import best_tokens
 from fp8q.serve.loop.sessions import Pace
-from fp8q.serve.loop.step_sampling import best_tokens
 from fp8q.serve.loop.text import Vocabulary
 from tests.serve.host_engine import HostDevice, at
 

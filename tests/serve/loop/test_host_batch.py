@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8q.serve.loop.host_batch import attention_mask, chunk_layout
+from fp8q.serve.loop.sampling import best_tokens
 from fp8q.serve.loop.sessions import Batch
-from fp8q.serve.loop.step_sampling import best_tokens
 
 if TYPE_CHECKING:
     from tests.serve.counting_model import CountingModel

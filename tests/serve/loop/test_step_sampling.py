@@ -11,16 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8q.serve.loop.batch_sampling import BLOCK, RowChoice
 from fp8q.serve.loop.cache import CacheLayout
 from fp8q.serve.loop.device_calls import Room
 from fp8q.serve.loop.device_kernels import load_kernels, summarized
 from fp8q.serve.loop.device_logits import DeviceLogits, DeviceSummaries, SummaryLayout
 from fp8q.serve.loop.generate import Generator, complete
 from fp8q.serve.loop.request import Request
-from fp8q.serve.loop.sampling import Sampling, choose
+from fp8q.serve.loop.sampling import BLOCK, RowChoice, Sampling, best_tokens, choose, choose_step
 from fp8q.serve.loop.step_logits import HostLogits, Summary
-from fp8q.serve.loop.step_sampling import best_tokens, choose_step
 from fp8q.serve.loop.text import Vocabulary
 from tests.serve.host_engine import HostDevice
 from tests.serve.loop.test_batch_sampling import zipf

@@ -43,7 +43,6 @@ def parsed(text: str) -> Any:
 
 def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> None:
     assert write(counting_run) == [
-        "Counting-Model/1/batch_sampling.py",
         "Counting-Model/1/cache.py",
         "Counting-Model/1/cuda.py",
         "Counting-Model/1/device.py",
@@ -62,7 +61,6 @@ def test_the_repository_holds_all_that_the_server_needs(counting_run: Run) -> No
         "Counting-Model/1/service.py",
         "Counting-Model/1/sessions.py",
         "Counting-Model/1/step_logits.py",
-        "Counting-Model/1/step_sampling.py",
         "Counting-Model/1/text.py",
         "Counting-Model/1/weights/config.json",
         "Counting-Model/1/weights/generation_config.json",

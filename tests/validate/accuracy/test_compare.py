@@ -9,6 +9,7 @@ import pytest
 import torch
 from loaded_runtimes import compare_runtimes
 
+from fp8q.calibrate.model.scoring import overlap
 from fp8q.calibrate.text.evaluation import cut
 from fp8q.core.errors import BackendError
 from fp8q.core.reporter import SILENT
@@ -20,7 +21,7 @@ from fp8q.validate.accuracy.compare import (
     compare_in_turn,
     summarize_tokens,
 )
-from fp8q.validate.accuracy.divergence import NLL, TokenValues, kl_from, overlap
+from fp8q.validate.accuracy.divergence import NLL, TokenValues, kl_from
 
 VOCABULARY = 8
 IDS = np.random.default_rng(3).integers(0, VOCABULARY, 120)

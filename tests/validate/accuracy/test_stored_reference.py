@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8q.calibrate.model.scoring import log_softmax_of_array
 from fp8q.calibrate.text.evaluation import Evaluation, cut
 from fp8q.core.reporter import SILENT
 from fp8q.validate.accuracy.compare import Outcome, compare_in_turn
-from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored, log_softmax
+from fp8q.validate.accuracy.stored_reference import StoredReference, against_stored
 from fp8q.validate.accuracy.top_divergence import bounded_kl
 from fp8q.validate.accuracy.top_logits import TopLogits, TopTokens, positions_to_keep, top_of, top_of_array
 from tests.noise import OTHER_SUMS
@@ -140,7 +141,7 @@ def test_the_whole_kl_lies_between_the_bounds(seed: int, count: int) -> None:
 
 def test_likeliest_tokens_are_those_that_torch_finds() -> None:
     logits = np.random.default_rng(3).normal(scale=4, size=(50, 200)).astype(np.float32)
-    ours, theirs = top_of_array(log_softmax(logits)), top_of(torch.from_numpy(logits))
+    ours, theirs = top_of_array(log_softmax_of_array(logits)), top_of(torch.from_numpy(logits))
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=OTHER_SUMS, atol=1e-6)
     np.testing.assert_allclose(ours.rest, theirs.rest, atol=1e-5)

@@ -48,7 +48,7 @@ def test_the_remedy_says_effect_time_and_need_and_begins_with_the_run_s_own_comm
     monkeypatch.setattr(remedy_module, "_minutes", lambda run: 2)
     remedy = remedy_of(calibrated_run, of(WEIGHTS, INPUTS))
     assert remedy is not None
-    assert remedy.effect == (
+    assert remedy.why == (
         "inputs 0.0176 -> 1e-05 in two codes, weights 0.0112 -> 0.0028 by GPTQ, about 2 minutes; needs the plugin "
         "fp8q-vllm in vLLM"
     )

@@ -12,8 +12,8 @@ from fp8q.core.run import Run
 from fp8q.core.run_writer import RunWriter
 from fp8q.quantize.scales.decisions import Scales
 from fp8q.validate.accuracy.document import Verdict, load_accuracy, load_token_losses, save_accuracy
-from fp8q.validate.advice.remedy import Remedy
-from fp8q.validate.report.verdict import NextStep, Standing, forms_in_words, next_steps, report_verdict
+from fp8q.validate.advice.remedy import NextStep
+from fp8q.validate.report.verdict import Standing, forms_in_words, next_steps, report_verdict
 
 NOTHING = Standing("RUN", located=False, tuned=None, engine=False, repository=False)
 
@@ -110,7 +110,7 @@ def test_a_form_with_second_codes_goes_to_vllm_with_the_plugin_alone() -> None:
 
 def test_the_remedy_comes_first_with_its_effect() -> None:
     command = "fp8q scales RUN --form tail:64"
-    has = replace(NOTHING, located=True, remedy=Remedy("inputs 0.02 -> 0.00001 in two codes", command))
+    has = replace(NOTHING, located=True, remedy=NextStep("inputs 0.02 -> 0.00001 in two codes", command))
     first, *_ = next_steps(of("worse"), has)
     assert first == NextStep("inputs 0.02 -> 0.00001 in two codes.", command)
     assert next_steps(of("acceptable"), has)[0].command == ENGINE
