@@ -63,11 +63,8 @@ def kl(row: Mapping[str, Any]) -> str:
 
 
 def share(row: Mapping[str, Any]) -> str:
-    """The mean KL over that of ModelOpt's default, with its interval over the same windows."""
-    if "ratio_interval" not in row:
-        return ""
-    low, high = row["ratio_interval"]
-    return f"{row['kl_over_modelopt']:.2f} ({low:.2f} to {high:.2f})"
+    """The mean KL over that of ModelOpt's default."""
+    return f"{row['kl_over_modelopt']:.2f}" if "ratio_interval" in row else ""
 
 
 def perplexity(row: Mapping[str, Any]) -> str:
@@ -88,9 +85,8 @@ def recipes(titles: Mapping[str, str]) -> str:
         rows = rows_of(key, limits=titles is RECIPES)
         for name, title in titles.items():
             row = rows[name]
-            median = f"{row['kl_median_micronats']:,.0f}"
-            cells.append([model, title, kl(row), share(row), median, perplexity(row), flips(row)])
-    return table(["model", "recipe", "KL × 10⁶", "over ModelOpt's", "median", "perplexity", "flips"], cells)
+            cells.append([model, title, kl(row), share(row), perplexity(row), flips(row)])
+    return table(["model", "recipe", "KL × 10⁶", "over ModelOpt's", "perplexity", "flips"], cells)
 
 
 def accuracy_real() -> str:
@@ -104,11 +100,9 @@ def chats_real() -> str:
     cells = []
     for name, title in {**RECIPES, f"{CACHE}K and V": "cache in FP8 alone"}.items():
         if name in chats:
-            cells.append([title, *(cell(rows[name]) for cell in (kl, perplexity, flips) for rows in (plain, chats))])
+            cells.append([title, *(cell(rows[name]) for cell in (kl, flips) for rows in (plain, chats))])
     kinds = ("plain text", "chats")
-    return table(
-        ["SmolLM2-135M", *(f"{name}, {kind}" for name in ("KL × 10⁶", "perplexity", "flips") for kind in kinds)], cells
-    )
+    return table(["SmolLM2-135M", *(f"{name}, {kind}" for name in ("KL × 10⁶", "flips") for kind in kinds)], cells)
 
 
 def clips_real() -> str:

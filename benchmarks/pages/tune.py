@@ -46,4 +46,5 @@ def culprits() -> str:
     return table(["damage", "rank", "`tune` chooses", "damaged, of healthy KL", "repaired"], rows)
 
 
-TABLES = (tune, culprits)
+TABLES = (tune,)
+DECISION_TABLES = (culprits,)

@@ -76,7 +76,6 @@ REVIEWED: Mapping[str, Mapping[str, Kind]] = {
     "docs/numbers.md": {
         "448 and 896 times 2⁻⁶": "arithmetic",
         "limit for fp8q 1.15×": "limit",
-        "limits 1.05× with BF16 units, not met here, and 0.55× without": "limit",
     },
     "README.md": {
         "loses more than 1 % of perplexity": "limit",
