@@ -137,7 +137,7 @@ def api_page() -> str:
     values = sorted(public.keys() - functions.keys() - classes.keys())
     parts = [WHO_API, "## Functions", *(described(name, value) for name, value in functions.items())]
     parts += ["## Classes", *(described(name, value) for name, value in classes.items())]
-    results = "\n".join(f"- `{name}`" for name in sorted(api.RETURNED))
+    results = ", ".join(f"`{name}`" for name in sorted(api.RETURNED))
     parts += [f"## Types of results\n\n`from fp8q.api import Accuracy` loads such a type:\n\n{results}"]
     parts += ["## Values\n\n" + "\n".join(f"- `{name}` = `{public[name]!r}`" for name in values)]
     return "\n\n".join(parts) + "\n"
@@ -147,7 +147,10 @@ def described(name: str, value: Any) -> str:
     """Describe one function or class."""
     returned = inspect.signature(value).return_annotation if inspect.isfunction(value) else inspect.Signature.empty
     arrow = "" if returned is inspect.Signature.empty else f" -> {inspect.formatannotation(returned)}".replace("'", "")
-    head = f"### {name}\n\n```python\n{name}({', '.join(parameters(value))}){arrow}\n```\n\n{inspect.getdoc(value)}"
+    about = inspect.getdoc(value) or ""
+    if inspect.isclass(value) and issubclass(value, Options):
+        about = about.partition("\n\n")[0]  # the page of options has what each does
+    head = f"### {name}\n\n```python\n{name}({', '.join(parameters(value))}){arrow}\n```\n\n{about}"
     if name not in public_api.functions():
         return head
     signature = inspect.signature(inspect.unwrap(value))

@@ -69,6 +69,7 @@ def cache_traffic() -> str:
     return table([*head, "prompt", "attention of prompts"], rows)
 
 
-TABLES = (engine_sizes, cache_traffic)
+TABLES = (engine_sizes,)
+CACHE_TABLES = (cache_traffic,)
 FORM_TABLES = (forms,)
 LOGIT_TABLES = (asked_logits,)

@@ -23,19 +23,19 @@ NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
 
 
 def form_costs() -> str:
-    """Every form: KL, perplexity and bytes of both models, and who reads it."""
+    """Every form: KL and perplexity of both models, and who reads it."""
     results = load("mxfp8")["results"]
     rows = []
     for form, (name, readers) in READERS.items():
         cells = [name]
         for model in NAMES:
             row = results[model]["rows"][form]
-            cells += [kl(row), perplexity(row), f"{row['bytes'] / 1e6:.2f} MB"]
+            cells += [kl(row), perplexity(row)]
         servers = ("transformers", "vLLM", "SGLang", "TensorRT-LLM")
         read = [server for server, reads in zip(servers, readers, strict=True) if reads]
         cells.append("all four" if len(read) == len(servers) else ", ".join(read))
         rows.append(cells)
-    head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity", "bytes")]
+    head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity")]
     return table(["form", *head, "read by"], rows)
 
 

@@ -37,7 +37,7 @@ DECODED = {
     "weights alone, gptq": "weights alone",
 }
 CLIPS = {"fp8q, default": "amax"} | {f"fp8q, default, {clip}": clip for clip in ("percentile", "mse", "entropy")}
-CACHE = "cache alone, "
+CACHE, PARTS = "cache alone, ", ("K", "V", "K and V")
 
 
 def rows_of(model: str, limits: bool = False) -> Mapping[str, Any]:
@@ -126,9 +126,18 @@ def exact_answers_real() -> str:
 
 def kv_cache_real() -> str:
     """KL of the cache alone, by what of it is FP8, and of all GEMMs beside it."""
+    return caches({f"{CACHE}{what}": what for what in PARTS} | {"fp8q, default": "all W8A8 GEMMs, cache in FP32"})
+
+
+def kv_cache_heads() -> str:
+    """KL of the whole cache in FP8, under a scale for each head, and with queries in FP8 too."""
+    rows = [row for row in rows_of("smollm2") if row.startswith(CACHE)]
+    return caches({row: row.removeprefix(CACHE) for row in rows if row.removeprefix(CACHE) not in PARTS[:2]})
+
+
+def caches(titles: Mapping[str, str]) -> str:
+    """KL and perplexity of rows, one model after the other."""
     results = {model: rows_of(key) for key, model in MODELS.items()}
-    titles = {row: row.removeprefix(CACHE) for row in next(iter(results.values())) if row.startswith(CACHE)}
-    titles["fp8q, default"] = "for comparison: all W8A8 GEMMs, cache in FP32"
     cells = [
         [model, title, kl(rows[row]), perplexity(rows[row])]
         for model, rows in results.items()

@@ -46,5 +46,4 @@ def culprits() -> str:
     return table(["damage", "rank", "`tune` chooses", "damaged, of healthy KL", "repaired"], rows)
 
 
-TABLES = (tune,)
-DECISION_TABLES = (culprits,)
+DECISION_TABLES = (tune, culprits)
