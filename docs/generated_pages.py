@@ -9,6 +9,7 @@ mkdocs calls these functions (`hooks` in mkdocs.yml). A page that is made when t
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ WHO_API = """# Python
 
 For those who call fp8q from a program: all functions and classes of `fp8q.api`, from their docstrings. Every function
 raises `InputError` for a fault of its input ([exit codes](exit-codes.md) has the others). The fields of option classes
-are [the options of the command line](../options.md), and editors and type checkers know those that a function takes by
-name. `python docs/public_api.py --write` makes this page.
+are [the options of the command line](../options.md). A function takes the fields of the option classes in its
+signature by name too; editors and type checkers know them. `python docs/public_api.py --write` makes this page.
 """
 WHO_DECISIONS = """# Decisions
 
@@ -136,7 +137,7 @@ def api_page() -> str:
     values = sorted(public.keys() - functions.keys() - classes.keys())
     parts = [WHO_API, "## Functions", *(described(name, value) for name, value in functions.items())]
     parts += ["## Classes", *(described(name, value) for name, value in classes.items())]
-    results = "\n".join(f"- `{name}`" for name in sorted(api.RETURNED))
+    results = ", ".join(f"`{name}`" for name in sorted(api.RETURNED))
     parts += [f"## Types of results\n\n`from fp8q.api import Accuracy` loads such a type:\n\n{results}"]
     parts += ["## Values\n\n" + "\n".join(f"- `{name}` = `{public[name]!r}`" for name in values)]
     return "\n\n".join(parts) + "\n"
@@ -146,11 +147,25 @@ def described(name: str, value: Any) -> str:
     """Describe one function or class."""
     returned = inspect.signature(value).return_annotation if inspect.isfunction(value) else inspect.Signature.empty
     arrow = "" if returned is inspect.Signature.empty else f" -> {inspect.formatannotation(returned)}".replace("'", "")
-    head = f"### {name}\n\n```python\n{name}({', '.join(parameters(value))}){arrow}\n```\n\n{inspect.getdoc(value)}"
+    about = inspect.getdoc(value) or ""
+    if inspect.isclass(value) and issubclass(value, Options):
+        about = about.partition("\n\n")[0]  # the page of options has what each does
+    head = f"### {name}\n\n```python\n{name}({', '.join(parameters(value))}){arrow}\n```\n\n{about}"
     if name not in public_api.functions():
         return head
-    options = ", ".join(f"`{option}`" for option in public_api.settings_of(value))
-    return f"{head}\n\nOptions by name: {options}."
+    signature = inspect.signature(inspect.unwrap(value))
+    listed = {name for parameter in signature.parameters.values() for name in shown_fields(type(parameter.default))}
+    options = ", ".join(f"`{option}`" for option in public_api.settings_of(value) if option not in listed)
+    return f"{head}\n\nOptions by name beside them: {options}." if options else head
+
+
+def shown_fields(kind: type) -> Iterator[str]:
+    """The fields of an option class of `fp8q.api`, and of those classes of it within."""
+    if not is_dataclass(kind) or kind.__name__ not in api.__all__:
+        return
+    for field in fields(kind):
+        yield field.name
+        yield from shown_fields(type(field.default))
 
 
 def parameters(value: Any) -> Iterator[str]:

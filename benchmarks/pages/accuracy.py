@@ -131,5 +131,7 @@ def panel(axes: "Axes", rows: Mapping[str, Figures], kind: int, labelled: bool) 
     axes.set_xlim(0.45, 1.05)
 
 
-TABLES = (accuracy_real, chats_real, accuracy, accuracy_as_served)
+TABLES = (accuracy_real, accuracy_as_served)
+CHAT_TABLES = (chats_real,)
+DECISION_TABLES = (accuracy,)
 PICTURES = {"docs/accuracy.svg": accuracy_plot}

@@ -113,4 +113,5 @@ def _short(reason: str) -> str:
     return re.sub(r" \([^)]*\)| \(.*$| in model\.\S+|;.*|, and of others.*|\. Use .*", "", reason)
 
 
-TABLES = (architectures, drafts, breadth, unseen_architectures)
+TABLES = (architectures, breadth, unseen_architectures)
+DECISION_TABLES = (drafts,)

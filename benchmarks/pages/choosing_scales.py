@@ -50,4 +50,5 @@ def clip_methods() -> str:
     return table(["`--method`", "clip", "saturates", "judged by the [certificate of the text](corpora.md)"], rows)
 
 
-TABLES = (clip_methods, clips_real, choosing_scales)
+TABLES = (clip_methods, clips_real)
+DECISION_TABLES = (choosing_scales,)

@@ -57,27 +57,21 @@ def wrong_models() -> str:
 
 
 def made_by_others() -> str:
-    """A row for each file that others make of a model: verdict, loss, what loads it, and what lint says of servers."""
+    """A row for each file that others make: its loss on each model, and what lint says of the first model's file."""
+    models = dict(chain.from_iterable(load(f"made_by_others{part}")["results"].items() for part in ("_smollm2", "")))
+    first = next(iter(models.values()))
     lines = []
-    results = [load(f"made_by_others{part}")["results"] for part in ("_smollm2", "")]
-    for model, rows in chain.from_iterable(models.items() for models in results):
-        for name, row in rows.items():
-            servers = [f"{server} {', '.join(rules)}" for server, rules in row["lint"].items() if rules]
-            lines.append(
-                [
-                    model,
-                    name,
-                    row["verdict"],
-                    increase(row["perplexity_increase"]),
-                    f"{1e6 * row['kl_nats']['mean']:,.0f}",
-                    f"{row['flips']['mean']:.1%}",
-                    "weights alone" if row["loaded_by"] == "fp8q" else "",
-                    "; ".join(servers),
-                    f"{row['seconds']:.0f}",
-                ]
-            )
-    head = ["model", "made by", "verdict", "perplexity", "KL, 10⁻⁶ nats", "flips", "measured", "lint for servers"]
-    return table([*head, "seconds"], lines)
+    for maker, row in first.items():
+        servers = [f"{server} {', '.join(rules)}" for server, rules in row["lint"].items() if rules]
+        lines.append([maker, *(_loss(rows[maker]) for rows in models.values()), "; ".join(servers)])
+    return table(["made by", *models, "lint for servers"], lines)
+
+
+def _loss(row: Mapping[str, Any]) -> str:
+    """Rise of perplexity, KL and flips; in brackets where weights alone were measured."""
+    rise, kl = increase(row["perplexity_increase"]), f"{1e6 * row['kl_nats']['mean']:,.0f}"
+    loss = f"{rise}, {kl}, {row['flips']['mean']:.1%}"
+    return f"({loss})" if row["loaded_by"] == "fp8q" else loss
 
 
 def compare_memory() -> str:
@@ -111,4 +105,5 @@ def _between(values: list[int]) -> str:
     return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
-TABLES = (compare, wrong_models, made_by_others, compare_memory)
+TABLES = (made_by_others, compare_memory)
+DECISION_TABLES = (compare, wrong_models)

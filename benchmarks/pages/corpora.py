@@ -39,4 +39,5 @@ def text_formats() -> str:
     return table(["ends in", "one document is"], rows)
 
 
-TABLES = (text_formats, bos, certificate)
+TABLES = (text_formats, certificate)
+DECISION_TABLES = (bos,)

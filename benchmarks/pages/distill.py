@@ -44,4 +44,5 @@ def distill_memory() -> str:
     return table(["layers", "`calibrate --stream`, `sequential`", "`distill --stream`", "ratio"], rows)
 
 
-TABLES = (distill, distill_peer, distill_memory)
+TABLES = (distill, distill_memory)
+DECISION_TABLES = (distill_peer,)

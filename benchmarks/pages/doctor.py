@@ -43,4 +43,4 @@ def _names(checks: set[str]) -> str:
     return ", ".join(f"`{check}`" for check in sorted(checks))
 
 
-TABLES = (doctor, damages)
+DECISION_TABLES = (doctor, damages)

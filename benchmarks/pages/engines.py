@@ -69,4 +69,7 @@ def cache_traffic() -> str:
     return table([*head, "prompt", "attention of prompts"], rows)
 
 
-TABLES = (forms, engine_sizes, asked_logits, cache_traffic)
+TABLES = (engine_sizes,)
+CACHE_TABLES = (cache_traffic,)
+FORM_TABLES = (forms,)
+LOGIT_TABLES = (asked_logits,)

@@ -76,4 +76,6 @@ def expert_rounding() -> str:
     return table([*heads, "last GEMMs worse than `nearest` by `gptq`", "weights with other codes"], rows)
 
 
-TABLES = (expert_tokens, expert_rounding, branches_in_all)
+TABLES = (branches_in_all,)
+TOKEN_TABLES = (expert_tokens,)
+ROUNDING_TABLES = (expert_rounding,)

@@ -9,42 +9,40 @@ from fp8q.options import CheckpointServer, Kind, Server
 from fp8q.quantize.scales.servers import computes
 from pages.real import kl, perplexity
 
-#: Row of the result -> its name in the table, and the form that fp8q writes of it; None: what it does not write.
-READERS: Mapping[str, tuple[str, Kind | Literal["every"] | None]] = {
+#: Row of the result -> its name in the table, and the form that fp8q writes of it.
+READERS: Mapping[str, tuple[str, Kind | Literal["every"]]] = {
     "BF16": ("BF16 itself", "every"),
     "one": ("`one`", "one"),
     "one, tensor weights": ("`one`, `--weight-scale tensor`", "one"),
     "dynamic": ("`dynamic`", "dynamic"),
     "block": ("`block`, as `convert` rounds", "block"),
-    "MXFP8, floor": ("MXFP8, exponents by floor", None),
-    "MXFP8, up": ("MXFP8, exponents up", None),
     "two": ("`two`, by `fp8q-vllm` in vLLM", "two"),
     "bf16": ("`bf16`: weights alone", "bf16"),
 }
 SERVERS: Mapping[str, Server | CheckpointServer] = {
     "transformers": "transformers", "vLLM": "vllm-plugin", "SGLang": "sglang", "TensorRT-LLM": "tensorrt-llm",
 }  # fmt: skip
+#: Rows of what fp8q does not write.
+MXFP8 = {"MXFP8, floor": "MXFP8, exponents by floor", "MXFP8, up": "MXFP8, exponents up"}
 NAMES = {"demo": "demo", "smollm2": "SmolLM2-135M"}
 
 
 def form_costs() -> str:
-    """Every form: KL, perplexity and bytes of both models, and who reads it."""
+    """Every form: KL and perplexity of both models, and who reads it."""
     results = load("mxfp8")["results"]
     rows = []
     for form, (name, kind) in READERS.items():
         cells = [name]
         for model in NAMES:
             row = results[model]["rows"][form]
-            cells += [kl(row), perplexity(row), f"{row['bytes'] / 1e6:.2f} MB"]
+            cells += [kl(row), perplexity(row)]
         cells.append(_read_by(kind))
         rows.append(cells)
-    head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity", "bytes")]
+    head = [f"{name}: {what}" for name in NAMES.values() for what in ("KL × 10⁶", "perplexity")]
     return table(["form", *head, "read by"], rows)
 
 
-def _read_by(kind: Kind | Literal["every"] | None) -> str:
-    if kind is None:
-        return "not written"
+def _read_by(kind: Kind | Literal["every"]) -> str:
     read = [title for title, server in SERVERS.items() if kind == "every" or computes(server, kind)]
     return "all four" if len(read) == len(SERVERS) else ", ".join(read)
 
@@ -52,8 +50,8 @@ def _read_by(kind: Kind | Literal["every"] | None) -> str:
 def mxfp8_decision() -> str:
     """KL of MXFP8 and of what it would stand beside."""
     results = load("mxfp8")["results"]
-    forms = ("one", "dynamic", "block", "MXFP8, floor", "MXFP8, up")
-    rows = [[READERS[form][0], *(kl(results[model]["rows"][form]) for model in NAMES)] for form in forms]
+    forms = {form: READERS[form][0] for form in ("one", "dynamic", "block")} | MXFP8
+    rows = [[name, *(kl(results[model]["rows"][form]) for model in NAMES)] for form, name in forms.items()]
     return table(["form", *NAMES.values()], rows)
 
 

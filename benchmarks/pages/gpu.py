@@ -21,7 +21,7 @@ def _tables(name: str, part: str) -> Mapping[str, list[dict[str, Any]]]:
 def gpu_gemms() -> str:
     """Microseconds of the four GEMMs of a layer, in sum, by tokens."""
     rows = _tables("gpu_h100_products", "products")["products"]
-    tokens = sorted({row["tokens"] for row in rows})
+    tokens = sorted({row["tokens"] for row in rows} - {64, 128, 512})
     cells = [
         [f"{model}: {NAMES[way]}", *(f"{_sum(rows, model, way, each):,.0f}" for each in tokens)]
         for model in ("8B", "70B")
@@ -133,4 +133,6 @@ def _vllm_ms(rows: list[dict[str, Any]], form: str, prompt: int, clients: int) -
     return float(1e3 * clients / _vllm_row(rows, form, prompt, clients)["tokens_per_second"])
 
 
-TABLES = (gpu_gemms, gpu_plugin, gpu_kernels, gpu_adder, gpu_counting, gpu_decoder, gpu_vllm)
+TABLES = (gpu_gemms, gpu_adder, gpu_decoder, gpu_vllm)
+COUNTING_TABLES = (gpu_counting,)
+DECISION_TABLES = (gpu_plugin, gpu_kernels)

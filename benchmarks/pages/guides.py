@@ -191,4 +191,4 @@ def convert_classes() -> str:
     return table(["a tiny random model of each class", ""], figures)
 
 
-ONE_GPU, MEMORY, CONVERT = (llama_on_one_gpu,), (streaming,), (convert_classes, convert_seconds)
+ONE_GPU, MEMORY, CONVERT, CLASSES = (llama_on_one_gpu,), (streaming,), (convert_seconds,), (convert_classes,)

@@ -153,6 +153,6 @@ TABLES = (
     accumulator_products,
     accumulator_models,
     calibration,
-    without_bf_units,
     limits,
 )
+DECISION_TABLES = (without_bf_units,)

@@ -37,7 +37,7 @@ DECODED = {
     "weights alone, gptq": "weights alone",
 }
 CLIPS = {"fp8q, default": "amax"} | {f"fp8q, default, {clip}": clip for clip in ("percentile", "mse", "entropy")}
-CACHE = "cache alone, "
+CACHE, PARTS = "cache alone, ", ("K", "V", "K and V")
 
 
 def rows_of(model: str, limits: bool = False) -> Mapping[str, Any]:
@@ -63,11 +63,8 @@ def kl(row: Mapping[str, Any]) -> str:
 
 
 def share(row: Mapping[str, Any]) -> str:
-    """The mean KL over that of ModelOpt's default, with its interval over the same windows."""
-    if "ratio_interval" not in row:
-        return ""
-    low, high = row["ratio_interval"]
-    return f"{row['kl_over_modelopt']:.2f} ({low:.2f} to {high:.2f})"
+    """The mean KL over that of ModelOpt's default."""
+    return f"{row['kl_over_modelopt']:.2f}" if "ratio_interval" in row else ""
 
 
 def perplexity(row: Mapping[str, Any]) -> str:
@@ -88,9 +85,8 @@ def recipes(titles: Mapping[str, str]) -> str:
         rows = rows_of(key, limits=titles is RECIPES)
         for name, title in titles.items():
             row = rows[name]
-            median = f"{row['kl_median_micronats']:,.0f}"
-            cells.append([model, title, kl(row), share(row), median, perplexity(row), flips(row)])
-    return table(["model", "recipe", "KL × 10⁶", "over ModelOpt's", "median", "perplexity", "flips"], cells)
+            cells.append([model, title, kl(row), share(row), perplexity(row), flips(row)])
+    return table(["model", "recipe", "KL × 10⁶", "over ModelOpt's", "perplexity", "flips"], cells)
 
 
 def accuracy_real() -> str:
@@ -104,11 +100,9 @@ def chats_real() -> str:
     cells = []
     for name, title in {**RECIPES, f"{CACHE}K and V": "cache in FP8 alone"}.items():
         if name in chats:
-            cells.append([title, *(cell(rows[name]) for cell in (kl, perplexity, flips) for rows in (plain, chats))])
+            cells.append([title, *(cell(rows[name]) for cell in (kl, flips) for rows in (plain, chats))])
     kinds = ("plain text", "chats")
-    return table(
-        ["SmolLM2-135M", *(f"{name}, {kind}" for name in ("KL × 10⁶", "perplexity", "flips") for kind in kinds)], cells
-    )
+    return table(["SmolLM2-135M", *(f"{name}, {kind}" for name in ("KL × 10⁶", "flips") for kind in kinds)], cells)
 
 
 def clips_real() -> str:
@@ -132,9 +126,18 @@ def exact_answers_real() -> str:
 
 def kv_cache_real() -> str:
     """KL of the cache alone, by what of it is FP8, and of all GEMMs beside it."""
+    return caches({f"{CACHE}{what}": what for what in PARTS} | {"fp8q, default": "all W8A8 GEMMs, cache in FP32"})
+
+
+def kv_cache_heads() -> str:
+    """KL of the whole cache in FP8, under a scale for each head, and with queries in FP8 too."""
+    rows = [row for row in rows_of("smollm2") if row.startswith(CACHE)]
+    return caches({row: row.removeprefix(CACHE) for row in rows if row.removeprefix(CACHE) not in PARTS[:2]})
+
+
+def caches(titles: Mapping[str, str]) -> str:
+    """KL and perplexity of rows, one model after the other."""
     results = {model: rows_of(key) for key, model in MODELS.items()}
-    titles = {row: row.removeprefix(CACHE) for row in next(iter(results.values())) if row.startswith(CACHE)}
-    titles["fp8q, default"] = "for comparison: all W8A8 GEMMs, cache in FP32"
     cells = [
         [model, title, kl(rows[row]), perplexity(rows[row])]
         for model, rows in results.items()

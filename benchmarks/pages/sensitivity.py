@@ -21,4 +21,4 @@ def sensitivity() -> str:
     return table([*head, "predicted over measured, 90 %", "passes", "of the full measurement"], rows)
 
 
-TABLES = (sensitivity,)
+DECISION_TABLES = (sensitivity,)

@@ -51,4 +51,5 @@ def unread() -> str:
     return table(["beside", f"answer of {found['tokens']} tokens, s"], rows)
 
 
-TABLES = (serve, unread, under_load)
+TABLES = (serve, under_load)
+DECISION_TABLES = (unread,)

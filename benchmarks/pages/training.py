@@ -52,4 +52,5 @@ def training_cost() -> str:
     return table(["parameters", "a step", "ten steps, one recorded, over ten unwatched ones"], rows)
 
 
-TABLES = (training_checks, training, training_cost)
+TABLES = (training_checks, training_cost)
+DECISION_TABLES = (training,)

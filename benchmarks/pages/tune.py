@@ -46,4 +46,4 @@ def culprits() -> str:
     return table(["damage", "rank", "`tune` chooses", "damaged, of healthy KL", "repaired"], rows)
 
 
-TABLES = (tune, culprits)
+DECISION_TABLES = (tune, culprits)

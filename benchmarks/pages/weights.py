@@ -116,9 +116,9 @@ def _sized(name: str, found: Figures) -> str:
 
 
 TABLES = (
-    weight_levers,
     weights_alone,
-    weight_seconds,
     weight_shapes,
     sequential_memory,
 )
+LEVER_TABLES = (weight_levers,)
+SECOND_TABLES = (weight_seconds,)
