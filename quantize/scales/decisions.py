@@ -272,10 +272,15 @@ class Scales(Strict):
         return "head" if self.per_head else "layer"
 
     @property
+    def bf16_caches(self) -> list[str]:
+        """The attention modules whose cache stays in BF16 beside others in FP8."""
+        return [*dict.fromkeys(name.rpartition(".")[0] for name in self.wide_cache)]
+
+    @property
     def cache_left(self) -> str:
         """State the layers that an FP8 cache leaves out, as the end of a sentence; empty where there are none."""
-        left, coded = ({name.rpartition(".")[0] for name in part} for part in (self.wide_cache, self.kv_cache))
-        return f", {len(left)} of {len(left | coded)} layers left in BF16" if left else ""
+        left, coded = self.bf16_caches, {name.rpartition(".")[0] for name in self.kv_cache}
+        return f", {len(left)} of {len(coded.union(left))} layers left in BF16" if left else ""
 
 
 class AttentionScales(Strict):

@@ -116,7 +116,7 @@ LOSS_COLUMNS: tuple[Column[Any], ...] = (
     text_column("tensor", "module"),
     text_column("kind"),
     number_column("KL alone", nats, "kl_nats"),
-    Column("in two terms", lambda row: row.kl_after.two_terms, nats),
+    Column("in two terms", lambda row: row.kl_after.exact, nats),
     Column("by gptq", lambda row: row.kl_after.gptq, nats),
     number_column("SQNR", decibels, "sqnr_db"),
     Column("measured", lambda row: "yes" if row.measured else None, numeric=False),

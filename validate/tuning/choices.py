@@ -12,7 +12,7 @@ there.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...options import BF16, DEFAULT_EXACT_TAIL, ONE, Form, Kind, KvCache, Prefer, ScaleOptions, Server
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
@@ -22,6 +22,7 @@ from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_B
 #: The form of a group of GEMMs: that of their input, or `bf16` where their weights stay in BF16 too.
 GroupForm = Literal["one_term", "dynamic", "tail", "two_terms", "weights_alone", "bf16"]
 FORMS: tuple[GroupForm, ...] = get_args(GroupForm)
+TWO_TERMS: GroupForm = "two_terms"
 #: Form of a group -> the kind of its input's form, as `--form` names it; none where weights stay in BF16 too.
 KINDS: Mapping[GroupForm, Kind] = {
     "one_term": "one", "dynamic": "dynamic", "tail": "tail", "two_terms": "two", "weights_alone": "bf16",
@@ -111,6 +112,15 @@ class Mix:
     kv_cache: KvCache
     wide_cache: tuple[str, ...] = ()
 
+    @classmethod
+    def from_stored(cls, fields: Mapping[str, Any]) -> "Mix":
+        """Make a mix of its fields as JSON has them."""
+        return cls(**{**fields, "wide_cache": tuple(fields["wide_cache"])})
+
+    def leaves_in_bf16(self, module: str) -> bool:
+        """Tell whether the cache of the attention `module` stays in BF16 beside others in codes."""
+        return module in self.wide_cache
+
     def groups_in(self, form: GroupForm) -> list[str]:
         """List the groups in this form."""
         return [name for name, group_form in self.forms.items() if group_form == form]
@@ -118,7 +128,7 @@ class Mix:
     def codes(self, tensor: str) -> bool:
         """Tell whether the cache tensor `<attention>.k` or `.v` is codes."""
         module, _, part = tensor.rpartition(".")
-        return part in CACHE_PARTS[self.kv_cache] and module not in self.wide_cache
+        return part in CACHE_PARTS[self.kv_cache] and not self.leaves_in_bf16(module)
 
 
 @dataclass(frozen=True)

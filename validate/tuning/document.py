@@ -98,7 +98,7 @@ class Recipe(Strict):
         )
 
     def over(self, before: ScaleOptions) -> ScaleOptions:
-        """The options that `fp8q scales` would be given on a run that was made with `before`; tails keep its length."""
+        """The options that `fp8q scales` would be given on a run that was made with `before`, with the tail of it."""
         return replace(
             before.in_one_form(ONE),
             two_terms=tuple(self.two_terms),

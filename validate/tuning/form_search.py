@@ -17,7 +17,20 @@ from re import sub
 
 from ...options import ONE, KvCache, ScaleOptions
 from ..sensitivity.document import Sensitivity
-from .choices import CODES, FORMS, Group, GroupForm, Mix, Price, RoundingName, Shape, input_form, members, variant
+from .choices import (
+    CODES,
+    FORMS,
+    TWO_TERMS,
+    Group,
+    GroupForm,
+    Mix,
+    Price,
+    RoundingName,
+    Shape,
+    input_form,
+    members,
+    variant,
+)
 from .solve import Correction, Losses, Problem, same
 
 #: A mix that uses this share of what is aimed at is not made cheaper.
@@ -50,13 +63,13 @@ def group_losses(
         if loss.kind != "activation":
             continue
         read = [weights[name] for name in loss.shared_by or [loss.module] if name in weights]
-        exact = loss.kl_after.two_terms or 0.0
+        exact = loss.kl_after.exact or 0.0
         by_token = loss.kl_nats if loss.kl_after.dynamic is None else loss.kl_after.dynamic
         inputs: dict[GroupForm, float] = {
             "one_term": loss.kl_nats,
             "dynamic": by_token,
             "tail": exact,
-            "two_terms": exact,
+            TWO_TERMS: exact,
         }
         group = parts.setdefault(loss.module, {})
         for rounding in roundings:
