@@ -415,8 +415,8 @@ def load(
     """Load the FP8 model of the run at `path` as Hugging Face's, multiplied as fp8q's reference multiplies it.
 
     One term, two terms, a tail and FP8 weights alone are each computed as such, and an FP8 cache holds codes;
-    `generate` needs no further argument. `dtype`: the type of all but FP8 GEMMs. `mode`: `exact` keeps the sums of FP8 GEMMs
-    in FP32, `fast` rounds them to BF16 on CPUs, as `validate` does. `device` None: the first GPU, or the CPU.
+    `generate` needs no further argument. `dtype`: the type of all but FP8 GEMMs. `mode`: `exact` keeps the sums of
+    FP8 GEMMs in FP32, `fast` rounds them to BF16 on CPUs, as `validate` does. `device` None: the first GPU, or the CPU.
     `as_served`: in a call without a cache so many tokens are a prompt, and the others stand for decoded tokens, which
     matters to a tail alone; None: all are a prompt. `adapter`: the adapter that is on.
 

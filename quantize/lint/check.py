@@ -60,7 +60,7 @@ def open_served(path: Path, server: CheckpointServer, version: str | None) -> Se
     except InputError:
         fp8 = None  # another form, of which S102 tells, or damage, which the next line raises
     tensors, problems = (fp8.tensors, fp8.problems) if fp8 else located_tensors(path)
-    return Served(path, config, said, tensors, problems, fp8, server, version)
+    return Served(path, config, said or {}, tensors, problems, fp8, server, version)
 
 
 def server_findings(served: Served) -> list[Finding]:

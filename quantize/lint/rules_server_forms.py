@@ -40,7 +40,7 @@ def form_unread(served: Served) -> Broken:
     """The form of quantization is one of those that fp8q reads: of others the names of tensors and config.json are held
     against the rules, and codes and scales are not.
     """
-    if served.said is not None and served.fp8 is None:
+    if served.said and served.fp8 is None:
         method = served.said.get("quant_method")
         yield CONFIG, f"says quant_method {method!r}, of which codes and scales are not checked here; {ASK}"
 
@@ -72,12 +72,11 @@ def form_refused(served: Served) -> Broken:
     ModelOpt's form it also takes a scale a tensor. vLLM and SGLang want the field activation_scheme of the form fp8,
     and no static inputs beside blocks; vLLM wants a cache that is symmetric and says so.
     """
-    said = served.said or {}
-    method = said.get("quant_method")
+    said = served.said
     if served.server == "tensorrt-llm":
-        yield from _tensorrt_llm(said)
+        yield from _tensorrt_llm(served.said)
         return
-    if method == "fp8":
+    if served.method == "fp8":
         if "activation_scheme" not in said:
             yield (
                 CONFIG,
@@ -85,7 +84,7 @@ def form_refused(served: Served) -> Broken:
             )
         if said.get("weight_block_size") is not None and said.get("activation_scheme") == "static":
             yield CONFIG, f"says static inputs and blocks, which {served.title} refuses together; say dynamic"
-    if method == "compressed-tensors" and served.server == "vllm":
+    if served.method == "compressed-tensors" and served.server == "vllm":
         yield from _vllm_cache(said)
 
 
@@ -178,12 +177,11 @@ def form_misread(served: Served) -> Broken:
     knows the form fp8 by its blocks or by static inputs: without both it makes modules in BF16, and copies codes into
     them.
     """
-    said = served.said or {}
-    method = str(said.get("quant_method"))
-    if served.server == "transformers" and method.startswith("modelopt"):
+    said = served.said
+    if served.server == "transformers" and served.method.startswith("modelopt"):
         fault = "is ModelOpt's form, which transformers does not know: it takes codes for values, and no scale"
         yield CONFIG, f"{fault}; load it by vLLM, SGLang or TensorRT-LLM, or `fp8q compare` for its losses"
-    if served.server == "tensorrt-llm" and method == "fp8":
+    if served.server == "tensorrt-llm" and served.method == "fp8":
         static = said.get("activation_scheme") == "static"
         if not said.get("weight_block_size") and not static and "weight_block_size" in said:
             fault = "is FP8 with one scale a tensor and dynamic inputs, for which TensorRT-LLM makes modules in BF16"
@@ -203,7 +201,7 @@ def transforms_unread(served: Served) -> Broken:
     the other way. vLLM does so at inputs and outputs of linear layers, not at queries and the cache. SGLang and
     transformers leave all of them out in silence, and compute another model.
     """
-    for name, places in online_transforms(served.said or {}).items():
+    for name, places in online_transforms(served.said).items():
         unread = [place for place in places if served.server != "vllm" or place not in ("input", "output")]
         if unread:
             where = f"transform_config ({name} at {', '.join(dict.fromkeys(unread))})"
