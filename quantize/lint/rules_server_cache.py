@@ -36,10 +36,6 @@ ATTENTION = ("self_attn", "mixer")
 PLACE = "leave the cache in BF16 there"
 
 
-def _declares_cache(served: Served) -> bool:
-    return served.declared is not None and (served.declared.cache or bool(_scales(served)))
-
-
 def _scales(served: Served) -> list[str]:
     """The scales of a cache, by name."""
     return sorted(served.fp8.cache_scales) if served.fp8 else []
@@ -118,7 +114,8 @@ def cache_head_size(served: Served) -> Broken:
     size below 32 has none outside of Hopper and data-centre Blackwell.
     """
     size = config_field(served.config, "head_dim")
-    if not isinstance(size, int) or not _declares_cache(served) or not size % 32:
+    declares = served.declared is not None and (served.declared.cache or _scales(served))
+    if not isinstance(size, int) or not declares or not size % 32:
         return
     where = "on a CPU" if size > 32 else "outside of Hopper and data-centre Blackwell"
     what = f"has heads of {size}, for which vLLM has no kernel that reads an FP8 cache {where}"

@@ -119,6 +119,11 @@ RUN_TIME_FLAGS: dict[str, Form] = {
 }
 
 
+def run_time_form(flagged: object) -> Form:
+    """Return the form that the flags of a `dynamic` scale, or of its row in the report, stand for."""
+    return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(flagged, flag)), DYNAMIC)
+
+
 class TensorScale(Lossy):
     """One activation's or cache tensor's scale; shares are fractions.
 
@@ -171,7 +176,7 @@ class TensorScale(Lossy):
     def form(self) -> Form:
         """The form of the input of which this is the scale."""
         if self.dynamic:
-            return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(self, flag)), DYNAMIC)
+            return run_time_form(self)
         return Form("tail", self.tail) if self.tail is not None else ONE if self.terms == 1 else TWO
 
     @property

@@ -7,7 +7,7 @@ With these scales fixed, weights are rounded to nearest, or by GPTQ (`gptq`). A 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ WeightMethod = Literal["amax", "mse"]
 #: Values that are converted to FP32 at a time: two FP32 copies of a whole matrix would take four times its bytes, and
 #: larger blocks fragment the heap.
 BLOCK_VALUES = 1 << 20
-WEIGHT_METHODS: tuple[str, ...] = get_args(WeightMethod)
 
 
 class RoundedCodes(Protocol):

@@ -20,8 +20,7 @@ from ...core.columns import (
     text_column,
 )
 from ...export.engine.info import first_few
-from ...options import DYNAMIC
-from ...quantize.scales.decisions import RUN_TIME_FLAGS
+from ...quantize.scales.decisions import run_time_form
 from ..accuracy.decision import interval_text, too_short
 from ..accuracy.document import Accuracy, Divergence
 from ..accuracy.limits import BF16, FP32
@@ -43,7 +42,7 @@ def _terms(row: ModuleRow) -> str | int | None:
     if row.tail is not None:
         return f"tail of {row.tail}"
     if row.dynamic:
-        return next((form for flag, form in RUN_TIME_FLAGS.items() if getattr(row, flag)), DYNAMIC).words
+        return run_time_form(row).words
     return "BF16" if row.terms == 0 else row.terms
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from ...options import BF16, DEFAULT_EXACT_TAIL, ONE, Form, Kind, KvCache, Prefer, ScaleOptions, Server
 from ...quantize.scales.decisions import CACHE_PARTS, TensorScale
-from ...quantize.scales.servers import OF_EXPERTS, computes
+from ...quantize.scales.servers import ONE_CODE_IN_EXPERTS, computes
 from ...quantize.scales.serving_cost import BF16_BYTES, BF16_OPERATIONS, SCALE_BYTES, Cost, prompt_operations
 
 #: The form of a group of GEMMs: that of their input, or `bf16` where their weights stay in BF16 too.
@@ -121,10 +121,6 @@ class Mix:
         """Tell whether the cache of the attention `module` stays in BF16 beside others in codes."""
         return module in self.wide_cache
 
-    def groups_in(self, form: GroupForm) -> list[str]:
-        """List the groups in this form."""
-        return [name for name, group_form in self.forms.items() if group_form == form]
-
     def codes(self, tensor: str) -> bool:
         """Tell whether the cache tensor `<attention>.k` or `.v` is codes."""
         module, _, part = tensor.rpartition(".")
@@ -210,8 +206,8 @@ def served_forms(server: Server) -> tuple[GroupForm, ...]:
 
 def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) -> tuple[Group, ...]:
     """Limit `groups` to the forms that `server` computes; `experts`: the modules that hold the experts of a layer."""
-    dense, kinds = served_forms(server), OF_EXPERTS.get(server)
-    of_experts = dense if kinds is None else tuple(form for form in FORMS if KINDS.get(form) in kinds)
+    dense = served_forms(server)
+    of_experts = (COARSEST,) if server in ONE_CODE_IN_EXPERTS else dense
     held = tuple(f"{layer}." for layer in experts)
     return tuple(
         replace(group, forms=of_experts if any(name.startswith(held) for name in group.weights) else dense)
@@ -219,7 +215,6 @@ def limited_to(groups: Iterable[Group], server: Server, experts: Iterable[str]) 
     )
 
 
-def members(groups: Iterable[Group], names: Iterable[str]) -> list[str]:
-    """List the GEMMs of the groups of these `names`."""
-    wanted = set(names)
-    return [member for group in groups if group.name in wanted for member in group.weights]
+def members(groups: Iterable[Group], mix: Mix, form: GroupForm) -> list[str]:
+    """List the GEMMs of the groups that `mix` has in `form`."""
+    return [member for group in groups if mix.forms.get(group.name) == form for member in group.weights]

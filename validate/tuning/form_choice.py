@@ -115,7 +115,7 @@ def form_table(choice: FormChoice) -> Table[FormRow]:
         number_column("flips", share, "flips"),
         Column[FormRow]("known by", _known, numeric=False),
         number_column("weights", size, "weight_bytes"),
-        Column[FormRow]("prompt", lambda row: row.prefill_flops_ratio, "{:.2f} ×".format),
+        number_column("prompt", "{:.2f} ×".format, "prefill_flops_ratio"),
     )
     return Table(
         "Forms that the limits were held against", sorted(choice.rows, key=lambda row: row.chosen), columns, "None.",

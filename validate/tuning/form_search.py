@@ -173,12 +173,12 @@ def mix_options(groups: Sequence[Group], mix: Mix, tail: int, before: ScaleOptio
         f"{pattern}={input_form(form, tail)}"
         for form in FORMS
         if form not in (most, "bf16")
-        for pattern in patterns(members(groups, mix.groups_in(form)), names)
+        for pattern in patterns(members(groups, mix, form), names)
     ]
     return replace(
         before.in_one_form(ONE),
         form=(*every, *rules),
-        skip=(*before.skip, *patterns(members(groups, mix.groups_in("bf16")), names)),
+        skip=(*before.skip, *patterns(members(groups, mix, "bf16"), names)),
         weight_rounding=mix.rounding,  # type: ignore[arg-type]  # the names of roundings are the options'
     )
 
